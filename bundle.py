@@ -1,0 +1,401 @@
+"""Contract 2: what a folder written by llmc holds, and how it is written and checked.
+
+Two kinds of folder exist, each with a manifest of frozen dataclasses: an *export* (``export.json``: the portable
+decoder, weights by reference) and a *bundle* (``llmc.json``: graphs and weights for one target). Both are published
+atomically by :func:`staged`, so a folder with a manifest is complete.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llmc.errors import BundleError, LlmcError, ResourceError, UsageError
+
+SCHEMA_VERSION = 1
+GRAPH_CONTRACT_VERSION = 1
+EXPORT_MANIFEST = "export.json"
+BUNDLE_MANIFEST = "llmc.json"
+DECODER_FILE = "decoder.onnx"
+WEIGHTS_FILE = "weights.bin"
+TOKENIZER_FILE = "tokenizer.json"
+# Everything the runtime may need to speak the model's language; only the first one must exist.
+TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shapes of a decoder. ``windows`` has one entry per layer: 0 attends to everything, W to the last W positions."""
+
+    model_type: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    tied_head: bool
+    windows: tuple[int, ...]
+
+    def cache_bytes(self, positions: int, batch: int = 1, bytes_per_value: int = 4) -> int:
+        """Bytes of keys and values: 2 x layers x kv_heads x head_dim x positions x batch x bytes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * positions * batch * bytes_per_value
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights came from. ``fingerprint`` covers config.json and every shard's header and size."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Defaults of the checkpoint's generation_config.json; None where it says nothing."""
+
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    do_sample: bool
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and SHA-256 of one file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ExportManifest:
+    """``export.json``: what the portable decoder in this folder is."""
+
+    schema_version: int
+    llmc_version: str
+    graph_contract: int
+    geometry: Geometry
+    source: Source
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong.
+
+    ``multi_row_prefill`` tells whether several rows may be fed more than one token each in one call.
+    """
+
+    file: str
+    weight_bytes: int
+    step_weight_bytes: int
+    cpu_features: tuple[str, ...]
+    multi_row_prefill: bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """Engine the graphs were built for; ``engine_version`` is the one that built and verified them."""
+
+    name: str
+    engine: str
+    engine_version: str
+    engine_minimum: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the weights were compiled. ``phases`` is split (a graph each for prefill and decode) or shared (one)."""
+
+    name: str
+    precision: str
+    block_size: int
+    phases: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the bundle was planned for, in tokens and rows."""
+
+    max_context: int
+    max_batch: int
+    prefill_chunk: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes: packed weights of all graphs, cache per token and row, and workspace of the largest call."""
+
+    weights: int
+    cache_per_token: int
+    workspace: int
+
+    def total(self, positions: int, batch: int = 1) -> int:
+        """Bytes needed with ``positions`` cached tokens in each of ``batch`` rows."""
+        return self.weights + self.cache_per_token * positions * batch + self.workspace
+
+
+@dataclass(frozen=True)
+class GoldenPrompt:
+    """One self-test case. Logits belong to the position after the prompt; ``margins`` are the gaps in logits
+    between the first and second choice at each generated token (a tie may fall the other way elsewhere)."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+    top_ids: tuple[int, ...]
+    top_logits: tuple[float, ...]
+    reference_ids: tuple[int, ...]
+    reference_logits: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Bundle against the unquantized model, over ``positions`` positions of the golden prompts, per path."""
+
+    positions: int
+    prefill_mean_kl: float
+    decode_mean_kl: float
+    prefill_top1_agreement: float
+    decode_top1_agreement: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``llmc.json``: all that a runtime must know before it opens a graph."""
+
+    schema_version: int
+    llmc_version: str
+    graph_contract: int
+    geometry: Geometry
+    source: Source
+    generation: Generation
+    target: Target
+    recipe: Recipe
+    limits: Limits
+    memory: MemoryPlan
+    graphs: dict[str, Graph]
+    quality: Quality | None
+    golden: tuple[GoldenPrompt, ...]
+    files: dict[str, FileEntry]
+
+
+# ---------------------------------------------------------------------------------------------- reading and writing
+
+
+def write_manifest(manifest: ExportManifest | Manifest, folder: Path) -> None:
+    """Write the manifest into ``folder`` as indented JSON."""
+    name = BUNDLE_MANIFEST if isinstance(manifest, Manifest) else EXPORT_MANIFEST
+    (folder / name).write_text(json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_bundle(folder: Path) -> Manifest:
+    """Read a bundle's manifest and check that every file is there with its size (hashes are :func:`verify_files`' job).
+
+    Raises:
+        BundleError: not a bundle, written by a newer llmc, or files are missing or truncated.
+    """
+    manifest = _read(folder, BUNDLE_MANIFEST, Manifest, "llmc build CHECKPOINT -o BUNDLE")
+    for name, entry in manifest.files.items():
+        found = _size(folder / name)
+        if found != entry.size:
+            state = "is missing" if found is None else f"has {found} bytes"
+            raise BundleError(f"{folder}: {name} {state}, {entry.size} expected; copy or build the bundle again")
+    return manifest
+
+
+def read_export(folder: Path) -> ExportManifest:
+    """Read an export's manifest.
+
+    Raises:
+        BundleError: not an export, or written by a newer llmc.
+    """
+    manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")
+    if _size(folder / DECODER_FILE) is None:
+        raise BundleError(f"{folder}: {DECODER_FILE} is missing; export the checkpoint again")
+    return manifest
+
+
+def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Hash every file and yield its name once it is proven whole.
+
+    Raises:
+        BundleError: a file's hash differs from the manifest.
+    """
+    for name, entry in manifest.files.items():
+        if sha256_file(folder / name) != entry.sha256:
+            raise BundleError(f"{folder}: {name} is corrupt (its SHA-256 differs from {BUNDLE_MANIFEST}); build it again")
+        yield name
+
+
+def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Size and SHA-256 of each named file of ``folder``."""
+    return {name: FileEntry((folder / name).stat().st_size, sha256_file(folder / name)) for name in names}
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextmanager
+def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
+    """Give an empty folder to write into, and publish it as ``target`` when the block ends without an error.
+
+    The folder lies beside the target. On any error, Ctrl-C included, it is removed and the target is untouched.
+    With ``force`` an existing target is replaced, and only at the end.
+
+    Raises:
+        UsageError: the target exists and ``force`` is false, or is no folder of llmc's.
+        ResourceError: the disk is full.
+    """
+    target = Path(os.path.abspath(target))
+    _refuse_to_overwrite(target, force)
+    staging = target.parent / f".{target.name}.{os.getpid()}.staging"
+    try:
+        _remove_stale(target)
+        staging.mkdir(parents=True)
+        yield staging
+        _sync(staging)
+        _swap(staging, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(f"{target}: the disk is full; nothing was published. Free some space and run again") from error
+        if isinstance(error, (PermissionError, NotADirectoryError, FileExistsError)):
+            raise UsageError(f"{target}: cannot write here ({error.strerror}); choose another output folder") from error
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _refuse_to_overwrite(target: Path, force: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise UsageError(f"{target} exists; choose another output folder, or pass --force to replace it")
+    ours = target.is_dir() and any((target / name).exists() for name in (BUNDLE_MANIFEST, EXPORT_MANIFEST))
+    if not ours and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"{target} was not written by llmc, so --force does not replace it; choose another output folder")
+
+
+def _remove_stale(target: Path) -> None:
+    """Remove what a killed process left beside ``target``."""
+    for folder in target.parent.glob(f".{target.name}.*.staging"):
+        pid = folder.name.rsplit(".", 2)[1]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _swap(staging: Path, target: Path) -> None:
+    """Put ``staging`` in the place of ``target``; the old folder comes back if that fails."""
+    old = staging.with_suffix(".old")
+    existed = target.exists()
+    if existed:
+        target.rename(old)
+    try:
+        staging.rename(target)
+    except BaseException:
+        if existed:
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
+    path = folder / name
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise BundleError(f"{folder}: no {name} here, so this was not written by llmc; make it with: {remedy}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(version, int):
+        raise BundleError(f"{path} is corrupt (no schema_version); make it again with: {remedy}")
+    if version > SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema version {version}, written by llmc {data.get('llmc_version')}; this llmc reads up to "
+            f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc"
+        )
+    try:
+        return decode(kind, data)
+    except LlmcError as error:
+        raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
+
+
+def decode(kind: Any, data: Any, where: str = "") -> Any:
+    """Turn parsed JSON into the dataclass, tuple, dict or scalar that ``kind`` names, strictly.
+
+    Raises:
+        BundleError: a field is missing, unknown or of another type; the message names its place.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _decode_dataclass(kind, data, where)
+    if origin is tuple and isinstance(data, list):
+        return tuple(decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is dict and isinstance(data, dict):
+        return {key: decode(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
+    if origin is types.UnionType:
+        return None if data is None else decode(arguments[0], data, where)
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if isinstance(kind, type) and type(data) is kind:
+        return data
+    raise BundleError(f"{where or 'value'} is {data!r:.60}, expected {getattr(kind, '__name__', kind)}")
+
+
+def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise BundleError(f"{where or kind.__name__} is {data!r:.60}, expected an object")
+    hints = typing.get_type_hints(kind)
+    names = {field.name for field in fields(kind)}
+    for problem, keys in (("unknown", data.keys() - names), ("missing", names - data.keys())):
+        if keys:
+            raise BundleError(f"{problem} field {where}{'.' if where else ''}{min(keys)}")
+    return kind(**{name: decode(hints[name], data[name], f"{where}.{name}".lstrip(".")) for name in names})

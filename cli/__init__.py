@@ -1,0 +1,1 @@
+from llmc.cli.main import main

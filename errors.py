@@ -1,0 +1,71 @@
+"""Every error llmc raises on purpose.
+
+::
+
+    LlmcError                exit code 1; the message is meant for the user
+    |-- UsageError           exit code 2: an argument is out of range or contradicts another
+    |-- CheckpointError      the checkpoint (or an export of it) is broken or unsupported
+    |-- BuildError           the compiler cannot do what the recipe asks
+    |-- BundleError          a bundle is missing, corrupt, from another version or for another machine
+    |-- RequestError         one request cannot be served; the model goes on
+    |-- ResourceError        memory or disk does not suffice
+    `-- MissingExtraError    an optional dependency is not installed
+
+A message says what was found, what was expected and what to do. Errors of other libraries are translated where they
+enter, with ``raise ... from``; an ``assert`` marks a bug of our own.
+"""
+
+import importlib
+from types import ModuleType
+
+
+class LlmcError(Exception):
+    """Base of all errors that llmc raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(LlmcError):
+    """An argument is out of its range or contradicts another one."""
+
+    exit_code = 2
+
+
+class CheckpointError(LlmcError):
+    """A checkpoint or an exported folder is broken, incomplete or not supported."""
+
+
+class BuildError(LlmcError):
+    """The compiler cannot do what the recipe asks for this model and target."""
+
+
+class BundleError(LlmcError):
+    """A bundle is missing, corrupt, written by another version or made for another machine."""
+
+
+class RequestError(LlmcError):
+    """A single request cannot be served as asked; the model stays usable."""
+
+
+class ResourceError(LlmcError):
+    """The machine has not enough memory or disk for what was planned."""
+
+
+class MissingExtraError(LlmcError):
+    """An optional dependency is needed and not installed."""
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import ``module``, or say in one sentence which extra brings it.
+
+    Raises:
+        MissingExtraError: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0] and error.name != module:
+            raise
+        raise MissingExtraError(
+            f"{module} is not installed; it comes with the extra '{extra}': pip install 'llmc[{extra}]'"
+        ) from error
