@@ -6,14 +6,16 @@ atomically by :func:`staged`, so a folder with a manifest is complete.
 """
 
 import errno
+import glob
 import hashlib
 import json
 import os
 import shutil
+import stat
 import types
 import typing
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,15 +144,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes: packed weights of all graphs, cache per token and row, and workspace of the largest call."""
+    """Bytes: packed weights of all graphs, cache per token and row, workspace of the largest call (a fixed part and
+    a part per cached token)."""
 
     weights: int
     cache_per_token: int
     workspace: int
+    workspace_per_token: int
 
     def total(self, positions: int, batch: int = 1) -> int:
         """Bytes needed with ``positions`` cached tokens in each of ``batch`` rows."""
-        return self.weights + self.cache_per_token * positions * batch + self.workspace
+        return self.weights + self.workspace + (self.cache_per_token * batch + self.workspace_per_token) * positions
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,8 @@ class Manifest:
 def write_manifest(manifest: ExportManifest | Manifest, folder: Path) -> None:
     """Write the manifest into ``folder`` as indented JSON."""
     name = BUNDLE_MANIFEST if isinstance(manifest, Manifest) else EXPORT_MANIFEST
-    (folder / name).write_text(json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(asdict(manifest), indent=1, ensure_ascii=False, allow_nan=False)
+    (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def read_bundle(folder: Path) -> Manifest:
@@ -214,6 +219,9 @@ def read_bundle(folder: Path) -> Manifest:
         BundleError: not a bundle, written by a newer llmc, or files are missing or truncated.
     """
     manifest = _read(folder, BUNDLE_MANIFEST, Manifest, "llmc build CHECKPOINT -o BUNDLE")
+    for name in (*manifest.files, *(graph.file for graph in manifest.graphs.values())):
+        if name not in manifest.files or name.startswith("/") or ".." in name.split("/"):
+            raise BundleError(f"{folder}: {BUNDLE_MANIFEST} names {name!r}, which is unlisted or lies outside; refused")
     for name, entry in manifest.files.items():
         found = _size(folder / name)
         if found != entry.size:
@@ -238,11 +246,15 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Hash every file and yield its name once it is proven whole.
 
     Raises:
-        BundleError: a file's hash differs from the manifest.
+        BundleError: a file cannot be read, or its hash differs from the manifest.
     """
     for name, entry in manifest.files.items():
-        if sha256_file(folder / name) != entry.sha256:
-            raise BundleError(f"{folder}: {name} is corrupt (its SHA-256 differs from {BUNDLE_MANIFEST}); build it again")
+        try:
+            found = sha256_file(folder / name)
+        except OSError as error:
+            raise BundleError(f"{folder}: {name} cannot be read ({error.strerror}); build the bundle again") from error
+        if found != entry.sha256:
+            raise BundleError(f"{folder}: {name} is corrupt (its SHA-256 changed); build the bundle again")
         yield name
 
 
@@ -268,50 +280,71 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
     With ``force`` an existing target is replaced, and only at the end.
 
     Raises:
-        UsageError: the target exists and ``force`` is false, or is no folder of llmc's.
+        UsageError: the target exists and ``force`` is false, or is no folder of llmc's, or cannot be written.
         ResourceError: the disk is full.
     """
-    target = Path(os.path.abspath(target))
-    _refuse_to_overwrite(target, force)
-    staging = target.parent / f".{target.name}.{os.getpid()}.staging"
+    place = Path(os.path.realpath(target))  # through a link: what it points to is replaced, not the link
+    _recover(place)
+    refuse_to_overwrite(target, force)
+    made = [parent for parent in place.parents if not parent.exists()]
+    staging = place.parent / f".{place.name}.{os.getpid()}.staging"
+    writing = True  # whether an error is of our own writing; those of the caller's block keep their own names
     try:
-        _remove_stale(target)
         staging.mkdir(parents=True)
+        writing = False
         yield staging
+        writing = True
         _sync(staging)
-        _swap(staging, target)
+        refuse_to_overwrite(target, force)  # it may have appeared meanwhile
+        _swap(staging, place)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(f"{target}: the disk is full; nothing was published. Free some space and run again") from error
-        if isinstance(error, (PermissionError, NotADirectoryError, FileExistsError)):
+            raise ResourceError(f"{target}: the disk is full; free some space and run again") from error
+        if writing:
             raise UsageError(f"{target}: cannot write here ({error.strerror}); choose another output folder") from error
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        with suppress(OSError):
+            for parent in made:  # goes as far up as they are empty
+                parent.rmdir()
 
 
-def _refuse_to_overwrite(target: Path, force: bool) -> None:
-    if not os.path.lexists(target):
+def refuse_to_overwrite(target: Path, force: bool) -> None:
+    """Check before any work that :func:`staged` may publish to ``target``.
+
+    Raises:
+        UsageError: the target exists and ``force`` is false, or is no folder of llmc's.
+    """
+    if not target.exists():
         return
     if not force:
         raise UsageError(f"{target} exists; choose another output folder, or pass --force to replace it")
     ours = target.is_dir() and any((target / name).exists() for name in (BUNDLE_MANIFEST, EXPORT_MANIFEST))
     if not ours and not (target.is_dir() and not any(target.iterdir())):
-        raise UsageError(f"{target} was not written by llmc, so --force does not replace it; choose another output folder")
+        raise UsageError(f"{target} is not llmc's, so --force does not replace it; choose another output folder")
 
 
-def _remove_stale(target: Path) -> None:
-    """Remove what a killed process left beside ``target``."""
-    for folder in target.parent.glob(f".{target.name}.*.staging"):
-        pid = folder.name.rsplit(".", 2)[1]
-        if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+def _recover(place: Path) -> None:
+    """Clear away what a killed process left beside ``place``; a folder it had set aside comes back where it was."""
+    for folder in place.parent.glob(f".{glob.escape(place.name)}.*"):
+        pid, _, kind = folder.name.removeprefix(f".{place.name}.").partition(".")
+        if kind not in ("staging", "old") or not pid.isdigit() or _alive(int(pid)):
+            continue
+        with suppress(OSError):
+            if kind == "old" and not place.exists():
+                folder.rename(place)
+            else:
+                shutil.rmtree(folder)
 
 
 def _alive(pid: int) -> bool:
+    """Whether another process runs under ``pid``; our own number is one that a container gave to each run in turn."""
+    if pid == os.getpid():
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
@@ -320,42 +353,45 @@ def _alive(pid: int) -> bool:
 
 def _sync(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync_one(path)
 
 
-def _swap(staging: Path, target: Path) -> None:
-    """Put ``staging`` in the place of ``target``; the old folder comes back if that fails."""
-    old = staging.with_suffix(".old")
-    existed = target.exists()
-    if existed:
-        target.rename(old)
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        staging.rename(target)
-    except BaseException:
-        if existed:
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(staging: Path, place: Path) -> None:
+    """Put ``staging`` in its place; the folder that was there comes back if that fails."""
+    old = staging.with_suffix(".old")
+    try:
+        if place.exists():
+            place.rename(old)
+        staging.rename(place)
+        _sync_one(place.parent)
+    finally:
+        if not place.exists() and old.exists():
+            old.rename(place)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+    """Size of a regular file, None for anything else."""
+    try:
+        info = path.stat()
+    except (OSError, ValueError):
+        return None
+    return info.st_size if stat.S_ISREG(info.st_mode) else None
 
 
 def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     path = folder / name
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise BundleError(f"{folder}: no {name} here, so this was not written by llmc; make it with: {remedy}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
+    data = _load(path, remedy)
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if not isinstance(version, int):
+    if not isinstance(version, int) or version < 1:
         raise BundleError(f"{path} is corrupt (no schema_version); make it again with: {remedy}")
     if version > SCHEMA_VERSION:
         raise BundleError(
@@ -363,8 +399,23 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
             f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc"
         )
     try:
-        return decode(kind, data)
-    except LlmcError as error:
+        manifest: T = decode(kind, data)
+    except (LlmcError, OverflowError) as error:
+        raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
+    if data["graph_contract"] != GRAPH_CONTRACT_VERSION:
+        found = f"graph contract {data['graph_contract']}, not {GRAPH_CONTRACT_VERSION}"
+        raise BundleError(f"{path} follows {found}; make it again with: {remedy}")
+    return manifest
+
+
+def _load(path: Path, remedy: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise BundleError(f"{path.parent}: no {path.name} here, not written by llmc; make it with: {remedy}") from None
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
 
 

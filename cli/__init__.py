@@ -1,1 +1,1 @@
-from llmc.cli.main import main
+"""The command line: one module per verb; each parses, makes one library call and prints."""

@@ -1,0 +1,46 @@
+"""Checkpoint -> portable graph: a Hugging Face folder in, ``decoder.onnx`` with weights by reference out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmc.bundle import Geometry, Source
+from llmc.errors import require
+
+__all__ = ["ExportReport", "export"]
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote: size in bytes by file name, of which ``new_bytes`` are new on disk (the rest is linked).
+
+    ``notes`` are sentences about what was left out on purpose.
+    """
+
+    output: Path
+    files: dict[str, int]
+    new_bytes: int
+    seconds: float
+    geometry: Geometry
+    source: Source
+    notes: tuple[str, ...]
+
+
+def export(
+    checkpoint: Path, output: Path, *, force: bool = False, progress: Callable[[str], None] | None = None
+) -> ExportReport:
+    """Export a local Hugging Face checkpoint into the folder ``output``, without reading or copying its weights.
+
+    ``progress`` is told each step in a few words. An existing ``output`` is replaced only with ``force``.
+
+    Raises:
+        CheckpointError: the checkpoint is broken, incomplete or not supported.
+        UsageError: ``output`` exists, or cannot be written.
+        ResourceError: the disk is full.
+        MissingExtraError: torch, onnx or onnx-ir is not installed.
+    """
+    for module in ("torch", "onnx", "onnx_ir", "onnxscript"):
+        require(module, "export")
+    from llmc.export.writer import write_export  # it imports torch
+
+    return write_export(Path(checkpoint), Path(output), force, progress or (lambda step: None))

@@ -1,0 +1,1 @@
+"""Lowerings: rewrite the portable decoder into what one engine runs best."""

@@ -1,0 +1,43 @@
+# Needs Python 3.10-3.13 with venv, and make. `make demo` and `make test` set up everything else in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+# On x86 Linux a bare `pip install torch` brings gigabytes of CUDA packages that llmc does not use. Offer pip the CPU
+# wheel, and it is preferred, for it has the higher version (2.13.0+cpu):
+#     make test PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# or keep the wheel in a folder: make test PIP_FIND_LINKS=/path/to/wheels
+TORCH ?= torch==2.13.0
+
+# Neither the engine nor the libraries call home.
+export ORT_DISABLE_TELEMETRY := 1
+export HF_HUB_OFFLINE := 1
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check format clean
+
+demo: $(READY)  ## export, build (int8, int4) and run the small model of recipes/tiny
+	$(BIN)/python recipes/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cpu,export,dev]"
+	touch $@

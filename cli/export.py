@@ -1,0 +1,53 @@
+"""``llmc export``: checkpoint -> portable graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmc.cli import output as show
+from llmc.cli.options import EXISTING_FOLDER, debug_option, force_option, json_option, output_option
+
+if TYPE_CHECKING:
+    from llmc.export import ExportReport
+
+
+@click.command("export")
+@click.argument("checkpoint", type=EXISTING_FOLDER)
+@output_option
+@force_option
+@json_option
+@debug_option
+def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool) -> None:
+    """Export CHECKPOINT, a local Hugging Face folder, as a portable ONNX decoder.
+
+    The weights stay where they are on disk: the output folder holds links to the safetensors files, or copies of
+    them on another file system.
+    """
+    from llmc.export import export
+
+    with show.progress() as progress:
+        report = export(checkpoint, output, force=force, progress=progress)
+    if as_json:
+        show.print_json(report)
+    else:
+        print_report(report)
+
+
+def print_report(report: ExportReport) -> None:
+    """What was exported, each file with its size, and what is new on disk."""
+    source, geometry = report.source, report.geometry
+    show.print_rows(
+        [
+            ("model", f"{source.name} ({geometry.model_type}, {geometry.layers} layers)"),
+            ("weights", f"{show.amount(source.parameters)} parameters, {source.dtype}"),
+            *((name, show.size(count)) for name, count in report.files.items()),
+            ("new on disk", show.size(report.new_bytes)),
+            ("time", f"{report.seconds:.1f} s"),
+        ]
+    )
+    for note in report.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(f"wrote {report.output}")

@@ -1,0 +1,92 @@
+"""``llmc inspect``: what is in a folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmc.cli import output as show
+from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
+
+if TYPE_CHECKING:
+    from llmc.bundle import Geometry, Manifest
+    from llmc.cli.summary import Summary
+
+
+@click.command("inspect")
+@click.argument("path", type=EXISTING_FOLDER)
+@click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
+@click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
+@json_option
+@debug_option
+def inspect_command(path: Path, context: int | None, batch: int, as_json: bool) -> None:
+    """Show what PATH holds, a checkpoint, an export or a bundle, and the memory that it takes to run."""
+    from llmc.cli.summary import summarize
+
+    summary = summarize(path, context=context, batch=batch)
+    if as_json:
+        show.print_json(summary)
+    else:
+        print_summary(summary)
+
+
+def print_summary(summary: Summary) -> None:
+    """Geometry, sizes, memory, and what a bundle was built for."""
+    source, memory = summary.source, summary.memory
+    rows = [
+        (summary.kind, str(summary.path)),
+        ("model", f"{source.name}, {show.amount(source.parameters)} parameters, {source.dtype}"),
+        *geometry_rows(summary.geometry),
+        *(bundle_rows(summary.bundle) if summary.bundle else []),
+        ("weights", ", ".join(f"{show.size(count)} {dtype}" for dtype, count in summary.weights.items())),
+        (
+            f"memory at {memory.context} tokens x {memory.batch}",
+            f"{show.size(memory.total)} = {show.size(memory.weights)} weights + {show.size(memory.cache)} cache"
+            + (f" + {show.size(memory.workspace)} workspace" if memory.workspace else " (float32)"),
+        ),
+        *((name, show.size(count)) for name, count in summary.files.items()),
+    ]
+    show.print_rows(rows)
+
+
+def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
+    """The decoder's shape."""
+    return [
+        ("family", geometry.model_type),
+        ("layers", f"{geometry.layers} of hidden size {geometry.hidden_size}, inner size {geometry.intermediate_size}"),
+        ("attention", f"{geometry.heads} heads of {geometry.head_dim}, {geometry.kv_heads} for keys and values"),
+        ("window", describe_windows(geometry.windows)),
+        (
+            "vocabulary",
+            f"{geometry.vocab_size}, head {'tied to' if geometry.tied_head else 'apart from'} the embedding",
+        ),
+        ("positions", str(geometry.max_positions)),
+    ]
+
+
+def describe_windows(windows: tuple[int, ...]) -> str:
+    """How far attention reaches, and in how many layers: ``all positions (12 layers), 4096 (36 layers)``."""
+    reach = {window: f"the last {window} positions" if window else "all positions" for window in windows}
+    if len(reach) == 1:
+        return reach[windows[0]]
+    return ", ".join(f"{reach[window]} ({count} layers)" for window, count in Counter(windows).items())
+
+
+def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """Target, recipe, limits and quality."""
+    target, recipe, limits, quality = manifest.target, manifest.recipe, manifest.limits, manifest.quality
+    features = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
+    rows = [
+        ("target", f"{target.name}, {target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"),
+        ("CPU features", ", ".join(features) or "none in particular"),
+        ("recipe", f"{recipe.name}: {recipe.precision}, block {recipe.block_size}, phases {recipe.phases}"),
+        ("limits", f"{limits.max_context} tokens x {limits.max_batch}, prefill in chunks of {limits.prefill_chunk}"),
+    ]
+    if quality:
+        kl = f"KL to the unquantized model {quality.prefill_mean_kl:.5f} prefill, {quality.decode_mean_kl:.5f} decode"
+        agreement = f"{quality.prefill_top1_agreement:.1%} and {quality.decode_top1_agreement:.1%}"
+        rows.append(("quality", f"{kl}; same first choice {agreement}"))
+    return rows

@@ -1,0 +1,95 @@
+"""The command ``llmc``: finds the verb, and turns every way to fail into one sentence and an exit code."""
+
+import importlib
+import io
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn, cast
+
+import click
+
+from llmc import __version__
+from llmc.cli.options import debug_option
+from llmc.errors import LlmcError
+
+VERBS = {
+    "export": "llmc.cli.export:export_command",
+    "build": "llmc.cli.build:build_command",
+    "run": "llmc.cli.run:run_command",
+    "bench": "llmc.cli.bench:bench_command",
+    "inspect": "llmc.cli.inspect:inspect_command",
+    "verify": "llmc.cli.verify:verify_command",
+}
+INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+
+
+class Verbs(click.Group):
+    """Imports a verb's module when the verb is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs in the order in which they are used."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a verb's command, or None for an unknown verb."""
+        if cmd_name not in VERBS:
+            return None
+        module, _, name = VERBS[cmd_name].partition(":")
+        return cast(click.Command, getattr(importlib.import_module(module), name))
+
+
+@click.group(
+    cls=Verbs,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="llmc", message="%(prog)s %(version)s")
+@debug_option
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Turn a Hugging Face decoder checkpoint into a verified bundle, and run it.
+
+    \b
+    llmc export CHECKPOINT -o DIR     checkpoint -> portable ONNX graph
+    llmc build DIR -o BUNDLE          graph (or checkpoint) -> bundle for one target
+    llmc run BUNDLE -p "Once"         bundle -> text
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 if all went well, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows no emoji is no reason to stop
+    state = {"debug": False}
+    try:
+        code = cli.main(arguments, "llmc", standalone_mode=False, obj=state)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        code = INTERRUPTED
+    except Exception as error:  # noqa: BLE001  the last place where an error can become a sentence
+        if state["debug"]:
+            traceback.print_exc()
+        message, code = explain(error)
+        click.echo(f"llmc: error: {message}", err=True)
+    sys.exit(code or 0)
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """One sentence for the user, and the exit code."""
+    if isinstance(error, LlmcError):
+        return str(error), error.exit_code
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "llmc"
+        return f"{error.format_message().rstrip('.')}; see {command} --help", error.exit_code
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
+    if isinstance(error, OSError):
+        return str(error), 1
+    if isinstance(error, MemoryError):
+        return "out of memory; free some, or use a smaller model or context", 1
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line} (a bug of llmc: please report it with the output of --debug)", 1

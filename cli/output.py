@@ -1,0 +1,92 @@
+"""How results look: tables and JSON on stdout, progress on stderr while a person is watching."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+Report = Callable[..., None]
+_DIGITS = {"B": 0, "kB": 1, "MB": 1, "GB": 2}  # after the decimal point, by unit
+
+
+def print_json(report: Any) -> None:
+    """Print a report, a dataclass of any depth, as indented JSON."""
+    click.echo(json.dumps(report, indent=2, ensure_ascii=False, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Print names and values in two columns."""
+    print_table((), rows)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> None:
+    """Print aligned columns, under a header if there is one; all but the first to the right if they are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(rows)
+    table = Table(box=None, show_header=bool(columns), pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for index in range(len(rows[0]) if rows else 0):
+        justify = "right" if numbers and index else "left"
+        table.add_column(columns[index] if columns else "", justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    # In a pipe nothing is wrapped: a program reads it, or a person who searches it.
+    console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def size(count: int) -> str:
+    """Bytes for people, in decimal units as disks and bandwidths are sold: 1536 -> 1.5 kB, 1086 million -> 1.09 GB."""
+    value, units = float(count), iter(_DIGITS)
+    unit = next(units)
+    for larger in units:
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.{_DIGITS[unit]}f} {unit}"
+
+
+def amount(count: int) -> str:
+    """A number of parameters for people: 494032768 -> 494.0 million."""
+    if count >= 1_000_000_000:
+        return f"{count / 1e9:.2f} billion"
+    return f"{count / 1e6:.1f} million" if count >= 1_000_000 else f"{count:,}"
+
+
+@contextmanager
+def progress() -> Iterator[Report | None]:
+    """Show steps and how far each is on stderr; gives None, which means silence, where stderr is no terminal.
+
+    The callback takes the step in words, and the fraction that is done where it is known.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def report(step: str, fraction: float | None = None) -> None:
+            bars.update(task, description=step, total=None if fraction is None else 1.0, completed=fraction or 0.0)
+
+        yield report

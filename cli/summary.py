@@ -1,0 +1,110 @@
+"""What a checkpoint, an export or a bundle holds, read without an engine: the library half of ``llmc inspect``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmc import bundle
+from llmc.bundle import Geometry, Manifest, Source
+from llmc.errors import BundleError, UsageError
+from llmc.export.checkpoint import read_checkpoint
+from llmc.export.shards import DTYPE_NAMES, Shard, read_shards
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that running takes with ``batch`` sequences of ``context`` tokens.
+
+    For a bundle this is its own plan; before that, weights as they are stored and a float32 cache.
+    """
+
+    context: int
+    batch: int
+    weights: int
+    cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.cache + self.workspace
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A folder of any kind; ``weights`` is bytes by dtype, ``bundle`` the manifest where there is one."""
+
+    kind: str
+    path: Path
+    geometry: Geometry
+    source: Source
+    files: dict[str, int]
+    weights: dict[str, int]
+    memory: Memory
+    bundle: Manifest | None
+
+
+def summarize(path: Path, context: int | None = None, batch: int = 1) -> Summary:
+    """Read a checkpoint, an export or a bundle, whichever ``path`` is.
+
+    ``context`` is by default the longest possible.
+
+    Raises:
+        BundleError, CheckpointError: the folder is none of these, or broken.
+        UsageError: ``context`` or ``batch`` is beyond what it can run with.
+    """
+    for name, read in (
+        (bundle.BUNDLE_MANIFEST, _of_bundle),
+        (bundle.EXPORT_MANIFEST, _of_export),
+        (CONFIG_FILE, _of_checkpoint),
+    ):
+        if (path / name).exists():
+            return read(path, context, batch)
+    raise BundleError(
+        f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor {CONFIG_FILE} "
+        "(a Hugging Face checkpoint) is here"
+    )
+
+
+def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
+    manifest = bundle.read_bundle(path)
+    plan, limits = manifest.memory, manifest.limits
+    _at_most("--batch", batch, limits.max_batch, "the bundle's maximum; build it with a larger --max-batch")
+    advice = "the bundle's maximum; build it with a larger --max-context"
+    context = _at_most("--context", context or limits.max_context, limits.max_context, advice)
+    files = {bundle.BUNDLE_MANIFEST: (path / bundle.BUNDLE_MANIFEST).stat().st_size}
+    files |= {name: entry.size for name, entry in manifest.files.items()}
+    weights = {manifest.recipe.precision: plan.weights}
+    memory = Memory(context, batch, plan.weights, plan.cache_per_token * context * batch, plan.workspace)
+    return Summary("bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest)
+
+
+def _of_export(path: Path, context: int | None, batch: int) -> Summary:
+    manifest = bundle.read_export(path)
+    return _unbuilt("export", path, manifest.geometry, manifest.source, read_shards(path), context, batch)
+
+
+def _of_checkpoint(path: Path, context: int | None, batch: int) -> Summary:
+    found = read_checkpoint(path)
+    return _unbuilt("checkpoint", path, found.config.geometry, found.source, list(found.shards), context, batch)
+
+
+def _unbuilt(
+    kind: str, path: Path, geometry: Geometry, source: Source, shards: list[Shard], context: int | None, batch: int
+) -> Summary:
+    limit = geometry.max_positions
+    context = _at_most("--context", context or limit, limit, f"max_position_embeddings in {CONFIG_FILE}")
+    weights: dict[str, int] = {}
+    for tensor in (tensor for shard in shards for tensor in shard.tensors.values()):
+        name = DTYPE_NAMES[tensor.dtype]
+        weights[name] = weights.get(name, 0) + tensor.length
+    files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
+    memory = Memory(context, batch, sum(weights.values()), geometry.cache_bytes(context, batch), workspace=0)
+    return Summary(kind, path, geometry, source, files, weights, memory, None)
+
+
+def _at_most(flag: str, value: int, limit: int, what: str) -> int:
+    if value > limit:
+        raise UsageError(f"{flag} is {value}, more than {limit}, {what}")
+    return value

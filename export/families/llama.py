@@ -1,0 +1,17 @@
+"""Llama 2 and 3, and the many checkpoints that call themselves ``llama``."""
+
+from llmc.export.config import DecoderConfig
+from llmc.export.keys import Keys
+from llmc.export.reading import read_decoder
+
+
+def read(keys: Keys) -> DecoderConfig:
+    """Biases by configuration; heads that share keys came with Llama 2, so their count may be absent."""
+    bias = keys.flag("attention_bias")
+    return read_decoder(
+        keys,
+        default_kv_heads=keys.integer("num_attention_heads"),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=keys.flag("mlp_bias"),
+    )

@@ -1,0 +1,13 @@
+"""Qwen3: RMS norms on each head of q and k, and a head_dim of its own."""
+
+from llmc.export.config import DecoderConfig
+from llmc.export.keys import Keys
+from llmc.export.reading import read_decoder, windows_from_layer
+
+
+def read(keys: Keys) -> DecoderConfig:
+    """``attention_bias`` covers q, k, v and o; transformers takes 128 for a missing head_dim."""
+    bias = keys.flag("attention_bias")
+    return read_decoder(
+        keys, windows=windows_from_layer(keys), default_head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True
+    )

@@ -1,0 +1,252 @@
+"""Decoder -> ONNX without reading a weight: torch exports fake tensors, then every initializer points into the checkpoint.
+
+Names in the result, which later stages rely on (``P`` is a module path such as ``model.layers.0.self_attn.q_proj``):
+
+* an initializer is named like its checkpoint tensor, ``P.weight``; ``rotary_emb.inv_freq`` is the only computed one;
+* a MatMul, RMSNormalization, CachedAttention, Gather or GatherND node is named like its module, ``P``;
+* a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
+* any other node is ``P.<operator in lower case>``, the residual Adds of a layer ``P.residual`` and ``P.residual_1``;
+* a node's output is ``<node>.out``, except ``hidden.0`` (embeddings), ``hidden.{i+1}`` (after layer i) and contract 1.
+"""
+
+import ast
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llmc import __version__, bundle
+from llmc.export import ops
+from llmc.export.config import DecoderConfig, inverse_frequencies
+from llmc.export.decoder import Decoder
+from llmc.export.shards import StoredTensor
+
+INV_FREQ = "rotary_emb.inv_freq"
+# The first ONNX IR version that knows opset 24.
+IR_VERSION = 12
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_NAMED_LIKE_MODULE = {"MatMul", "RMSNormalization", ops.CACHED_ATTENTION, "Gather", "GatherND"}
+# Sizes to trace with: at least 2 (0 and 1 are specialised) and all different, so that none is taken for another.
+_BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY = 2, 5, 3, 7
+
+
+def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
+    """Export the decoder and refer to its weights in the safetensors files of ``base``."""
+    model = _trace(config, {name: tensor.dtype for name, tensor in tensors.items()})
+    graph = model.graph
+    _name_contract(graph, config)  # first: the dimensions' names tell the next step what a Reshape keeps
+    _fold_reshapes(graph)
+    common_passes.RemoveUnusedNodesPass()(model)  # what computed the shapes of the folded Reshapes
+    _point_to_weights(graph, config, tensors, base)
+    _name_nodes(graph)
+    _name_hidden(graph, config)
+    _clear_metadata(model)
+    _sign(model)
+    return model
+
+
+def check_graph(model: ir.Model) -> None:
+    """Check the graph as ONNX: structure, types and shapes.
+
+    Weights stand in as inputs, since onnx refuses external data in a hard-linked file.
+    """
+    proto = ir.to_proto(model)
+    tensors = list(proto.graph.initializer)
+    del proto.graph.initializer[:]
+    for tensor in tensors:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            proto.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        else:
+            proto.graph.initializer.append(tensor)
+    onnx.checker.check_model(proto, full_check=True)
+
+
+def _trace(config: DecoderConfig, dtypes: Mapping[str, str]) -> ir.Model:
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        decoder = Decoder(config).eval()
+        _store_as(decoder, dtypes)
+        arguments, shapes = _samples(config)
+        exported = torch.export.export(decoder, arguments, dynamic_shapes=shapes, strict=False)
+        program = torch.onnx.export(exported, opset_version=ops.OPSET, optimize=False, verbose=False)
+    assert program is not None
+    return program.model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch says about itself: missing torchvision, deprecations of its own internals."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_IR_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
+
+
+def _store_as(decoder: nn.Module, dtypes: Mapping[str, str]) -> None:
+    for name, parameter in list(decoder.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        empty = torch.empty(parameter.shape, dtype=_TORCH_DTYPES[dtypes[name]])
+        setattr(decoder.get_submodule(path), leaf, nn.Parameter(empty, requires_grad=False))
+    decoder.get_submodule("rotary_emb").register_buffer("inv_freq", torch.empty(decoder.config.head_dim // 2))
+
+
+def _samples(config: DecoderConfig) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    batch, sequence, outputs, capacity = map(torch.export.Dim, ("batch", "sequence", "outputs", "capacity"))
+
+    def cache() -> torch.Tensor:
+        return torch.zeros(_BATCH, config.kv_heads, _CAPACITY, config.head_dim)
+
+    arguments = (
+        torch.zeros(_BATCH, _SEQUENCE, dtype=torch.int64),
+        torch.zeros(_BATCH, dtype=torch.int64),
+        torch.zeros(_BATCH, _OUTPUTS, dtype=torch.int64),
+        [(cache(), cache()) for _ in range(config.layers)],
+    )
+    cache_dims = {0: batch, 2: capacity}
+    pasts = [(cache_dims, cache_dims)] * config.layers
+    return arguments, ({0: batch, 1: sequence}, {0: batch}, {0: batch, 1: outputs}, pasts)
+
+
+def _name_contract(graph: ir.Graph, config: DecoderConfig) -> None:
+    """Give inputs, outputs and symbolic dimensions the names of contract 1."""
+    caches = [f"{i}.{part}" for i in range(config.layers) for part in ("key", "value")]
+    inputs = ["input_ids", "past_lengths", "logit_indices", *(f"past_key_values.{cache}" for cache in caches)]
+    outputs = ["logits", *(f"present.{cache}" for cache in caches)]
+    ids, _, indices, past = graph.inputs[:4]
+    dims = dict(zip(map(str, ids.shape or ()), ("batch", "sequence"), strict=True))
+    dims |= {str((indices.shape or ())[1]): "outputs", str((past.shape or ())[2]): "capacity"}
+    for value in _values(graph):
+        if value.shape is not None:
+            known = [dim if isinstance(dim, int) else dims.get(str(dim)) for dim in value.shape]
+            value.shape = ir.Shape(known)
+    for value, name in zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True):
+        value.name = name
+
+
+def _fold_reshapes(graph: ir.Graph) -> None:
+    """Say ``0`` (keep) for batch and sequence in a Reshape instead of computing them from the inputs' shapes."""
+    for node in graph:
+        if node.op_type != "Reshape" or node.outputs[0].shape is None:  # without a shape: part of computing one
+            continue
+        before, after = node.inputs[0], node.outputs[0]
+        assert after.shape is not None
+        assert before is not None and before.shape is not None
+        dims = [0 if not isinstance(b, int) and a == b else b for a, b in zip(before.shape, after.shape, strict=False)]
+        dims += list(after.shape)[len(dims) :]
+        assert all(isinstance(dim, int) for dim in dims), f"{node.name}: cannot fold {before.shape} -> {after.shape}"
+        node.replace_input_with(1, _shape_initializer(graph, dims))
+        node.attributes.pop("allowzero", None)
+
+
+def _shape_initializer(graph: ir.Graph, dims: list[int]) -> ir.Value:
+    name = "shape." + "x".join(map(str, dims))
+    if name not in graph.initializers:
+        tensor = ir.tensor(dims, dtype=ir.DataType.INT64, name=name)
+        graph.register_initializer(ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor))
+    return graph.initializers[name]
+
+
+def _point_to_weights(
+    graph: ir.Graph, config: DecoderConfig, tensors: Mapping[str, StoredTensor], base: Path
+) -> None:
+    graph.initializers[INV_FREQ].const_value = ir.tensor(inverse_frequencies(config), name=INV_FREQ)
+    for name, stored in tensors.items():
+        graph.initializers[name].const_value = ir.ExternalTensor(
+            stored.file,
+            stored.offset,
+            stored.length,
+            _IR_DTYPES[stored.dtype],
+            shape=ir.Shape(stored.shape),
+            name=name,
+            base_dir=base,
+        )
+
+
+def _name_nodes(graph: ir.Graph) -> None:
+    taken: set[str] = set()
+    for node in graph:
+        name = base = _node_name(node)
+        number = 0
+        while name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        taken.add(name)
+        node.name = name
+        for value in node.outputs:
+            if not value.is_graph_output() and value.uses():
+                value.name = f"{name}.out"
+
+
+def _node_name(node: ir.Node) -> str:
+    weights = [_weight_behind(value) for value in node.inputs]
+    operator = node.op_type.lower()
+    if node.op_type in ("Cast", "Transpose") and weights[0]:
+        return f"{weights[0]}.{operator}"
+    scope: str = ast.literal_eval(node.metadata_props[_SCOPES])[-2]
+    if node.op_type in _NAMED_LIKE_MODULE:
+        return scope
+    if node.op_type == "Add":
+        return weights[1] or f"{scope}.residual"
+    return f"{scope}.{operator}"
+
+
+def _weight_behind(value: ir.Value | None) -> str | None:
+    """The initializer that ``value`` is, or is a Cast or Transpose of."""
+    while value is not None and not value.is_initializer():
+        node = value.producer()
+        value = node.inputs[0] if node is not None and node.op_type in ("Cast", "Transpose") else None
+    return None if value is None else value.name
+
+
+def _name_hidden(graph: ir.Graph, config: DecoderConfig) -> None:
+    """Name the hidden state between layers, so that the graph can be cut there."""
+    nodes = {node.name: node for node in graph}
+    readers = [*(f"model.layers.{i}.input_layernorm" for i in range(config.layers)), "logit_rows"]
+    for i, reader in enumerate(readers):
+        hidden = nodes[reader].inputs[0]
+        assert hidden is not None
+        hidden.name = f"hidden.{i}"
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    for node in graph:
+        yield from node.outputs
+
+
+def _clear_metadata(model: ir.Model) -> None:
+    """Drop the exporter's notes (stack traces, class names): most of the file's size, of no use to a reader."""
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+    for value in [*_values(model.graph), *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.metadata_props.clear()
+
+
+def _sign(model: ir.Model) -> None:
+    function = ir.from_proto(ops.cached_attention_function())
+    model.functions[function.identifier()] = function
+    model.graph.name = "decoder"
+    model.ir_version = IR_VERSION
+    model.producer_name, model.producer_version = "llmc", __version__
+    model.metadata_props["llmc.graph_contract"] = str(bundle.GRAPH_CONTRACT_VERSION)
+    model.metadata_props["llmc_version"] = __version__
+    model.metadata_props["producer"] = "llmc export"

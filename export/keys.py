@@ -1,0 +1,134 @@
+"""Strict reading of ``config.json``: every key is read, known to be irrelevant, or refused by name."""
+
+from typing import Any
+
+from llmc.errors import CheckpointError
+
+# Keys that do not change what a decoder computes when it generates. Weights carry their own dtypes; generation
+# parameters stand in generation_config.json; token ids of padding are the runtime's own business.
+IRRELEVANT = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
+    attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward
+    classifier_dropout decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id hidden_dropout id2label initializer_range keys_to_ignore_at_inference label2id length_penalty
+    max_length max_sequence_length min_length neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams
+    num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
+    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+    suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    """.split()
+)
+# Keys that would change it, at the values where they do not.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "is_llama_config": (True,),
+    "partial_rotary_factor": (1,),
+    "pretraining_tp": (1,),
+    "pruned_heads": ({},),
+    "rope_interleaved": (False,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+}
+_MISSING = object()
+
+
+class Keys:
+    """A JSON object of which every key must be accounted for. ``where`` names it in messages."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.where = where
+        self._values = values
+        self._read: set[str] = set()
+
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number; ``default`` also stands for null."""
+        value = self._get(name, default)
+        if type(value) is not int or value < minimum:
+            raise self.error(name, value, f"a whole number of at least {minimum}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number; ``default`` also stands for null."""
+        value = self._get(name, default)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise self.error(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self._get(name, default)
+        if type(value) is not bool:
+            raise self.error(name, value, "true or false")
+        return value
+
+    def choice(self, name: str, options: tuple[str, ...], default: str | None = None) -> str:
+        """One of ``options``."""
+        value = self._get(name, default)
+        if value not in options:
+            raise self.error(name, value, f"one of {', '.join(options)}")
+        return str(value)
+
+    def nullable_integer(self, name: str) -> int:
+        """A whole number, or 0 for null. The key must be there."""
+        if name in self._values and self._values[name] is None:
+            self._read.add(name)
+            return 0
+        return self.integer(name)
+
+    def optional_number(self, name: str) -> float | None:
+        """A positive number, or None where the key is null or absent."""
+        return None if self.raw(name) is None else self.number(name)
+
+    def optional_integer(self, name: str) -> int | None:
+        """A whole number from 0 on, or None where the key is null or absent."""
+        return None if self.raw(name) is None else self.integer(name, minimum=0)
+
+    def inside(self, name: str) -> "Keys":
+        """The object under ``name``, to be accounted for in the same way."""
+        value = self.raw(name)
+        if not isinstance(value, dict):
+            raise self.error(name, value, "an object")
+        return Keys(value, f"{self.where}: {name}")
+
+    def raw(self, name: str) -> Any:
+        """The value as it stands, None where it is absent: the caller checks it."""
+        self._read.add(name)
+        return self._values.get(name)
+
+    def skip(self, *names: str) -> None:
+        """Mark keys as read whose value does not matter here."""
+        self._read.update(names)
+
+    def finish(self) -> None:
+        """Refuse what nobody read.
+
+        Raises:
+            CheckpointError: a key is unknown, or has a value that llmc does not support.
+        """
+        for name, value in self._values.items():
+            if value is None or name in self._read or name in IRRELEVANT:  # null means not set
+                continue
+            if name not in NEUTRAL:
+                raise CheckpointError(
+                    f"{self.where}: {name}={value!r:.80} is not known to llmc, which does not guess whether it changes "
+                    "the result; if it does not, remove it from the file"
+                )
+            if value not in NEUTRAL[name]:
+                raise self.error(name, value, " or ".join(repr(neutral) for neutral in NEUTRAL[name]))
+
+    def error(self, name: str, value: object, expected: str) -> CheckpointError:
+        """The error for a value that is not supported."""
+        found = "is missing" if value is _MISSING else f"={value!r:.80} is unsupported"
+        space = " " if value is _MISSING else ""
+        return CheckpointError(f"{self.where}: {name}{space}{found}; expected {expected}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        self._read.add(name)
+        value = self._values.get(name)
+        if value is not None:
+            return value
+        return default if default is not None or name in self._values else _MISSING

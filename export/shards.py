@@ -1,0 +1,156 @@
+"""Safetensors files: where each tensor's bytes lie. Headers only; no weight is read.
+
+Format: 8 bytes of header length (little endian), the header as JSON, then the tensors without gaps.
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmc.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a weight lies: ``length`` bytes at ``offset`` of ``file``; ``dtype`` as safetensors says it, F32 etc."""
+
+    file: str
+    offset: int
+    length: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file: its tensors, and what identifies it without reading the weights."""
+
+    path: Path
+    size: int
+    header: bytes
+    tensors: dict[str, StoredTensor]
+
+
+def read_shards(folder: Path) -> list[Shard]:
+    """Read the headers of ``model.safetensors``, or of all the files that its index names.
+
+    Raises:
+        CheckpointError: no safetensors weights here, a shard is missing, or a file is broken.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return [read_shard(folder / SINGLE_FILE)]
+    if not (folder / INDEX_FILE).is_file():
+        raise CheckpointError(_no_weights(folder))
+    index = _read_index(folder / INDEX_FILE)
+    names = sorted(set(index.values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: shard {name} is missing, but {INDEX_FILE} names it; download it again")
+    shards = [read_shard(folder / name) for name in names]
+    _compare_with_index(folder, index, shards)
+    return shards
+
+
+def read_shard(path: Path) -> Shard:
+    """Read one file's header and check it against the file's size.
+
+    Raises:
+        CheckpointError: the file is truncated, not safetensors, or holds a dtype other than F32, F16 and BF16.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes); download it again")
+        header = file.read(length)
+    entries = _parse_header(path, header)
+    start = 8 + length
+    tensors = {name: _stored(path, name, entry, start) for name, entry in entries.items()}
+    _check_layout(path, tensors, start, size)
+    return Shard(path, size, header, tensors)
+
+
+def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
+    try:
+        entries = json.loads(header)
+    except ValueError as error:
+        raise CheckpointError(f"{path} has a corrupt safetensors header ({error}); download it again") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path} has a corrupt safetensors header (no JSON object); download it again")
+    entries.pop("__metadata__", None)
+    return entries
+
+
+def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        numbers = (*shape, begin, end)
+        if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in numbers):
+            raise TypeError("not a dtype, a shape and two offsets")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the header's entry for {name} is corrupt; download the file again") from error
+    if dtype not in ITEM_SIZES:
+        raise CheckpointError(
+            f"{path}: {name} has dtype {dtype}, expected one of {', '.join(ITEM_SIZES)}; llmc reads unquantized "
+            "checkpoints: export the original one"
+        )
+    if end - begin != math.prod(shape) * ITEM_SIZES[dtype]:
+        raise CheckpointError(
+            f"{path}: {name} takes {end - begin} bytes, but {dtype} {list(shape)} needs "
+            f"{math.prod(shape) * ITEM_SIZES[dtype]}; the file is corrupt, download it again"
+        )
+    return StoredTensor(path.name, start + begin, end - begin, dtype, shape)
+
+
+def _check_layout(path: Path, tensors: dict[str, StoredTensor], start: int, size: int) -> None:
+    """Tensors must follow each other without gap or overlap and end where the file ends."""
+    position = start
+    for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.length)):
+        if tensor.offset != position:
+            raise CheckpointError(f"{path} has a corrupt safetensors header (tensors overlap or leave gaps)")
+        position += tensor.length
+    if position != size:
+        state = "truncated" if size < position else "corrupt"
+        raise CheckpointError(f"{path} is {state}: it has {size} bytes, its header says {position}; download it again")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        index = dict(data["weight_map"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is corrupt (no weight_map in it); download it again") from error
+    for name, file in index.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{path}: {name} is said to be in {file!r}, expected a file name in the same folder")
+    return index
+
+
+def _compare_with_index(folder: Path, index: dict[str, str], shards: list[Shard]) -> None:
+    found = {name: tensor.file for shard in shards for name, tensor in shard.tensors.items()}
+    for name, file in index.items():
+        if found.get(name) != file:
+            raise CheckpointError(f"{folder}: {INDEX_FILE} says that {name} is in {file}, but it is not; download again")
+    for name, file in found.items():
+        if name not in index:
+            raise CheckpointError(f"{folder}: {file} holds {name}, which {INDEX_FILE} does not name; download again")
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern))
+    if not pickles:
+        return f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is here; expected a Hugging Face checkpoint folder"
+    return (
+        f"{folder}: only pickled weights ({pickles[0]}), which can run code when opened, so llmc does not read them; "
+        f"convert them where you trust them: python -c \"from transformers import AutoModelForCausalLM as M; "
+        f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+    )

@@ -1,0 +1,67 @@
+"""The export folder: graph, weights by hard link, tokenizer files, manifest; published in one piece."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+
+from llmc import __version__, bundle
+from llmc.export import ExportReport
+from llmc.export.checkpoint import Checkpoint, read_checkpoint
+from llmc.export.graph import build_graph, check_graph
+
+
+def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable[[str], None]) -> ExportReport:
+    """See :func:`llmc.export.export`."""
+    start = time.perf_counter()
+    progress("reading the checkpoint")
+    source = read_checkpoint(checkpoint)
+    with bundle.staged(output, force=force) as staging:
+        progress("linking weights and tokenizer")
+        new_bytes = _place_files(source, staging)
+        progress("exporting the graph")
+        model = build_graph(source.config, source.tensors, staging)
+        progress("checking the graph")
+        check_graph(model)
+        ir.save(model, staging / bundle.DECODER_FILE)
+        bundle.write_manifest(_manifest(source), staging)
+        new_bytes += sum((staging / name).stat().st_size for name in (bundle.DECODER_FILE, bundle.EXPORT_MANIFEST))
+        files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
+    seconds = time.perf_counter() - start
+    return ExportReport(output, files, new_bytes, seconds, source.config.geometry, source.source, source.notes)
+
+
+def _manifest(source: Checkpoint) -> bundle.ExportManifest:
+    return bundle.ExportManifest(
+        schema_version=bundle.SCHEMA_VERSION,
+        llmc_version=__version__,
+        graph_contract=bundle.GRAPH_CONTRACT_VERSION,
+        geometry=source.config.geometry,
+        source=source.source,
+        generation=source.generation,
+    )
+
+
+def _place_files(source: Checkpoint, staging: Path) -> int:
+    """Link what is large and copy what somebody may edit; return the bytes that were copied."""
+    linked = [*(shard.path for shard in source.shards), source.folder / bundle.TOKENIZER_FILE]
+    copied = [source.folder / name for name in bundle.TOKENIZER_FILES if name != bundle.TOKENIZER_FILE]
+    new_bytes = sum(_link(path, staging / path.name) for path in linked)
+    for path in copied:
+        if path.is_file():
+            shutil.copyfile(path, staging / path.name)
+            new_bytes += path.stat().st_size
+    return new_bytes
+
+
+def _link(path: Path, target: Path) -> int:
+    """Hard-link a file, or copy it where that is impossible (another file system); return the bytes copied."""
+    try:
+        os.link(path.resolve(), target)  # resolved: in Hugging Face's cache, files are symbolic links
+        return 0
+    except OSError:
+        shutil.copyfile(path, target)
+        return path.stat().st_size

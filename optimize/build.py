@@ -1,0 +1,211 @@
+"""Export -> bundle: lower, quantize, write, run, judge, publish."""
+
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx_ir as ir
+
+from llmc import __version__
+from llmc.bundle import (
+    DECODER_FILE,
+    GRAPH_CONTRACT_VERSION,
+    SCHEMA_VERSION,
+    TOKENIZER_FILES,
+    WEIGHTS_FILE,
+    ExportManifest,
+    Geometry,
+    Graph,
+    Limits,
+    Manifest,
+    MemoryPlan,
+    Recipe,
+    Target,
+    file_entries,
+    read_export,
+    staged,
+    write_manifest,
+)
+from llmc.errors import UsageError
+from llmc.optimize import recipe as recipes
+from llmc.optimize.golden import golden_prompts
+from llmc.optimize.lower.plan import Form, PerToken, Plan
+from llmc.optimize.passes import lower
+from llmc.optimize.targets import Capabilities, capabilities
+from llmc.optimize.weights import WeightFile
+from llmc.runtime import load
+from llmc.runtime.sessions.onnxruntime import import_onnxruntime
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What was built. ``seconds`` covers everything from reading the export to publishing."""
+
+    output: Path
+    manifest: Manifest
+    seconds: float
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files of the bundle."""
+        return sum(entry.size for entry in self.manifest.files.values())
+
+
+def build(
+    source: Path,
+    output: Path,
+    *,
+    target: str = "cpu",
+    precision: str | None = None,
+    max_context: int | None = None,
+    max_batch: int | None = None,
+    recipe: Path | None = None,
+    force: bool = False,
+    dump: Path | None = None,
+    progress: Progress = lambda step: None,
+) -> BuildReport:
+    """Compile an exported decoder for one target and publish the bundle, or publish nothing.
+
+    Args:
+        source: folder written by ``llmc export``.
+        output: bundle folder to write; must not exist unless ``force``.
+        target: cpu.
+        precision: fp32, int8 (default) or int4; overrides the recipe's.
+        max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768.
+        max_batch: cache rows; default 1.
+        recipe: TOML file, see :class:`llmc.optimize.recipe.Request`.
+        force: replace an existing bundle.
+        dump: folder for the graph's text after each pass.
+        progress: called with the name of each step.
+
+    Raises:
+        UsageError: the request is out of range or contradicts itself.
+        CheckpointError: weights are truncated, NaN or infinite.
+        BuildError: the graph cannot be lowered.
+    """
+    start = time.perf_counter()
+    export = read_export(Path(source))
+    abilities = capabilities(target)
+    asked = recipes.Request(precision=precision, max_context=max_context, max_batch=max_batch)
+    asked = asked.over(recipes.read_recipe(recipe)) if recipe is not None else asked
+    name = recipe.stem if recipe is not None else "default"
+    chosen, limits = recipes.resolve(asked, abilities, export.geometry.max_positions, name)
+    if Path(output).resolve() == Path(source).resolve():
+        raise UsageError(f"{output} is the export itself; choose another output folder")
+    with staged(Path(output), force=force) as folder:
+        graphs = _compile(Path(source), folder, export.geometry, chosen, limits, abilities, dump, progress)
+        _copy_tokenizer(Path(source), folder)
+        manifest = _manifest(export, abilities, chosen, limits, graphs)
+        manifest = _judge(Path(source), folder, manifest, progress)
+        progress("hashing and publishing")
+        names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != "llmc.json")
+        manifest = replace(manifest, files=file_entries(folder, names))
+        write_manifest(manifest, folder)
+    return BuildReport(Path(output), manifest, time.perf_counter() - start)
+
+
+def _compile(
+    source: Path,
+    folder: Path,
+    geometry: Geometry,
+    recipe: Recipe,
+    limits: Limits,
+    target: Capabilities,
+    dump: Path | None,
+    progress: Progress,
+) -> dict[str, Graph]:
+    """Lower the decoder once per phase; the graphs share one weight file."""
+    weights = WeightFile(folder)
+    graphs = {}
+    for phase, (body, head) in recipes.forms(recipe).items():
+        progress(f"lowering and quantizing the {phase} graph")
+        model = ir.load(source / DECODER_FILE)
+        lower(model, target.name, Plan(phase, geometry, limits, body, head, weights), dump)
+        model.functions.clear()
+        model.opset_imports["com.microsoft"] = 1
+        model.opset_imports.pop("llmc", None)
+        name = f"{phase if phase != 'shared' else 'decoder'}.onnx"
+        ir.save(model, folder / name)
+        graphs[phase] = _describe(model.graph, name, body, target)
+    weights.close()
+    if len(graphs) == 1:
+        return dict.fromkeys(("prefill", "decode"), graphs["shared"])
+    return graphs
+
+
+def _describe(graph: ir.Graph, name: str, body: Form, target: Capabilities) -> Graph:
+    """Bytes of weights in memory and per token, and what the CPU must have."""
+    sizes = {
+        value.name: value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None
+    }
+    gathered = {value.name for node in graph if "Gather" in node.op_type for value in node.inputs[:3] if value is not None}
+    tables = {name for name in sizes if name and name.startswith("rotary_emb.")}
+    step = sum(size for key, size in sizes.items() if key not in tables and key not in gathered)
+    features = target.w8a8_features.get(platform.machine(), ()) if isinstance(body, PerToken) else ()
+    return Graph(
+        file=name,
+        weight_bytes=sum(sizes.values()),
+        step_weight_bytes=step,
+        cpu_features=features,
+        multi_row_prefill=target.multi_row_prefill,
+    )
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _manifest(
+    export: ExportManifest, target: Capabilities, recipe: Recipe, limits: Limits, graphs: dict[str, Graph]
+) -> Manifest:
+    """The manifest before the bundle has run: no quality, no self-test, no hashes."""
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        llmc_version=__version__,
+        graph_contract=GRAPH_CONTRACT_VERSION,
+        geometry=export.geometry,
+        source=export.source,
+        generation=export.generation,
+        target=Target(
+            target.name, target.engine, import_onnxruntime(target.engine_minimum).__version__, target.engine_minimum
+        ),
+        recipe=recipe,
+        limits=limits,
+        memory=_memory(export.geometry, limits, graphs),
+        graphs=graphs,
+        quality=None,
+        golden=(),
+        files={},
+    )
+
+
+def _memory(geometry: Geometry, limits: Limits, graphs: dict[str, Graph]) -> MemoryPlan:
+    """Weights once per graph; the workspace holds the widest activations of a prefill chunk and one row of logits."""
+    weights = {graph.file: graph.weight_bytes for graph in graphs.values()}
+    activations = limits.prefill_chunk * (6 * geometry.intermediate_size + 8 * geometry.hidden_size) * 4
+    return MemoryPlan(
+        weights=sum(weights.values()),
+        cache_per_token=geometry.cache_bytes(1),
+        workspace=activations + geometry.vocab_size * 4,
+        # Attention keeps the scores of a chunk against all that is cached, in float32.
+        workspace_per_token=geometry.heads * limits.prefill_chunk * 4,
+    )
+
+
+def _judge(source: Path, folder: Path, manifest: Manifest, progress: Progress) -> Manifest:
+    """Load what was built, run the golden prompts, and put their results beside the unquantized model's."""
+    progress("running the golden prompts")
+    write_manifest(manifest, folder)
+    with load(folder) as model:
+        golden, quality = golden_prompts(model, source)
+    return replace(manifest, golden=golden, quality=quality)
+
+
+__all__ = ["WEIGHTS_FILE", "BuildReport", "build"]

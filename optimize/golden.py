@@ -1,0 +1,73 @@
+"""The golden self-test: what the built bundle answers, and what the unquantized model would have said."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import GoldenPrompt, Quality
+from llmc.optimize.quality import Comparison, compare
+from llmc.optimize.reference import Reference
+from llmc.runtime import Model
+from llmc.runtime.sessions import Phase
+
+# Prose, code, another script and figures: enough to notice a wrong weight, short enough to replay in no time.
+PROMPTS = (
+    "The quick brown fox jumps over the lazy dog, and then",
+    "import os\n\n\ndef main(path):\n    for name in os.listdir(path):\n",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Deich. 東京は",
+    "1, 1, 2, 3, 5, 8, 13, 21,",
+)
+PROMPT_TOKENS = 24
+NEW_TOKENS = 16
+TOP_LOGITS = 10
+
+
+def golden_prompts(model: Model, export: Path) -> tuple[tuple[GoldenPrompt, ...], Quality]:
+    """Run the golden prompts through the bundle and through the unquantized model."""
+    prompts = [ids[:PROMPT_TOKENS] for text in PROMPTS if (ids := model.tokenizer.encode(text))]
+    new_tokens = min(NEW_TOKENS, model.engine.max_context - PROMPT_TOKENS)
+    answers = [
+        model.generate(ids, max_tokens=max(1, new_tokens), temperature=0, ignore_eos=True).token_ids for ids in prompts
+    ]
+    # One token less than generated: the logits after the last one belong to no answer.
+    sequences = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
+    reference = Reference(export).logits(sequences)
+    cases, totals = [], {phase: Comparison() for phase in Phase}
+    for prompt, answer, sequence, wanted in zip(prompts, answers, sequences, reference, strict=True):
+        got = {phase: model.engine.logits(sequence, phase) for phase in Phase}
+        for phase in Phase:
+            totals[phase] += compare(wanted, got[phase])
+        decoded = np.concatenate([got[Phase.PREFILL][: len(prompt)], got[Phase.DECODE][len(prompt) :]])
+        cases.append(_case(prompt, answer, decoded, wanted))
+    return tuple(cases), _quality(totals)
+
+
+def _case(prompt: list[int], answer: tuple[int, ...], got: NDArray[np.float32], wanted: NDArray[np.float32]) -> GoldenPrompt:
+    after = len(prompt) - 1
+    top, reference_top = (_top(logits[after]) for logits in (got, wanted))
+    two = np.sort(got[after:], axis=1)[:, -2:]
+    return GoldenPrompt(
+        prompt=tuple(prompt),
+        tokens=answer,
+        margins=tuple(float(margin) for margin in two[:, 1] - two[:, 0]),
+        top_ids=tuple(top.tolist()),
+        top_logits=tuple(got[after, top].tolist()),
+        reference_ids=tuple(reference_top.tolist()),
+        reference_logits=tuple(wanted[after, reference_top].tolist()),
+    )
+
+
+def _top(logits: NDArray[np.float32]) -> NDArray[np.intp]:
+    return np.argsort(-logits, kind="stable")[:TOP_LOGITS]
+
+
+def _quality(totals: dict[Phase, Comparison]) -> Quality:
+    prefill, decode = totals[Phase.PREFILL], totals[Phase.DECODE]
+    return Quality(
+        positions=prefill.positions,
+        prefill_mean_kl=prefill.mean_kl,
+        decode_mean_kl=decode.mean_kl,
+        prefill_top1_agreement=prefill.top1_agreement,
+        decode_top1_agreement=decode.top1_agreement,
+    )

@@ -1,0 +1,96 @@
+"""Turn the exporter's MatMul, Transpose, Cast and Add back into whole linears, for every lowering to work on.
+
+``llmc::Linear(x, *weights, *biases)`` with the attribute ``parts`` computes x @ concat(weights).T + concat(biases):
+weights [N_i, K] stay in the checkpoint's file and type, and a packed linear has several of them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmc.errors import BuildError
+from llmc.optimize.lower.plan import Plan
+from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace
+from llmc.optimize.weights import rows_of
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A raised linear: its node, input, weights [N_i, K] and biases [N_i] (none, or one per weight)."""
+
+    node: ir.Node
+    weights: tuple[ir.ExternalTensor, ...]
+    biases: tuple[ir.ExternalTensor, ...]
+
+    @classmethod
+    def of(cls, node: ir.Node) -> "Linear":
+        """Read a ``llmc::Linear`` node."""
+        parts = node.attributes["parts"].as_int()
+        tensors = [stored(value) for value in node.inputs[1:]]
+        return cls(node, tuple(tensors[:parts]), tuple(tensors[parts:]))
+
+    @property
+    def name(self) -> str:
+        """Module path, for example ``model.layers.0.self_attn.qkv_proj``."""
+        assert self.node.name is not None
+        return self.node.name
+
+    @property
+    def inputs(self) -> int:
+        """Input features K."""
+        return int(self.weights[0].shape[1])
+
+    @property
+    def outputs(self) -> int:
+        """Output features N of all parts together."""
+        return sum(self.part_sizes)
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Output features of each part."""
+        return [int(weight.shape[0]) for weight in self.weights]
+
+    def bias(self) -> NDArray[np.float32]:
+        """Bias of all parts, float32 [N]."""
+        return np.concatenate([rows_of(bias) for bias in self.biases])
+
+
+def stored(value: ir.Value | None) -> ir.ExternalTensor:
+    """The checkpoint tensor behind a value, seen through Cast and Transpose."""
+    node = value.producer() if value is not None else None
+    while node is not None and node.op_type in ("Cast", "Transpose", "Identity"):
+        value = node.inputs[0]
+        node = value.producer() if value is not None else None
+    tensor = value.const_value if value is not None else None
+    if not isinstance(tensor, ir.ExternalTensor):
+        raise BuildError(f"{value.name if value else 'an input'} is no weight of the checkpoint; export the checkpoint again")
+    return tensor
+
+
+def weight_value(value: ir.Value) -> ir.Value:
+    """The initializer behind a weight input, before any Cast or Transpose."""
+    while (node := value.producer()) is not None:
+        assert node.inputs[0] is not None
+        value = node.inputs[0]
+    return value
+
+
+def raise_linears(graph: ir.Graph, _: Plan) -> int:
+    """MatMul(x, Transpose(Cast(w))) [+ Add(., Cast(b))] -> llmc::Linear(x, w[, b]), keeping the MatMul's name."""
+    count = 0
+    for matmul in nodes_of(graph, "MatMul"):
+        x, weight = matmul.inputs
+        assert x is not None and weight is not None
+        last, biases = matmul, []
+        for add, _index in matmul.outputs[0].uses():
+            if add.op_type == "Add" and add.name == f"{matmul.name}.bias":
+                other = add.inputs[1] if add.inputs[0] is matmul.outputs[0] else add.inputs[0]
+                assert other is not None
+                last, biases = add, [weight_value(other)]
+        linear = Emitter(last)
+        linear.name = matmul.name or ""
+        replace(last, linear("Linear", x, weight_value(weight), *biases, domain=LLMC, parts=1))
+        count += 1
+    return count

@@ -1,0 +1,67 @@
+"""The order of work: for each target, the literal list of passes from the portable decoder to its lowered graph.
+
+A pass rewrites the graph and returns how often it applied; each step says how often it must, so a lowering that finds
+nothing to lower is an error and never a slow or wrong graph.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from llmc.bundle import Geometry
+from llmc.errors import BuildError
+from llmc.optimize.lower import cpu, raising
+from llmc.optimize.lower.plan import Plan
+from llmc.optimize.rewrite import remove_dead
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pass, its name in dumps and messages, and how often it must apply to a decoder of a given geometry."""
+
+    name: str
+    run: Callable[[ir.Graph, Plan], int]
+    times: Callable[[Geometry], int] | None = None
+
+
+PASSES: dict[str, tuple[Step, ...]] = {
+    "cpu": (
+        # 7 per layer and the head; everything below works on whole linears instead of Transpose, MatMul and Add.
+        Step("raise linears", raising.raise_linears, lambda g: 7 * g.layers + 1),
+        # Before attention is lowered: it is the CachedAttention node that tells which three linears belong together.
+        Step("pack projections", cpu.pack_projections, lambda g: g.layers),
+        Step("lower attention", cpu.lower_attention, lambda g: g.layers),
+        Step("inline norm weights", cpu.inline_norm_weights),
+        # The first norm has no residual before it, and the logits are gathered between the last Add and the last norm.
+        Step("fuse skip norms", cpu.fuse_skip_norms, lambda g: 2 * g.layers - 1),
+        Step("fuse SiLU", cpu.fuse_silu, lambda g: g.layers),
+        # After all fusions: a quantized activation is shared by the linears that read it.
+        Step("lower linears", cpu.lower_linears, lambda g: 5 * g.layers + 1),
+        Step("lower embedding", cpu.lower_embedding, lambda _: 1),
+        Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
+    ),
+}
+
+
+def lower(model: ir.Model, target: str, plan: Plan, dump: Path | None = None) -> None:
+    """Run the target's passes on ``model`` in place; with ``dump`` write the graph's text after each.
+
+    Raises:
+        BuildError: a pass did not apply as often as the geometry demands.
+    """
+    for number, step in enumerate(PASSES[target], 1):
+        times = step.run(model.graph, plan)
+        log.info("%s: applied %d times", step.name, times)
+        if dump is not None:
+            dump.mkdir(parents=True, exist_ok=True)
+            (dump / f"{plan.phase}-{number:02d}-{step.name.replace(' ', '-')}.txt").write_text(str(model.graph))
+        if step.times is not None and times != step.times(plan.geometry):
+            raise BuildError(
+                f"pass '{step.name}' applied {times} times to the {plan.phase} graph, {step.times(plan.geometry)} expected "
+                f"for {plan.geometry.layers} layers; the export does not follow graph contract {plan.contract}: export again"
+            )

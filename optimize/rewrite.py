@@ -1,0 +1,100 @@
+"""The few verbs that passes rewrite a graph with."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+MICROSOFT = "com.microsoft"
+LLMC = "llmc"
+
+
+class Emitter:
+    """Puts new nodes in front of an anchor node, named after it, and hands out their outputs."""
+
+    def __init__(self, anchor: ir.Node) -> None:
+        assert anchor.graph is not None and anchor.name is not None
+        self.graph: ir.Graph = anchor.graph  # type: ignore[assignment]
+        self.anchor = anchor
+        self.name: str = anchor.name
+
+    def many(self, op: str, inputs: list[ir.Value | None], outputs: int, domain: str = "", **attributes: Any) -> list[ir.Value]:
+        """Insert a node with several outputs."""
+        node = ir.node(op, inputs, attributes, domain=domain, num_outputs=outputs)
+        node.name = unique(self.graph, f"{self.name}.{op}" if op != self.anchor.op_type else self.name)
+        for i, value in enumerate(node.outputs):
+            value.name = f"{node.name}.{i}"
+        self.anchor.prepend(node)
+        return list(node.outputs)
+
+    def __call__(self, op: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
+        """Insert a node with one output."""
+        return self.many(op, list(inputs), 1, domain, **attributes)[0]
+
+
+def unique(graph: ir.Graph, name: str) -> str:
+    """``name``, numbered if a node of the graph was given it before."""
+    taken: dict[str, int] = graph.meta.setdefault("names", {})
+    taken[name] = taken.get(name, 0) + 1
+    return name if taken[name] == 1 else f"{name}_{taken[name]}"
+
+
+def constant(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
+    """The initializer called ``name``, made from ``array`` when it is not there yet."""
+    return initializer(graph, ir.tensor(array, name=name))
+
+
+def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    """The initializer that holds ``tensor``, by its name."""
+    assert tensor.name is not None
+    if tensor.name not in graph.initializers:
+        value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        graph.register_initializer(value)
+    return graph.initializers[tensor.name]
+
+
+def scalar(graph: ir.Graph, value: float | int, dtype: type[np.generic]) -> ir.Value:
+    """A shared constant of shape []."""
+    return constant(graph, f"const.{np.dtype(dtype).name}.{value}", np.array(value, dtype))
+
+
+def vector(graph: ir.Graph, values: list[int], dtype: type[np.generic] = np.int64) -> ir.Value:
+    """A shared constant of shape [len(values)]."""
+    return constant(graph, f"const.{np.dtype(dtype).name}s.{'_'.join(map(str, values))}", np.array(values, dtype))
+
+
+def nodes_of(graph: ir.Graph, op_type: str, domain: str = "") -> Iterator[ir.Node]:
+    """Nodes of one operator, in order, safe against changes while iterating."""
+    return iter([node for node in graph if node.op_type == op_type and node.domain == domain])
+
+
+def replace(node: ir.Node, *outputs: ir.Value) -> None:
+    """Let ``outputs`` take the place of the node's outputs, names of graph outputs included, and remove the node."""
+    graph = node.graph
+    assert graph is not None
+    for old, new in zip(node.outputs, outputs, strict=True):
+        if old.is_graph_output():
+            new.name, old.name = old.name, None
+            new.shape, new.type = old.shape, old.type
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def sole_consumer(value: ir.Value) -> ir.Node | None:
+    """The only node that reads ``value``, if there is exactly one reader and it is a node."""
+    users = [node for node, _ in value.uses()]
+    return users[0] if len(users) == 1 and not value.is_graph_output() else None
+
+
+def remove_dead(graph: ir.Graph) -> int:
+    """Remove nodes that nothing reads and initializers left without a reader; return how many nodes went."""
+    removed = 0
+    for node in reversed(list(graph)):
+        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
+            graph.remove(node, safe=True)
+            removed += 1
+    for name in [name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()]:
+        del graph.initializers[name]
+    return removed

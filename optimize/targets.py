@@ -1,0 +1,45 @@
+"""What each target can do. Lowering asks this record, never a name."""
+
+from dataclasses import dataclass
+
+from llmc.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Facts about one engine on one kind of processor.
+
+    ``multi_row_prefill``: attention takes more than one new token in several rows at once.
+    ``w8a8_features``: CPU features without which the engine's uint8 x int8 product saturates, by machine.
+    """
+
+    name: str
+    engine: str
+    engine_minimum: str
+    precisions: tuple[str, ...]
+    multi_row_prefill: bool
+    w8a8_features: dict[str, tuple[str, ...]]
+
+
+TARGETS = {
+    "cpu": Capabilities(
+        name="cpu",
+        engine="onnxruntime",
+        engine_minimum="1.31",  # GroupQueryAttention with chunks over shared buffers, 8-bit MatMulNBits
+        precisions=("fp32", "int8", "int4"),
+        multi_row_prefill=False,
+        # vpmaddubsw saturates at 16 bits; vpdpbusd accumulates in 32. Arm's dot products accumulate in 32 bits always.
+        w8a8_features={"x86_64": ("vnni",), "aarch64": ()},
+    ),
+}
+
+
+def capabilities(target: str) -> Capabilities:
+    """The record of ``target``.
+
+    Raises:
+        UsageError: no such target.
+    """
+    if target not in TARGETS:
+        raise UsageError(f"target {target!r} is unknown; expected one of {', '.join(TARGETS)}")
+    return TARGETS[target]

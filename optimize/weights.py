@@ -1,0 +1,114 @@
+"""Weights in and out, a piece at a time: checkpoint tensors are read by rows, packed tensors are appended to one file."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmc.bundle import WEIGHTS_FILE
+from llmc.errors import BuildError, CheckpointError
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+# A page: engines map each tensor on its own, and a mapping begins on a page.
+ALIGNMENT = 4096
+# Weights per piece: small enough to stay in the second-level cache as float32 (1 MiB), large enough to amortise a call.
+PIECE = 1 << 18
+
+
+def rows_of(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+    """Rows ``start`` to ``stop`` of a checkpoint matrix (or vector) [N, ...] as float32, read from its file.
+
+    Raises:
+        CheckpointError: the file ends early, or a weight is NaN or infinite.
+    """
+    shape = tuple(int(size) for size in tensor.shape.numpy())
+    stop = shape[0] if stop is None else min(stop, shape[0])
+    row_values = int(np.prod(shape[1:], dtype=np.int64))
+    itemsize = tensor.dtype.itemsize
+    size = (stop - start) * row_values * int(itemsize)
+    with open(tensor.path, "rb") as file:
+        raw = os.pread(file.fileno(), size, (tensor.offset or 0) + start * row_values * int(itemsize))
+    if len(raw) != size:
+        raise CheckpointError(f"{tensor.path}: ends inside {tensor.name}; the file is truncated, copy it again")
+    values = _to_float32(raw, tensor.dtype)
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.name} holds NaN or infinite weights between rows {start} and {stop}; "
+            "the checkpoint is broken, get or save it again"
+        )
+    return values.reshape(stop - start, *shape[1:])
+
+
+def _to_float32(raw: bytes, dtype: ir.DataType) -> NDArray[np.float32]:
+    if dtype == ir.DataType.BFLOAT16:
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype in (ir.DataType.FLOAT16, ir.DataType.FLOAT):
+        return np.frombuffer(raw, dtype.numpy()).astype(np.float32)
+    raise BuildError(f"weights of type {dtype.name} cannot be compiled; expected FLOAT, FLOAT16 or BFLOAT16")
+
+
+def pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Row ranges of a matrix [N, K] of about :data:`PIECE` weights each."""
+    step = max(1, PIECE // max(1, shape[1] if len(shape) > 1 else 1))
+    return ((start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
+def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    """Apply ``work`` to items on all cores (numpy releases the interpreter lock) and yield results in order."""
+    threads = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(threads) as pool:
+        pending = []
+        for item in items:
+            pending.append(pool.submit(work, item))
+            if len(pending) > 2 * threads:
+                yield pending.pop(0).result()
+        for future in pending:
+            yield future.result()
+
+
+class WeightFile:
+    """The bundle's weight file: tensors are appended once under a name and handed out as external tensors.
+
+    Graphs that ask for the same name share the bytes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._tensors: dict[str, ir.ExternalTensor] = {}
+        self._file = (folder / WEIGHTS_FILE).open("wb")
+
+    def add(self, names: Sequence[str], make: Callable[[], Sequence[NDArray[Any]]]) -> list[ir.ExternalTensor]:
+        """The tensors called ``names``; ``make`` computes them all and is called only if the first is not there yet."""
+        if names[0] not in self._tensors:
+            for name, array in zip(names, make(), strict=True):
+                self._append(name, np.ascontiguousarray(array))
+        return [self._tensors[name] for name in names]
+
+    def view(self, tensor: ir.ExternalTensor, shape: Sequence[int]) -> ir.ExternalTensor:
+        """The same bytes in another shape, for an operator that wants them so."""
+        name = f"{tensor.name}.{'x'.join(map(str, shape))}"
+        return self._reference(name, tensor.offset or 0, tensor.length or 0, tensor.dtype, shape)
+
+    def close(self) -> None:
+        """Flush what was written."""
+        self._file.close()
+
+    def _append(self, name: str, array: NDArray[Any]) -> None:
+        self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
+        offset = self._file.tell()
+        self._file.write(array.data)
+        self._tensors[name] = self._reference(name, offset, array.nbytes, ir.DataType.from_numpy(array.dtype), array.shape)
+
+    def _reference(
+        self, name: str, offset: int, length: int, dtype: ir.DataType, shape: Sequence[int]
+    ) -> ir.ExternalTensor:
+        return ir.ExternalTensor(
+            WEIGHTS_FILE, offset, length, dtype, shape=ir.Shape(shape), name=name, base_dir=self.folder
+        )

@@ -1,0 +1,26 @@
+"""Runner for llmc: MODEL is a bundle. Needs llmc with its ``cpu`` extra; uses the public runtime only."""
+
+import harness
+
+from llmc.runtime import load
+
+
+class Llmc:
+    """``load`` and ``generate`` as a user calls them; the result's own timings are the stopwatch."""
+
+    def __init__(self, job: harness.Job) -> None:
+        self._model = load(job.model, threads=job.threads)
+
+    def generate(self, prompt: list[int], new_tokens: int) -> harness.Timing:
+        """Greedy, from token ids."""
+        result = self._model.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True)
+        return harness.Timing(result.timings.ttft_s, result.timings.tpot_s * (new_tokens - 1))
+
+    def details(self) -> dict[str, str]:
+        """The recipe that the bundle was built by, and its quality where it was measured."""
+        manifest = self._model.manifest
+        return {"recipe": repr(manifest.recipe), "quality": repr(manifest.quality)}
+
+
+if __name__ == "__main__":
+    harness.main(Llmc, packages=["llmc", "onnxruntime"])

@@ -1,0 +1,101 @@
+"""From tokens to tokens: prefill in chunks, then one token at a time."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Manifest
+from llmc.errors import RequestError, UsageError
+from llmc.runtime.kv_cache import next_capacity
+from llmc.runtime.memory import check_growth
+from llmc.runtime.sampling import Sampler
+from llmc.runtime.sessions import Batch, Phase, Session
+
+
+class Engine:
+    """Runs one sequence at a time on a session. Not thread-safe; :class:`llmc.runtime.model.Model` takes turns.
+
+    Args:
+        session: the loaded graphs and their cache.
+        manifest: of the bundle the session was opened from.
+        max_context: longest sequence, prompt and new tokens together.
+        prefill_chunk: prompt tokens per call.
+    """
+
+    def __init__(self, session: Session, manifest: Manifest, max_context: int, prefill_chunk: int) -> None:
+        self.session = session
+        self.max_context = max_context
+        self.prefill_chunk = prefill_chunk
+        self._memory = manifest.memory
+        self._vocab_size = manifest.geometry.vocab_size
+
+    def tokens(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[int]:
+        """Sample tokens after ``prompt`` for as long as the caller asks and the context has room."""
+        logits = self.prefill(prompt)
+        for position in range(len(prompt), self.max_context):
+            token = sampler(logits[0, -1], position)
+            yield token
+            logits = self.step(token, position)
+
+    def prefill(self, prompt: Sequence[int]) -> NDArray[np.float32]:
+        """Feed the prompt in chunks from an empty cache and return the logits after its last token [1, 1, V]."""
+        ids = np.asarray(prompt, np.int64)[None]
+        self.reserve(len(prompt))
+        for start in range(0, len(prompt), self.prefill_chunk):
+            chunk = ids[:, start : start + self.prefill_chunk]
+            last = start + self.prefill_chunk >= len(prompt)
+            logits = self.session.run(batch(Phase.PREFILL, chunk, [start], [chunk.shape[1] - 1] if last else []))
+        return logits
+
+    def step(self, token: int, position: int) -> NDArray[np.float32]:
+        """Feed one token at ``position`` and return the logits after it [1, 1, V]."""
+        self.reserve(position + 1)
+        return self.session.run(batch(Phase.DECODE, np.array([[token]]), [position], [0]))
+
+    def logits(self, ids: Sequence[int], phase: Phase = Phase.PREFILL) -> NDArray[np.float32]:
+        """Logits after every token of ``ids`` [n, V], through the path that ``phase`` names, for evaluation."""
+        self.reserve(len(ids))
+        size = self.prefill_chunk if phase is Phase.PREFILL else 1
+        chunks = [np.asarray(ids[start : start + size], np.int64)[None] for start in range(0, len(ids), size)]
+        parts = []
+        for number, chunk in enumerate(chunks):
+            indices = np.arange(chunk.shape[1])
+            parts.append(self.session.run(batch(phase, chunk, [number * size], indices))[0].copy())
+        return np.concatenate(parts)
+
+    def reserve(self, positions: int) -> None:
+        """Make room for ``positions`` tokens, growing the cache in steps.
+
+        Raises:
+            ResourceError: the machine has not enough memory left.
+        """
+        if positions > self.session.capacity:
+            capacity = next_capacity(positions, self.max_context)
+            check_growth(self._memory, self.session.capacity, capacity)
+            self.session.reserve(1, capacity)
+
+    def check_prompt(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Refuse a request that cannot be served whole.
+
+        Raises:
+            RequestError: empty, or prompt and new tokens exceed the context.
+            UsageError: a token id outside the vocabulary.
+        """
+        if not len(prompt):
+            raise RequestError("the prompt is empty: it has no tokens; give at least one character")
+        wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocab_size]
+        if wrong:
+            raise UsageError(f"token id {wrong[0]} is out of range, expected 0 ... {self._vocab_size - 1}")
+        if len(prompt) + max_tokens > self.max_context:
+            room = self.max_context - len(prompt)
+            advice = f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt"
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and {max_tokens} new ones are asked for, but the context holds "
+                f"{self.max_context}; {advice}, or build with a larger --max-context"
+            )
+
+
+def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], indices: Sequence[int] | NDArray[np.int64]) -> Batch:
+    """One row's call: ``ids`` [1, S] after ``past`` [1] positions, logits at ``indices`` [O]."""
+    return Batch(phase, ids, np.asarray(past, np.int64), np.asarray(indices, np.int64)[None])

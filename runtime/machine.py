@@ -1,0 +1,87 @@
+"""What this process may use: processors by affinity and quota, memory by cgroup and by what is free, CPU features."""
+
+import math
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+# Linux's names of the instructions that multiply uint8 by int8 and accumulate in 32 bits without saturating.
+VNNI_FLAGS = {"avx512_vnni", "avx_vnni"}
+
+
+def usable_threads() -> int:
+    """Threads worth starting: the affinity mask, cut by the cgroup's CPU quota; at least 1."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    return max(1, min(affinity, math.ceil(quota)) if quota else affinity)
+
+
+def available_memory() -> int:
+    """Bytes that can be taken now without swapping: free memory of the machine, cut by the cgroup's limit."""
+    free = [_meminfo_available(), _cgroup_available()]
+    return min(value for value in free if value is not None)
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """Features that bundles ask for, as far as this CPU has them: ``vnni``."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    return frozenset({"vnni"}) if VNNI_FLAGS & _cpu_flags() else frozenset()
+
+
+def cpu_model() -> str:
+    """The processor's name, for reports."""
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Resident set size of this process now and at its peak, in bytes."""
+    values = {key: int(rest.split()[0]) * 1024 for key, _, rest in _status() if key in ("VmRSS", "VmHWM")}
+    return values.get("VmRSS", 0), values.get("VmHWM", 0)
+
+
+def _status() -> list[tuple[str, str, str]]:
+    return [line.partition(":") for line in _lines(Path("/proc/self/status"))]
+
+
+def _cpu_flags() -> set[str]:
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("flags"):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def _cpu_quota() -> float | None:
+    """CPUs that the cgroup (version 2) grants, or None without a quota."""
+    fields = " ".join(_lines(CGROUP / "cpu.max")).split()
+    return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0] != "max" else None
+
+
+def _meminfo_available() -> int:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _cgroup_available() -> int | None:
+    """What the cgroup's limit leaves; pages of files count as free, since the kernel drops them first."""
+    limit = "".join(_lines(CGROUP / "memory.max")).strip()
+    if not limit or limit == "max":
+        return None
+    used = int("".join(_lines(CGROUP / "memory.current")) or 0)
+    statistics = dict(line.split() for line in _lines(CGROUP / "memory.stat"))
+    return max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,232 @@
+"""The runtime's front door: load a bundle, generate text."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from llmc.bundle import Manifest, read_bundle
+from llmc.errors import RequestError, UsageError
+from llmc.runtime.chat import ChatTemplate
+from llmc.runtime.engine import Engine
+from llmc.runtime.kv_cache import next_capacity
+from llmc.runtime.machine import usable_threads
+from llmc.runtime.memory import check_load
+from llmc.runtime.results import GenerationResult, Timings, Usage
+from llmc.runtime.sampling import SamplingParams, make_sampler
+from llmc.runtime.sessions import open_session
+from llmc.runtime.text import TextStream
+from llmc.runtime.tokenizer import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def load(
+    bundle: str | Path,
+    *,
+    threads: int | None = None,
+    max_context: int | None = None,
+    prefill_chunk: int | None = None,
+) -> "Model":
+    """Load a bundle.
+
+    Args:
+        bundle: the folder that ``llmc build`` wrote.
+        threads: threads for the model; default: the affinity mask, cut by the cgroup's CPU quota.
+        max_context: longest sequence in tokens; default and upper bound: what the bundle was built for.
+        prefill_chunk: prompt tokens per call; default: the bundle's.
+
+    Raises:
+        BundleError: the folder is no whole bundle, or not for this machine or version.
+        MissingExtraError: the engine is not installed.
+        ResourceError: memory does not suffice.
+        UsageError: an argument is out of range.
+    """
+    folder = Path(bundle)
+    manifest = read_bundle(folder)
+    limits = manifest.limits
+    context = _in_range("max_context", max_context, limits.max_context, limits.max_context)
+    chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.max_context)
+    workers = _in_range("threads", threads, usable_threads(), 1024)
+    check_load(folder, manifest.memory, next_capacity(1, context))
+    tokenizer = Tokenizer.from_folder(folder)
+    engine = Engine(open_session(folder, manifest, workers), manifest, context, chunk)
+    return Model(folder, manifest, tokenizer, engine, workers)
+
+
+def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= highest:
+        raise UsageError(f"{name} is {value!r}, expected 1 ... {highest}")
+    return value
+
+
+class Model:
+    """A loaded bundle. Any thread may call it; requests take turns. Close it, or use it as a context manager."""
+
+    def __init__(self, folder: Path, manifest: Manifest, tokenizer: Tokenizer, engine: Engine, threads: int) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self.engine = engine
+        self.threads = threads
+        self._chat_template: ChatTemplate | None = None
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+        self._closed = False
+
+    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationResult:
+        """Complete ``prompt`` (text, or token ids taken as they are).
+
+        Args:
+            sampling: fields of :class:`llmc.runtime.sampling.SamplingParams`; what is left out comes from the
+                checkpoint's generation defaults.
+
+        Raises:
+            RequestError: the prompt is empty or too long, or is not valid text.
+            UsageError: a sampling value is unknown or out of range.
+        """
+        return self.stream(prompt, **sampling).finish()
+
+    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> "Stream":
+        """Like :meth:`generate`, as an iterator of text; its ``result`` is there once the iterator is used up."""
+        self._check_open()
+        params = SamplingParams.from_defaults(self.manifest.generation, **sampling)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.engine.check_prompt(ids, params.max_tokens)
+        return Stream(self, ids, params)
+
+    def chat(self, messages: Messages, **sampling: Any) -> GenerationResult:
+        """Answer ``messages`` ([{"role": ..., "content": ...}, ...]) through the checkpoint's chat template."""
+        return self.stream_chat(messages, **sampling).finish()
+
+    def stream_chat(self, messages: Messages, **sampling: Any) -> "Stream":
+        """Like :meth:`chat`, as an iterator of text."""
+        prompt = self.chat_template.render(messages, add_generation_prompt=True)
+        # The template writes the special tokens itself.
+        return self.stream(self.tokenizer.encode(prompt, add_special_tokens=False), **sampling)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The bundle's chat template.
+
+        Raises:
+            RequestError: the model has none.
+        """
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate.from_folder(self.folder, self.tokenizer)
+        return self._chat_template
+
+    def close(self) -> None:
+        """Free the engine and its memory once the running request is done; further requests are refused."""
+        if not self._closed:
+            with self._turn():
+                self._closed = True
+                self.engine.session.close()
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the model is closed; load the bundle again")
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the engine; a thread that already holds it would wait for itself."""
+        if self._holder == threading.get_ident():
+            raise RequestError("another stream of this thread is still open; use it up or close it first")
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
+
+class Stream:
+    """An iterator over the text of one request. It holds the model from the first item until it ends or is closed."""
+
+    def __init__(self, model: Model, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._model = model
+        self._prompt = prompt
+        self._params = params
+        self._parts = self._generate()
+        self._result: GenerationResult | None = None
+        self.token_ids: list[int] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return self._parts
+
+    def __next__(self) -> str:
+        return next(self._parts)
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole request, once the stream is used up.
+
+        Raises:
+            RequestError: it is not.
+        """
+        if self._result is None:
+            raise RequestError("the stream is not used up, so it has no result yet")
+        return self._result
+
+    def finish(self) -> GenerationResult:
+        """Use the stream up and return its result."""
+        for _ in self._parts:
+            pass
+        return self.result
+
+    def close(self) -> None:
+        """Stop here and let the next request in."""
+        self._parts.close()
+
+    def _generate(self) -> Iterator[str]:  # a generator, so that closing it releases the model
+        start = time.perf_counter()
+        with self._model._turn():
+            self._model._check_open()
+            yield from self._run(start)
+
+    def _run(self, start: float) -> Iterator[str]:
+        params, engine = self._params, self._model.engine
+        sampler = make_sampler(params, self._model.manifest.geometry.vocab_size)
+        text = TextStream(self._model.tokenizer, params.stop)
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._model.manifest.generation.eos_token_ids))
+        emitted: list[str] = []
+        reason: Literal["stop", "length"] = "length"
+        first = start
+        for token in engine.tokens(self._prompt, sampler):
+            self.token_ids.append(token)
+            if len(self.token_ids) == 1:
+                first = time.perf_counter()
+            if token in ends:
+                reason = "stop"
+                break
+            if delta := text.push(token):
+                emitted.append(delta)
+                yield delta
+            if text.stopped is not None:
+                reason = "stop"
+                break
+            if len(self.token_ids) == params.max_tokens:
+                break
+        end = time.perf_counter()
+        if rest := text.finish():
+            emitted.append(rest)
+            yield rest
+        self._result = GenerationResult(
+            text="".join(emitted),
+            token_ids=tuple(self.token_ids),
+            finish_reason=reason,
+            usage=Usage(len(self._prompt), len(self.token_ids)),
+            timings=Timings(first - start, end - first, len(self._prompt), len(self.token_ids) - 1),
+            seed=sampler.seed,
+        )

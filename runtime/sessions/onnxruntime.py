@@ -1,0 +1,189 @@
+"""ONNX Runtime on the CPU: a graph per phase over the same cache, everything bound once per shape.
+
+The cache and all inputs and outputs live in numpy arrays whose addresses are bound to the graphs, so a decode step
+writes a few integers, runs, and reads logits in place.
+"""
+
+import os
+
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Manifest
+from llmc.errors import BundleError, LlmcError, ResourceError, require
+from llmc.runtime.machine import cpu_features
+from llmc.runtime.sessions.base import Batch, Phase
+
+log = logging.getLogger(__name__)
+
+# Two graphs take turns on the same cores: the idle one must not spin, or it steals half of the machine.
+SESSION_CONFIG = {"session.force_spinning_stop": "1"}
+LOG_ERRORS_ONLY = 3
+
+
+class OnnxRuntimeSession:
+    """Sessions of ONNX Runtime for prefill and decode (one object when the bundle has one graph for both)."""
+
+    def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
+        self._runtime = import_onnxruntime(manifest.target.engine_minimum)
+        self._geometry = manifest.geometry
+        self._multi_row_prefill = all(graph.multi_row_prefill for graph in manifest.graphs.values())
+        names = usable_graphs(manifest)
+        files = {file: self._open(folder / file, threads) for file in sorted(set(names.values()))}
+        self._graphs = {phase: files[name] for phase, name in names.items()}
+        self._cache: list[NDArray[np.float32]] = []
+        self._bound: dict[Any, _Binding] = {}
+        self._shape = (0, 0)
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the cache holds now, per row."""
+        return self._shape[1]
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        """Grow the cache to at least ``rows`` x ``capacity``; contents are kept, bindings are made anew."""
+        rows, capacity = max(rows, self._shape[0]), max(capacity, self._shape[1])
+        if (rows, capacity) == self._shape:
+            return
+        self._bound.clear()
+        g = self._geometry
+        old = self._cache or [None] * (2 * g.layers)
+        # One tensor at a time, so that old and new together exceed the new cache by one layer only.
+        for i, before in enumerate(old):
+            after = np.zeros((rows, g.kv_heads, capacity, g.head_dim), np.float32)
+            if before is not None:
+                after[: before.shape[0], :, : before.shape[2]] = before
+            self._cache[i : i + 1] = [after]
+        self._shape = (rows, capacity)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
+        rows, sequence = batch.input_ids.shape
+        if rows > 1 and sequence > 1 and not self._multi_row_prefill:
+            return np.concatenate([self.run(row) for row in _row_by_row(batch)])
+        binding = self._binding(batch)
+        binding.input_ids[:] = batch.input_ids
+        binding.past_lengths[:] = batch.past_lengths
+        binding.logit_indices[:] = batch.logit_indices
+        with translated("running the model"):
+            binding.session.run_with_iobinding(binding.io)
+        return binding.logits
+
+    def close(self) -> None:
+        """Free the graphs and the cache."""
+        self._bound.clear()
+        self._cache.clear()
+        self._graphs.clear()
+        self._shape = (0, 0)
+
+    def _open(self, path: Path, threads: int) -> Any:
+        options = self._runtime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = LOG_ERRORS_ONLY
+        for key, value in SESSION_CONFIG.items():
+            options.add_session_config_entry(key, value)
+        with translated(f"{path}: loading"):
+            return self._runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def _binding(self, batch: Batch) -> "_Binding":
+        """Buffers bound for calls of this shape; decode keeps its own, a prefill shape replaces the one before."""
+        shape = (batch.phase, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row)
+        if shape not in self._bound:
+            for other in [key for key in self._bound if batch.phase is Phase.PREFILL and key[0] is Phase.PREFILL]:
+                del self._bound[other]
+            caches = [cache[batch.first_row : batch.first_row + batch.input_ids.shape[0]] for cache in self._cache]
+            self._bound[shape] = _Binding(self._graphs[batch.phase], batch, caches, self._geometry.vocab_size)
+        return self._bound[shape]
+
+
+class _Binding:
+    """Arrays for one shape of call, bound to a graph by address; ``caches`` alternate key and value, layer by layer."""
+
+    def __init__(self, session: Any, batch: Batch, caches: list[NDArray[np.float32]], vocab_size: int) -> None:
+        self.session = session
+        self.io = session.io_binding()
+        self.input_ids = np.empty(batch.input_ids.shape, np.int64)
+        self.past_lengths = np.empty(batch.past_lengths.shape, np.int64)
+        self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
+        self.logits = np.empty((*batch.logit_indices.shape, vocab_size), np.float32)
+        self._caches = caches
+        for name in ("input_ids", "past_lengths", "logit_indices"):
+            self._bind(self.io.bind_input, name, getattr(self, name))
+        self._bind(self.io.bind_output, "logits", self.logits)
+        for i, cache in enumerate(caches):
+            layer, part = i // 2, ("key", "value")[i % 2]
+            self._bind(self.io.bind_input, f"past_key_values.{layer}.{part}", cache)
+            self._bind(self.io.bind_output, f"present.{layer}.{part}", cache)
+
+    @staticmethod
+    def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
+        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
+def _row_by_row(batch: Batch) -> Iterator[Batch]:
+    for r in range(len(batch.input_ids)):
+        row = slice(r, r + 1)
+        yield Batch(
+            batch.phase, batch.input_ids[row], batch.past_lengths[row], batch.logit_indices[row], batch.first_row + r
+        )
+
+
+def import_onnxruntime(minimum: str) -> Any:
+    """The onnxruntime module.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        BundleError: it is older than ``minimum``.
+    """
+    runtime = require("onnxruntime", "cpu")
+    if _version(runtime.__version__) < _version(minimum):
+        raise BundleError(
+            f"onnxruntime {runtime.__version__} is too old for this bundle, which needs {minimum}: pip install -U onnxruntime"
+        )
+    return runtime
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def usable_graphs(manifest: Manifest) -> dict[Phase, str]:
+    """The graph file of each phase; a graph whose CPU features are missing here is replaced by the other phase's.
+
+    Raises:
+        BundleError: no graph of the bundle computes correctly on this CPU.
+    """
+    here = cpu_features()
+    usable = {name: graph for name, graph in manifest.graphs.items() if here.issuperset(graph.cpu_features)}
+    if not usable:
+        wanted = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
+        raise BundleError(f"this CPU lacks {', '.join(wanted)}; build the bundle for it with --int4 or --fp32")
+    for name in manifest.graphs.keys() - usable.keys():
+        log.warning("this CPU lacks %s: the %s graph is not used", ", ".join(manifest.graphs[name].cpu_features), name)
+    fallback = next(iter(usable.values()))
+    return {phase: usable.get(phase.value, fallback).file for phase in Phase}
+
+
+@contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Turn exceptions of ONNX Runtime into ours."""
+    try:
+        yield
+    except LlmcError:
+        raise
+    except MemoryError as error:
+        raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        if "bad_alloc" in str(error) or "Failed to allocate memory" in str(error):
+            raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
+        raise BundleError(f"{doing} failed in ONNX Runtime: {str(error).strip()[:400]}") from error

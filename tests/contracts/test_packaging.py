@@ -1,0 +1,91 @@
+"""The list of packages equals the tree, and the wheel holds all of it."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import llmc
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Part of every base install, and nothing else is: what the runtime on a device needs, and the command line.
+BASE = {"numpy", "tokenizers", "jinja2", "click", "rich", "tomli"}
+
+
+@pytest.fixture(scope="session")
+def project(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def declared(project: dict[str, Any]) -> list[str]:
+    return list(project["tool"]["setuptools"]["packages"])
+
+
+def test_declared_packages_equal_the_tree(root: Path, rooms: list[Path], declared: list[str]):
+    folders = [init.parent.relative_to(root) for room in rooms for init in room.rglob("__init__.py")]
+    assert sorted(declared) == sorted(["llmc", *(".".join(("llmc", *folder.parts)) for folder in folders)])
+
+
+def test_every_folder_with_modules_is_a_package(rooms: list[Path]):
+    folders = {module.parent for room in rooms for module in room.rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory, top_level: list[Path], rooms: list[Path]) -> zipfile.ZipFile:
+    """The wheel, built from a copy so that no build folder appears in the tree."""
+    out = tmp_path_factory.mktemp("wheel")
+    copy = out / "source"
+    copy.mkdir()
+    for path in top_level:
+        if path.is_file():
+            shutil.copy(path, copy)
+    for room in rooms:
+        shutil.copytree(room, copy / room.name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(out)], cwd=copy, check=True, capture_output=True)
+    return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+def read_info(wheel: zipfile.ZipFile, name: str) -> str:
+    path = next(entry for entry in wheel.namelist() if entry.endswith(f".dist-info/{name}"))
+    return wheel.read(path).decode()
+
+
+def test_wheel_holds_every_file_of_every_package_and_nothing_else(
+    root: Path, declared: list[str], wheel: zipfile.ZipFile
+):
+    folders = [root.joinpath(*package.split(".")[1:]) for package in declared if package != "llmc"]
+    files = [*root.glob("*.py"), *(path for folder in folders for path in folder.iterdir() if path.is_file())]
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == {f"llmc/{path.relative_to(root).as_posix()}" for path in files}
+
+
+def test_wheel_carries_the_licence_and_the_command(wheel: zipfile.ZipFile):
+    assert "Apache License" in read_info(wheel, "licenses/LICENSE")
+    assert "llmc = llmc.cli.main:main" in read_info(wheel, "entry_points.txt")
+
+
+def test_base_install_is_what_a_device_needs(wheel: zipfile.ZipFile):
+    required = re.findall(r"^Requires-Dist: ([\w-]+)(.*)$", read_info(wheel, "METADATA"), re.M)
+    assert {name.lower() for name, rest in required if "extra ==" not in rest} == BASE
+
+
+def test_engines_exclude_each_other_so_no_extra_brings_both(project: dict[str, Any]):
+    extras = project["project"]["optional-dependencies"]
+    engines = {name: {re.match(r"[\w-]+", line)[0] for line in lines} for name, lines in extras.items()}
+    assert [name for name, found in engines.items() if {"onnxruntime", "onnxruntime-gpu"} <= found] == []
+
+
+def test_version_is_the_same_everywhere(project: dict[str, Any]):
+    assert llmc.__version__ == project["project"]["version"]

@@ -1,0 +1,51 @@
+"""Rules that every source file keeps."""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("cli", "export", "optimize", "runtime", "recipes", "tests")
+MODULES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
+PRODUCT = [path for path in MODULES if path.relative_to(ROOT).parts[0] not in ("recipes", "tests")]
+LINES_AT_MOST = 500
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+def test_no_file_exceeds_the_limit_of_lines():
+    long = [path for path in MODULES if len(path.read_text(encoding="utf-8").splitlines()) > LINES_AT_MOST]
+    assert names(long) == []
+
+
+def test_nothing_is_left_unimplemented():
+    unfinished = [path for path in PRODUCT if "NotImplementedError" in path.read_text(encoding="utf-8")]
+    assert names(unfinished) == []
+
+
+def test_every_module_says_what_it_is():
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PRODUCT}
+    assert names([path for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)]) == []
+
+
+def code_mentions(path: Path, word: str) -> list[str]:
+    """Names and strings of a module that contain ``word``; comments and docstrings are left out."""
+    text = path.read_text(encoding="utf-8")
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    mentions = [token for token in tokens if token.type in (tokenize.NAME, tokenize.STRING)]
+    return [token.string for token in mentions if word in token.string.lower() and token.start[0] not in docstrings]
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=names(PRODUCT))
+def test_telemetry_is_only_ever_switched_off(path: Path):
+    assert set(code_mentions(path, "telemetry")) <= {'"ORT_DISABLE_TELEMETRY"'}

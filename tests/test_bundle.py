@@ -1,0 +1,308 @@
+"""Manifests: written, read back, and refused when anything about them or their files is wrong."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmc import bundle
+from llmc.bundle import (
+    BUNDLE_MANIFEST,
+    DECODER_FILE,
+    EXPORT_MANIFEST,
+    ExportManifest,
+    FileEntry,
+    Generation,
+    Geometry,
+    GoldenPrompt,
+    Graph,
+    Limits,
+    Manifest,
+    MemoryPlan,
+    Quality,
+    Recipe,
+    Source,
+    Target,
+)
+from llmc.errors import BundleError
+
+GEOMETRY = Geometry("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 128))
+SOURCE = Source("tiny", "f" * 64, "float16", 123_456)
+GENERATION = Generation((2, 3), None, False, 0.7, 50, None, 0.05)
+GOLDEN = GoldenPrompt((1, 2), (3, 4), (0.5, 1.0), (3, 9), (7.25, 6.5), (3, 8), (7.0, 6.0))
+CONTENT = b"weights" * 1000
+
+
+def make_manifest(**changes: Any) -> Manifest:
+    manifest = Manifest(
+        schema_version=bundle.SCHEMA_VERSION,
+        llmc_version="0.1.0",
+        graph_contract=bundle.GRAPH_CONTRACT_VERSION,
+        geometry=GEOMETRY,
+        source=SOURCE,
+        generation=GENERATION,
+        target=Target("cpu", "onnxruntime", "1.31.1", "1.31.0"),
+        recipe=Recipe("int8", "int8", 128, "split"),
+        limits=Limits(512, 1, 128),
+        memory=MemoryPlan(1000, 16, 64),
+        graphs={"decode": Graph("decode.onnx", 1000, 900, ("avx512_vnni",), False)},
+        quality=Quality(64, 0.001, 0.002, 0.99, 0.98),
+        golden=(GOLDEN,),
+        files={},
+    )
+    return dataclasses.replace(manifest, **changes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole bundle: two files and a manifest that lists them."""
+    for name in ("decode.onnx", "weights.bin"):
+        (tmp_path / name).write_bytes(CONTENT)
+    manifest = make_manifest(files=bundle.file_entries(tmp_path, ["decode.onnx", "weights.bin"]))
+    bundle.write_manifest(manifest, tmp_path)
+    return tmp_path
+
+
+def edit(folder: Path, change: Any, name: str = BUNDLE_MANIFEST) -> None:
+    """Apply ``change`` to the parsed manifest and write it back."""
+    data = json.loads((folder / name).read_text())
+    change(data)
+    (folder / name).write_text(json.dumps(data))
+
+
+# ------------------------------------------------------------------------------------------------------ round trips
+
+
+def test_a_bundle_manifest_survives_the_disk(folder: Path):
+    entries = bundle.file_entries(folder, ["decode.onnx", "weights.bin"])
+    assert bundle.read_bundle(folder) == make_manifest(files=entries)
+
+
+def test_a_bundle_without_quality_or_golden_prompts_survives_the_disk(tmp_path: Path):
+    manifest = make_manifest(quality=None, golden=(), graphs={})
+    bundle.write_manifest(manifest, tmp_path)
+    assert bundle.read_bundle(tmp_path) == manifest
+
+
+def test_an_export_manifest_survives_the_disk(tmp_path: Path):
+    manifest = ExportManifest(1, "0.1.0", 1, GEOMETRY, SOURCE, GENERATION)
+    bundle.write_manifest(manifest, tmp_path)
+    (tmp_path / DECODER_FILE).write_bytes(b"graph")
+    assert bundle.read_export(tmp_path) == manifest
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32)))
+def test_floats_survive_json_to_the_bit(values: list[float]):
+    quoted = json.loads(json.dumps(values))
+    assert bundle.decode(tuple[float, ...], quoted) == tuple(values)
+
+
+def test_whole_numbers_are_read_as_floats_where_floats_are_meant():
+    decoded = bundle.decode(float, 1)
+    assert decoded == 1.0
+    assert type(decoded) is float
+
+
+def test_names_in_any_script_survive_the_disk(tmp_path: Path):
+    source = dataclasses.replace(SOURCE, name="小さな模型 🐍")
+    bundle.write_manifest(make_manifest(source=source, graphs={}), tmp_path)
+    assert bundle.read_bundle(tmp_path).source.name == "小さな模型 🐍"
+
+
+def test_a_value_that_is_no_number_is_never_written(tmp_path: Path):
+    quality = Quality(64, math.nan, 0.0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="JSON"):
+        bundle.write_manifest(make_manifest(quality=quality), tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------- strict decoding
+
+
+def drop(*path: str) -> Any:
+    def change(data: Any) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        del data[path[-1]]
+
+    return change
+
+
+def put(value: Any, *path: Any) -> Any:
+    def change(data: Any) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        data[path[-1]] = value
+
+    return change
+
+
+DAMAGE = [
+    (drop("llmc_version"), "missing field llmc_version"),
+    (drop("geometry", "heads"), "missing field geometry.heads"),
+    (put(1, "extra"), "unknown field extra"),
+    (put(1, "limits", "extra"), "unknown field limits.extra"),
+    (put("4", "geometry", "heads"), "geometry.heads is '4', expected int"),
+    (put(4.0, "geometry", "heads"), "geometry.heads is 4.0, expected int"),
+    (put(True, "geometry", "heads"), "geometry.heads is True, expected int"),
+    (put(1, "geometry", "tied_head"), "geometry.tied_head is 1, expected bool"),
+    (put(True, "quality", "decode_mean_kl"), "quality.decode_mean_kl is True, expected float"),
+    (put(None, "source"), "source is None, expected an object"),
+    (put([], "graphs"), r"graphs is \[\], expected dict"),
+    (put({}, "golden"), "golden is {}, expected tuple"),
+    (put("x", "golden", 0, "tokens", 1), r"golden\[0\].tokens\[1\] is 'x', expected int"),
+    (put(None, "files", "weights.bin"), "files.weights.bin is None, expected an object"),
+    (put("much", "generation", "top_k"), "generation.top_k is 'much', expected int"),
+    (put("1", "schema_version"), "no schema_version"),
+    (put(0, "schema_version"), "no schema_version"),
+    (put(True, "schema_version"), "schema_version is True"),
+    (put(10**400, "quality", "decode_mean_kl"), "too large"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
+def test_a_damaged_manifest_is_refused_by_the_name_of_the_field(folder: Path, change: Any, message: str):
+    edit(folder, change)
+    with pytest.raises(BundleError, match=message) as caught:
+        bundle.read_bundle(folder)
+    assert str(folder / BUNDLE_MANIFEST) in str(caught.value)
+    assert "llmc build" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe{}", b"[1]", b"null", b'"x"', b"[" * 100_000, b'{"schema_version": 1'], ids=repr
+)
+def test_a_manifest_that_is_no_json_object_is_refused(folder: Path, content: bytes):
+    (folder / BUNDLE_MANIFEST).write_bytes(content)
+    with pytest.raises(BundleError, match="corrupt"):
+        bundle.read_bundle(folder)
+
+
+def test_a_value_of_any_length_is_quoted_in_part(folder: Path):
+    edit(folder, put("x" * 5000, "geometry", "heads"))
+    with pytest.raises(BundleError) as caught:
+        bundle.read_bundle(folder)
+    assert len(str(caught.value)) < 300 + len(str(folder))
+
+
+# --------------------------------------------------------------------------------------------------------- versions
+
+
+def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
+    edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
+    edit(folder, put("9.9.9", "llmc_version"))
+    with pytest.raises(BundleError, match=r"schema version 2, written by llmc 9.9.9.*up to 1.*pip install -U llmc"):
+        bundle.read_bundle(folder)
+
+
+def test_a_newer_schema_is_refused_before_its_unknown_fields_are(folder: Path):
+    edit(folder, put("new", "novelty"))
+    edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
+    with pytest.raises(BundleError, match="schema version 2"):
+        bundle.read_bundle(folder)
+
+
+def test_another_graph_contract_is_refused(folder: Path):
+    edit(folder, put(bundle.GRAPH_CONTRACT_VERSION + 1, "graph_contract"))
+    with pytest.raises(BundleError, match="graph contract 2, not 1; make it again with: llmc build"):
+        bundle.read_bundle(folder)
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def test_a_missing_file_is_named(folder: Path):
+    (folder / "weights.bin").unlink()
+    with pytest.raises(BundleError, match=r"weights.bin is missing, 7000 expected"):
+        bundle.read_bundle(folder)
+
+
+def test_a_folder_in_the_place_of_a_file_counts_as_missing(folder: Path):
+    (folder / "weights.bin").unlink()
+    (folder / "weights.bin").mkdir()
+    with pytest.raises(BundleError, match=r"weights.bin is missing"):
+        bundle.read_bundle(folder)
+
+
+def test_a_truncated_file_is_named_with_both_sizes(folder: Path):
+    (folder / "weights.bin").write_bytes(CONTENT[:-1])
+    with pytest.raises(BundleError, match=r"weights.bin has 6999 bytes, 7000 expected"):
+        bundle.read_bundle(folder)
+
+
+def test_verify_yields_each_file_once_it_is_whole(folder: Path):
+    manifest = bundle.read_bundle(folder)
+    assert list(bundle.verify_files(folder, manifest)) == ["decode.onnx", "weights.bin"]
+
+
+def test_verify_notices_one_flipped_bit_that_reading_does_not(folder: Path):
+    (folder / "weights.bin").write_bytes(bytes([CONTENT[0] ^ 1]) + CONTENT[1:])
+    manifest = bundle.read_bundle(folder)
+    with pytest.raises(BundleError, match=r"weights.bin is corrupt"):
+        list(bundle.verify_files(folder, manifest))
+
+
+def test_verify_names_a_file_that_vanished(folder: Path):
+    manifest = bundle.read_bundle(folder)
+    (folder / "weights.bin").unlink()
+    with pytest.raises(BundleError, match=r"weights.bin cannot be read"):
+        list(bundle.verify_files(folder, manifest))
+
+
+@pytest.mark.parametrize("name", ["../outside.bin", "/etc/hostname", "a/../../outside.bin"])
+def test_a_manifest_that_leads_outside_its_folder_is_refused(folder: Path, name: str):
+    edit(folder, put(dataclasses.asdict(FileEntry(1, "0" * 64)), "files", name))
+    with pytest.raises(BundleError, match="lies outside"):
+        bundle.read_bundle(folder)
+
+
+def test_a_graph_that_no_hash_covers_is_refused(folder: Path):
+    edit(folder, put("other.onnx", "graphs", "decode", "file"))
+    with pytest.raises(BundleError, match=r"'other.onnx', which is unlisted"):
+        bundle.read_bundle(folder)
+
+
+def test_a_file_name_that_no_file_system_takes_counts_as_missing(folder: Path):
+    edit(folder, put(dataclasses.asdict(FileEntry(1, "0" * 64)), "files", "x" * 5000))
+    with pytest.raises(BundleError, match="is missing"):
+        bundle.read_bundle(folder)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "command"),
+    [(bundle.read_bundle, BUNDLE_MANIFEST, "llmc build"), (bundle.read_export, EXPORT_MANIFEST, "llmc export")],
+)
+def test_a_folder_of_someone_else_is_refused_with_the_command_to_use(tmp_path: Path, read, name: str, command: str):
+    for place in (tmp_path, tmp_path / "nowhere", Path(__file__)):
+        with pytest.raises(BundleError, match=f"no {name} here.*{command}"):
+            read(place)
+
+
+def test_an_unreadable_manifest_is_named(folder: Path):
+    (folder / BUNDLE_MANIFEST).unlink()
+    (folder / BUNDLE_MANIFEST).mkdir()
+    with pytest.raises(BundleError, match=r"llmc.json cannot be read \(Is a directory\)"):
+        bundle.read_bundle(folder)
+
+
+def test_an_export_without_its_graph_is_refused(tmp_path: Path):
+    bundle.write_manifest(ExportManifest(1, "0.1.0", 1, GEOMETRY, SOURCE, GENERATION), tmp_path)
+    with pytest.raises(BundleError, match=r"decoder.onnx is missing; export the checkpoint again"):
+        bundle.read_export(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def test_cache_bytes_follow_the_formula():
+    # 2 (keys and values) x 2 layers x 2 heads x 16 values x 4 bytes = 512 per position
+    assert GEOMETRY.cache_bytes(positions=10) == 5120
+    assert GEOMETRY.cache_bytes(positions=10, batch=3, bytes_per_value=2) == 7680
+
+
+def test_memory_plan_adds_weights_cache_and_workspace():
+    assert MemoryPlan(weights=1000, cache_per_token=16, workspace=64).total(positions=10, batch=2) == 1384

@@ -1,0 +1,46 @@
+"""The error tree, its exit codes, and the sentence for a missing extra."""
+
+import pytest
+
+from llmc import errors
+
+LEAVES = [
+    errors.UsageError,
+    errors.CheckpointError,
+    errors.BuildError,
+    errors.BundleError,
+    errors.RequestError,
+    errors.ResourceError,
+    errors.MissingExtraError,
+]
+
+
+def test_docstring_draws_every_error():
+    found = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    drawn = {word for word in errors.__doc__.split() if word.endswith("Error")}
+    assert found == drawn == {"LlmcError", *(leaf.__name__ for leaf in LEAVES)}
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_only_usage_errors_exit_with_two(leaf: type[errors.LlmcError]):
+    assert issubclass(leaf, errors.LlmcError)
+    assert leaf.exit_code == (2 if leaf is errors.UsageError else 1)
+
+
+def test_require_gives_the_module():
+    import json.decoder
+
+    assert errors.require("json.decoder", "cpu") is json.decoder
+
+
+@pytest.mark.parametrize("module", ["no_such_engine", "no_such_engine.parts"])
+def test_require_names_the_pip_command(module: str):
+    with pytest.raises(errors.MissingExtraError, match=r"no_such_engine.* pip install 'llmc\[cpu\]'"):
+        errors.require(module, "cpu")
+
+
+def test_require_does_not_blame_the_extra_for_a_module_broken_inside(tmp_path, monkeypatch):
+    (tmp_path / "broken_engine.py").write_text("import a_part_that_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_part_that_is_missing"):
+        errors.require("broken_engine", "cpu")

@@ -1,0 +1,288 @@
+"""Publishing a folder: all of it or nothing, whatever happens on the way."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmc import bundle
+from llmc.bundle import staged
+from llmc.errors import ResourceError, UsageError
+
+DEAD_PID = 2**22 + 1  # above the largest number that Linux gives to a process
+
+
+def publish(target: Path, text: str, *, force: bool = False) -> None:
+    with staged(target, force=force) as folder:
+        (folder / "llmc.json").write_text(text)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "bundle"
+
+
+@pytest.fixture
+def published(target: Path) -> Path:
+    publish(target, "old")
+    return target
+
+
+# -------------------------------------------------------------------------------------------------------- publishing
+
+
+def test_folder_appears_whole_and_only_at_the_end(target: Path):
+    with staged(target) as folder:
+        (folder / "llmc.json").write_text("new")
+        (folder / "graphs").mkdir()
+        (folder / "graphs" / "decode.onnx").write_text("graph")
+        assert folder.parent == target.parent
+        assert not target.exists()
+    assert names(target) == ["graphs", "llmc.json"]
+    assert names(target.parent) == ["bundle"]
+
+
+def test_missing_parents_are_made(tmp_path: Path):
+    publish(tmp_path / "a" / "b" / "bundle", "new")
+    assert (tmp_path / "a" / "b" / "bundle" / "llmc.json").read_text() == "new"
+
+
+def test_a_relative_target_is_published_where_the_block_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with staged(Path("bundle")) as folder:
+        (folder / "llmc.json").write_text("new")
+        monkeypatch.chdir("elsewhere")
+    assert names(tmp_path / "bundle") == ["llmc.json"]
+
+
+def test_everything_is_synced_before_it_is_renamed(target: Path, monkeypatch: pytest.MonkeyPatch):
+    order = []
+    monkeypatch.setattr(bundle, "_sync_one", lambda path: order.append(path.name))
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, to: (order.append("rename"), rename(self, to))[1])
+    publish(target, "new")
+    assert order[0] == "llmc.json"
+    assert order[-2:] == ["rename", target.parent.name]
+
+
+# ------------------------------------------------------------------------------------------------- existing targets
+
+
+@pytest.mark.parametrize("content", ["ours", "empty", "file", "foreign"])
+def test_an_existing_target_is_refused_without_force(target: Path, content: str):
+    make_existing(target, content)
+    with pytest.raises(UsageError, match=f"{target} exists; .*--force"), staged(target):
+        pytest.fail("the block must not run")
+
+
+@pytest.mark.parametrize("content", ["file", "foreign"])
+def test_force_does_not_replace_what_is_not_llmcs(target: Path, content: str):
+    make_existing(target, content)
+    with pytest.raises(UsageError, match="is not llmc's"), staged(target, force=True):
+        pytest.fail("the block must not run")
+    assert target.is_file() if content == "file" else names(target) == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("content", ["ours", "export", "empty"])
+def test_force_replaces_a_folder_of_llmcs_or_an_empty_one(target: Path, content: str):
+    make_existing(target, content)
+    publish(target, "new", force=True)
+    assert names(target) == ["llmc.json"]
+    assert (target / "llmc.json").read_text() == "new"
+    assert names(target.parent) == ["bundle"]
+
+
+def make_existing(target: Path, content: str) -> None:
+    if content == "file":
+        target.write_text("a file")
+        return
+    target.mkdir()
+    name = {"ours": "llmc.json", "export": "export.json", "foreign": "thesis.tex"}.get(content)
+    if name:
+        (target / name).write_text("old")
+
+
+def test_a_link_to_a_bundle_keeps_pointing_at_what_was_replaced(tmp_path: Path, published: Path):
+    link = tmp_path / "latest"
+    link.symlink_to(published)
+    publish(link, "new", force=True)
+    assert link.is_symlink()
+    assert (published / "llmc.json").read_text() == "new"
+    assert names(tmp_path) == ["bundle", "latest"]
+
+
+def test_a_target_that_appears_meanwhile_is_not_replaced(target: Path):
+    with pytest.raises(UsageError, match="exists"), staged(target):
+        make_existing(target, "ours")
+    assert (target / "llmc.json").read_text() == "old"
+
+
+# ----------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("error", [ValueError("bad weights"), KeyboardInterrupt(), SystemExit(1), MemoryError()])
+def test_an_error_leaves_the_old_folder_and_nothing_else(published: Path, error: BaseException):
+    with pytest.raises(type(error)), staged(published, force=True) as folder:
+        (folder / "llmc.json").write_text("half")
+        raise error
+    assert (published / "llmc.json").read_text() == "old"
+    assert names(published.parent) == ["bundle"]
+
+
+def test_an_error_removes_the_parents_made_for_it_and_no_others(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match="bad"), staged(tmp_path / "a" / "b" / "c" / "bundle"):
+        raise ValueError("bad")
+    assert names(tmp_path) == ["a"]
+    assert names(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_said_in_one_sentence(published: Path, number: int):
+    with pytest.raises(ResourceError, match="the disk is full; free some space"), staged(published, force=True):
+        raise OSError(number, os.strerror(number))
+    assert (published / "llmc.json").read_text() == "old"
+    assert names(published.parent) == ["bundle"]
+
+
+def test_a_disk_that_fills_up_while_syncing_is_said_too(published: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "fsync", raise_full)
+    with pytest.raises(ResourceError, match="the disk is full"):
+        publish(published, "new", force=True)
+    assert (published / "llmc.json").read_text() == "old"
+
+
+def raise_full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_an_error_of_the_block_keeps_its_own_file_name(target: Path, tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="shard"), staged(target):
+        (tmp_path / "shard").read_bytes()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
+def test_a_place_that_cannot_be_written_is_a_usage_error(target: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    def refuse(self: Path, *args: object, **kwargs: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UsageError, match=rf"cannot write here \({os.strerror(number)}\); choose another"):
+        publish(target, "new")
+
+
+def test_a_target_below_a_file_is_a_usage_error(tmp_path: Path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UsageError, match="cannot write here"):
+        publish(tmp_path / "file" / "bundle", "new")
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error")])
+def test_a_failure_in_the_swap_itself_brings_the_old_folder_back(
+    published: Path, monkeypatch: pytest.MonkeyPatch, failing: int, error: BaseException
+):
+    """Renames: the old folder aside, the new one in, and after a failure the old one back."""
+    rename, calls = Path.rename, []
+
+    def interrupted(self: Path, to: Path) -> Path:
+        calls.append(to)
+        if len(calls) == failing:
+            raise error
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises((KeyboardInterrupt, UsageError)):
+        publish(published, "new", force=True)
+    assert (published / "llmc.json").read_text() == "old"
+    assert names(published.parent) == ["bundle"]
+
+
+# ------------------------------------------------------------------------------------------------- what the dead left
+
+
+def test_what_a_dead_process_left_is_removed(target: Path):
+    leave(target, DEAD_PID, "staging")
+    publish(target, "new")
+    assert names(target.parent) == ["bundle"]
+
+
+def test_what_an_earlier_run_under_our_own_number_left_is_removed(target: Path):
+    leave(target, os.getpid(), "staging")
+    publish(target, "new")
+    assert names(target.parent) == ["bundle"]
+
+
+def test_what_a_living_process_writes_is_left_alone(target: Path):
+    folder = leave(target, os.getppid(), "staging")
+    publish(target, "new")
+    assert names(target.parent) == [folder.name, "bundle"]
+
+
+def test_a_folder_set_aside_by_a_process_killed_in_the_swap_comes_back(target: Path):
+    leave(target, DEAD_PID, "old")
+    with pytest.raises(UsageError, match="exists"):
+        publish(target, "new")
+    assert (target / "llmc.json").read_text() == "left"
+    assert names(target.parent) == ["bundle"]
+
+
+def test_a_folder_set_aside_and_replaced_is_removed(published: Path):
+    leave(published, DEAD_PID, "old")
+    publish(published, "new", force=True)
+    assert names(published.parent) == ["bundle"]
+
+
+@pytest.mark.parametrize("name", [".bundle.backup", ".bundle.1.2.staging", ".bundle.x.staging", ".other.99999999.old"])
+def test_hidden_folders_of_others_are_left_alone(target: Path, name: str):
+    (target.parent / name).mkdir()
+    publish(target, "new")
+    assert names(target.parent) == [name, "bundle"]
+
+
+def test_names_with_wildcards_are_taken_literally(tmp_path: Path):
+    other = leave(tmp_path / "model1", DEAD_PID, "staging")
+    mine = leave(tmp_path / "model[1]", DEAD_PID, "staging")
+    publish(tmp_path / "model[1]", "new")
+    assert other.exists()
+    assert not mine.exists()
+
+
+def leave(target: Path, pid: int, kind: str) -> Path:
+    folder = target.parent / f".{target.name}.{pid}.{kind}"
+    folder.mkdir()
+    (folder / "llmc.json").write_text("left")
+    return folder
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from llmc.bundle import staged
+with staged(Path(sys.argv[1]), force=True) as folder:
+    (folder / "llmc.json").write_text("half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+def test_a_real_process_that_is_stopped_leaves_the_old_folder(published: Path, stop: signal.Signals):
+    command = [sys.executable, "-c", WRITER, str(published)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(stop)
+        process.wait(timeout=30)
+    assert (published / "llmc.json").read_text() == "old"
+    publish(published, "new", force=True)
+    assert names(published.parent) == ["bundle"]
