@@ -77,16 +77,12 @@ def describe_windows(windows: tuple[int, ...]) -> str:
 
 def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
     """Target, recipe, limits and quality."""
-    target, recipe, limits, quality = manifest.target, manifest.recipe, manifest.limits, manifest.quality
+    target, limits = manifest.target, manifest.limits
     features = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
-    rows = [
+    return [
         ("target", f"{target.name}, {target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"),
         ("CPU features", ", ".join(features) or "none in particular"),
-        ("recipe", f"{recipe.name}: {recipe.precision}, block {recipe.block_size}, phases {recipe.phases}"),
+        ("recipe", show.recipe(manifest.recipe)),
         ("limits", f"{limits.max_context} tokens x {limits.max_batch}, prefill in chunks of {limits.prefill_chunk}"),
+        *show.quality_rows(manifest.quality),
     ]
-    if quality:
-        kl = f"KL to the unquantized model {quality.prefill_mean_kl:.5f} prefill, {quality.decode_mean_kl:.5f} decode"
-        agreement = f"{quality.prefill_top1_agreement:.1%} and {quality.decode_top1_agreement:.1%}"
-        rows.append(("quality", f"{kl}; same first choice {agreement}"))
-    return rows

@@ -10,18 +10,21 @@ from typing import Any
 
 import click
 
+from llmc.bundle import Quality, Recipe
+
 Report = Callable[..., None]
 _DIGITS = {"B": 0, "kB": 1, "MB": 1, "GB": 2}  # after the decimal point, by unit
 
 
 def print_json(report: Any) -> None:
-    """Print a report, a dataclass of any depth, as indented JSON."""
+    """Print a report, a dataclass of any depth with its properties, as indented JSON."""
     click.echo(json.dumps(report, indent=2, ensure_ascii=False, default=_plain))
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        computed = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
+        return {name: getattr(value, name) for name in [*(f.name for f in dataclasses.fields(value)), *computed]}
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} has no JSON form")
@@ -71,22 +74,39 @@ def amount(count: int) -> str:
 
 
 @contextmanager
-def progress() -> Iterator[Report | None]:
-    """Show steps and how far each is on stderr; gives None, which means silence, where stderr is no terminal.
+def progress() -> Iterator[Report]:
+    """Show steps and how far each is on stderr; say nothing where stderr is no terminal.
 
     The callback takes the step in words, and the fraction that is done where it is known.
     """
     if not sys.stderr.isatty():
-        yield None
+        yield lambda step, fraction=None: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("", total=None)
+        task = bars.add_task("starting", total=None)
 
         def report(step: str, fraction: float | None = None) -> None:
             bars.update(task, description=step, total=None if fraction is None else 1.0, completed=fraction or 0.0)
 
         yield report
+
+
+def recipe(recipe: Recipe) -> str:
+    """How weights were compiled, in a few words."""
+    blocks = f", blocks of {recipe.block_size}" if recipe.block_size else ""
+    return f"{recipe.name}: {recipe.precision}{blocks}, {recipe.phases} phases"
+
+
+def quality_rows(quality: Quality | None) -> list[tuple[str, str]]:
+    """How far a bundle is from the unquantized model, one row for each path; none where nothing was measured."""
+    if quality is None:
+        return []
+    paths = (
+        ("prefill", quality.prefill_mean_kl, quality.prefill_top1_agreement),
+        ("decode", quality.decode_mean_kl, quality.decode_top1_agreement),
+    )
+    return [(f"{name} quality", f"mean KL {kl:.5f}, same first choice {same:.1%}") for name, kl, same in paths]

@@ -33,7 +33,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Summary:
-    """A folder of any kind; ``weights`` is bytes by dtype, ``bundle`` the manifest where there is one."""
+    """A folder of any kind; ``weights`` is bytes by dtype, of a bundle by graph; ``bundle`` is its manifest."""
 
     kind: str
     path: Path
@@ -75,8 +75,9 @@ def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
     context = _at_most("--context", context or limits.max_context, limits.max_context, advice)
     files = {bundle.BUNDLE_MANIFEST: (path / bundle.BUNDLE_MANIFEST).stat().st_size}
     files |= {name: entry.size for name, entry in manifest.files.items()}
-    weights = {manifest.recipe.precision: plan.weights}
-    memory = Memory(context, batch, plan.weights, plan.cache_per_token * context * batch, plan.workspace)
+    weights = {graph.file: graph.weight_bytes for graph in manifest.graphs.values()}
+    cache = plan.cache_per_token * context * batch
+    memory = Memory(context, batch, plan.weights, cache, plan.total(context, batch) - plan.weights - cache)
     return Summary("bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest)
 
 

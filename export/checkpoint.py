@@ -46,6 +46,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder; expected a local Hugging Face checkpoint folder")
+    if (folder / bundle.EXPORT_MANIFEST).exists():
+        raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
     config = read_config(Keys(_read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
     _check_tokenizer(folder)
     generation, notes = _read_generation(folder, config)
@@ -58,7 +60,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: no {path.name} here; expected a Hugging Face checkpoint folder") from None
+        raise CheckpointError(f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(data, dict):
@@ -69,7 +71,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_tokenizer(folder: Path) -> None:
     if not (folder / bundle.TOKENIZER_FILE).is_file():
         raise CheckpointError(
-            f"{folder}: no {bundle.TOKENIZER_FILE} here, which the runtime needs; make it from the other tokenizer files: "
+            f"{folder}: no {bundle.TOKENIZER_FILE} here, which the runtime needs; make it from what is here: "
             f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
             f".save_pretrained('{folder}')\""
         )
@@ -91,8 +93,8 @@ def _match(folder: Path, config: DecoderConfig, found: dict[str, StoredTensor]) 
             _check_tied_head(folder, found)
         elif not name.endswith(_COMPUTED):
             raise CheckpointError(
-                f"{folder}: tensor {name} {list(found[name].shape)} is unused by a {config.model_type} decoder with this "
-                f"{CONFIG_FILE}; a weight that is left out changes the result, so correct the config or remove the tensor"
+                f"{folder}: tensor {name} {list(found[name].shape)} is unused by a {config.model_type} decoder with "
+                f"this {CONFIG_FILE}; to leave a weight out changes the result, so correct the config or remove it"
             )
     return {name: found[name] for name in expected}
 
@@ -138,8 +140,8 @@ def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Genera
         do_sample=keys.flag("do_sample"),
         temperature=keys.optional_number("temperature"),
         top_k=keys.optional_integer("top_k"),
-        top_p=keys.optional_number("top_p"),
-        min_p=keys.optional_number("min_p"),
+        top_p=keys.optional_number("top_p", maximum=1),
+        min_p=keys.optional_number("min_p", maximum=1),
     )
     return generation, tuple(
         f"{path.name}: {name}={values[name]!r} is not supported and was left out"

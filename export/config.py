@@ -13,7 +13,7 @@ RopeType = Literal["default", "linear", "llama3"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding. ``factor`` scales positions (linear) or low frequencies (llama3); the rest is llama3's."""
+    """Rotary position embedding. ``factor`` divides all frequencies (linear) or the low ones (llama3, as the rest)."""
 
     theta: float
     type: RopeType = "default"
@@ -69,7 +69,10 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor the decoder needs: what :mod:`llmc.export.decoder` has, without torch."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.heads * head_dim, config.kv_heads * head_dim
-    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
     for name, outputs, inputs, bias in (
         ("self_attn.q_proj", queries, hidden, config.qkv_bias),
         ("self_attn.k_proj", keys, hidden, config.qkv_bias),
@@ -102,7 +105,7 @@ def inverse_frequencies(config: DecoderConfig) -> npt.NDArray[np.float32]:
         frequencies = frequencies / np.float32(rope.factor)
     if rope.type == "llama3":
         frequencies = _llama3(frequencies, rope)
-    return frequencies.astype(np.float32)
+    return np.asarray(frequencies, np.float32)
 
 
 def _llama3(frequencies: npt.NDArray[np.float32], rope: Rope) -> npt.NDArray[np.float32]:
@@ -110,5 +113,4 @@ def _llama3(frequencies: npt.NDArray[np.float32], rope: Rope) -> npt.NDArray[np.
     turns = np.float32(rope.original_max_positions) * frequencies / np.float32(2 * np.pi)
     blend = (turns - np.float32(rope.low_freq_factor)) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
     blend = np.clip(blend, np.float32(0), np.float32(1))
-    scaled: npt.NDArray[np.float32] = (1 - blend) * frequencies / np.float32(rope.factor) + blend * frequencies
-    return scaled
+    return np.asarray((1 - blend) * frequencies / np.float32(rope.factor) + blend * frequencies, np.float32)

@@ -6,10 +6,12 @@ Weights keep the dtype in which the checkpoint stores them; arithmetic is float3
 from collections.abc import Sequence
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
 from llmc.export import ops
+from llmc.export.checkpoint import Checkpoint
 from llmc.export.config import DecoderConfig, inverse_frequencies
 
 Cache = tuple[Tensor, Tensor]
@@ -63,7 +65,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         size = self.weight.shape[0]
-        runs = x if x.shape[-1] == size else x.unflatten(-1, (-1, size))
+        runs = x if x.shape[-1] == size else x.view(*x.shape[:-1], -1, size)
         normed = functional.rms_norm(runs, (size,), _float(self.weight), self.eps)
         return normed if runs is x else normed.flatten(-2)
 
@@ -156,7 +158,7 @@ class Decoder(nn.Module):
         self.logit_rows = TakePositions()
         self.lm_head = TiedHead() if config.tied_head else Linear(config.hidden_size, config.vocab_size)
         self.rotary_emb = nn.Module()
-        self.rotary_emb.register_buffer("inv_freq", torch.from_numpy(inverse_frequencies(config)), persistent=False)
+        self.rotary_emb.register_buffer("inv_freq", torch.tensor(inverse_frequencies(config)), persistent=False)
 
     def forward(
         self, input_ids: Tensor, past_lengths: Tensor, logit_indices: Tensor, pasts: Sequence[Cache]
@@ -170,6 +172,17 @@ class Decoder(nn.Module):
         x = self.model.norm(self.logit_rows(x, logit_indices))  # (B, O, N)
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
         return self.lm_head(x, *tied_weight), presents
+
+
+def load_decoder(checkpoint: Checkpoint) -> Decoder:
+    """The decoder with a checkpoint's weights, to compute with torch."""
+    decoder = Decoder(checkpoint.config)
+    weights: dict[str, Tensor] = {}
+    for shard in checkpoint.shards:
+        with safe_open(shard.path, framework="pt") as file:
+            weights |= {name: file.get_tensor(name) for name in shard.tensors.keys() & checkpoint.tensors.keys()}
+    decoder.load_state_dict(weights, assign=True)
+    return decoder.eval()
 
 
 def _float(x: Tensor) -> Tensor:

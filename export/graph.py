@@ -1,4 +1,4 @@
-"""Decoder -> ONNX without reading a weight: torch exports fake tensors, then every initializer points into the checkpoint.
+"""Decoder -> ONNX without reading a weight: torch exports fake tensors, and initializers point into the checkpoint.
 
 Names in the result, which later stages rely on (``P`` is a module path such as ``model.layers.0.self_attn.q_proj``):
 
@@ -12,15 +12,16 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
 import ast
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmc import __version__, bundle
@@ -32,6 +33,8 @@ from llmc.export.shards import StoredTensor
 INV_FREQ = "rotary_emb.inv_freq"
 # The first ONNX IR version that knows opset 24.
 IR_VERSION = 12
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_IR_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _NAMED_LIKE_MODULE = {"MatMul", "RMSNormalization", ops.CACHED_ATTENTION, "Gather", "GatherND"}
 # Sizes to trace with: at least 2 (0 and 1 are specialised) and all different, so that none is taken for another.
@@ -40,7 +43,7 @@ _BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY = 2, 5, 3, 7
 
 def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
     """Export the decoder and refer to its weights in the safetensors files of ``base``."""
-    model = _trace(config, {name: tensor.dtype for name, tensor in tensors.items()})
+    model = _trace(config, tensors)
     graph = model.graph
     _name_contract(graph, config)  # first: the dimensions' names tell the next step what a Reshape keeps
     _fold_reshapes(graph)
@@ -69,10 +72,11 @@ def check_graph(model: ir.Model) -> None:
     onnx.checker.check_model(proto, full_check=True)
 
 
-def _trace(config: DecoderConfig, dtypes: Mapping[str, str]) -> ir.Model:
+def _trace(config: DecoderConfig, tensors: Mapping[str, StoredTensor]) -> ir.Model:
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         decoder = Decoder(config).eval()
-        _store_as(decoder, dtypes)
+        fakes = {name: torch.empty(stored.shape, dtype=_TORCH_DTYPES[stored.dtype]) for name, stored in tensors.items()}
+        decoder.load_state_dict(fakes, assign=True)
         arguments, shapes = _samples(config)
         exported = torch.export.export(decoder, arguments, dynamic_shapes=shapes, strict=False)
         program = torch.onnx.export(exported, opset_version=ops.OPSET, optimize=False, verbose=False)
@@ -94,19 +98,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_IR_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
-
-
-def _store_as(decoder: nn.Module, dtypes: Mapping[str, str]) -> None:
-    for name, parameter in list(decoder.named_parameters()):
-        path, _, leaf = name.rpartition(".")
-        empty = torch.empty(parameter.shape, dtype=_TORCH_DTYPES[dtypes[name]])
-        setattr(decoder.get_submodule(path), leaf, nn.Parameter(empty, requires_grad=False))
-    decoder.get_submodule("rotary_emb").register_buffer("inv_freq", torch.empty(decoder.config.head_dim // 2))
-
-
-def _samples(config: DecoderConfig) -> tuple[tuple[object, ...], tuple[object, ...]]:
+def _samples(config: DecoderConfig) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     batch, sequence, outputs, capacity = map(torch.export.Dim, ("batch", "sequence", "outputs", "capacity"))
 
     def cache() -> torch.Tensor:
@@ -128,9 +120,8 @@ def _name_contract(graph: ir.Graph, config: DecoderConfig) -> None:
     caches = [f"{i}.{part}" for i in range(config.layers) for part in ("key", "value")]
     inputs = ["input_ids", "past_lengths", "logit_indices", *(f"past_key_values.{cache}" for cache in caches)]
     outputs = ["logits", *(f"present.{cache}" for cache in caches)]
-    ids, _, indices, past = graph.inputs[:4]
-    dims = dict(zip(map(str, ids.shape or ()), ("batch", "sequence"), strict=True))
-    dims |= {str((indices.shape or ())[1]): "outputs", str((past.shape or ())[2]): "capacity"}
+    shapes = [[str(dim) for dim in value.shape or ()] for value in graph.inputs]
+    dims = {shapes[0][0]: "batch", shapes[0][1]: "sequence", shapes[2][1]: "outputs", shapes[3][2]: "capacity"}
     for value in _values(graph):
         if value.shape is not None:
             known = [dim if isinstance(dim, int) else dims.get(str(dim)) for dim in value.shape]
@@ -147,24 +138,24 @@ def _fold_reshapes(graph: ir.Graph) -> None:
         before, after = node.inputs[0], node.outputs[0]
         assert after.shape is not None
         assert before is not None and before.shape is not None
-        dims = [0 if not isinstance(b, int) and a == b else b for a, b in zip(before.shape, after.shape, strict=False)]
-        dims += list(after.shape)[len(dims) :]
-        assert all(isinstance(dim, int) for dim in dims), f"{node.name}: cannot fold {before.shape} -> {after.shape}"
+        kept = [not isinstance(b, int) and a == b for a, b in zip(before.shape, after.shape, strict=False)]
+        dims = [0 if i < len(kept) and kept[i] else dim for i, dim in enumerate(after.shape)]
         node.replace_input_with(1, _shape_initializer(graph, dims))
         node.attributes.pop("allowzero", None)
 
 
-def _shape_initializer(graph: ir.Graph, dims: list[int]) -> ir.Value:
+def _shape_initializer(graph: ir.Graph, dims: Sequence[int | ir.SymbolicDim]) -> ir.Value:
+    assert all(isinstance(dim, int) for dim in dims), f"a Reshape to {dims} does more than split or merge the last axis"
     name = "shape." + "x".join(map(str, dims))
     if name not in graph.initializers:
-        tensor = ir.tensor(dims, dtype=ir.DataType.INT64, name=name)
-        graph.register_initializer(ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor))
+        tensor = ir.tensor(np.array(dims, np.int64), name=name)
+        graph.register_initializer(
+            ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape([len(dims)]), const_value=tensor)
+        )
     return graph.initializers[name]
 
 
-def _point_to_weights(
-    graph: ir.Graph, config: DecoderConfig, tensors: Mapping[str, StoredTensor], base: Path
-) -> None:
+def _point_to_weights(graph: ir.Graph, config: DecoderConfig, tensors: Mapping[str, StoredTensor], base: Path) -> None:
     graph.initializers[INV_FREQ].const_value = ir.tensor(inverse_frequencies(config), name=INV_FREQ)
     for name, stored in tensors.items():
         graph.initializers[name].const_value = ir.ExternalTensor(
@@ -242,7 +233,7 @@ def _clear_metadata(model: ir.Model) -> None:
 
 
 def _sign(model: ir.Model) -> None:
-    function = ir.from_proto(ops.cached_attention_function())
+    function = ir.serde.deserialize_function(ops.cached_attention_function())
     model.functions[function.identifier()] = function
     model.graph.name = "decoder"
     model.ir_version = IR_VERSION

@@ -1,28 +1,32 @@
 """Strict reading of ``config.json``: every key is read, known to be irrelevant, or refused by name."""
 
+import math
 from typing import Any
 
 from llmc.errors import CheckpointError
 
-# Keys that do not change what a decoder computes when it generates. Weights carry their own dtypes; generation
-# parameters stand in generation_config.json; token ids of padding are the runtime's own business.
-IRRELEVANT = frozenset(
-    """
-    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
-    attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward
-    classifier_dropout decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id hidden_dropout id2label initializer_range keys_to_ignore_at_inference label2id length_penalty
-    max_length max_sequence_length min_length neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams
-    num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
-    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
-    suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
-    """.split()
-)
+# Keys that do not change what a decoder computes when it generates. Weights carry their own dtypes; defaults of
+# generation stand in generation_config.json; auto_map names code, which llmc never runs.
+# fmt: off
+IRRELEVANT = frozenset({
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled", "_name_or_path",
+    "architectures", "attention_dropout", "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens",
+    "chunk_size_feed_forward", "classifier_dropout", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range",
+    "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
+    "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix",
+    "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class",
+    "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
+    "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+})
+# fmt: on
 # Keys that would change it, at the values where they do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
+    "is_causal": (True,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
     "is_llama_config": (True,),
@@ -54,7 +58,7 @@ class Keys:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; ``default`` also stands for null."""
         value = self._get(name, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.error(name, value, "a positive number")
         return float(value)
 
@@ -79,9 +83,12 @@ class Keys:
             return 0
         return self.integer(name)
 
-    def optional_number(self, name: str) -> float | None:
-        """A positive number, or None where the key is null or absent."""
-        return None if self.raw(name) is None else self.number(name)
+    def optional_number(self, name: str, maximum: float = math.inf) -> float | None:
+        """A number from 0 to ``maximum``, or None where the key is null or absent."""
+        value = self.raw(name)
+        if value is not None and (type(value) not in (int, float) or not 0 <= value <= maximum):
+            raise self.error(name, value, f"null or a number from 0 to {maximum}")
+        return None if value is None else float(value)
 
     def optional_integer(self, name: str) -> int | None:
         """A whole number from 0 on, or None where the key is null or absent."""

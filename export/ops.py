@@ -135,22 +135,22 @@ def _attend(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     head_dim, capacity = past[0].shape[-1], past[0].shape[2]
-    positions = past_lengths[:, None] + torch.arange(q.shape[1])  # (B, S)
+    positions = past_lengths[:, None] + torch.arange(q.shape[1], device=q.device)  # (B, S)
     angles = positions[:, None, :, None].float() * inv_freq  # (B, 1, S, D/2)
     queries = _rotate(_heads(q, head_dim), angles)  # (B, H, S, D)
     keys = _scatter(past[0], _rotate(_heads(k, head_dim), angles), positions)  # (B, KV, C, D)
     values = _scatter(past[1], _heads(v, head_dim), positions)
-    slots = torch.arange(capacity)
+    slots = torch.arange(capacity, device=q.device)
     mask = slots <= positions[:, None, :, None]  # (B, 1, S, C)
     if window:
         mask &= slots > positions[:, None, :, None] - window
-    repeated = [cache.repeat_interleave(group, dim=1) for cache in (keys, values)]  # (B, H, C, D)
-    attention = scaled_dot_product_attention(queries, *repeated, attn_mask=mask, scale=scale)
+    repeated_keys, repeated_values = (cache.repeat_interleave(group, dim=1) for cache in (keys, values))  # (B, H, C, D)
+    attention = scaled_dot_product_attention(queries, repeated_keys, repeated_values, attn_mask=mask, scale=scale)
     return attention.transpose(1, 2).flatten(2), keys, values
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # (B, H, S, D)
+    return x.view(*x.shape[:-1], -1, head_dim).transpose(1, 2)  # (B, H, S, D)
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:

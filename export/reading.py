@@ -112,8 +112,11 @@ def _rope(keys: Keys, max_positions: int) -> Rope:
         return Rope(theta)
     inner = keys.inside(styles[0])
     kind = inner.choice("rope_type", _ROPE_TYPES, inner.choice("type", _ROPE_TYPES, "default"))
+    inner_theta = inner.number("rope_theta", theta)
+    if inner_theta != theta and keys.raw("rope_theta") is not None:
+        raise keys.error("rope_theta", theta, f"the same as in {styles[0]} ({inner_theta})")
     rope = Rope(
-        theta=inner.number("rope_theta", theta),
+        theta=inner_theta,
         type=cast(RopeType, kind),
         **(_scaling(inner, kind, max_positions) if kind != "default" else {}),
     )

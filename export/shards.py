@@ -66,12 +66,15 @@ def read_shard(path: Path) -> Shard:
     Raises:
         CheckpointError: the file is truncated, not safetensors, or holds a dtype other than F32, F16 and BF16.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes); download it again")
-        header = file.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes); download it again")
+            header = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     entries = _parse_header(path, header)
     start = 8 + length
     tensors = {name: _stored(path, name, entry, start) for name, entry in entries.items()}
@@ -139,7 +142,9 @@ def _compare_with_index(folder: Path, index: dict[str, str], shards: list[Shard]
     found = {name: tensor.file for shard in shards for name, tensor in shard.tensors.items()}
     for name, file in index.items():
         if found.get(name) != file:
-            raise CheckpointError(f"{folder}: {INDEX_FILE} says that {name} is in {file}, but it is not; download again")
+            raise CheckpointError(
+                f"{folder}: {INDEX_FILE} says that {name} is in {file}, where it is not; download again"
+            )
     for name, file in found.items():
         if name not in index:
             raise CheckpointError(f"{folder}: {file} holds {name}, which {INDEX_FILE} does not name; download again")
@@ -151,6 +156,6 @@ def _no_weights(folder: Path) -> str:
         return f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is here; expected a Hugging Face checkpoint folder"
     return (
         f"{folder}: only pickled weights ({pickles[0]}), which can run code when opened, so llmc does not read them; "
-        f"convert them where you trust them: python -c \"from transformers import AutoModelForCausalLM as M; "
+        f'convert them where you trust them: python -c "from transformers import AutoModelForCausalLM as M; '
         f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )

@@ -15,8 +15,8 @@ from llmc.bundle import (
     GRAPH_CONTRACT_VERSION,
     SCHEMA_VERSION,
     TOKENIZER_FILES,
-    WEIGHTS_FILE,
     ExportManifest,
+    FileEntry,
     Geometry,
     Graph,
     Limits,
@@ -100,11 +100,10 @@ def build(
     with staged(Path(output), force=force) as folder:
         graphs = _compile(Path(source), folder, export.geometry, chosen, limits, abilities, dump, progress)
         _copy_tokenizer(Path(source), folder)
-        manifest = _manifest(export, abilities, chosen, limits, graphs)
+        progress("hashing")
+        files = file_entries(folder, sorted(path.name for path in folder.iterdir()))
+        manifest = _manifest(export, abilities, chosen, limits, graphs, files)
         manifest = _judge(Path(source), folder, manifest, progress)
-        progress("hashing and publishing")
-        names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != "llmc.json")
-        manifest = replace(manifest, files=file_entries(folder, names))
         write_manifest(manifest, folder)
     return BuildReport(Path(output), manifest, time.perf_counter() - start)
 
@@ -139,18 +138,18 @@ def _compile(
 
 
 def _describe(graph: ir.Graph, name: str, body: Form, target: Capabilities) -> Graph:
-    """Bytes of weights in memory and per token, and what the CPU must have."""
+    """Bytes of weights in memory and per token (embedding rows stay on disk until read), and what the CPU must have."""
     sizes = {
-        value.name: value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None
+        name: value.const_value.nbytes
+        for name, value in graph.initializers.items()
+        if value.const_value is not None and not any("Gather" in node.op_type for node, _ in value.uses())
     }
-    gathered = {value.name for node in graph if "Gather" in node.op_type for value in node.inputs[:3] if value is not None}
-    tables = {name for name in sizes if name and name.startswith("rotary_emb.")}
-    step = sum(size for key, size in sizes.items() if key not in tables and key not in gathered)
+    tables = sum(size for name, size in sizes.items() if name.startswith("rotary_emb."))
     features = target.w8a8_features.get(platform.machine(), ()) if isinstance(body, PerToken) else ()
     return Graph(
         file=name,
         weight_bytes=sum(sizes.values()),
-        step_weight_bytes=step,
+        step_weight_bytes=sum(sizes.values()) - tables,
         cpu_features=features,
         multi_row_prefill=target.multi_row_prefill,
     )
@@ -163,9 +162,14 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _manifest(
-    export: ExportManifest, target: Capabilities, recipe: Recipe, limits: Limits, graphs: dict[str, Graph]
+    export: ExportManifest,
+    target: Capabilities,
+    recipe: Recipe,
+    limits: Limits,
+    graphs: dict[str, Graph],
+    files: dict[str, FileEntry],
 ) -> Manifest:
-    """The manifest before the bundle has run: no quality, no self-test, no hashes."""
+    """The manifest before the bundle has run: no quality and no self-test."""
     return Manifest(
         schema_version=SCHEMA_VERSION,
         llmc_version=__version__,
@@ -182,7 +186,7 @@ def _manifest(
         graphs=graphs,
         quality=None,
         golden=(),
-        files={},
+        files=files,
     )
 
 
@@ -207,5 +211,3 @@ def _judge(source: Path, folder: Path, manifest: Manifest, progress: Progress) -
         golden, quality = golden_prompts(model, source)
     return replace(manifest, golden=golden, quality=quality)
 
-
-__all__ = ["WEIGHTS_FILE", "BuildReport", "build"]

@@ -12,18 +12,22 @@ LLMC = "llmc"
 
 
 class Emitter:
-    """Puts new nodes in front of an anchor node, named after it, and hands out their outputs."""
+    """Puts new nodes in front of an anchor node and hands out their outputs.
 
-    def __init__(self, anchor: ir.Node) -> None:
+    A node whose operator is ``main`` takes the name ``name`` as it is, any other is called ``name.operator``.
+    """
+
+    def __init__(self, anchor: ir.Node, name: str | None = None, main: str = "") -> None:
         assert anchor.graph is not None and anchor.name is not None
         self.graph: ir.Graph = anchor.graph  # type: ignore[assignment]
         self.anchor = anchor
-        self.name: str = anchor.name
+        self.name = name or anchor.name
+        self.main = main
 
     def many(self, op: str, inputs: list[ir.Value | None], outputs: int, domain: str = "", **attributes: Any) -> list[ir.Value]:
         """Insert a node with several outputs."""
         node = ir.node(op, inputs, attributes, domain=domain, num_outputs=outputs)
-        node.name = unique(self.graph, f"{self.name}.{op}" if op != self.anchor.op_type else self.name)
+        node.name = unique(self.graph, self.name if op == self.main else f"{self.name}.{op}")
         for i, value in enumerate(node.outputs):
             value.name = f"{node.name}.{i}"
         self.anchor.prepend(node)

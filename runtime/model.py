@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -111,6 +111,11 @@ class Model:
         return self.stream(self.tokenizer.encode(prompt, add_special_tokens=False), **sampling)
 
     @property
+    def engine_version(self) -> str:
+        """Version of the engine library in use."""
+        return self.engine.session.engine_version
+
+    @property
     def chat_template(self) -> ChatTemplate:
         """The bundle's chat template.
 
@@ -158,7 +163,7 @@ class Stream:
         self._model = model
         self._prompt = prompt
         self._params = params
-        self._parts = self._generate()
+        self._parts: Generator[str, None, None] = self._generate()
         self._result: GenerationResult | None = None
         self.token_ids: list[int] = []
 
@@ -189,7 +194,7 @@ class Stream:
         """Stop here and let the next request in."""
         self._parts.close()
 
-    def _generate(self) -> Iterator[str]:  # a generator, so that closing it releases the model
+    def _generate(self) -> Generator[str, None, None]:
         start = time.perf_counter()
         with self._model._turn():
             self._model._check_open()

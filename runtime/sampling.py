@@ -14,7 +14,7 @@ The steps run in the order of transformers and vLLM: temperature, top-k, top-p, 
 import difflib
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -75,9 +75,8 @@ class SamplingParams:
         _require("min_p", self.min_p, "a number from 0 to 1", _is_number(self.min_p, 0.0, 1.0))
         seed_fits = self.seed is None or _is_integer(self.seed, 0, _UINT64_MAX)
         _require("seed", self.seed, "an integer from 0 to 2**64 - 1, or None", seed_fits)
-        texts = isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop)
-        _require("stop", self.stop, "a tuple of non-empty strings", texts)
-        ids = isinstance(self.stop_token_ids, tuple) and all(_is_integer(token, 0) for token in self.stop_token_ids)
+        _require("stop", self.stop, "a tuple of non-empty strings", _is_tuple(self.stop, _is_text))
+        ids = _is_tuple(self.stop_token_ids, lambda token: _is_integer(token, 0))
         _require("stop_token_ids", self.stop_token_ids, "a tuple of token ids", ids)
         _require("ignore_eos", self.ignore_eos, "True or False", isinstance(self.ignore_eos, bool))
 
@@ -116,6 +115,14 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
 def _require(name: str, value: object, expected: str, holds: bool) -> None:
     if not holds:
         raise UsageError(f"{name} is {value!r}, expected {expected}")
+
+
+def _is_tuple(value: object, is_item: Callable[[object], bool]) -> bool:
+    return isinstance(value, tuple) and all(is_item(item) for item in value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _is_integer(value: object, low: int, high: float = math.inf) -> bool:
@@ -158,7 +165,7 @@ def _uniforms(seed: int, position: int) -> Iterator[float]:
 
 
 def _pick(cumulative: npt.NDArray[np.float64], point: float) -> int:
-    """Index of the interval of ``cumulative`` into which ``point`` (in [0, 1)) of its total falls; never an empty one."""
+    """Index of the interval of ``cumulative`` that ``point`` (in [0, 1)) of its total falls into; never empty."""
     total = float(cumulative[-1])
     return int(cumulative.searchsorted(min(point * total, math.nextafter(total, 0.0)), side="right"))
 
@@ -291,9 +298,10 @@ def _top_k(logits: Logits, k: int) -> npt.NDArray[np.intp]:
     maxima = np.concatenate([np.maximum.reduce(blocked, axis=0), logits[rows * columns :]])
     _check_peak(float(maxima.max()))
     bound = np.partition(maxima, maxima.size - k)[maxima.size - k]
-    candidates = np.flatnonzero(logits >= bound)
+    candidates: npt.NDArray[np.intp] = np.flatnonzero(logits >= bound)
     values = logits[candidates]
-    return candidates[values >= np.partition(values, values.size - k)[values.size - k]]
+    smallest = np.partition(values, values.size - k)[values.size - k]
+    return np.compress(values >= smallest, candidates)
 
 
 def _inverse(temperature: float) -> float:
@@ -305,7 +313,7 @@ def _check_peak(peak: float) -> None:
     if not math.isfinite(peak):
         what = "hold NaN" if math.isnan(peak) else "hold +inf" if peak > 0 else "are all -inf"
         raise RequestError(
-            f"the model's logits {what}, so no token can be chosen; llmc verify BUNDLE tells whether the bundle is sound"
+            f"the model's logits {what}, so no token can be chosen; check the bundle with: llmc verify BUNDLE"
         )
 
 
@@ -376,7 +384,7 @@ class _Masses:
             self._sum()
 
     def pick(self, first: float, second: float) -> tuple[int, np.float32]:
-        """A token drawn in proportion to the weights, and its weight; ``first`` finds its column, ``second`` its row."""
+        """A token drawn in proportion to its weight, and the weight; two uniform numbers find its column and row."""
         column = _pick(self._cumulative, first)
         row = _pick(np.add.accumulate(self._by_column[:, column], dtype=np.float64), second)
         token = row * self._columns + column

@@ -1,6 +1,40 @@
-"""What holds for every test: no telemetry and no network."""
+"""What holds for every test: no telemetry and no network. And what many of them need: a manifest, the small model."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+from llmc import bundle
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint() -> Path:
+    """The small model that comes with the repository."""
+    return ROOT / "recipes" / "tiny" / "checkpoint"
+
+
+@pytest.fixture(scope="session")
+def manifest() -> bundle.Manifest:
+    """A bundle's manifest with every field set; it lists no files."""
+    return bundle.Manifest(
+        schema_version=bundle.SCHEMA_VERSION,
+        llmc_version="0.1.0",
+        graph_contract=bundle.GRAPH_CONTRACT_VERSION,
+        geometry=bundle.Geometry("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 128)),
+        source=bundle.Source("tiny", "f" * 64, "float16", 123_456),
+        generation=bundle.Generation((2, 3), None, False, 0.7, 50, None, 0.05),
+        target=bundle.Target("cpu", "onnxruntime", "1.31.1", "1.31.0"),
+        recipe=bundle.Recipe("default", "int8", 128, "split"),
+        limits=bundle.Limits(512, 1, 128),
+        memory=bundle.MemoryPlan(1000, 16, 64, 8),
+        graphs={"decode": bundle.Graph("decode.onnx", 1000, 900, ("vnni",), False)},
+        quality=bundle.Quality(64, 0.001, 0.002, 0.99, 0.98),
+        golden=(bundle.GoldenPrompt((1, 2), (3, 4), (0.5, 1.0), (3, 9), (7.25, 6.5), (3, 8), (7.0, 6.0)),),
+        files={},
+    )

@@ -11,61 +11,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc import bundle
-from llmc.bundle import (
-    BUNDLE_MANIFEST,
-    DECODER_FILE,
-    EXPORT_MANIFEST,
-    ExportManifest,
-    FileEntry,
-    Generation,
-    Geometry,
-    GoldenPrompt,
-    Graph,
-    Limits,
-    Manifest,
-    MemoryPlan,
-    Quality,
-    Recipe,
-    Source,
-    Target,
-)
+from llmc.bundle import BUNDLE_MANIFEST, DECODER_FILE, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest, MemoryPlan
 from llmc.errors import BundleError
 
-GEOMETRY = Geometry("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 128))
-SOURCE = Source("tiny", "f" * 64, "float16", 123_456)
-GENERATION = Generation((2, 3), None, False, 0.7, 50, None, 0.05)
-GOLDEN = GoldenPrompt((1, 2), (3, 4), (0.5, 1.0), (3, 9), (7.25, 6.5), (3, 8), (7.0, 6.0))
 CONTENT = b"weights" * 1000
 
 
-def make_manifest(**changes: Any) -> Manifest:
-    manifest = Manifest(
-        schema_version=bundle.SCHEMA_VERSION,
-        llmc_version="0.1.0",
-        graph_contract=bundle.GRAPH_CONTRACT_VERSION,
-        geometry=GEOMETRY,
-        source=SOURCE,
-        generation=GENERATION,
-        target=Target("cpu", "onnxruntime", "1.31.1", "1.31.0"),
-        recipe=Recipe("int8", "int8", 128, "split"),
-        limits=Limits(512, 1, 128),
-        memory=MemoryPlan(1000, 16, 64),
-        graphs={"decode": Graph("decode.onnx", 1000, 900, ("avx512_vnni",), False)},
-        quality=Quality(64, 0.001, 0.002, 0.99, 0.98),
-        golden=(GOLDEN,),
-        files={},
-    )
-    return dataclasses.replace(manifest, **changes)
+@pytest.fixture
+def whole(manifest: Manifest, tmp_path: Path) -> Manifest:
+    """The manifest of a bundle with two files, which lie in ``tmp_path``."""
+    for name in ("decode.onnx", "weights.bin"):
+        (tmp_path / name).write_bytes(CONTENT)
+    return dataclasses.replace(manifest, files=bundle.file_entries(tmp_path, ["decode.onnx", "weights.bin"]))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A whole bundle: two files and a manifest that lists them."""
-    for name in ("decode.onnx", "weights.bin"):
-        (tmp_path / name).write_bytes(CONTENT)
-    manifest = make_manifest(files=bundle.file_entries(tmp_path, ["decode.onnx", "weights.bin"]))
-    bundle.write_manifest(manifest, tmp_path)
+def folder(whole: Manifest, tmp_path: Path) -> Path:
+    """That bundle, written."""
+    bundle.write_manifest(whole, tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def export_manifest(manifest: Manifest) -> ExportManifest:
+    return ExportManifest(1, "0.1.0", 1, manifest.geometry, manifest.source, manifest.generation)
 
 
 def edit(folder: Path, change: Any, name: str = BUNDLE_MANIFEST) -> None:
@@ -78,22 +47,20 @@ def edit(folder: Path, change: Any, name: str = BUNDLE_MANIFEST) -> None:
 # ------------------------------------------------------------------------------------------------------ round trips
 
 
-def test_a_bundle_manifest_survives_the_disk(folder: Path):
-    entries = bundle.file_entries(folder, ["decode.onnx", "weights.bin"])
-    assert bundle.read_bundle(folder) == make_manifest(files=entries)
+def test_a_bundle_manifest_survives_the_disk(folder: Path, whole: Manifest):
+    assert bundle.read_bundle(folder) == whole
 
 
-def test_a_bundle_without_quality_or_golden_prompts_survives_the_disk(tmp_path: Path):
-    manifest = make_manifest(quality=None, golden=(), graphs={})
-    bundle.write_manifest(manifest, tmp_path)
-    assert bundle.read_bundle(tmp_path) == manifest
+def test_a_bundle_without_quality_or_golden_prompts_survives_the_disk(folder: Path, whole: Manifest):
+    bare = dataclasses.replace(whole, quality=None, golden=())
+    bundle.write_manifest(bare, folder)
+    assert bundle.read_bundle(folder) == bare
 
 
-def test_an_export_manifest_survives_the_disk(tmp_path: Path):
-    manifest = ExportManifest(1, "0.1.0", 1, GEOMETRY, SOURCE, GENERATION)
-    bundle.write_manifest(manifest, tmp_path)
+def test_an_export_manifest_survives_the_disk(tmp_path: Path, export_manifest: ExportManifest):
+    bundle.write_manifest(export_manifest, tmp_path)
     (tmp_path / DECODER_FILE).write_bytes(b"graph")
-    assert bundle.read_export(tmp_path) == manifest
+    assert bundle.read_export(tmp_path) == export_manifest
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32)))
@@ -108,16 +75,16 @@ def test_whole_numbers_are_read_as_floats_where_floats_are_meant():
     assert type(decoded) is float
 
 
-def test_names_in_any_script_survive_the_disk(tmp_path: Path):
-    source = dataclasses.replace(SOURCE, name="小さな模型 🐍")
-    bundle.write_manifest(make_manifest(source=source, graphs={}), tmp_path)
-    assert bundle.read_bundle(tmp_path).source.name == "小さな模型 🐍"
+def test_names_in_any_script_survive_the_disk(folder: Path, whole: Manifest):
+    named = dataclasses.replace(whole, source=dataclasses.replace(whole.source, name="小さな模型 🐍"))
+    bundle.write_manifest(named, folder)
+    assert bundle.read_bundle(folder).source.name == "小さな模型 🐍"
 
 
-def test_a_value_that_is_no_number_is_never_written(tmp_path: Path):
-    quality = Quality(64, math.nan, 0.0, 1.0, 1.0)
+def test_a_value_that_is_no_number_is_never_written(tmp_path: Path, manifest: Manifest):
+    quality = dataclasses.replace(manifest.quality, decode_mean_kl=math.nan)
     with pytest.raises(ValueError, match="JSON"):
-        bundle.write_manifest(make_manifest(quality=quality), tmp_path)
+        bundle.write_manifest(dataclasses.replace(manifest, quality=quality), tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------- strict decoding
@@ -289,8 +256,8 @@ def test_an_unreadable_manifest_is_named(folder: Path):
         bundle.read_bundle(folder)
 
 
-def test_an_export_without_its_graph_is_refused(tmp_path: Path):
-    bundle.write_manifest(ExportManifest(1, "0.1.0", 1, GEOMETRY, SOURCE, GENERATION), tmp_path)
+def test_an_export_without_its_graph_is_refused(tmp_path: Path, export_manifest: ExportManifest):
+    bundle.write_manifest(export_manifest, tmp_path)
     with pytest.raises(BundleError, match=r"decoder.onnx is missing; export the checkpoint again"):
         bundle.read_export(tmp_path)
 
@@ -298,11 +265,12 @@ def test_an_export_without_its_graph_is_refused(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------------- arithmetic
 
 
-def test_cache_bytes_follow_the_formula():
+def test_cache_bytes_follow_the_formula(manifest: Manifest):
     # 2 (keys and values) x 2 layers x 2 heads x 16 values x 4 bytes = 512 per position
-    assert GEOMETRY.cache_bytes(positions=10) == 5120
-    assert GEOMETRY.cache_bytes(positions=10, batch=3, bytes_per_value=2) == 7680
+    assert manifest.geometry.cache_bytes(positions=10) == 5120
+    assert manifest.geometry.cache_bytes(positions=10, batch=3, bytes_per_value=2) == 7680
 
 
 def test_memory_plan_adds_weights_cache_and_workspace():
-    assert MemoryPlan(weights=1000, cache_per_token=16, workspace=64).total(positions=10, batch=2) == 1384
+    plan = MemoryPlan(weights=1000, cache_per_token=16, workspace=64, workspace_per_token=8)
+    assert plan.total(positions=10, batch=2) == 1000 + 64 + 2 * 16 * 10 + 8 * 10

@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Callable
 
-from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
 

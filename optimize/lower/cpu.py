@@ -42,8 +42,7 @@ def pack_projections(graph: ir.Graph, _: Plan) -> int:
         if len({id(linear.node.inputs[0]) for linear in linears}) != 1:
             raise BuildError(f"{attention.name}: query, key and value do not read the same activation")
         first = min(linears, key=lambda linear: list(graph).index(linear.node))
-        emit = Emitter(first.node)
-        emit.name = f"{attention.name}.qkv_proj"
+        emit = Emitter(first.node, f"{attention.name}.qkv_proj", main="Linear")
         weights = [linear.node.inputs[1] for linear in linears]
         biases = [linear.node.inputs[2] for linear in linears if linear.biases]
         packed = emit("Linear", first.node.inputs[0], *weights, *biases, domain=LLMC, parts=len(weights))
@@ -74,7 +73,7 @@ def lower_attention(graph: ir.Graph, plan: Plan) -> int:
         cos, sin = _rotary_tables(graph, inv_freq, plan)
         packed = _split_source(query, key, value)
         window = node.attributes["window"].as_int()
-        emit = Emitter(node)
+        emit = Emitter(node, main="GroupQueryAttention")
         outputs = emit.many(
             "GroupQueryAttention",
             [*((packed, None, None) if packed else (query, key, value)), past_key, past_value, *positions, cos, sin],
@@ -102,8 +101,7 @@ def _split_source(*parts: ir.Value | None) -> ir.Value | None:
 def _positions(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
     """``seqlens_k`` int32 [B] (total length - 1 of each row) and ``total_sequence_length`` int32 [] for all layers."""
     ids, past_lengths = (next(i for i in graph.inputs if i.name == name) for name in ("input_ids", "past_lengths"))
-    emit = Emitter(first)
-    emit.name = "positions"
+    emit = Emitter(first, "positions")
     sequence = emit("Shape", ids, start=1, end=2)
     totals = emit("Cast", emit("Add", past_lengths, sequence), to=ir.DataType.INT32)
     longest = emit("ReduceMax", totals, keepdims=0)
@@ -140,7 +138,7 @@ def fuse_skip_norms(graph: ir.Graph, _: Plan) -> int:
         add = norm.inputs[0].producer() if norm.inputs[0] is not None else None
         if add is None or add.op_type != "Add":
             continue
-        emit = Emitter(norm)
+        emit = Emitter(norm, main="SkipSimplifiedLayerNormalization")
         outputs = emit.many(
             "SkipSimplifiedLayerNormalization",
             [*add.inputs, norm.inputs[1]],
@@ -199,7 +197,7 @@ def _float_linear(linear: Linear, plan: Plan) -> ir.Value:
 
 
 def _blocked_linear(linear: Linear, grid: Grid, plan: Plan) -> ir.Value:
-    emit = Emitter(linear.node)
+    emit = Emitter(linear.node, main="MatMulNBits")
     weight, scales = (initializer(emit.graph, t) for t in blocked(linear.weights, grid, plan))
     return emit(
         "MatMulNBits",
@@ -240,9 +238,8 @@ def _per_token_linear(
 
 def _quantize_tokens(linear: Linear, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Activation x [B, S, K] -> uint8 [M, K] around 128 and its scales float32 [M, 1], M = B x S."""
-    emit = Emitter(linear.node)
+    emit = Emitter(linear.node, f"{linear.name}.input")
     graph = emit.graph
-    emit.name = f"{linear.name}.input"
     last = vector(graph, [-1])
     flat = emit("Reshape", x, vector(graph, [-1, linear.inputs]))
     largest = emit("ReduceMax", emit("Abs", flat), last, keepdims=1)

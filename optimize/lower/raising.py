@@ -89,8 +89,7 @@ def raise_linears(graph: ir.Graph, _: Plan) -> int:
                 other = add.inputs[1] if add.inputs[0] is matmul.outputs[0] else add.inputs[0]
                 assert other is not None
                 last, biases = add, [weight_value(other)]
-        linear = Emitter(last)
-        linear.name = matmul.name or ""
-        replace(last, linear("Linear", x, weight_value(weight), *biases, domain=LLMC, parts=1))
+        emit = Emitter(last, matmul.name, main="Linear")
+        replace(last, emit("Linear", x, weight_value(weight), *biases, domain=LLMC, parts=1))
         count += 1
     return count

@@ -18,8 +18,12 @@ class Llmc:
 
     def details(self) -> dict[str, str]:
         """The recipe that the bundle was built by, and its quality where it was measured."""
-        manifest = self._model.manifest
-        return {"recipe": repr(manifest.recipe), "quality": repr(manifest.quality)}
+        recipe, quality = self._model.manifest.recipe, self._model.manifest.quality
+        kl = f"{quality.prefill_mean_kl:.4f} / {quality.decode_mean_kl:.4f}" if quality else "not measured"
+        return {
+            "recipe": f"{recipe.precision}, blocks of {recipe.block_size}, {recipe.phases} phases",
+            "mean KL, prefill / decode": kl,
+        }
 
 
 if __name__ == "__main__":

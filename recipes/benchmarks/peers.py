@@ -64,7 +64,11 @@ class Work:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Read the TOML file: a table ``python`` (runner -> interpreter) and an array of tables ``system``."""
+    """Read the TOML file: a table ``python`` (runner -> interpreter) and an array of tables ``system``.
+
+    Raises:
+        ValueError: it is no TOML, or says something that is not understood.
+    """
     with path.open("rb") as file:
         document = tomllib.load(file)
     pythons = {runner: path.parent / python for runner, python in document.get("python", {}).items()}
@@ -74,13 +78,13 @@ def read_entries(path: Path) -> list[Entry]:
     unknown = pythons.keys() - RUNNERS.keys()
     if unknown or not entries:
         found = f"unknown runners {sorted(unknown)} in [python]" if unknown else "no [[system]]"
-        raise SystemExit(f"{path}: {found}; see systems.example.toml")
+        raise ValueError(f"{path}: {found}; see systems.example.toml")
     return entries
 
 
 def _read_entry(path: Path, system: dict[str, Any], pythons: dict[str, Path]) -> Entry:
     if system.keys() != {"name", "group", "runner", "model"} or system["runner"] not in RUNNERS:
-        raise SystemExit(
+        raise ValueError(
             f"{path}: [[system]] {system} is not understood; expected name, group, model and runner "
             f"(one of {', '.join(RUNNERS)})"
         )
@@ -141,7 +145,8 @@ def _brief(latest: Round) -> str:
     return ", ".join(figures) + (f" (disturbed: {latest.other_cpus} CPUs busy with something else)" if noisy else "")
 
 
-def _parse() -> argparse.Namespace:
+def _parse() -> tuple[argparse.Namespace, list[Entry]]:
+    """The arguments, and the systems they select; a mistake in either exits with 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", type=Path, help="TOML file that lists the systems")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="prompt lengths in tokens")
@@ -153,20 +158,26 @@ def _parse() -> argparse.Namespace:
     args = parser.parse_args()
     if min(args.prompts) < 1 or args.new_tokens < 2 or args.rounds < 1:
         parser.error("prompts and rounds must be at least 1, new tokens at least 2")
-    return args
+    try:
+        entries = read_entries(args.systems)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    groups = sorted({entry.group for entry in entries})
+    if args.group and not set(args.group) <= set(groups):
+        parser.error(f"--group {' '.join(args.group)}: {args.systems} has {', '.join(groups)}")
+    return args, [entry for entry in entries if not args.group or entry.group in args.group]
 
 
 def main() -> int:
-    """Measure, write the JSON file and print the table; 1 if a system failed."""
-    args = _parse()
+    """Measure, write the JSON file and print the table; 1 if a system failed, or none could run."""
+    args, entries = _parse()
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    entries = [entry for entry in read_entries(args.systems) if not args.group or entry.group in args.group]
     work = Work(tuple(args.prompts), args.new_tokens, args.timeout)
     rows = run_all(entries, work, args.rounds)
     results = Results(date, shlex.join(sys.argv), this_machine(), work.prompts, work.new_tokens, tuple(rows))
     args.output.write_text(json.dumps(asdict(results), indent=1) + "\n", encoding="utf-8")
     print(table(results))
-    return int(any(row.trouble.startswith("failed") for row in rows))
+    return int(any(row.failed for row in rows) or not any(row.rounds for row in rows))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ That is sampling, detokenizing, stop strings, bookkeeping and filling the next c
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ def measure_loop(model: Model, sampling: dict[str, Any], new_tokens: int) -> tup
         model.generate(PROMPT, max_tokens=new_tokens, ignore_eos=True, **sampling)
     decode = runs[-(new_tokens - 1) :]  # what comes before is prefill
     inside = [end - start for start, end in decode]
-    between = [start - end for (_, end), (start, _) in zip(decode, decode[1:], strict=False)]
+    between = [start - end for (_, end), (start, _) in itertools.pairwise(decode)]
     return statistics.median(inside), statistics.median(between)
 
 

@@ -31,6 +31,11 @@ class Row:
     rounds: tuple[Round, ...]
     trouble: str
 
+    @property
+    def failed(self) -> bool:
+        """It ran and broke, as opposed to never being set up."""
+        return self.trouble.startswith("failed")
+
     def best(self, phase: str, prompt: int) -> float | None:
         """Highest rate of all rounds, in tokens per second."""
         results = [result for r in self.rounds for result in r.report["results"] if result["prompt"] == prompt]
@@ -69,7 +74,7 @@ def _group_lines(results: Results, group: str) -> Iterator[str]:
 def _cell(row: Row, reference: Row | None, phase: str, prompt: int) -> str:
     rate = row.best(phase, prompt)
     if rate is None:
-        return "failed" if row.trouble.startswith("failed") else "not run"
+        return "failed" if row.failed else "not run"
     ours = reference.best(phase, prompt) if reference and row is not reference else None
     return f"{rate:.0f}" if ours is None else f"{rate:.0f} ({ours / rate:.2f}x)"
 

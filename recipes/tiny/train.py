@@ -13,10 +13,12 @@ import shutil
 import sysconfig
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -35,8 +37,8 @@ END, START_OF_TURN, END_OF_TURN = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start
 SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 HELD_OUT = 20  # one file in so many is kept for validation
-VALIDATION_TEXT_BYTES = 80_000
-LONGEST_VALIDATION_FILE = 16_000  # bytes, so that the validation text mixes several files
+VALIDATION_TEXT_LENGTH = 80_000  # characters
+LONGEST_VALIDATION_FILE = 16_000  # so that the validation text mixes several files
 
 # Qwen2's split: contractions, words with one leading mark, single digits, punctuation, line ends, blanks.
 SPLIT = (
@@ -70,18 +72,16 @@ class Corpus:
         names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py") if is_wanted(p.relative_to(root)))
         files = {name: (root / name).read_text(encoding="utf-8") for name in names}
         digest = hashlib.sha256("".join(f"{name}\0{text}\0" for name, text in files.items()).encode())
-        held_out = {name for name in files if hash_of(name) % HELD_OUT == 0}
-        train = {name: text for name, text in files.items() if name not in held_out}
-        return cls(train, {name: files[name] for name in names if name in held_out}, digest.hexdigest())
+        train = {name: text for name, text in files.items() if hash_of(name) % HELD_OUT}
+        validation = {name: text for name, text in files.items() if name not in train}
+        return cls(train, validation, digest.hexdigest())
 
     def validation_text(self) -> dict[str, str]:
         """Choose whole held-out files for the committed validation text."""
-        chosen: dict[str, str] = {}
-        for name in sorted(self.validation, key=hash_of):
-            if sum(map(len, chosen.values())) < VALIDATION_TEXT_BYTES:
-                if 0 < len(self.validation[name]) <= LONGEST_VALIDATION_FILE:
-                    chosen[name] = self.validation[name]
-        return chosen
+        files = {name: self.validation[name] for name in sorted(self.validation, key=hash_of)}
+        short = {name: text for name, text in files.items() if 0 < len(text) <= LONGEST_VALIDATION_FILE}
+        ends = accumulate(map(len, short.values()))
+        return {name: short[name] for name, end in zip(short, ends, strict=True) if end <= VALIDATION_TEXT_LENGTH}
 
 
 def is_wanted(path: Path) -> bool:
@@ -91,28 +91,25 @@ def is_wanted(path: Path) -> bool:
 
 def hash_of(name: str) -> int:
     """Hash a file name alike in every process and on every machine."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer that loses no byte of its input."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=to_bytes.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     assert tokenizer.get_vocab_size() == vocab_size
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=END,
@@ -124,7 +121,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def model_config() -> Qwen3Config:
-    """Describe the model: Qwen3's blocks, a tenth of the smallest Qwen3's width and depth."""
+    """Describe the model: a quarter of Qwen3-0.6B's width and a fifth of its depth."""
     return Qwen3Config(
         vocab_size=4096,
         hidden_size=256,
@@ -144,7 +141,7 @@ def model_config() -> Qwen3Config:
 
 def token_stream(tokenizer: Any, texts: list[str]) -> Tensor:
     """Join the documents' tokens, each followed by END: (tokens,)."""
-    documents = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor([token for document in documents for token in (*document, tokenizer.eos_token_id)])
 
 
@@ -154,10 +151,10 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
-def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the embedding and the norms, at one learning rate."""
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator,union-attr]
-    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
+    embedding = model.get_input_embeddings().weight
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     norms = [p for p in model.parameters() if p.ndim == 1]
     return [
         torch.optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
@@ -190,8 +187,9 @@ def train(model: Qwen3ForCausalLM, stream: Tensor, steps: int) -> float:
             loss = loss_of(model, stream[starts + torch.arange(length + 1)])
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in (*optimizers, *schedulers):
-            stepper.step()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
         model.zero_grad()
         smoothed += max(0.02, 1 / (step + 1)) * (loss.item() - smoothed)
         if step % 20 == 0 or step == steps - 1:
@@ -199,12 +197,12 @@ def train(model: Qwen3ForCausalLM, stream: Tensor, steps: int) -> float:
     return smoothed
 
 
-def save(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def save(folder: Path, model: Any, tokenizer: Any) -> None:
     """Write the checkpoint in float16 beside its final place, then put it there in one rename."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     stops = tokenizer.convert_tokens_to_ids([END, END_OF_TURN])
-    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0])  # type: ignore[no-untyped-call]
     model.half().save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
@@ -212,83 +210,78 @@ def save(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFa
 
 
 @torch.inference_mode()
-def evaluate(folder: Path, texts: list[str]) -> dict[str, float]:
-    """Measure the saved weights in float32 on consecutive windows of CONTEXT tokens."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    stream = token_stream(AutoTokenizer.from_pretrained(folder), texts)
-    nats = 0.0
-    for start in range(0, len(stream) - 1, CONTEXT):
-        row = stream[None, start : start + CONTEXT + 1]
-        nats += loss_of(model, row).item() * (row.shape[1] - 1)
-    loss = nats / (len(stream) - 1)
-    size = sum(len(text.encode()) for text in texts)
+def evaluate(model: nn.Module, tokenizer: Any, texts: list[str]) -> dict[str, float]:
+    """Measure a model's loss on consecutive windows of CONTEXT tokens."""
+    stream = token_stream(tokenizer, texts)
+    rows = [stream[None, start : start + CONTEXT + 1] for start in range(0, len(stream) - 1, CONTEXT)]  # (1, S + 1)
+    nats = sum(loss_of(model, row).item() * (row.shape[1] - 1) for row in rows)
+    bits_per_byte = nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    perplexity = math.exp(nats / (len(stream) - 1))
+    return {"tokens": len(stream), "perplexity": round(perplexity, 3), "bits_per_byte": round(bits_per_byte, 4)}
+
+
+def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
+    """Continue a prompt greedily by 64 tokens."""
+    ids = tokenizer(prompt, return_tensors="pt")
+    tokens = model.generate(**ids, max_new_tokens=64, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    return str(tokenizer.decode(tokens))
+
+
+def report_on(checkpoint: Path, corpus: Corpus) -> dict[str, Any]:
+    """Measure the saved weights, in float32, on files that the training did not see."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    text = corpus.validation_text()
     return {
-        "tokens": len(stream),
-        "loss": round(loss, 4),
-        "perplexity": round(math.exp(loss), 3),
-        "bits_per_byte": round(nats / math.log(2) / size, 4),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "corpus_sha256": corpus.sha256,
+        "corpus_files": len(corpus.train) + len(corpus.validation),
+        "validation_files": len(corpus.validation),
+        "validation": evaluate(model, tokenizer, list(corpus.validation.values())),
+        "validation_text_files": list(text),
+        "validation_text": evaluate(model, tokenizer, list(text.values())),
+        "greedy_continuations": {prompt: continuation(model, tokenizer, prompt) for prompt in PROMPTS},
     }
 
 
-def continuations(folder: Path) -> dict[str, str]:
-    """Continue each prompt greedily from the saved weights in float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def run(output: Path, steps: int, threads: int, seed: int) -> None:
+    """Train tokenizer and model, then write checkpoint/, training.json and validation.txt into output."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    corpus = Corpus.of_standard_library()
+    texts, config = list(corpus.train.values()), model_config()
+    tokenizer = train_tokenizer(texts, config.vocab_size)
+    stream, model = token_stream(tokenizer, texts), Qwen3ForCausalLM(config)
+    print(f"{model.num_parameters()} parameters, {len(stream)} training tokens, corpus {corpus.sha256}", flush=True)
 
-    def continuation(prompt: str) -> str:
-        ids = tokenizer(prompt, return_tensors="pt")
-        tokens = model.generate(**ids, max_new_tokens=64, do_sample=False)[0, ids["input_ids"].shape[1] :]
-        return str(tokenizer.decode(tokens))
-
-    return {prompt: continuation(prompt) for prompt in PROMPTS}
+    began, cpu_began = time.monotonic(), time.process_time()
+    loss = train(model, stream, steps)
+    training: dict[str, Any] = {
+        "seed": seed,
+        "threads": threads,
+        "steps": steps,
+        "tokens": steps * TOKENS_PER_STEP,
+        "corpus_tokens": len(stream),
+        "seconds": round(time.monotonic() - began),
+        "cpu_seconds": round(time.process_time() - cpu_began),
+        "train_perplexity": round(math.exp(loss), 3),
+    }
+    save(output / "checkpoint", model, tokenizer)
+    training |= report_on(output / "checkpoint", corpus)
+    (output / "training.json").write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
+    (output / "validation.txt").write_text(END.join(corpus.validation_text().values()), encoding="utf-8", newline="")
 
 
 def main() -> None:
-    """Train, save and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=HERE, help="folder to write into (default: beside this script)")
     parser.add_argument("--steps", type=int, default=1000, help=f"of {TOKENS_PER_STEP} tokens each (default: 1000)")
     parser.add_argument("--threads", type=int, default=2, help="part of the result: sums change with it (default: 2)")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    torch.set_num_threads(options.threads)
-
-    corpus = Corpus.of_standard_library()
-    texts = list(corpus.train.values())
-    config = model_config()
-    tokenizer = train_tokenizer(texts, config.vocab_size)
-    model = Qwen3ForCausalLM(config)
-    stream = token_stream(tokenizer, texts)
-    print(f"{model.num_parameters()} parameters, {len(stream)} training tokens, corpus {corpus.sha256}", flush=True)
-    began, cpu_began = time.monotonic(), time.process_time()
-    train_loss = train(model, stream, options.steps)
-    seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
-
-    checkpoint = options.output / "checkpoint"
-    save(checkpoint, model, tokenizer)
-    validation_text = corpus.validation_text()
-    (options.output / "validation.txt").write_text(END.join(validation_text.values()), encoding="utf-8", newline="")
-    report = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "corpus_sha256": corpus.sha256,
-        "corpus_files": {"train": len(corpus.train), "validation": len(corpus.validation)},
-        "corpus_bytes": {"train": len("".join(texts).encode()), "tokens": len(stream)},
-        "seed": options.seed,
-        "threads": options.threads,
-        "steps": options.steps,
-        "trained_tokens": options.steps * TOKENS_PER_STEP,
-        "seconds": round(seconds),
-        "cpu_seconds": round(cpu_seconds),
-        "train_perplexity": round(math.exp(train_loss), 3),
-        "validation": evaluate(checkpoint, list(corpus.validation.values())),
-        "validation_text": evaluate(checkpoint, list(validation_text.values())),
-        "validation_text_files": list(validation_text),
-        "greedy_continuations": continuations(checkpoint),
-    }
-    (options.output / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=2))
+    run(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

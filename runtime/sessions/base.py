@@ -36,6 +36,10 @@ class Session(Protocol):
     """A model loaded into an engine, with its KV cache. Not thread-safe: the caller serialises calls."""
 
     @property
+    def engine_version(self) -> str:
+        """Version of the engine library in use."""
+
+    @property
     def capacity(self) -> int:
         """Positions that the cache holds now, per row."""
 

@@ -44,6 +44,11 @@ class OnnxRuntimeSession:
         self._shape = (0, 0)
 
     @property
+    def engine_version(self) -> str:
+        """Version of the installed onnxruntime."""
+        return str(self._runtime.__version__)
+
+    @property
     def capacity(self) -> int:
         """Positions that the cache holds now, per row."""
         return self._shape[1]
@@ -182,7 +187,7 @@ def translated(doing: str) -> Iterator[None]:
     except MemoryError as error:
         raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
     except Exception as error:
-        if not type(error).__module__.startswith("onnxruntime"):
+        if not type(error).__module__.startswith("onnxruntime") and "Error in execution" not in str(error):
             raise
         if "bad_alloc" in str(error) or "Failed to allocate memory" in str(error):
             raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error

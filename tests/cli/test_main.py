@@ -1,0 +1,182 @@
+"""The frame around every verb: exit codes, one sentence per error, and laziness."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import click
+import pytest
+
+import llmc as package
+from llmc import errors
+from llmc.cli import main as frame
+
+VERBS = ("export", "build", "run", "bench", "inspect", "verify")
+
+
+def failing(error: BaseException) -> click.Command:
+    """A verb that fails with ``error``."""
+
+    @click.command("inspect")
+    @frame.debug_option
+    def command() -> None:
+        raise error
+
+    return command
+
+
+@pytest.fixture
+def fail_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    def plant(error: BaseException) -> None:
+        monkeypatch.setattr("llmc.cli.inspect.inspect_command", failing(error))
+
+    return plant
+
+
+# ------------------------------------------------------------------------------------------------------------- help
+
+
+def test_help_lists_every_verb_in_the_order_of_use(llmc):
+    ran = llmc("--help")
+    listed = [line.split()[0] for line in ran.out.partition("Commands:")[2].splitlines() if line.strip()]
+    assert (ran.code, listed) == (0, list(VERBS))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(llmc, verb: str):
+    ran = llmc(verb, "-h")
+    assert ran.code == 0
+    assert ran.out.startswith(f"Usage: llmc {verb}")
+    assert "--debug" in ran.out
+    assert ("--json" in ran.out) == (verb != "run")
+
+
+def test_without_a_verb_help_goes_to_stderr_and_usage_fails(llmc):
+    ran = llmc()
+    assert (ran.code, ran.out) == (2, "")
+    assert "Usage: llmc" in ran.err
+
+
+def test_version_is_the_packages(llmc):
+    assert llmc("--version").out == f"llmc {package.__version__}\n"
+
+
+def test_python_m_runs_the_command():
+    command = [sys.executable, "-m", "llmc.cli", "--version"]
+    assert subprocess.run(command, capture_output=True, check=True, text=True).stdout.startswith("llmc ")
+
+
+# ----------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["bake"], "llmc: error: No such command 'bake'"),
+        (["export"], "llmc: error: Missing argument 'CHECKPOINT'; see llmc export --help"),
+        (["inspect", "--nonsense"], "llmc: error: No such option"),
+        (["inspect", "/no/such/folder"], "llmc: error: Invalid value for 'PATH': Directory '/no/such/folder' does not"),
+        (["inspect", "--batch", "0", "."], "llmc: error: Invalid value for '--batch'"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exits_with_two(llmc, arguments: list[str], sentence: str):
+    ran = llmc(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(sentence)
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.UsageError("out of range"), 2),
+        (errors.CheckpointError("broken"), 1),
+        (errors.BundleError("corrupt"), 1),
+        (errors.ResourceError("too large"), 1),
+        (errors.MissingExtraError("pip install 'llmc[cpu]'"), 1),
+    ],
+)
+def test_an_error_of_llmcs_is_its_sentence_and_its_exit_code(llmc, fail_with, error: errors.LlmcError, code: int):
+    fail_with(error)
+    ran = llmc("inspect")
+    assert (ran.code, ran.out, ran.err) == (code, "", f"llmc: error: {error}\n")
+
+
+def test_an_error_of_the_system_names_the_file(llmc, fail_with):
+    fail_with(OSError(errno.EACCES, "Permission denied", "weights.bin"))
+    ran = llmc("inspect")
+    assert (ran.code, ran.err) == (1, "llmc: error: [Errno 13] Permission denied: 'weights.bin'\n")
+
+
+def test_lack_of_memory_is_said_in_words(llmc, fail_with):
+    fail_with(MemoryError())
+    assert llmc("inspect").err.startswith("llmc: error: out of memory")
+
+
+def test_a_bug_of_ours_is_one_line_without_a_traceback(llmc, fail_with):
+    fail_with(ZeroDivisionError("first line\nsecond line"))
+    ran = llmc("inspect")
+    assert ran.code == 1
+    assert ran.err == (
+        "llmc: error: ZeroDivisionError: first line (a bug of llmc: please report it with the output of --debug)\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "inspect"], ["inspect", "--debug"]])
+def test_debug_shows_the_traceback_before_the_sentence(llmc, fail_with, arguments: list[str]):
+    fail_with(errors.BundleError("corrupt"))
+    ran = llmc(*arguments)
+    assert ran.code == 1
+    assert ran.err.startswith("Traceback")
+    assert ran.err.endswith("llmc: error: corrupt\n")
+
+
+# ------------------------------------------------------------------------------------------------- being interrupted
+
+
+def test_ctrl_c_says_so_and_exits_with_130(llmc, fail_with):
+    fail_with(KeyboardInterrupt())
+    ran = llmc("inspect")
+    assert (ran.code, ran.err.strip()) == (130, "interrupted")
+
+
+WAITING = """
+import sys, time, click
+from llmc.cli import main, inspect
+@click.command("inspect")
+def command():
+    print("waiting", flush=True)
+    time.sleep(60)
+inspect.inspect_command = command
+main.main(["inspect"])
+"""
+
+
+def test_ctrl_c_ends_a_real_process_without_a_traceback():
+    command = [sys.executable, "-c", WAITING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err.strip()) == (130, "interrupted")
+
+
+def test_a_broken_pipe_is_quiet():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "llmc.cli", "--help"]
+    with os.fdopen(writing, "wb") as closed:
+        ran = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=False)
+    assert (ran.returncode, ran.stderr) == (1, b"")
+
+
+def test_an_output_that_knows_no_emoji_gets_an_escape():
+    code = "import click; from llmc.cli import main, inspect;"
+    code += "inspect.inspect_command = click.Command('inspect', callback=lambda: click.echo('snake 🐍'));"
+    code += "main.main(['inspect'])"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    assert ran.stdout == b"snake \\U0001f40d\n"

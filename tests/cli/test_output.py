@@ -1,0 +1,113 @@
+"""Tables, JSON, sizes, and progress that only a terminal sees."""
+
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from llmc.cli import output
+
+
+@dataclass(frozen=True)
+class Inner:
+    count: int
+
+    @property
+    def doubled(self) -> int:
+        return 2 * self.count
+
+
+@dataclass(frozen=True)
+class Outer:
+    path: Path
+    parts: tuple[Inner, ...]
+    by_name: dict[str, Inner]
+    nothing: None = None
+
+
+def test_json_holds_fields_and_properties_at_any_depth(capsys: pytest.CaptureFixture[str]):
+    output.print_json(Outer(Path("/a/小"), (Inner(1),), {"x": Inner(2)}))
+    assert json.loads(capsys.readouterr().out) == {
+        "path": "/a/小",
+        "parts": [{"count": 1, "doubled": 2}],
+        "by_name": {"x": {"count": 2, "doubled": 4}},
+        "nothing": None,
+    }
+
+
+def test_json_refuses_what_it_does_not_know():
+    with pytest.raises(TypeError, match="object has no JSON form"):
+        output.print_json({"x": object()})
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (1536, "1.5 kB"),
+        (11_500_000, "11.5 MB"),
+        (1_086_000_000, "1.09 GB"),
+        (70_000_000_000_000, "70000.00 GB"),
+    ],
+)
+def test_sizes_are_decimal(count: int, text: str):
+    assert output.size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(12, "12"), (65_536, "65,536"), (494_032_768, "494.0 million"), (1_235_814_400, "1.24 billion")],
+)
+def test_amounts_are_read_by_people(count: int, text: str):
+    assert output.amount(count) == text
+
+
+def test_tables_are_aligned_and_end_without_blanks(capsys: pytest.CaptureFixture[str]):
+    output.print_table(("bundle", "size"), [("int8", "5 MB"), ("int4 [bold]", "30 MB")], numbers=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "bundle        size",
+        "int8          5 MB",
+        "int4 [bold]  30 MB",
+    ]
+
+
+def test_long_values_are_not_wrapped_in_a_pipe(capsys: pytest.CaptureFixture[str]):
+    output.print_rows([("path", "x" * 500)])
+    assert capsys.readouterr().out == f"path  {'x' * 500}\n"
+
+
+def test_no_rows_print_nothing_but_a_line(capsys: pytest.CaptureFixture[str]):
+    output.print_rows([])
+    assert capsys.readouterr().out.strip() == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_silent_where_no_one_watches(capsys: pytest.CaptureFixture[str]):
+    with output.progress() as report:
+        report("reading the checkpoint")
+        report("packing weights", 0.5)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_on_a_terminal_shows_each_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with output.progress() as report:
+        report("reading the checkpoint")
+        report("packing [weights]", 0.5)
+    assert "packing [weights]" in sys.stderr.getvalue()
+
+
+def test_an_error_under_progress_passes_through(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with pytest.raises(KeyboardInterrupt), output.progress():
+        raise KeyboardInterrupt

@@ -1,0 +1,170 @@
+"""The exported graph computes what transformers computes, however the tokens are fed."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmc.bundle import Geometry, read_export
+
+# Largest absolute difference of logits from transformers in float32. Both sides sum in different orders, which costs
+# about 1e-5 on these models (logits up to 20); a wrong window, position, norm or bias costs more than 1e-2.
+LOGIT_TOLERANCE = 2e-4
+# The same module computed by torch and by ONNX Runtime.
+EAGER_TOLERANCE = 1e-4
+
+CAPACITY = 24
+TOKENS = 20
+Run = Callable[[dict[str, np.ndarray]], list[np.ndarray]]
+
+
+class Caller:
+    """Feeds a graph as a runtime would, and keeps its cache."""
+
+    def __init__(self, run: Run, geometry: Geometry, batch: int, capacity: int = CAPACITY) -> None:
+        self.run = run
+        shape = (batch, geometry.kv_heads, capacity, geometry.head_dim)
+        names = [f"past_key_values.{i}.{part}" for i in range(geometry.layers) for part in ("key", "value")]
+        self.cache = {name: np.zeros(shape, np.float32) for name in names}
+
+    def __call__(self, ids: np.ndarray, past: list[int], indices: np.ndarray) -> np.ndarray:
+        feeds = {"input_ids": ids, "past_lengths": np.array(past, np.int64), "logit_indices": indices, **self.cache}
+        logits, *presents = self.run(feeds)
+        self.cache = dict(zip(self.cache, presents, strict=True))
+        return logits
+
+
+def random_ids(rows: int = 2) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 96, (rows, TOKENS))
+
+
+def logits_in_pieces(run: Run, geometry: Geometry, ids: np.ndarray, pieces: list[int]) -> np.ndarray:
+    call, outputs, position = Caller(run, geometry, len(ids)), [], 0
+    for size in pieces:
+        indices = np.tile(np.arange(size), (len(ids), 1))
+        outputs.append(call(ids[:, position : position + size], [position] * len(ids), indices))
+        position += size
+    return np.concatenate(outputs, axis=1)
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    assert a.shape == b.shape
+    return float(np.abs(a - b).max())
+
+
+@pytest.mark.parametrize("pieces", [[TOKENS], [7, 1, 12], [1] * TOKENS], ids=["one piece", "chunks", "token by token"])
+def test_logits_equal_transformers(case, onnxruntime_run, pieces):
+    geometry = read_export(case.export).geometry
+    ids = random_ids()
+    logits = logits_in_pieces(onnxruntime_run(case.export), geometry, ids, pieces)
+    assert difference(logits, case.reference(ids)) <= LOGIT_TOLERANCE
+
+
+def test_ragged_batch_equals_each_row_alone(case, onnxruntime_run):
+    geometry = read_export(case.export).geometry
+    ids = random_ids()
+    call = Caller(onnxruntime_run(case.export), geometry, 2)
+    rows = [case.reference(ids[:1])[0], case.reference(ids[1:])[0]]
+
+    # 9 tokens of row 0 and 4 of row 1, padded with token 0; the last two of each row are asked for
+    first = np.stack([ids[0, :9], np.pad(ids[1, :4], (0, 5))])
+    logits = call(first, [0, 0], np.array([[7, 8], [2, 3]]))
+    assert difference(logits, np.stack([rows[0][7:9], rows[1][2:4]])) <= LOGIT_TOLERANCE
+
+    # one token of row 0 and five of row 1: what padding wrote before is overwritten or never seen
+    second = np.stack([np.pad(ids[0, 9:10], (0, 4)), ids[1, 4:9]])
+    logits = call(second, [9, 4], np.array([[0], [4]]))
+    assert difference(logits, np.stack([rows[0][9:10], rows[1][8:9]])) <= LOGIT_TOLERANCE
+
+    logits = call(np.stack([ids[0, 10:11], ids[1, 9:10]]), [10, 9], np.zeros((2, 1), np.int64))
+    assert difference(logits, np.stack([rows[0][10:11], rows[1][9:10]])) <= LOGIT_TOLERANCE
+
+
+def test_eager_decoder_equals_the_graph(case, onnxruntime_run):
+    geometry = read_export(case.export).geometry
+    ids = random_ids()
+    pieces = [7, 1, 12]
+    eager = logits_in_pieces(eager_run(case.checkpoint), geometry, ids, pieces)
+    graph = logits_in_pieces(onnxruntime_run(case.export), geometry, ids, pieces)
+    assert difference(eager, graph) <= EAGER_TOLERANCE
+
+
+def eager_run(folder: Path) -> Run:
+    import torch
+
+    from llmc.export.checkpoint import read_checkpoint
+    from llmc.export.decoder import load_decoder
+
+    decoder = load_decoder(read_checkpoint(folder))
+
+    def run(feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        ids, past_lengths, indices, *caches = (torch.from_numpy(array) for array in feeds.values())
+        with torch.no_grad():
+            logits, presents = decoder(ids, past_lengths, indices, list(zip(caches[::2], caches[1::2], strict=True)))
+        return [logits.numpy(), *(cache.numpy() for pair in presents for cache in pair)]
+
+    return run
+
+
+def test_reference_evaluator_agrees(case, tmp_path):
+    """From a copy of the folder, since onnx opens no external data in a file with several hard links."""
+    from onnx.reference import ReferenceEvaluator
+
+    geometry = read_export(case.export).geometry
+    copy = shutil.copytree(case.export, tmp_path / "copy")
+    evaluator = ReferenceEvaluator(str(copy / "decoder.onnx"))
+    ids = random_ids()
+    logits = logits_in_pieces(lambda feeds: evaluator.run(None, feeds), geometry, ids, [12, 8])
+    assert difference(logits, case.reference(ids)) <= LOGIT_TOLERANCE
+
+
+def test_far_positions_equal_transformers(window_case, onnxruntime_run):
+    """Text that starts at position 30000. Two layers with a window of 6 see 10 tokens back: the last 10 are compared."""
+    geometry = read_export(window_case.export).geometry
+    ids, start = random_ids(1), 30_000
+    call = Caller(onnxruntime_run(window_case.export), geometry, 1, capacity=start + TOKENS)
+    logits = call(ids, [start], np.arange(10, TOKENS)[None])
+    assert difference(logits, window_case.reference(ids, start)[:, 10:]) <= LOGIT_TOLERANCE
+
+
+# ---------------------------------------------------------------------------- planted errors: the tolerance can fail
+
+
+def window_off_by_one(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.op_type == "CachedAttention":
+            node.attributes["window"] = ir.AttrInt64("window", node.attributes["window"].as_int() + 1)
+
+
+def frequencies_off_by_a_thousandth(model: ir.Model) -> None:
+    value = model.graph.initializers["rotary_emb.inv_freq"]
+    value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.001), name=value.name)
+
+
+def epsilon_off(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.op_type == "RMSNormalization":
+            node.attributes["epsilon"] = ir.AttrFloat32("epsilon", 1e-3)
+
+
+def residual_left_out(model: ir.Model) -> None:
+    node = next(node for node in model.graph if node.name == "model.layers.1.residual")
+    node.replace_input_with(0, node.inputs[1])
+
+
+@pytest.mark.parametrize(
+    "plant", [window_off_by_one, frequencies_off_by_a_thousandth, epsilon_off, residual_left_out]
+)
+def test_a_planted_error_exceeds_the_tolerance(window_case, onnxruntime_run, tmp_path, plant):
+    model = ir.load(window_case.export / "decoder.onnx")
+    plant(model)
+    os.link(window_case.export / "model.safetensors", tmp_path / "model.safetensors")
+    ir.save(model, tmp_path / "decoder.onnx")
+    geometry = read_export(window_case.export).geometry
+    ids = random_ids()
+    logits = logits_in_pieces(onnxruntime_run(tmp_path), geometry, ids, [TOKENS])
+    assert difference(logits, window_case.reference(ids)) > LOGIT_TOLERANCE
