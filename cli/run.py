@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +80,9 @@ def read_prompt(prompt: str | None) -> str:
 
 def write(stream: Stream, stats: bool) -> GenerationResult:
     """Print each piece of text as it comes, and the statistics after it."""
-    for text in stream:
-        click.echo(text, nl=False)  # flushes
+    with closing(stream):
+        for text in stream:
+            click.echo(text, nl=False)  # flushes
     click.echo()
     if stats:
         click.echo(describe(stream.result), err=True)

@@ -1,7 +1,8 @@
 """Checkpoint -> portable graph: a Hugging Face folder in, ``decoder.onnx`` with weights by reference out."""
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmc.bundle import Geometry, Source
@@ -14,7 +15,7 @@ __all__ = ["ExportReport", "export"]
 class ExportReport:
     """What an export wrote: size in bytes by file name, of which ``new_bytes`` are new on disk (the rest is linked).
 
-    ``notes`` are sentences about what was left out on purpose.
+    ``seconds`` include loading torch; ``notes`` are sentences about what was left out on purpose.
     """
 
     output: Path
@@ -39,8 +40,10 @@ def export(
         ResourceError: the disk is full.
         MissingExtraError: torch, onnx or onnx-ir is not installed.
     """
-    for module in ("torch", "onnx", "onnx_ir", "onnxscript"):
+    start = time.perf_counter()
+    for module in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"):
         require(module, "export")
     from llmc.export.writer import write_export  # it imports torch
 
-    return write_export(Path(checkpoint), Path(output), force, progress or (lambda step: None))
+    report = write_export(Path(checkpoint), Path(output), force, progress or (lambda step: None))
+    return replace(report, seconds=time.perf_counter() - start)

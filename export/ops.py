@@ -16,7 +16,8 @@ OPSET = 24
 CACHED_ATTENTION = "CachedAttention"
 
 # Shapes: q (B, S, H*D); k, v (B, S, KV*D); past and present (B, KV, C, D); past_lengths (B); inv_freq (D/2).
-# A query at position p sees the cache slots 0..p, and with a window W only p-W+1..p.
+# A query at position p sees the cache slots 0..p, and with a window W only p-W+1..p. Every past_lengths + S must fit
+# into C, and slots that were never written must hold finite numbers: a masked NaN is still a NaN.
 _CACHED_ATTENTION = """
 <domain: "llmc", opset_import: ["" : 24]>
 CachedAttention <num_heads, kv_heads, scale, window>

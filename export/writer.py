@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from llmc import __version__, bundle
 from llmc.export import ExportReport
 from llmc.export.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.graph import build_graph, check_graph
+from llmc.export.shards import INDEX_FILE, SINGLE_FILE
 
 
 def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable[[str], None]) -> ExportReport:
     """See :func:`llmc.export.export`."""
-    start = time.perf_counter()
     progress("reading the checkpoint")
     source = read_checkpoint(checkpoint)
     with bundle.staged(output, force=force) as staging:
@@ -30,8 +29,7 @@ def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable
         bundle.write_manifest(_manifest(source), staging)
         new_bytes += sum((staging / name).stat().st_size for name in (bundle.DECODER_FILE, bundle.EXPORT_MANIFEST))
         files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
-    seconds = time.perf_counter() - start
-    return ExportReport(output, files, new_bytes, seconds, source.config.geometry, source.source, source.notes)
+    return ExportReport(output, files, new_bytes, 0.0, source.config.geometry, source.source, source.notes)
 
 
 def _manifest(source: Checkpoint) -> bundle.ExportManifest:
@@ -49,6 +47,8 @@ def _place_files(source: Checkpoint, staging: Path) -> int:
     """Link what is large and copy what somebody may edit; return the bytes that were copied."""
     linked = [*(shard.path for shard in source.shards), source.folder / bundle.TOKENIZER_FILE]
     copied = [source.folder / name for name in bundle.TOKENIZER_FILES if name != bundle.TOKENIZER_FILE]
+    if source.shards[0].path.name != SINGLE_FILE:
+        copied.append(source.folder / INDEX_FILE)
     new_bytes = sum(_link(path, staging / path.name) for path in linked)
     for path in copied:
         if path.is_file():

@@ -42,6 +42,8 @@ PASSES: dict[str, tuple[Step, ...]] = {
         Step("fuse SiLU", cpu.fuse_silu, lambda g: g.layers),
         # After all fusions: a quantized activation is shared by the linears that read it.
         Step("lower linears", cpu.lower_linears, lambda g: 5 * g.layers + 1),
+        # After the linears: it moves scales that only per-token activations have.
+        Step("defer token scales", cpu.defer_token_scales),
         Step("lower embedding", cpu.lower_embedding, lambda _: 1),
         Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
     ),

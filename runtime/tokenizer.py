@@ -1,4 +1,9 @@
-"""Text to token ids and back, with the ids and the text that transformers' fast tokenizers give."""
+"""Text to token ids and back, with the ids and the text that transformers' fast tokenizers give.
+
+tokenizer.json decides. transformers 5 does the same, except for classes that it builds anew from the vocabulary:
+``LlamaTokenizer`` then adds its leading space in other places than tokenizer.json and SentencePiece (after special
+tokens, before a space).
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from llmc.bundle import TOKENIZER_FILE
 from llmc.errors import BundleError, RequestError, UsageError
@@ -141,24 +145,27 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> dict[str, str]:
-    """Register what tokenizer_config.json adds to tokenizer.json, in transformers' order; return the named tokens."""
-    declared = [tokenizers.AddedToken(**token) for _, token in _by_id(config.get("added_tokens_decoder") or {})]
-    backend.add_tokens([token for token in declared if not _is_added(backend, token.content)])
+    """Register the tokens that tokenizer_config.json adds to tokenizer.json; return the named ones.
+
+    As in transformers 5, tokenizer.json goes first: what it declares keeps its properties (but a named token is always
+    special), and its post-processor alone decides about BOS and EOS around a prompt.
+    """
+    declared = sorted((int(token_id), token) for token_id, token in (config.get("added_tokens_decoder") or {}).items())
+    _add_missing(backend, [tokenizers.AddedToken(**token) for _, token in declared])
     named = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     texts = [*named.values(), *(_content(token) for token in (extra.values() if isinstance(extra, dict) else extra))]
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in texts])
-    if "add_bos_token" in config or "add_eos_token" in config:
-        _set_post_processor(backend, named, config)
+    _add_missing(backend, [tokenizers.AddedToken(text, special=True, normalized=False) for text in texts])
+    for token in backend.get_added_tokens_decoder().values():
+        if token.content in named.values() and not token.special:
+            token.special = True
+            backend.add_special_tokens([token])
     return named
 
 
-def _by_id(added: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    return sorted((int(token_id), token) for token_id, token in added.items())
-
-
-def _is_added(backend: tokenizers.Tokenizer, content: str) -> bool:
-    return any(token.content == content for token in backend.get_added_tokens_decoder().values())
+def _add_missing(backend: tokenizers.Tokenizer, tokens: list[tokenizers.AddedToken]) -> None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for token in tokens if token.content not in known])
 
 
 def _content(token: Any) -> str:
@@ -167,17 +174,6 @@ def _content(token: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(f"special token is {token!r}, expected text or an object with a content")
     return text
-
-
-def _set_post_processor(backend: tokenizers.Tokenizer, named: dict[str, str], config: dict[str, Any]) -> None:
-    """Let ``add_bos_token`` and ``add_eos_token``, where given, decide over what tokenizer.json does."""
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    used = [token for token in (bos, eos) if token]
-    backend.post_processor = TemplateProcessing(
-        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
-        special_tokens=[(token, backend.token_to_id(token)) for token in used],
-    )
 
 
 def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:

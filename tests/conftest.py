@@ -38,3 +38,19 @@ def manifest() -> bundle.Manifest:
         golden=(bundle.GoldenPrompt((1, 2), (3, 4), (0.5, 1.0), (3, 9), (7.25, 6.5), (3, 8), (7.0, 6.0)),),
         files={},
     )
+
+
+@pytest.fixture(scope="session")
+def tiny_export(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model exported."""
+    from llmc.export import export
+
+    return export(tiny_checkpoint, tmp_path_factory.mktemp("tiny") / "export").output
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_export: Path) -> Path:
+    """The small model built with the defaults: int8, phases split. Tests that change it work on a copy."""
+    from llmc.optimize.build import build
+
+    return build(tiny_export, tiny_export.parent / "int8").output

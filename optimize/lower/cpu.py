@@ -242,11 +242,38 @@ def _quantize_tokens(linear: Linear, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     graph = emit.graph
     last = vector(graph, [-1])
     flat = emit("Reshape", x, vector(graph, [-1, linear.inputs]))
-    largest = emit("ReduceMax", emit("Abs", flat), last, keepdims=1)
-    scales = emit("Mul", emit("Max", largest, scalar(graph, SMALLEST_ACTIVATION, np.float32)), scalar(graph, 1 / 127, np.float32))
+    # Two reductions read the activation twice; an Abs would write it as well.
+    high, low = (emit(reduce, flat, last, keepdims=1) for reduce in ("ReduceMax", "ReduceMin"))
+    largest = emit("Max", high, emit("Neg", low), scalar(graph, SMALLEST_ACTIVATION, np.float32))
+    scales = emit("Mul", largest, scalar(graph, 1 / 127, np.float32))
     row_scales = emit("Squeeze", scales, last)
     zero_points = _once(graph, "activation.zero_points", lambda: emit("Expand", vector(graph, [128], np.uint8), emit("Shape", row_scales)))
     return emit("QuantizeLinear", flat, row_scales, zero_points, axis=0), scales
+
+
+def defer_token_scales(graph: ir.Graph, _: Plan) -> int:
+    """Mul(a, y * scales) -> quantize  becomes  Mul(a, y) -> quantize, with the scales multiplied in after the product.
+
+    Quantization per token does not see a factor per token, so the widest multiplication of each layer goes away.
+    """
+    count = 0
+    for gate in nodes_of(graph, "Mul"):
+        reshape = gate.inputs[1].producer() if gate.inputs[1] is not None else None
+        scaled = reshape.inputs[0].producer() if reshape is not None and reshape.inputs[0] is not None else None
+        flat = sole_consumer(gate.outputs[0])
+        quantize = flat and next((user for user, _ in flat.outputs[0].uses() if user.op_type == "QuantizeLinear"), None)
+        if not reshape or not scaled or not quantize or (reshape.op_type, scaled.op_type) != ("Reshape", "Mul"):
+            continue
+        squeeze = quantize.inputs[1].producer() if quantize.inputs[1] is not None else None
+        assert squeeze is not None and squeeze.inputs[0] is not None
+        product, scales = scaled.inputs
+        reshape.replace_input_with(0, product)
+        own = squeeze.inputs[0]
+        for user, index in list(own.uses()):
+            if user is not squeeze:
+                user.replace_input_with(index, Emitter(user, f"{user.name}.scales")("Mul", own, scales))
+        count += 1
+    return count
 
 
 def _rows_shape(emit: Emitter) -> ir.Value:

@@ -32,7 +32,6 @@ RUNNERS = {
     "openvino": "openvino_runner.py",
     "genai": "genai_runner.py",
 }
-QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are in doubt
 ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -141,8 +140,8 @@ def _brief(latest: Round) -> str:
         f"{result['prompt']}: {result['prefill_tok_s']:.0f} / {result['decode_tok_s']:.0f}"
         for result in latest.report["results"]
     ]
-    noisy = latest.other_cpus is not None and latest.other_cpus > QUIET_CPUS
-    return ", ".join(figures) + (f" (disturbed: {latest.other_cpus} CPUs busy with something else)" if noisy else "")
+    noise = f" (disturbed: {latest.other_cpus} CPUs busy with something else)" if latest.disturbed else ""
+    return ", ".join(figures) + noise
 
 
 def _parse() -> tuple[argparse.Namespace, list[Entry]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from machine import Machine
 
+QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are in doubt
 PHASES = (("prefill_tok_s", "prefill {}"), ("decode_tok_s", "decode after {}"))
 
 
@@ -18,6 +19,11 @@ class Round:
 
     report: dict[str, Any]
     other_cpus: float | None
+
+    @property
+    def disturbed(self) -> bool:
+        """Something else took CPU time meanwhile; systems suffer from it very unequally."""
+        return self.other_cpus is not None and self.other_cpus > QUIET_CPUS
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,12 @@ def _cell(row: Row, reference: Row | None, phase: str, prompt: int) -> str:
 
 def _footer(results: Results) -> str:
     machine = results.machine
-    others = [r.other_cpus for row in results.rows for r in row.rounds if r.other_cpus is not None]
+    rounds = [r for row in results.rows for r in row.rounds]
+    disturbed = sum(r.disturbed for r in rounds)
     lines = [
         f"Tokens per second, best round; in brackets llmc / peer. {results.new_tokens} new tokens, greedy, "
         f"{machine.threads} threads, {machine.cpu}, {results.date}.",
-        *([f"CPUs busy with something else, worst round: {max(others)}."] if others else []),
+        *([f"DISTURBED: {disturbed} of {len(rounds)} runs shared the CPUs; do not quote."] if disturbed else []),
         *(f"{row.name}: {row.trouble}" for row in results.rows if row.trouble),
     ]
     return "\n".join(lines)

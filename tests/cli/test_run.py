@@ -17,12 +17,16 @@ class FakeStream:
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
         self.result = RESULT
+        self.closed = False
 
     def __iter__(self):
         yield "a"
         if self.error:
             raise self.error
         yield "b"
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class FakeModel:

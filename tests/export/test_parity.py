@@ -123,7 +123,7 @@ def test_reference_evaluator_agrees(case, tmp_path):
 
 
 def test_far_positions_equal_transformers(window_case, onnxruntime_run):
-    """Text that starts at position 30000. Two layers with a window of 6 see 10 tokens back: the last 10 are compared."""
+    """Two layers with a window of 6 see 10 tokens back, so the last 10 are compared; nothing lies before the text."""
     geometry = read_export(window_case.export).geometry
     ids, start = random_ids(1), 30_000
     call = Caller(onnxruntime_run(window_case.export), geometry, 1, capacity=start + TOKENS)
@@ -156,9 +156,7 @@ def residual_left_out(model: ir.Model) -> None:
     node.replace_input_with(0, node.inputs[1])
 
 
-@pytest.mark.parametrize(
-    "plant", [window_off_by_one, frequencies_off_by_a_thousandth, epsilon_off, residual_left_out]
-)
+@pytest.mark.parametrize("plant", [window_off_by_one, frequencies_off_by_a_thousandth, epsilon_off, residual_left_out])
 def test_a_planted_error_exceeds_the_tolerance(window_case, onnxruntime_run, tmp_path, plant):
     model = ir.load(window_case.export / "decoder.onnx")
     plant(model)

@@ -1,0 +1,90 @@
+"""The whole pipeline on the small model of recipes/tiny: export it, build bundles, stream text from each, compare them.
+
+    make demo            # or, where llmc is installed: python recipes/demo.py
+
+The bundles stay in build/demo, to play with: llmc run build/demo/int8 -p "import "
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from llmc.cli import output as show
+from llmc.export import export
+from llmc.optimize.build import build
+from llmc.optimize.quality import negative_log_likelihood
+from llmc.runtime import Model, load
+from llmc.runtime.benchmark import benchmark
+from llmc.runtime.sessions import Phase
+
+RECIPES = Path(__file__).resolve().parent
+FOLDER = Path("build/demo")
+PROMPT = "class Stack:\n    def __init__(self"
+NEW_TOKENS = 96
+# Text that the model was not trained on; a few hundred tokens show which bundle is closer to the unquantized model.
+UNSEEN_TOKENS = 512
+
+
+def main() -> None:
+    """Run every step, and say which command would do the same."""
+    step("export", f"llmc export {RECIPES.name}/tiny/checkpoint -o {FOLDER}/export")
+    exported = export(RECIPES / "tiny" / "checkpoint", FOLDER / "export", force=True)
+    print(f"{show.size(exported.new_bytes)} new on disk in {exported.seconds:.1f} s; the weights are linked")
+    # fp32 is the unquantized model itself: what the others are measured against.
+    rows = [bundle_row(precision) for precision in ("fp32", "int8", "int4")]
+    print()
+    columns = ("bundle", "size", "perplexity", "mean KL", "same choice", "prefill", "decode")
+    show.print_table(columns, rows, numbers=True)
+    print(f"\nPerplexity over {UNSEEN_TOKENS} tokens that the model was not trained on; the rest is in each manifest.")
+    print(f'Go on with: llmc run {FOLDER}/int8 -p "import "')
+
+
+def step(name: str, command: str) -> None:
+    """Head a step with the command that does the same."""
+    print(f"\n== {name}: {command}", flush=True)
+
+
+def bundle_row(precision: str) -> tuple[str, ...]:
+    """Build one bundle, stream a completion from it, and measure it."""
+    folder = FOLDER / precision
+    step("build", f"llmc build {FOLDER}/export -o {folder} --{precision}")
+    report = build(FOLDER / "export", folder, precision=precision, force=True)
+    print(f"{show.size(report.size)} in {report.seconds:.1f} s")
+    step("run", f"llmc run {folder} -p {PROMPT!r} --temperature 0 --max-tokens {NEW_TOKENS}")
+    with load(folder) as model:
+        stream_completion(model)
+        perplexity = unseen_perplexity(model)
+    speed = benchmark(folder, prompt_length=256, new_tokens=64)
+    quality = report.manifest.quality
+    assert quality is not None
+    return (
+        precision,
+        show.size(report.size),
+        f"{perplexity:.2f}",
+        f"{quality.decode_mean_kl:.5f}",
+        f"{quality.decode_top1_agreement:.1%}",
+        f"{speed.prefill_tokens_per_s:.0f} tok/s",
+        f"{speed.decode_tokens_per_s:.0f} tok/s",
+    )
+
+
+def stream_completion(model: Model) -> None:
+    """Print the prompt, and the text after it as it is generated."""
+    print(PROMPT, end="", flush=True)
+    for text in model.stream(PROMPT, temperature=0, max_tokens=NEW_TOKENS):
+        print(text, end="", flush=True)
+    print()
+
+
+def unseen_perplexity(model: Model) -> float:
+    """Perplexity of the decode path on text that was kept out of the training."""
+    text = (RECIPES / "tiny" / "validation.txt").read_text(encoding="utf-8")
+    ids = model.tokenizer.encode(text)[: UNSEEN_TOKENS + 1]
+    loss = negative_log_likelihood(model.engine.logits(ids[:-1], Phase.DECODE), np.array(ids[1:]))
+    return math.exp(loss / len(ids[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""The real thing, from the checkpoint to tokens, as a user types it; and the ways in which it is stopped or refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmc.runtime import load
+
+PROMPT = "def read(path):\n    with open("
+GREEDY = ("--temperature", 0, "--max-tokens", 12)
+COMMAND = (sys.executable, "-m", "llmc.cli")
+
+
+@pytest.fixture(scope="module")
+def completion(tiny_bundle: Path) -> str:
+    """What the library says to the prompt."""
+    with load(tiny_bundle) as model:
+        return model.generate(PROMPT, temperature=0, max_tokens=12).text
+
+
+@pytest.fixture
+def copied_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoint on
+
+
+def test_checkpoint_becomes_export_becomes_bundle_becomes_text(llmc, tiny_checkpoint: Path, tmp_path: Path):
+    export, bundle = tmp_path / "export", tmp_path / "bundle"
+    assert llmc("export", tiny_checkpoint, "-o", export).code == 0
+    assert llmc("build", export, "-o", bundle, "--int4", "--max-context", 128).code == 0
+    ran = llmc("run", bundle, "-p", PROMPT, *GREEDY, "--stats")
+    assert ran.code == 0
+    assert "completion: 12 tokens" in ran.err
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["bundle", "export"]
+
+
+def test_building_from_a_checkpoint_equals_building_from_its_export(
+    llmc, tiny_checkpoint: Path, tiny_bundle: Path, tmp_path: Path
+):
+    report = json.loads(llmc("build", tiny_checkpoint, "-o", tmp_path / "bundle", "--json").out)
+    built = json.loads((tiny_bundle / "llmc.json").read_text())
+    assert report["manifest"]["files"]["weights.bin"] == built["files"]["weights.bin"]
+    assert report["manifest"]["source"] == built["source"]
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_run_prints_what_the_library_generates(llmc, tiny_bundle: Path, completion: str):
+    assert llmc("run", tiny_bundle, "-p", PROMPT, *GREEDY).out == completion + "\n"
+    assert llmc("run", tiny_bundle, *GREEDY, stdin=PROMPT.encode()).out == completion + "\n"
+
+
+def test_the_same_seed_samples_the_same_text(llmc, tiny_bundle: Path):
+    sampled = [llmc("run", tiny_bundle, "-p", PROMPT, "--temperature", 1, "--seed", seed).out for seed in (5, 5, 6)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_chat_answers_through_the_template(llmc, tiny_bundle: Path):
+    with load(tiny_bundle) as model:
+        answer = model.chat([{"role": "user", "content": "Hello"}], temperature=0, max_tokens=12).text
+    assert llmc("run", tiny_bundle, "--chat", "-p", "Hello", *GREEDY).out == answer + "\n"
+
+
+def test_inspect_and_verify_accept_what_build_wrote(llmc, tiny_bundle: Path):
+    summary = json.loads(llmc("inspect", tiny_bundle, "--json").out)
+    assert summary["bundle"]["recipe"]["precision"] == "int8"
+    assert llmc("verify", tiny_bundle).out.endswith("is sound\n")
+
+
+def test_bench_reports_every_figure(llmc, tiny_bundle: Path):
+    report = json.loads(llmc("bench", tiny_bundle, "--prompt-length", 16, "--new-tokens", 8, "--json").out)
+    figures = ("load_s", "ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "tpot_p95_s", "prefill_tokens_per_s")
+    figures += ("decode_tokens_per_s", "rss_peak_bytes", "weight_bytes_per_token", "read_bandwidth")
+    assert all(report[name] > 0 for name in figures)
+    assert 0 < report["roofline_fraction"] <= 1
+
+
+def test_dump_writes_the_graph_after_each_pass(llmc, tiny_export: Path, tmp_path: Path):
+    assert llmc("build", tiny_export, "-o", tmp_path / "bundle", "--dump", tmp_path / "dump").code == 0
+    assert len(list((tmp_path / "dump").iterdir())) > 1
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        (["-p", ""], 1, "empty"),
+        (["-p", "x " * 5000], 1, "the context holds"),
+        (["-p", "x", "--max-tokens", "100000"], 1, "the context holds"),
+        (["-p", "x", "--max-tokens", "0"], 2, "max_tokens"),
+        (["-p", "x", "--temperature", "-1"], 2, "temperature"),
+        (["-p", "x", "--temperature", "nan"], 2, "temperature"),
+        (["-p", "x", "--top-p", "0"], 2, "top_p"),
+        (["-p", "x", "--top-k", "-1"], 2, "top_k"),
+        (["-p", "x", "--min-p", "2"], 2, "min_p"),
+        (["-p", "x", "--seed", "-1"], 2, "seed"),
+        (["-p", "x", "--stop", ""], 2, "stop"),
+        (["-p", "x", "--max-context", "1000000"], 2, "max_context"),
+        (["-p", "caf\udce9"], 1, "UTF-8"),
+    ],
+    ids=lambda value: " ".join(value)[:30].encode("ascii", "replace").decode() if isinstance(value, list) else None,
+)
+def test_a_bad_request_is_one_sentence(llmc, tiny_bundle: Path, options: list[str], code: int, sentence: str):
+    ran = llmc("run", tiny_bundle, *options)
+    assert (ran.code, ran.out) == (code, "")
+    assert sentence in ran.err
+    assert ran.err.startswith("llmc: error: ")
+    assert ran.err.count("\n") == 1
+
+
+def test_a_flipped_bit_is_found_by_verify(llmc, copied_bundle: Path):
+    weights = bytearray((copied_bundle / "weights.bin").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (copied_bundle / "weights.bin").write_bytes(weights)
+    ran = llmc("verify", copied_bundle)
+    assert (ran.code, ran.out) == (1, "")
+    assert "weights.bin is corrupt" in ran.err
+
+
+@pytest.mark.parametrize("verb", ["run", "bench", "verify", "inspect"])
+def test_a_truncated_bundle_is_refused_by_every_verb(llmc, copied_bundle: Path, verb: str):
+    with (copied_bundle / "weights.bin").open("r+b") as file:
+        file.truncate(1000)
+    ran = llmc(verb, copied_bundle, *(["-p", "x"] if verb == "run" else []))
+    assert (ran.code, ran.out) == (1, "")
+    assert "weights.bin has 1000 bytes" in ran.err
+
+
+def test_a_missing_engine_names_the_pip_command(tiny_bundle: Path):
+    code = "import sys; sys.modules['onnxruntime'] = None; from llmc.cli.main import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "run", str(tiny_bundle), "-p", "x"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "pip install 'llmc[cpu]'" in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["torch", "onnx", "onnx_ir", "onnxscript"])
+def test_a_missing_exporter_names_the_pip_command(tiny_checkpoint: Path, tmp_path: Path, module: str):
+    code = f"import sys; sys.modules[{module!r}] = None; from llmc.cli.main import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "export", str(tiny_checkpoint), "-o", str(tmp_path / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "pip install 'llmc[export]'" in ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------- a quiet process
+
+
+def test_running_writes_nowhere_and_calls_nobody(tiny_bundle: Path, tmp_path: Path):
+    """The engine keeps a database of what it would send home, unless it is told not to before it is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    environment |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    command = [*COMMAND, "run", str(tiny_bundle), "-p", "x", "--max-tokens", "4", "--temperature", "0"]
+    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=True)
+    assert ran.stderr == b""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_leaves_early_is_no_error(tiny_bundle: Path):
+    command = [*COMMAND, "run", str(tiny_bundle), "-p", PROMPT, "--max-tokens", "1000", "--temperature", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1
+
+
+def test_text_arrives_while_it_is_generated(tiny_bundle: Path):
+    command = [*COMMAND, "run", str(tiny_bundle), "-p", PROMPT, "--max-tokens", "1500", "--temperature", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        process.stdout.read(1)
+        assert process.poll() is None
+        process.kill()
+
+
+# ------------------------------------------------------------------------------------------------- stopped on the way
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_ctrl_c_in_a_build_leaves_what_was_there(tiny_export: Path, tmp_path: Path, replaced: bool):
+    output = tmp_path / "bundle"
+    if replaced:
+        output.mkdir()
+        (output / "llmc.json").write_text("the old one")
+    command = [*COMMAND, "build", str(tiny_export), "-o", str(output), "--force"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        wait_for(lambda: any(path.name.endswith(".staging") for path in tmp_path.iterdir()))
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.strip()) == (130, b"interrupted")
+    assert [path.name for path in tmp_path.iterdir()] == (["bundle"] if replaced else [])
+    assert not replaced or (output / "llmc.json").read_text() == "the old one"
+
+
+def test_ctrl_c_while_text_streams_ends_it(tiny_bundle: Path):
+    command = [*COMMAND, "run", str(tiny_bundle), "-p", PROMPT, "--max-tokens", "2000", "--temperature", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.strip()) == (130, b"interrupted")
+
+
+def wait_for(happened, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)

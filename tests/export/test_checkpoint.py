@@ -1,0 +1,260 @@
+"""A checkpoint folder: every tensor is used once, and whatever is broken is named."""
+
+import json
+
+import numpy as np
+import pytest
+
+from llmc.errors import CheckpointError
+from llmc.export.checkpoint import read_checkpoint
+
+
+def refuses(checkpoint, *words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(checkpoint.folder)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_valid_checkpoint_is_read(checkpoint):
+    found = read_checkpoint(checkpoint.folder)
+    assert found.tensors.keys() == checkpoint.tensors.keys()
+    assert (found.source.name, found.source.dtype, found.source.parameters) == ("checkpoint", "float32", 824)
+    assert found.generation.eos_token_ids == (2,) and found.generation.bos_token_id == 1
+    assert found.notes == ()
+    data = (checkpoint.folder / "model.safetensors").read_bytes()
+    for name, tensor in found.tensors.items():
+        assert data[tensor.offset : tensor.offset + tensor.length] == checkpoint.tensors[name].tobytes()
+
+
+def test_shards_are_read_through_their_index(checkpoint):
+    checkpoint.split()
+    found = read_checkpoint(checkpoint.folder)
+    assert found.tensors.keys() == checkpoint.tensors.keys()
+    assert {tensor.file for tensor in found.tensors.values()} == {shard.path.name for shard in found.shards}
+    assert len(found.shards) == 2
+
+
+# ------------------------------------------------------------------------------------------------ files of the folder
+
+
+def test_a_missing_folder_is_named(checkpoint):
+    checkpoint.folder = checkpoint.folder / "nowhere"
+    refuses(checkpoint, "nowhere is no folder", "local Hugging Face checkpoint folder")
+
+
+def test_a_missing_config_is_named(checkpoint):
+    (checkpoint.folder / "config.json").unlink()
+    refuses(checkpoint, "no config.json", "expected a Hugging Face checkpoint folder")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_type": "llama"', ["config.json cannot be read as JSON", "line 1"]),
+        ("[1, 2]", ["config.json holds a JSON list", "expected an object"]),
+        ("\xff", ["config.json cannot be read as JSON"]),
+        ("[" * 100_000, ["config.json cannot be read as JSON"]),
+    ],
+    ids=["truncated", "a list", "not UTF-8", "nested without end"],
+)
+def test_a_corrupt_config_is_named(checkpoint, text, words):
+    (checkpoint.folder / "config.json").write_bytes(text.encode("latin-1"))
+    refuses(checkpoint, *words)
+
+
+def test_a_missing_tokenizer_comes_with_the_command_that_makes_one(checkpoint):
+    (checkpoint.folder / "tokenizer.json").unlink()
+    refuses(checkpoint, "no tokenizer.json", "AutoTokenizer", "save_pretrained")
+
+
+def test_a_corrupt_tokenizer_is_named(checkpoint):
+    (checkpoint.folder / "tokenizer.json").write_text("{")
+    refuses(checkpoint, "tokenizer.json cannot be read as JSON")
+
+
+def test_pickled_weights_are_refused_with_the_command_that_converts_them(checkpoint):
+    (checkpoint.folder / "model.safetensors").rename(checkpoint.folder / "pytorch_model.bin")
+    refuses(checkpoint, "pytorch_model.bin", "can run code when opened", "AutoModelForCausalLM", "save_pretrained")
+
+
+def test_a_folder_without_weights_is_named(checkpoint):
+    (checkpoint.folder / "model.safetensors").unlink()
+    refuses(checkpoint, "neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_an_export_is_no_checkpoint(checkpoint):
+    (checkpoint.folder / "export.json").write_text("{}")
+    refuses(checkpoint, "is an export already", "llmc build")
+
+
+# ------------------------------------------------------------------------------------------------ shards
+
+
+def test_a_missing_shard_is_named(checkpoint):
+    checkpoint.split()
+    (checkpoint.folder / "model-00002-of-00002.safetensors").unlink()
+    refuses(checkpoint, "shard model-00002-of-00002.safetensors is missing", "index.json names it")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -1])
+def test_a_truncated_file_is_named(checkpoint, keep):
+    path = checkpoint.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    refuses(checkpoint, "model.safetensors is truncated", "download it again")
+
+
+def test_bytes_after_the_last_tensor_are_noticed(checkpoint):
+    path = checkpoint.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"\0")
+    refuses(checkpoint, "model.safetensors is corrupt", "its header says")
+
+
+def test_a_file_that_is_no_safetensors_file_is_named(checkpoint):
+    (checkpoint.folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    refuses(checkpoint, "truncated or no safetensors file", "43 bytes")
+
+
+def write_header(checkpoint, header: bytes, data: bytes = b"") -> None:
+    (checkpoint.folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b"{", ["corrupt safetensors header"]),
+        (b"[]", ["corrupt safetensors header", "no JSON object"]),
+        (b'{"a": 1}', ["entry for a is corrupt"]),
+        (b'{"a": {"dtype": "F32", "shape": [1]}}', ["entry for a is corrupt"]),
+        (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', ["entry for a is corrupt"]),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}', ["entry for a is corrupt"]),
+        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', ["a takes 4 bytes", "F32 [2] needs 8"]),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', ["overlap or leave gaps"]),
+        (b'{"a": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}}', ["a has dtype I8", "F32, F16, BF16"]),
+    ],
+)
+def test_a_corrupt_header_is_named(checkpoint, header, words):
+    write_header(checkpoint, header, b"\0" * 4)
+    refuses(checkpoint, *words)
+
+
+def test_an_unsupported_dtype_is_named(checkpoint):
+    checkpoint.write_weights(dtypes={"model.norm.weight": "I32"})
+    refuses(checkpoint, "model.norm.weight has dtype I32", "expected one of F32, F16, BF16", "unquantized")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}', '{"weight_map": 3}'])
+def test_a_corrupt_index_is_named(checkpoint, text):
+    checkpoint.split()
+    (checkpoint.folder / "model.safetensors.index.json").write_text(text)
+    refuses(checkpoint, "model.safetensors.index.json is corrupt", "no weight_map")
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", 3])
+def test_an_index_that_leads_out_of_the_folder_is_refused(checkpoint, file):
+    checkpoint.split()
+    checkpoint.write_index({"model.norm.weight": file})
+    refuses(checkpoint, "model.norm.weight is said to be in", "a file name in the same folder")
+
+
+def test_an_index_that_disagrees_with_its_shards_is_refused(checkpoint):
+    checkpoint.split()
+    index = json.loads((checkpoint.folder / "model.safetensors.index.json").read_text())["weight_map"]
+    checkpoint.write_index({**index, "lm_head.weight": "model-00001-of-00002.safetensors"})
+    refuses(checkpoint, "says that lm_head.weight is in model-00001-of-00002.safetensors, where it is not")
+    checkpoint.write_index({name: file for name, file in index.items() if name != "lm_head.weight"})
+    refuses(checkpoint, "holds lm_head.weight", "does not name")
+
+
+# ------------------------------------------------------------------------------------------------ tensors
+
+
+def test_a_missing_tensor_is_named(checkpoint):
+    del checkpoint.tensors["model.layers.0.mlp.up_proj.weight"]
+    checkpoint.write_weights()
+    refuses(checkpoint, "tensor model.layers.0.mlp.up_proj.weight is missing", "the 12 tensors of a llama decoder")
+
+
+def test_an_untied_checkpoint_needs_its_head(checkpoint):
+    del checkpoint.tensors["lm_head.weight"]
+    checkpoint.write_weights()
+    refuses(checkpoint, "tensor lm_head.weight is missing", "tie_word_embeddings=false")
+
+
+def test_an_unused_tensor_is_named(checkpoint):
+    checkpoint.tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(8, np.float32)
+    checkpoint.write_weights()
+    refuses(checkpoint, "tensor model.layers.0.self_attn.q_proj.bias [8] is unused", "changes the result")
+
+
+def test_a_tensor_of_another_shape_is_named(checkpoint):
+    checkpoint.tensors["model.norm.weight"] = np.zeros(9, np.float32)
+    checkpoint.write_weights()
+    refuses(checkpoint, "model.norm.weight has shape [9]", "config.json asks for [8]")
+
+
+def test_stored_rotary_frequencies_are_ignored(checkpoint):
+    checkpoint.tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(2, np.float32)
+    checkpoint.write_weights()
+    assert "model.layers.0.self_attn.rotary_emb.inv_freq" not in read_checkpoint(checkpoint.folder).tensors
+
+
+def test_a_tied_head_may_be_stored_only_as_the_embedding_itself(checkpoint):
+    checkpoint.set_config(tie_word_embeddings=True)
+    refuses(checkpoint, "lm_head.weight differs from model.embed_tokens.weight", "tie_word_embeddings=false")
+    checkpoint.tensors["lm_head.weight"] = checkpoint.tensors["model.embed_tokens.weight"]
+    checkpoint.write_weights()
+    assert "lm_head.weight" not in read_checkpoint(checkpoint.folder).tensors
+
+
+# ------------------------------------------------------------------------------------------------ generation, identity
+
+
+def write_generation(checkpoint, **values) -> None:
+    (checkpoint.folder / "generation_config.json").write_text(json.dumps(values))
+
+
+def test_generation_defaults_are_taken_over(checkpoint):
+    values = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.0}
+    write_generation(checkpoint, eos_token_id=[3, 4], bos_token_id=5, **values)
+    generation = read_checkpoint(checkpoint.folder).generation
+    assert (generation.eos_token_ids, generation.bos_token_id) == ((3, 4), 5)
+    assert {name: getattr(generation, name) for name in values} == values
+
+
+def test_config_fills_in_what_generation_config_does_not_say(checkpoint):
+    write_generation(checkpoint, temperature=0.5)
+    generation = read_checkpoint(checkpoint.folder).generation
+    assert (generation.eos_token_ids, generation.bos_token_id, generation.top_p) == ((2,), 1, None)
+
+
+def test_a_default_that_is_not_supported_is_noted(checkpoint):
+    write_generation(checkpoint, repetition_penalty=1.1, num_beams=1)
+    assert read_checkpoint(checkpoint.folder).notes == (
+        "generation_config.json: repetition_penalty=1.1 is not supported and was left out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"eos_token_id": 16}, ["eos_token_id=16", "below vocab_size=16"]),
+        ({"eos_token_id": "2"}, ["eos_token_id='2'", "a token id"]),
+        ({"temperature": -1}, ["temperature=-1", "a number from 0"]),
+        ({"top_p": 2}, ["top_p=2", "from 0 to 1"]),
+        ({"top_k": 1.5}, ["top_k=1.5", "whole number"]),
+        ({"do_sample": "yes"}, ["do_sample='yes'", "true or false"]),
+    ],
+)
+def test_a_wrong_generation_default_is_named(checkpoint, values, words):
+    write_generation(checkpoint, **values)
+    refuses(checkpoint, "generation_config.json: ", *words)
+
+
+def test_the_fingerprint_follows_config_headers_and_sizes(checkpoint):
+    first = read_checkpoint(checkpoint.folder).source.fingerprint
+    assert read_checkpoint(checkpoint.folder).source.fingerprint == first
+    checkpoint.set_config(rope_theta=5000.0)
+    second = read_checkpoint(checkpoint.folder).source.fingerprint
+    checkpoint.split()
+    assert len({first, second, read_checkpoint(checkpoint.folder).source.fingerprint}) == 3

@@ -1,0 +1,252 @@
+"""config.json, strictly: real ones are read right, and what is not understood is refused by name."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.errors import CheckpointError
+from llmc.export.config import DecoderConfig, Rope, inverse_frequencies, parameter_shapes
+from llmc.export.families import FAMILIES, read_config
+from llmc.export.keys import Keys
+
+# config.json as published on the Hugging Face hub, and the number of parameters that its model card or index states.
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.43.1",
+    "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+LLAMA32_1B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.45.0",
+    "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+LLAMA2_7B = {
+    "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
+    "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+SMOLLM2_135M = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False,
+    "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+    "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None,
+    "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
+}  # fmt: skip
+REAL = {
+    "Qwen2.5-0.5B-Instruct": (QWEN25_05B, 494_032_768),
+    "Qwen3-0.6B": (QWEN3_06B, 596_049_920),
+    "Llama-3.2-1B": (LLAMA32_1B, 1_235_814_400),
+    "Llama-2-7b": (LLAMA2_7B, 6_738_415_616),
+    "Mistral-7B-v0.1": (MISTRAL_7B, 7_241_732_096),
+    "SmolLM2-135M": (SMOLLM2_135M, 134_515_008),
+}
+
+
+def read(values: dict[str, Any], **changes: Any) -> DecoderConfig:
+    return read_config(Keys({**values, **changes}, "config.json"))
+
+
+def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_configs_give_the_published_number_of_parameters(name):
+    values, parameters = REAL[name]
+    assert sum(int(np.prod(shape)) for shape in parameter_shapes(read(values)).values()) == parameters
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_configs_give_the_frequencies_of_transformers(name):
+    assert_frequencies_equal(REAL[name][0])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 123.0},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 300.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=["default", "linear", "llama3"],
+)
+def test_rope_types_give_the_frequencies_of_transformers(rope):
+    assert_frequencies_equal({**without(LLAMA2_7B, "rope_scaling"), "rope_parameters": rope})
+    assert_frequencies_equal(
+        {**LLAMA2_7B, "rope_theta": rope["rope_theta"], "rope_scaling": without(rope, "rope_theta")}
+    )
+
+
+def assert_frequencies_equal(values: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    reference = LlamaRotaryEmbedding(AutoConfig.for_model(**values)).inv_freq.numpy()
+    found = inverse_frequencies(read(values))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, reference, rtol=FREQUENCY_TOLERANCE)
+
+
+# Both in float32; powers and the smooth blend round differently in the last bits.
+FREQUENCY_TOLERANCE = 1e-6
+
+
+def test_frequency_tolerance_can_fail():
+    config = read(LLAMA32_1B)
+    other = replace(config, rope=replace(config.rope, theta=config.rope.theta * 1.0001))
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(inverse_frequencies(other), inverse_frequencies(config), rtol=FREQUENCY_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_transformers_saves_again_is_read_the_same(name):
+    from transformers import AutoConfig
+
+    values = REAL[name][0]
+    saved = AutoConfig.for_model(**values).to_dict()
+    assert read(saved) == read(values)
+
+
+def test_families_differ_as_published():
+    assert read(QWEN25_05B).qkv_bias and not read(QWEN25_05B).o_bias
+    assert read(QWEN3_06B).qk_norm and read(QWEN3_06B).head_dim == 128
+    assert read(MISTRAL_7B).windows == (4096,) * 32
+    assert read(LLAMA32_1B).rope == Rope(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+    assert read(LLAMA32_1B).eos_token_ids == (128001, 128008, 128009)
+    assert read(LLAMA2_7B, attention_bias=True, mlp_bias=True).o_bias
+
+
+def test_every_family_is_found():
+    for name in FAMILIES:
+        values = {"llama": LLAMA2_7B, "mistral": MISTRAL_7B, "qwen2": QWEN25_05B, "qwen3": QWEN3_06B}[name]
+        assert read(values).model_type == name
+
+
+def test_windows_follow_layer_types_or_the_first_windowed_layer():
+    on = {"use_sliding_window": True, "sliding_window": 128, "num_hidden_layers": 4}
+    assert read(QWEN25_05B, **on, max_window_layers=3).windows == (0, 0, 0, 128)
+    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    assert read(QWEN3_06B, **on, layer_types=types).windows == (128, 0, 0, 128)
+    assert read(QWEN3_06B, layer_types=["full_attention"] * 28).windows == (0,) * 28
+    assert read(MISTRAL_7B, sliding_window=None).windows == (0,) * 32
+
+
+def test_absent_keys_mean_what_transformers_takes_them_for():
+    assert read(without(LLAMA2_7B, "num_key_value_heads")).kv_heads == 32
+    assert read(without(QWEN3_06B, "head_dim")).head_dim == 128
+    assert read(without(LLAMA32_1B, "rope_theta", "rope_scaling")).rope == Rope(10000.0)
+    assert not read(without(LLAMA32_1B, "tie_word_embeddings")).tied_head
+
+
+WRONG_TYPES = ["sliding_attention"] * 24
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    (LLAMA2_7B, {"model_type": "gpt2"}, ["model_type='gpt2'", "expected one of llama, mistral, qwen2, qwen3"]),
+    (LLAMA2_7B, {"model_type": ["llama"]}, ["model_type=['llama']", "expected one of"]),
+    (LLAMA2_7B, {"hidden_act": "gelu"}, ["hidden_act='gelu'", "expected one of silu"]),
+    (LLAMA2_7B, {"attention_multiplier": 0.5}, ["attention_multiplier=0.5", "not known to llmc"]),
+    (LLAMA2_7B, {"pretraining_tp": 2}, ["pretraining_tp=2", "expected 1"]),
+    (LLAMA2_7B, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "expected 1"]),
+    (LLAMA2_7B, {"is_causal": False}, ["is_causal=False", "expected True"]),
+    (LLAMA2_7B, {"quantization_config": {"bits": 4}}, ["quantization_config={'bits': 4}", "unquantized"]),
+    (
+        LLAMA2_7B,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        ["rope_type='yarn'", "default, linear, llama3"],
+    ),
+    (LLAMA2_7B, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["type='dynamic'", "default, linear, llama3"]),
+    (LLAMA2_7B, {"rope_scaling": {"type": "linear"}}, ["rope_scaling: factor is missing", "positive number"]),
+    (LLAMA2_7B, {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, ["rope_scaling: beta=1", "not known"]),
+    (LLAMA2_7B, {"rope_scaling": "linear"}, ["rope_scaling='linear'", "an object"]),
+    (LLAMA2_7B, {"rope_parameters": {"full_attention": {}}}, ["full_attention={}", "not known"]),
+    (
+        LLAMA32_1B,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        ["rope_scaling=", "the same as rope_parameters"],
+    ),
+    (
+        {**LLAMA2_7B, "rope_theta": 10000.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+        ["rope_theta=10000.0", "the same as in rope_parameters (5.0)"],
+    ),
+    (
+        LLAMA32_1B,
+        {"rope_scaling": {**LLAMA32_1B["rope_scaling"], "high_freq_factor": 1.0}},  # type: ignore[dict-item]
+        ["high_freq_factor=1.0", "more than low_freq_factor=1.0"],
+    ),
+    (LLAMA2_7B, {"num_key_value_heads": 5}, ["num_key_value_heads=5", "a divisor of num_attention_heads=32"]),
+    (LLAMA2_7B, {"hidden_size": 4097}, ["head_dim is missing", "whole number"]),
+    (LLAMA2_7B, {"head_dim": 33}, ["head_dim=33", "an even number"]),
+    (LLAMA2_7B, {"num_hidden_layers": 0}, ["num_hidden_layers=0", "at least 1"]),
+    (LLAMA2_7B, {"vocab_size": "32000"}, ["vocab_size='32000'", "whole number"]),
+    (LLAMA2_7B, {"vocab_size": True}, ["vocab_size=True", "whole number"]),
+    (LLAMA2_7B, {"vocab_size": None}, ["vocab_size=None", "whole number"]),
+    (LLAMA2_7B, {"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan", "a positive number"]),
+    (LLAMA2_7B, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings='yes'", "true or false"]),
+    (LLAMA2_7B, {"eos_token_id": 32000}, ["eos_token_id=32000", "below vocab_size=32000"]),
+    (LLAMA2_7B, {"eos_token_id": [1, "2"]}, ["eos_token_id=[1, '2']", "a token id"]),
+    (QWEN25_05B, {"layer_types": WRONG_TYPES}, ["layer_types=", "24 entries", "full_attention"]),
+    (QWEN25_05B, {"layer_types": ["full_attention"]}, ["layer_types=['full_attention']", "24 entries"]),
+    (QWEN25_05B, {"use_sliding_window": 1}, ["use_sliding_window=1", "true or false"]),
+    (QWEN25_05B, {"use_mrope": True}, ["use_mrope=True", "expected False"]),
+    (MISTRAL_7B, {"sliding_window": 0}, ["sliding_window=0", "at least 1"]),
+]
+
+
+@pytest.mark.parametrize(("values", "changes", "words"), REFUSED, ids=[f"{c}"[:50] for _, c, _ in REFUSED])
+def test_what_is_not_understood_is_refused_by_name(values, changes, words):
+    with pytest.raises(CheckpointError) as caught:
+        read(values, **changes)
+    for word in ["config.json: ", *words]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model_type", "hidden_size", "num_hidden_layers", "rms_norm_eps", "vocab_size"])
+def test_a_missing_key_is_named(name):
+    with pytest.raises(CheckpointError, match=rf"config.json: {name} is missing; expected"):
+        read(without(LLAMA2_7B, name))
+
+
+def test_a_missing_window_is_not_guessed():
+    with pytest.raises(CheckpointError, match="sliding_window is missing"):
+        read(without(MISTRAL_7B, "sliding_window"))

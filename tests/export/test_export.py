@@ -1,0 +1,158 @@
+"""The export folder: what lies in it, what it costs, and that a failure leaves nothing behind."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from llmc import __version__
+from llmc.bundle import GRAPH_CONTRACT_VERSION, read_export
+from llmc.errors import CheckpointError, MissingExtraError, ResourceError, UsageError
+from llmc.export import export
+from llmc.export.shards import read_shards
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "export"
+
+
+def test_the_folder_holds_graph_weights_tokenizer_and_manifest(checkpoint, output):
+    (checkpoint.folder / "chat_template.jinja").write_text("{{ messages }}")
+    (checkpoint.folder / "unrelated.txt").write_text("stays behind")
+    report = export(checkpoint.folder, output)
+    names = {"decoder.onnx", "export.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert {path.name for path in output.iterdir()} == names
+    assert report.files == {name: (output / name).stat().st_size for name in names}
+    manifest = read_export(output)
+    assert (manifest.llmc_version, manifest.graph_contract) == (__version__, GRAPH_CONTRACT_VERSION)
+    assert (manifest.geometry, manifest.source) == (report.geometry, report.source)
+    assert manifest.geometry.model_type == "llama"
+
+
+def test_weights_cost_no_disk(checkpoint, output):
+    report = export(checkpoint.folder, output)
+    assert (output / "model.safetensors").samefile(checkpoint.folder / "model.safetensors")
+    assert report.new_bytes == report.files["decoder.onnx"] + report.files["export.json"]
+
+
+def test_shards_keep_their_index(checkpoint, output):
+    checkpoint.split()
+    export(checkpoint.folder, output)
+    assert [shard.path.name for shard in read_shards(output)] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+
+
+def test_weights_are_copied_where_they_cannot_be_linked(checkpoint, output, monkeypatch):
+    def other_file_system(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", other_file_system)
+    report = export(checkpoint.folder, output)
+    copy, original = output / "model.safetensors", checkpoint.folder / "model.safetensors"
+    assert not copy.samefile(original) and copy.read_bytes() == original.read_bytes()
+    assert report.new_bytes == sum(report.files.values())
+
+
+def test_links_are_followed_to_the_weights(checkpoint, output):
+    """Hugging Face's cache keeps files as symbolic links to blobs."""
+    blob = checkpoint.folder.parent / "blob"
+    (checkpoint.folder / "model.safetensors").rename(blob)
+    (checkpoint.folder / "model.safetensors").symlink_to(blob)
+    export(checkpoint.folder, output)
+    assert not (output / "model.safetensors").is_symlink()
+    assert (output / "model.safetensors").samefile(blob)
+
+
+def test_steps_are_told(checkpoint, output):
+    steps: list[str] = []
+    export(checkpoint.folder, output, progress=steps.append)
+    assert steps == [
+        "reading the checkpoint",
+        "linking weights and tokenizer",
+        "exporting the graph",
+        "checking the graph",
+    ]
+
+
+def test_an_existing_folder_is_replaced_only_by_force(checkpoint, output):
+    export(checkpoint.folder, output)
+    (output / "mark").touch()
+    with pytest.raises(UsageError, match="--force"):
+        export(checkpoint.folder, output)
+    assert (output / "mark").exists()
+    export(checkpoint.folder, output, force=True)
+    assert not (output / "mark").exists()
+
+
+def test_a_failed_export_leaves_the_old_one(checkpoint, output):
+    export(checkpoint.folder, output)
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    checkpoint.set_config(hidden_act="gelu")
+    with pytest.raises(CheckpointError, match="hidden_act='gelu'"):
+        export(checkpoint.folder, output, force=True)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    assert set(os.listdir(output.parent)) == {"checkpoint", "export"}
+
+
+@pytest.mark.parametrize("step", ["linking weights and tokenizer", "exporting the graph", "checking the graph"])
+def test_interrupting_leaves_nothing_behind(checkpoint, output, step):
+    def interrupt(current: str) -> None:
+        if current == step:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(checkpoint.folder, output, progress=interrupt)
+    assert os.listdir(output.parent) == ["checkpoint"]
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, output, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("llmc.export.writer.ir.save", full)
+    with pytest.raises(ResourceError, match="the disk is full"):
+        export(checkpoint.folder, output)
+    assert os.listdir(output.parent) == ["checkpoint"]
+
+
+@pytest.mark.parametrize("module", ["torch", "onnx", "onnx_ir", "onnxscript", "safetensors"])
+def test_a_missing_extra_is_one_sentence(checkpoint, output, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"{module} is not installed.*pip install 'llmc\[export\]'"):
+        export(checkpoint.folder, output)
+
+
+def test_importing_the_room_imports_no_heavy_library():
+    code = "import sys, llmc.export; print(sorted({'torch', 'onnx', 'onnx_ir', 'numpy'} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_weights_at_odd_offsets_are_read_right(checkpoint, output, onnxruntime_run):
+    """A header of odd length shifts every tensor off its alignment."""
+    export(checkpoint.folder, output)
+    path = checkpoint.folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    padding = 1 + length % 2
+    path.unlink()
+    path.write_bytes(
+        (length + padding).to_bytes(8, "little") + data[8 : 8 + length] + b" " * padding + data[8 + length :]
+    )
+    shifted = output.parent / "shifted"
+    export(checkpoint.folder, shifted)
+    cache = {f"past_key_values.0.{part}": np.zeros((1, 2, 4, 4), np.float32) for part in ("key", "value")}
+    feeds = {
+        "input_ids": np.array([[3, 7]]),
+        "past_lengths": np.array([0]),
+        "logit_indices": np.array([[0, 1]]),
+        **cache,
+    }
+    for a, b in zip(onnxruntime_run(output)(feeds), onnxruntime_run(shifted)(feeds), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,180 @@
+"""The exported file: contract 1, names that later stages rely on, weights by reference, nothing superfluous."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from safetensors import safe_open
+
+from llmc.bundle import GRAPH_CONTRACT_VERSION, read_export
+from llmc.export.checkpoint import read_checkpoint
+from llmc.export.config import parameter_shapes
+from llmc.export.ops import cached_attention_function
+
+
+@pytest.fixture(scope="session")
+def model(case) -> ir.Model:
+    return ir.load(case.export / "decoder.onnx")
+
+
+def signature(values: list[ir.Value]) -> dict[str, tuple[str, list[int | str]]]:
+    return {
+        value.name: (value.dtype.name, [d if isinstance(d, int) else str(d) for d in value.shape]) for value in values
+    }
+
+
+def test_inputs_and_outputs_are_those_of_the_contract(case, model):
+    geometry = read_export(case.export).geometry
+    cache = ("FLOAT", ["batch", geometry.kv_heads, "capacity", geometry.head_dim])
+    caches = [f"{i}.{part}" for i in range(geometry.layers) for part in ("key", "value")]
+    assert signature(model.graph.inputs) == {
+        "input_ids": ("INT64", ["batch", "sequence"]),
+        "past_lengths": ("INT64", ["batch"]),
+        "logit_indices": ("INT64", ["batch", "outputs"]),
+        **{f"past_key_values.{name}": cache for name in caches},
+    }
+    assert signature(model.graph.outputs) == {
+        "logits": ("FLOAT", ["batch", "outputs", geometry.vocab_size]),
+        **{f"present.{name}": cache for name in caches},
+    }
+    assert list(signature(model.graph.inputs)) == ["input_ids", "past_lengths", "logit_indices"] + [
+        f"past_key_values.{name}" for name in caches
+    ]
+
+
+def test_the_file_says_what_it_is(model):
+    assert model.opset_imports == {"": 24, "llmc": 1}
+    assert model.metadata_props["llmc.graph_contract"] == str(GRAPH_CONTRACT_VERSION)
+    assert model.metadata_props.keys() == {"llmc.graph_contract", "llmc_version", "producer"}
+    assert model.producer_name == "llmc"
+
+
+def test_one_attention_node_per_layer_carries_the_geometry(case, model):
+    geometry = read_export(case.export).geometry
+    attentions = [node for node in model.graph if node.domain == "llmc"]
+    assert [node.name for node in attentions] == [f"model.layers.{i}.self_attn" for i in range(geometry.layers)]
+    for i, node in enumerate(attentions):
+        assert {name: attribute.value for name, attribute in node.attributes.items()} == {
+            "num_heads": geometry.heads,
+            "kv_heads": geometry.kv_heads,
+            "scale": pytest.approx(geometry.head_dim**-0.5),
+            "window": geometry.windows[i],
+        }
+        assert [value.name for value in node.inputs[3:]] == [
+            f"past_key_values.{i}.key",
+            f"past_key_values.{i}.value",
+            "past_lengths",
+            "rotary_emb.inv_freq",
+        ]
+        assert [value.name for value in node.outputs[1:]] == [f"present.{i}.key", f"present.{i}.value"]
+
+
+def test_nodes_are_named_like_the_modules_of_the_checkpoint(case, model):
+    names = [node.name for node in model.graph]
+    modules = {name.removesuffix(".weight") for name in parameter_shapes(read_checkpoint(case.checkpoint).config)}
+    biases = {name for name in parameter_shapes(read_checkpoint(case.checkpoint).config) if name.endswith(".bias")}
+    assert len(names) == len(set(names))
+    assert (modules | biases | {"lm_head", "logit_rows"}) <= set(names)
+    operators = {node.name: node.op_type for node in model.graph}
+    assert operators["model.layers.1.self_attn.q_proj"] == "MatMul"
+    assert operators["model.layers.1.input_layernorm"] == "RMSNormalization"
+    assert operators["model.embed_tokens"] == "Gather"
+    assert {operators[name] for name in biases} <= {"Add"}
+
+
+def test_every_value_has_a_name_a_type_and_a_shape(model):
+    for node in model.graph:
+        if node.op_type == "Constant":
+            continue
+        for value in node.outputs:
+            assert value.name and value.dtype is not None and value.shape is not None, node.name
+
+
+def test_the_graph_can_be_cut_between_layers(case, model):
+    geometry = read_export(case.export).geometry
+    producers = {value.name: node.name for node in model.graph for value in node.outputs}
+    assert producers["hidden.0"].startswith("model.embed_tokens")
+    for i in range(geometry.layers):
+        assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual_1"
+    readers = {node.name: [value.name for value in node.inputs] for node in model.graph}
+    assert readers["model.layers.1.input_layernorm"][0] == "hidden.1"
+    assert readers["logit_rows"][0] == f"hidden.{geometry.layers}"
+
+
+def test_the_head_sees_only_the_rows_that_were_asked_for(model):
+    norm = next(node for node in model.graph if node.name == "model.norm")
+    assert norm.inputs[0].producer().op_type == "GatherND"
+
+
+def test_weights_are_referenced_where_the_checkpoint_keeps_them(case, model):
+    tensors = read_checkpoint(case.checkpoint).tensors
+    external = {
+        name: value.const_value
+        for name, value in model.graph.initializers.items()
+        if isinstance(value.const_value, ir.ExternalTensor)
+    }
+    assert external.keys() == tensors.keys()
+    for name, tensor in external.items():
+        file = case.export / tensor.location
+        assert file.samefile(case.checkpoint / tensor.location)
+        with file.open("rb") as stream:
+            stream.seek(tensor.offset)
+            data = stream.read(tensor.length)
+        assert data == stored_bytes(case.checkpoint / tensors[name].file, name)
+        assert tensor.shape.numpy() == tensors[name].shape
+
+
+def stored_bytes(file, name: str) -> bytes:
+    """The tensor's bytes by the safetensors library, independent of our reading of its header."""
+    import torch
+
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_half_precision_weights_stay_so_and_are_cast_in_the_graph(model):
+    for node in model.graph:
+        if node.op_type == "MatMul":
+            transposed = node.inputs[1].producer()
+            weight = transposed.inputs[0]
+            if not weight.is_initializer():
+                assert weight.producer().op_type == "Cast"
+                weight = weight.producer().inputs[0]
+            assert weight.is_initializer()
+            assert node.outputs[0].dtype == ir.DataType.FLOAT
+
+
+def test_the_file_stays_small_and_keeps_no_trace_of_the_exporter(case, model):
+    assert (case.export / "decoder.onnx").stat().st_size < 40_000
+    assert not any(node.metadata_props or node.doc_string for node in model.graph)
+    assert {node.op_type for node in model.graph} <= {
+        *("Add", "Cast", "CachedAttention", "Constant", "Gather", "GatherND", "MatMul", "Mul", "RMSNormalization"),
+        *("Reshape", "Sigmoid", "Transpose", "Unsqueeze"),
+    }
+
+
+def test_the_attention_function_is_standard_onnx(model):
+    function = cached_attention_function()
+    assert [key[:2] for key in model.functions] == [("llmc", "CachedAttention")]
+    assert {node.domain for node in function.node} == {""}
+    assert {"RotaryEmbedding", "TensorScatter", "Attention"} <= {node.op_type for node in function.node}
+    known = {schema.name for schema in onnx.defs.get_all_schemas() if schema.domain == ""}
+    assert {node.op_type for node in function.node} <= known
+
+
+def test_frequencies_are_the_only_computed_weight(model):
+    inline = {
+        name: value.const_value
+        for name, value in model.graph.initializers.items()
+        if not isinstance(value.const_value, ir.ExternalTensor)
+    }
+    assert {name for name in inline if not name.startswith("shape.")} == {"rotary_emb.inv_freq"}
+    assert inline["rotary_emb.inv_freq"].numpy().dtype == np.float32
+
+
+def test_module_and_parameter_list_agree(case):
+    from llmc.export.decoder import Decoder
+
+    config = read_checkpoint(case.checkpoint).config
+    module = {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
+    assert module == parameter_shapes(config)
