@@ -25,10 +25,10 @@ TOP_LOGITS = 10
 
 def golden_prompts(model: Model, export: Path) -> tuple[tuple[GoldenPrompt, ...], Quality]:
     """Run the golden prompts through the bundle and through the unquantized model."""
-    prompts = [ids[:PROMPT_TOKENS] for text in PROMPTS if (ids := model.tokenizer.encode(text))]
-    new_tokens = min(NEW_TOKENS, model.engine.max_context - PROMPT_TOKENS)
+    prompts = _prompts(model)
+    new_tokens = max(1, min(NEW_TOKENS, model.engine.max_context - PROMPT_TOKENS))
     answers = [
-        model.generate(ids, max_tokens=max(1, new_tokens), temperature=0, ignore_eos=True).token_ids for ids in prompts
+        model.generate(ids, max_tokens=new_tokens, temperature=0, ignore_eos=True).token_ids for ids in prompts
     ]
     # One token less than generated: the logits after the last one belong to no answer.
     sequences = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
@@ -41,6 +41,14 @@ def golden_prompts(model: Model, export: Path) -> tuple[tuple[GoldenPrompt, ...]
         decoded = np.concatenate([got[Phase.PREFILL][: len(prompt)], got[Phase.DECODE][len(prompt) :]])
         cases.append(_case(prompt, answer, decoded, wanted))
     return tuple(cases), _quality(totals)
+
+
+def _prompts(model: Model) -> list[list[int]]:
+    """Token ids of :data:`PROMPTS`; where the tokenizer makes nothing of them, ids spread over the vocabulary."""
+    vocab, length = model.manifest.geometry.vocab_size, min(PROMPT_TOKENS, max(1, model.engine.max_context - 1))
+    encoded = [model.tokenizer.encode(text)[:length] for text in PROMPTS]
+    usable = [ids for ids in encoded if ids and max(ids) < vocab]
+    return usable or [[(start + i * vocab // length) % vocab for i in range(length)] for start in range(len(PROMPTS))]
 
 
 def _case(prompt: list[int], answer: tuple[int, ...], got: NDArray[np.float32], wanted: NDArray[np.float32]) -> GoldenPrompt:

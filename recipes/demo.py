@@ -2,10 +2,11 @@
 
     make demo            # or, where llmc is installed: python recipes/demo.py
 
-The bundles stay in build/demo, to play with: llmc run build/demo/int8 -p "import "
+The bundles stay in build/demo, to play with.
 """
 
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def main() -> None:
     columns = ("bundle", "size", "perplexity", "mean KL", "same choice", "prefill", "decode")
     show.print_table(columns, rows, numbers=True)
     print(f"\nPerplexity over {UNSEEN_TOKENS} tokens that the model was not trained on; the rest is in each manifest.")
-    print(f'Go on with: llmc run {FOLDER}/int8 -p "import "')
+    command = os.path.relpath(Path(sys.prefix) / "bin" / "llmc")
+    print(f'Go on with: {command} run {FOLDER}/int8 -p "import "')
 
 
 def step(name: str, command: str) -> None:
@@ -52,7 +54,7 @@ def bundle_row(precision: str) -> tuple[str, ...]:
     step("build", f"llmc build {FOLDER}/export -o {folder} --{precision}")
     report = build(FOLDER / "export", folder, precision=precision, force=True)
     print(f"{show.size(report.size)} in {report.seconds:.1f} s")
-    step("run", f"llmc run {folder} -p {PROMPT!r} --temperature 0 --max-tokens {NEW_TOKENS}")
+    step("run", f"llmc run {folder} -p ${PROMPT!r} --temperature 0 --max-tokens {NEW_TOKENS}")
     with load(folder) as model:
         stream_completion(model)
         perplexity = unseen_perplexity(model)
@@ -87,4 +89,4 @@ def unseen_perplexity(model: Model) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -293,7 +293,7 @@ def _once(graph: ir.Graph, key: str, make: Callable[[], ir.Value]) -> ir.Value:
 
 
 def _bias(graph: ir.Graph, linear: Linear) -> ir.Value:
-    return constant(graph, f"{linear.name}.bias", linear.bias())
+    return constant(graph, f"{linear.name}.bias.float32", linear.bias())
 
 
 def lower_embedding(graph: ir.Graph, plan: Plan) -> int:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llmc.bundle import Generation
 from llmc.errors import RequestError, UsageError
-from llmc.runtime.sampling import RandomSampler, SamplingParams, make_sampler, uniform
+from llmc.runtime.sampling import RandomSampler, SamplingParams, _Masses, make_sampler, uniform
 
 # transformers works in float32 throughout, with a cumulative sum over the sorted vocabulary.
 PROBABILITY_TOLERANCE = 2e-6
@@ -109,6 +109,17 @@ class TestDraws:
         probabilities = make_sampler(SamplingParams(**{"top_p": 0.9, **wrong}), logits.size).probabilities(logits)
         assert chi_square_deviations(counts, probabilities) > CHI_SQUARE_DEVIATIONS
 
+    @pytest.mark.parametrize(("exponential", "log_base"), [(np.exp, 1.0), (np.exp2, math.log(2))])
+    def test_follow_the_probabilities_with_either_exponential(
+        self, monkeypatch: pytest.MonkeyPatch, exponential: np.ufunc, log_base: float
+    ) -> None:
+        monkeypatch.setattr(_Masses, "_EXPONENTIAL", exponential)
+        monkeypatch.setattr(_Masses, "_LOG_BASE", log_base)
+        logits = random_logits(700)
+        sampler = make_sampler(SamplingParams(temperature=0.7, seed=12), logits.size)
+        counts = draw_counts(sampler, logits, 5000)
+        assert chi_square_deviations(counts, sampler.probabilities(logits)) < CHI_SQUARE_DEVIATIONS
+
     def test_follow_the_probabilities_when_one_token_is_likely_and_the_tail_is_long(self) -> None:
         logits = np.concatenate([np.array([9.0, 8.0, 7.0], np.float32), random_logits(20_000, 0.6)])
         sampler = make_sampler(SamplingParams(temperature=0.9, top_p=0.6, seed=5), logits.size)
@@ -139,10 +150,11 @@ class TestDraws:
         assert {sampler(values, position) for position in range(5)} <= set(allowed.tolist())
 
     @pytest.mark.parametrize("params", SETTINGS, ids=str)
-    def test_find_the_only_finite_logit(self, params: dict[str, Any]) -> None:
+    @pytest.mark.parametrize("token", [0, 777, 999])
+    def test_find_the_only_finite_logit(self, params: dict[str, Any], token: int) -> None:
         logits = np.full(1000, -np.inf, np.float32)
-        logits[777] = -3.0
-        assert make_sampler(SamplingParams(**params), 1000)(logits, 0) == 777
+        logits[token] = -3.0
+        assert make_sampler(SamplingParams(**params), 1000)(logits, 0) == token
 
     @pytest.mark.parametrize("params", SETTINGS, ids=str)
     def test_reach_all_of_many_equal_logits(self, params: dict[str, Any]) -> None:
@@ -251,9 +263,10 @@ class TestSeeds:
 class TestBadLogits:
     @pytest.mark.parametrize("params", [{"temperature": 0}, *SETTINGS], ids=str)
     @pytest.mark.parametrize(("value", "message"), [(math.nan, "hold NaN"), (math.inf, r"hold \+inf")])
-    def test_are_refused_by_name(self, params: dict[str, Any], value: float, message: str) -> None:
+    @pytest.mark.parametrize("token", [123, 999])
+    def test_are_refused_by_name(self, params: dict[str, Any], value: float, message: str, token: int) -> None:
         logits = random_logits(1000)
-        logits[123] = value
+        logits[token] = value
         sampler = make_sampler(SamplingParams(**params), 1000)
         for call in (lambda: sampler(logits, 0), lambda: sampler.probabilities(logits)):
             with pytest.raises(RequestError, match=message):
