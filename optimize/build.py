@@ -210,4 +210,3 @@ def _judge(source: Path, folder: Path, manifest: Manifest, progress: Progress) -
     with load(folder) as model:
         golden, quality = golden_prompts(model, source)
     return replace(manifest, golden=golden, quality=quality)
-

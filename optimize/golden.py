@@ -27,9 +27,7 @@ def golden_prompts(model: Model, export: Path) -> tuple[tuple[GoldenPrompt, ...]
     """Run the golden prompts through the bundle and through the unquantized model."""
     prompts = _prompts(model)
     new_tokens = max(1, min(NEW_TOKENS, model.engine.max_context - PROMPT_TOKENS))
-    answers = [
-        model.generate(ids, max_tokens=new_tokens, temperature=0, ignore_eos=True).token_ids for ids in prompts
-    ]
+    answers = [model.generate(ids, max_tokens=new_tokens, temperature=0, ignore_eos=True).token_ids for ids in prompts]
     # One token less than generated: the logits after the last one belong to no answer.
     sequences = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
     reference = Reference(export).logits(sequences)
@@ -51,7 +49,9 @@ def _prompts(model: Model) -> list[list[int]]:
     return usable or [[(start + i * vocab // length) % vocab for i in range(length)] for start in range(len(PROMPTS))]
 
 
-def _case(prompt: list[int], answer: tuple[int, ...], got: NDArray[np.float32], wanted: NDArray[np.float32]) -> GoldenPrompt:
+def _case(
+    prompt: list[int], answer: tuple[int, ...], got: NDArray[np.float32], wanted: NDArray[np.float32]
+) -> GoldenPrompt:
     after = len(prompt) - 1
     top, reference_top = (_top(logits[after]) for logits in (got, wanted))
     two = np.sort(got[after:], axis=1)[:, -2:]

@@ -64,6 +64,7 @@ def lower(model: ir.Model, target: str, plan: Plan, dump: Path | None = None) ->
             (dump / f"{plan.phase}-{number:02d}-{step.name.replace(' ', '-')}.txt").write_text(str(model.graph))
         if step.times is not None and times != step.times(plan.geometry):
             raise BuildError(
-                f"pass '{step.name}' applied {times} times to the {plan.phase} graph, {step.times(plan.geometry)} expected "
-                f"for {plan.geometry.layers} layers; the export does not follow graph contract {plan.contract}: export again"
+                f"pass '{step.name}' applied {times} times to the {plan.phase} graph, {step.times(plan.geometry)} "
+                f"expected for {plan.geometry.layers} layers; the export does not follow graph contract "
+                f"{plan.contract}: export the checkpoint again"
             )

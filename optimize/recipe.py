@@ -69,7 +69,9 @@ def read_recipe(path: Path) -> Request:
             hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; expected some of {', '.join(known)}"
             raise UsageError(f"{path}: unknown key {key!r}{hint}")
         if type(value) is not known[key]:
-            raise UsageError(f"{path}: {key} is {value!r}, expected {'text' if known[key] is str else 'a whole number'}")
+            raise UsageError(
+                f"{path}: {key} is {value!r}, expected {'text' if known[key] is str else 'a whole number'}"
+            )
     return Request(**data)
 
 
@@ -81,7 +83,9 @@ def resolve(request: Request, target: Capabilities, max_positions: int, name: st
     """
     precision = _one_of("precision", request.precision or "int8", target.precisions)
     split = precision != "fp32"
-    phases = _one_of("phases", request.phases or ("split" if split else "shared"), ("split", "shared") if split else ("shared",))
+    phases = _one_of(
+        "phases", request.phases or ("split" if split else "shared"), ("split", "shared") if split else ("shared",)
+    )
     block = _one_of("block_size", request.block_size or DEFAULT_BLOCK, BLOCKS) if split else 0
     context = _between("max_context", request.max_context or min(max_positions, DEFAULT_CONTEXT), 1, max_positions)
     limits = Limits(

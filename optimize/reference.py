@@ -1,7 +1,7 @@
 """The unquantized model's logits, with weights streamed layer by layer.
 
-The portable decoder is cut at its ``hidden.{i}`` values and each layer runs on its own in ONNX Runtime; the embedding is
-read by rows and the head multiplied in pieces. Peak memory is about one layer in float32, whatever the model's size.
+The portable decoder is cut at its ``hidden.{i}`` values and each layer runs on its own in ONNX Runtime; the embedding
+is read by rows and the head multiplied in pieces. Peak memory is about one layer in float32, whatever the model's size.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import DECODER_FILE, ExportManifest, read_export
 from llmc.optimize.lower.raising import stored
+from llmc.optimize.rewrite import sizes
 from llmc.optimize.weights import pieces, rows_of
 from llmc.runtime.sessions.onnxruntime import LOG_ERRORS_ONLY, import_onnxruntime, translated
 
@@ -33,7 +34,7 @@ class Reference:
         self._table = next(node for node in self._model.graph if node.name == "model.embed_tokens")
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float]:
-        """Logits after every token of each sequence: float32 [len(sequence), V] each, from one pass over the weights."""
+        """Logits after every token of each sequence: float32 [len(sequence), V] each, in one pass over the weights."""
         ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
         for row, sequence in enumerate(sequences):
             ids[row, : len(sequence)] = sequence
@@ -50,7 +51,7 @@ class Reference:
 
     def _project(self, hidden: Float) -> Float:
         weight = stored(self._head.inputs[1])
-        spans = pieces(tuple(weight.shape.numpy()))
+        spans = pieces(sizes(weight))
         return np.concatenate([hidden @ rows_of(weight, *span).T for span in spans], axis=1)
 
     def _run(self, inputs: list[str], output: str, hidden: Float, layer: int | None) -> Float:
@@ -63,12 +64,14 @@ class Reference:
             g = self.manifest.geometry
             feeds["past_lengths"] = np.zeros(batch, np.int64)
             for part in ("key", "value"):
-                feeds[f"past_key_values.{layer}.{part}"] = np.zeros((batch, g.kv_heads, sequence, g.head_dim), np.float32)
+                feeds[f"past_key_values.{layer}.{part}"] = np.zeros(
+                    (batch, g.kv_heads, sequence, g.head_dim), np.float32
+                )
         return self._session(list(feeds), output).run([output], feeds)[0]  # type: ignore[no-any-return]
 
     def _session(self, inputs: list[str], output: str) -> Any:
         graph = ir.convenience.extract(self._model.graph, inputs, [output])
-        part = ir.Model(graph, ir_version=self._model.ir_version, functions=self._model.functions.values())
+        part = ir.Model(graph, ir_version=self._model.ir_version, functions=list(self._model.functions.values()))
         runtime = import_onnxruntime(ORT_MINIMUM)
         options = runtime.SessionOptions()
         options.log_severity_level = LOG_ERRORS_ONLY

@@ -19,12 +19,14 @@ class Emitter:
 
     def __init__(self, anchor: ir.Node, name: str | None = None, main: str = "") -> None:
         assert anchor.graph is not None and anchor.name is not None
-        self.graph: ir.Graph = anchor.graph  # type: ignore[assignment]
+        self.graph: ir.Graph = anchor.graph
         self.anchor = anchor
         self.name = name or anchor.name
         self.main = main
 
-    def many(self, op: str, inputs: list[ir.Value | None], outputs: int, domain: str = "", **attributes: Any) -> list[ir.Value]:
+    def many(
+        self, op: str, inputs: list[ir.Value | None], outputs: int, domain: str = "", **attributes: Any
+    ) -> list[ir.Value]:
         """Insert a node with several outputs."""
         node = ir.node(op, inputs, attributes, domain=domain, num_outputs=outputs)
         node.name = unique(self.graph, self.name if op == self.main else f"{self.name}.{op}")
@@ -54,9 +56,16 @@ def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """The initializer that holds ``tensor``, by its name."""
     assert tensor.name is not None
     if tensor.name not in graph.initializers:
-        value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        value = ir.Value(
+            name=tensor.name, shape=ir.Shape(sizes(tensor)), type=ir.TensorType(tensor.dtype), const_value=tensor
+        )
         graph.register_initializer(value)
     return graph.initializers[tensor.name]
+
+
+def sizes(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    """The tensor's shape as plain integers."""
+    return tuple(int(size) for size in tensor.shape.numpy())
 
 
 def scalar(graph: ir.Graph, value: float | int, dtype: type[np.generic]) -> ir.Value:
@@ -99,6 +108,8 @@ def remove_dead(graph: ir.Graph) -> int:
         if not any(value.uses() or value.is_graph_output() for value in node.outputs):
             graph.remove(node, safe=True)
             removed += 1
-    for name in [name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()]:
+    for name in [
+        name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()
+    ]:
         del graph.initializers[name]
     return removed

@@ -1,4 +1,4 @@
-"""Weights in and out, a piece at a time: checkpoint tensors are read by rows, packed tensors are appended to one file."""
+"""Weights in and out, a piece at a time: checkpoint tensors are read by rows, packed ones appended to one file."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -104,7 +104,9 @@ class WeightFile:
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
         offset = self._file.tell()
         self._file.write(array.data)
-        self._tensors[name] = self._reference(name, offset, array.nbytes, ir.DataType.from_numpy(array.dtype), array.shape)
+        self._tensors[name] = self._reference(
+            name, offset, array.nbytes, ir.DataType.from_numpy(array.dtype), array.shape
+        )
 
     def _reference(
         self, name: str, offset: int, length: int, dtype: ir.DataType, shape: Sequence[int]

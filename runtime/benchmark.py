@@ -128,5 +128,3 @@ def _report(
         python_version=platform.python_version(),
         cpu=cpu_model(),
     )
-
-

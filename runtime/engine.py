@@ -96,6 +96,8 @@ class Engine:
             )
 
 
-def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], indices: Sequence[int] | NDArray[np.int64]) -> Batch:
+def batch(
+    phase: Phase, ids: NDArray[np.int64], past: Sequence[int], indices: Sequence[int] | NDArray[np.int64]
+) -> Batch:
     """One row's call: ``ids`` [1, S] after ``past`` [1] positions, logits at ``indices`` [O]."""
     return Batch(phase, ids, np.asarray(past, np.int64), np.asarray(indices, np.int64)[None])

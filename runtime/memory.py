@@ -20,11 +20,17 @@ def check_load(folder: Path, plan: MemoryPlan, positions: int) -> None:
     if needed <= available:
         return
     spare = available - plan.total(0)
-    fits = f"at most {spare // (plan.cache_per_token + plan.workspace_per_token)} tokens of context fit" if spare > 0 else "not even the weights fit"
+    fits = (
+        f"at most {spare // (plan.cache_per_token + plan.workspace_per_token)} tokens of context fit"
+        if spare > 0
+        else "not even the weights fit"
+    )
+    parts = (plan.weights, plan.cache_per_token * positions, plan.workspace + plan.workspace_per_token * positions)
+    weights, cache, workspace = (part // MB for part in parts)
     raise ResourceError(
-        f"{folder} needs {needed // MB} MB ({plan.weights // MB} weights, {plan.cache_per_token * positions // MB} cache for "
-        f"{positions} tokens, {(plan.workspace + plan.workspace_per_token * positions) // MB} workspace), {available // MB} MB are available; {fits}: "
-        "free memory, lower --max-context or build a smaller precision"
+        f"{folder} needs {needed // MB} MB ({weights} weights, {cache} cache for {positions} tokens, {workspace} "
+        f"workspace), {available // MB} MB are available; {fits}: free memory, lower --max-context or build a smaller "
+        "precision"
     )
 
 

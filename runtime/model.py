@@ -136,7 +136,9 @@ class Model:
     def __enter__(self) -> "Model":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -204,7 +206,9 @@ class Stream:
         params, engine = self._params, self._model.engine
         sampler = make_sampler(params, self._model.manifest.geometry.vocab_size)
         text = TextStream(self._model.tokenizer, params.stop)
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._model.manifest.generation.eos_token_ids))
+        ends = set(params.stop_token_ids) | (
+            set() if params.ignore_eos else set(self._model.manifest.generation.eos_token_ids)
+        )
         emitted: list[str] = []
         reason: Literal["stop", "length"] = "length"
         first = start

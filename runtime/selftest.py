@@ -26,7 +26,9 @@ class VerifyReport:
     largest_difference: float
 
 
-def verify(bundle: str | Path, *, threads: int | None = None, progress: Callable[[str], None] = lambda step: None) -> VerifyReport:
+def verify(
+    bundle: str | Path, *, threads: int | None = None, progress: Callable[[str], None] = lambda step: None
+) -> VerifyReport:
     """Hash every file, load the bundle and replay its golden prompts.
 
     Raises:
@@ -65,7 +67,7 @@ def _first_logits(model: Model, case: GoldenPrompt) -> float:
     if not difference <= LOGIT_TOLERANCE:
         raise BundleError(
             f"{model.folder}: logits differ by {difference:.3g} from those recorded when it was built, at most "
-            f"{LOGIT_TOLERANCE} is expected; this machine computes something else: build the bundle on it, or report this"
+            f"{LOGIT_TOLERANCE} is expected; this machine computes something else: build the bundle on it"
         )
     return difference
 
@@ -77,7 +79,7 @@ def _same_tokens(model: Model, case: GoldenPrompt) -> int:
         if here != there and margin > 2 * LOGIT_TOLERANCE:
             raise BundleError(
                 f"{model.folder}: greedy token {i} of a golden prompt is {here}, {there} was recorded with a lead of "
-                f"{margin:.3g}; this machine computes something else: build the bundle on it, or report this"
+                f"{margin:.3g}; this machine computes something else: build the bundle on it"
             )
         if here != there:
             return i

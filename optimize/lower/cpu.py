@@ -20,6 +20,7 @@ from llmc.optimize.rewrite import (
     nodes_of,
     replace,
     scalar,
+    sizes,
     sole_consumer,
     vector,
 )
@@ -59,7 +60,9 @@ def _linear_before(value: ir.Value | None) -> Linear:
     while node is not None and node.op_type in ("Reshape", "RMSNormalization"):
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
     if node is None or node.op_type != "Linear":
-        raise BuildError(f"{value.name if value else 'attention'}: expected a linear before attention, found {node and node.op_type}")
+        raise BuildError(
+            f"{value.name if value else 'attention'}: expected a linear before attention, found {node and node.op_type}"
+        )
     return Linear.of(node)
 
 
@@ -247,7 +250,11 @@ def _quantize_tokens(linear: Linear, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     largest = emit("Max", high, emit("Neg", low), scalar(graph, SMALLEST_ACTIVATION, np.float32))
     scales = emit("Mul", largest, scalar(graph, 1 / 127, np.float32))
     row_scales = emit("Squeeze", scales, last)
-    zero_points = _once(graph, "activation.zero_points", lambda: emit("Expand", vector(graph, [128], np.uint8), emit("Shape", row_scales)))
+    zero_points = _once(
+        graph,
+        "activation.zero_points",
+        lambda: emit("Expand", vector(graph, [128], np.uint8), emit("Shape", row_scales)),
+    )
     return emit("QuantizeLinear", flat, row_scales, zero_points, axis=0), scales
 
 
@@ -317,9 +324,9 @@ def lower_embedding(graph: ir.Graph, plan: Plan) -> int:
 def _blocked_rows(emit: Emitter, table: tuple[ir.ExternalTensor], grid: Grid, plan: Plan) -> ir.Value:
     """Dequantized rows [B, S, H] of a blocked matrix."""
     packed, scales = blocked(table, grid, plan)
-    hidden = int(table[0].shape[1])
-    weight = initializer(emit.graph, plan.weights.view(packed, packed.shape.numpy()))
-    scale_rows = initializer(emit.graph, plan.weights.view(scales, (*scales.shape.numpy(), 1)))
+    hidden = sizes(table[0])[1]
+    weight = initializer(emit.graph, plan.weights.view(packed, sizes(packed)))
+    scale_rows = initializer(emit.graph, plan.weights.view(scales, (*sizes(scales), 1)))
     groups = emit(
         "GatherBlockQuantized",
         *(weight, emit.anchor.inputs[1], scale_rows),
@@ -357,7 +364,7 @@ def by_column(linear: Linear, grid: Grid) -> tuple[NDArray[np.int8], NDArray[np.
 
 def quantize_matrix(weights: tuple[ir.ExternalTensor, ...], grid: Grid) -> Quantized:
     """Quantize stacked matrices row by row in pieces on all cores; only integers and scales stay in memory."""
-    spans = [(weight, span) for weight in weights for span in pieces(weight.shape.numpy())]
+    spans = [(weight, span) for weight in weights for span in pieces(sizes(weight))]
     parts = list(in_parallel(lambda item: rtn.quantize(rows_of(item[0], *item[1]), grid), spans))
     return Quantized(
         np.concatenate([part.values for part in parts]), np.concatenate([part.scales for part in parts]), grid

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import BuildError
 from llmc.optimize.lower.plan import Plan
-from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace
+from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace, sizes
 from llmc.optimize.weights import rows_of
 
 
@@ -40,7 +40,7 @@ class Linear:
     @property
     def inputs(self) -> int:
         """Input features K."""
-        return int(self.weights[0].shape[1])
+        return sizes(self.weights[0])[1]
 
     @property
     def outputs(self) -> int:
@@ -50,7 +50,7 @@ class Linear:
     @property
     def part_sizes(self) -> list[int]:
         """Output features of each part."""
-        return [int(weight.shape[0]) for weight in self.weights]
+        return [sizes(weight)[0] for weight in self.weights]
 
     def bias(self) -> NDArray[np.float32]:
         """Bias of all parts, float32 [N]."""
@@ -65,7 +65,9 @@ def stored(value: ir.Value | None) -> ir.ExternalTensor:
         node = value.producer() if value is not None else None
     tensor = value.const_value if value is not None else None
     if not isinstance(tensor, ir.ExternalTensor):
-        raise BuildError(f"{value.name if value else 'an input'} is no weight of the checkpoint; export the checkpoint again")
+        raise BuildError(
+            f"{value.name if value else 'an input'} is no weight of the checkpoint; export the checkpoint again"
+        )
     return tensor
 
 

@@ -1,1 +1,1 @@
-"""Weight quantization: a scheme chooses integers and scales; :mod:`.grid` says what they mean and how they are stored."""
+"""Weight quantization: a scheme chooses integers and scales; :mod:`.grid` says what they mean and how to store them."""

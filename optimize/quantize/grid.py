@@ -67,10 +67,10 @@ def pack_blocks(values: NDArray[np.int8], grid: Grid) -> NDArray[np.uint8]:
         Source: com.microsoft.MatMulNBits in ONNX Runtime's operator documentation.
     """
     rows, inputs = values.shape
-    padded = np.full((rows, grid.groups(inputs) * grid.block), -grid.low, np.uint8)
+    padded: NDArray[np.uint8] = np.full((rows, grid.groups(inputs) * grid.block), -grid.low, np.uint8)
     np.add(values, -grid.low, out=padded[:, :inputs], casting="unsafe", dtype=np.int16)
     if grid.bits == 4:
-        padded = padded[:, 0::2] | (padded[:, 1::2] << 4)
+        padded = np.bitwise_or(padded[:, 0::2], np.left_shift(padded[:, 1::2], 4))
     return padded.reshape(rows, grid.groups(inputs), grid.block * grid.bits // 8)
 
 

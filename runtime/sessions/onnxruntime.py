@@ -60,13 +60,12 @@ class OnnxRuntimeSession:
             return
         self._bound.clear()
         g = self._geometry
-        old = self._cache or [None] * (2 * g.layers)
-        # One tensor at a time, so that old and new together exceed the new cache by one layer only.
-        for i, before in enumerate(old):
-            after = np.zeros((rows, g.kv_heads, capacity, g.head_dim), np.float32)
-            if before is not None:
-                after[: before.shape[0], :, : before.shape[2]] = before
-            self._cache[i : i + 1] = [after]
+        empty = np.zeros((0, g.kv_heads, 0, g.head_dim), np.float32)
+        self._cache = self._cache or [empty] * (2 * g.layers)
+        # One tensor at a time, so that old and new together exceed the new cache by one tensor only.
+        for i, before in enumerate(self._cache):
+            self._cache[i] = np.zeros((rows, g.kv_heads, capacity, g.head_dim), np.float32)
+            self._cache[i][: before.shape[0], :, : before.shape[2]] = before
         self._shape = (rows, capacity)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -151,7 +150,8 @@ def import_onnxruntime(minimum: str) -> Any:
     runtime = require("onnxruntime", "cpu")
     if _version(runtime.__version__) < _version(minimum):
         raise BundleError(
-            f"onnxruntime {runtime.__version__} is too old for this bundle, which needs {minimum}: pip install -U onnxruntime"
+            f"onnxruntime {runtime.__version__} is too old for this bundle, which needs {minimum}: "
+            "pip install -U onnxruntime"
         )
     return runtime
 
