@@ -13,6 +13,7 @@ import click
 from llmc.bundle import EXPORT_MANIFEST, refuse_to_overwrite
 from llmc.cli import output as show
 from llmc.cli.options import EXISTING_FILE, EXISTING_FOLDER, debug_option, force_option, json_option, output_option
+from llmc.errors import require
 
 if TYPE_CHECKING:
     from llmc.optimize.build import BuildReport
@@ -52,6 +53,7 @@ def build_command(
 
     A checkpoint is exported on the way.
     """
+    require("onnx_ir", "export")
     from llmc.optimize.build import build
 
     precision = chosen_precision((fp32, int8, int4))

@@ -45,7 +45,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: something is missing, broken or unsupported; the message names it.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; expected a local Hugging Face checkpoint folder")
+        raise CheckpointError(
+            f"{folder} is no folder; expected a local Hugging Face checkpoint folder, as this command makes one: "
+            "hf download OWNER/NAME --local-dir FOLDER"
+        )
     if (folder / bundle.EXPORT_MANIFEST).exists():
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
     config = read_config(Keys(_read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))

@@ -3,7 +3,6 @@
 import platform
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,12 +33,11 @@ from llmc.optimize import recipe as recipes
 from llmc.optimize.golden import golden_prompts
 from llmc.optimize.lower.plan import Form, PerToken, Plan
 from llmc.optimize.passes import lower
+from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.targets import Capabilities, capabilities
 from llmc.optimize.weights import WeightFile
 from llmc.runtime import load
 from llmc.runtime.sessions.onnxruntime import import_onnxruntime
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def build(
     recipe: Path | None = None,
     force: bool = False,
     dump: Path | None = None,
-    progress: Progress = lambda step: None,
+    progress: Progress = silent,
 ) -> BuildReport:
     """Compile an exported decoder for one target and publish the bundle, or publish nothing.
 
@@ -81,7 +79,7 @@ def build(
         recipe: TOML file, see :class:`llmc.optimize.recipe.Request`.
         force: replace an existing bundle.
         dump: folder for the graph's text after each pass.
-        progress: called with the name of each step.
+        progress: called with each step and how far it is.
 
     Raises:
         UsageError: the request is out of range or contradicts itself.
@@ -122,12 +120,10 @@ def _compile(
     weights = WeightFile(folder)
     graphs = {}
     for phase, (body, head) in recipes.forms(recipe).items():
-        progress(f"lowering and quantizing the {phase} graph")
+        done = counted(progress, f"lowering and quantizing the {phase} graph", 5 * geometry.layers + 1)
         model = ir.load(source / DECODER_FILE)
-        lower(model, target.name, Plan(phase, geometry, limits, body, head, weights), dump)
-        model.functions.clear()
-        model.opset_imports["com.microsoft"] = 1
-        model.opset_imports.pop("llmc", None)
+        lower(model, target.name, Plan(phase, geometry, limits, body, head, weights, done), dump)
+        _declare(model, target)
         name = f"{phase if phase != 'shared' else 'decoder'}.onnx"
         ir.save(model, folder / name)
         graphs[phase] = _describe(model.graph, name, body, target)
@@ -135,6 +131,14 @@ def _compile(
     if len(graphs) == 1:
         return dict.fromkeys(("prefill", "decode"), graphs["shared"])
     return graphs
+
+
+def _declare(model: ir.Model, target: Capabilities) -> None:
+    """The lowered graph uses no operator newer than the target's opset, so that older engines load it too."""
+    model.functions.clear()
+    model.opset_imports.clear()
+    model.opset_imports.update({"": target.opset, "com.microsoft": 1})
+    model.ir_version = target.ir_version
 
 
 def _describe(graph: ir.Graph, name: str, body: Form, target: Capabilities) -> Graph:
@@ -205,8 +209,7 @@ def _memory(geometry: Geometry, limits: Limits, graphs: dict[str, Graph]) -> Mem
 
 def _judge(source: Path, folder: Path, manifest: Manifest, progress: Progress) -> Manifest:
     """Load what was built, run the golden prompts, and put their results beside the unquantized model's."""
-    progress("running the golden prompts")
     write_manifest(manifest, folder)
     with load(folder) as model:
-        golden, quality = golden_prompts(model, source)
+        golden, quality = golden_prompts(model, source, progress)
     return replace(manifest, golden=golden, quality=quality)

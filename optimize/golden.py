@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import GoldenPrompt, Quality
+from llmc.optimize.progress import Progress, silent
 from llmc.optimize.quality import Comparison, compare
 from llmc.optimize.reference import Reference
 from llmc.runtime import Model
@@ -23,14 +24,15 @@ NEW_TOKENS = 16
 TOP_LOGITS = 10
 
 
-def golden_prompts(model: Model, export: Path) -> tuple[tuple[GoldenPrompt, ...], Quality]:
+def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> tuple[tuple[GoldenPrompt, ...], Quality]:
     """Run the golden prompts through the bundle and through the unquantized model."""
+    progress("running the golden prompts")
     prompts = _prompts(model)
     new_tokens = max(1, min(NEW_TOKENS, model.engine.max_context - PROMPT_TOKENS))
     answers = [model.generate(ids, max_tokens=new_tokens, temperature=0, ignore_eos=True).token_ids for ids in prompts]
     # One token less than generated: the logits after the last one belong to no answer.
     sequences = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
-    reference = Reference(export).logits(sequences)
+    reference = Reference(export).logits(sequences, progress)
     cases, totals = [], {phase: Comparison() for phase in Phase}
     for prompt, answer, sequence, wanted in zip(prompts, answers, sequences, reference, strict=True):
         got = {phase: model.engine.logits(sequence, phase) for phase in Phase}

@@ -36,7 +36,8 @@ PASSES: dict[str, tuple[Step, ...]] = {
         # Before attention is lowered: it is the CachedAttention node that tells which three linears belong together.
         Step("pack projections", cpu.pack_projections, lambda g: g.layers),
         Step("lower attention", cpu.lower_attention, lambda g: g.layers),
-        Step("inline norm weights", cpu.inline_norm_weights),
+        # 2 per layer and the last; qk-norm adds 2 per layer.
+        Step("lower norms", cpu.lower_norms),
         # The first norm has no residual before it, and the logits are gathered between the last Add and the last norm.
         Step("fuse skip norms", cpu.fuse_skip_norms, lambda g: 2 * g.layers - 1),
         Step("fuse SiLU", cpu.fuse_silu, lambda g: g.layers),

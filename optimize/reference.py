@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from llmc.bundle import DECODER_FILE, ExportManifest, read_export
 from llmc.optimize.lower.raising import stored
+from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.rewrite import sizes
 from llmc.optimize.weights import pieces, rows_of
 from llmc.runtime.sessions.onnxruntime import LOG_ERRORS_ONLY, import_onnxruntime, translated
 
-ORT_MINIMUM = "1.31"
+ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 as the standard means them
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 Float = NDArray[np.float32]
 
@@ -33,14 +34,16 @@ class Reference:
         self._head = next(node for node in self._model.graph if node.name == "lm_head")
         self._table = next(node for node in self._model.graph if node.name == "model.embed_tokens")
 
-    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float]:
+    def logits(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
         """Logits after every token of each sequence: float32 [len(sequence), V] each, in one pass over the weights."""
         ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
         for row, sequence in enumerate(sequences):
             ids[row, : len(sequence)] = sequence
         hidden = self._embed(ids)
+        done = counted(progress, "running the unquantized model layer by layer", self.manifest.geometry.layers)
         for layer in range(self.manifest.geometry.layers):
             hidden = self._run([f"hidden.{layer}"], f"hidden.{layer + 1}", hidden, layer)
+            done()
         normed = self._run([f"hidden.{self.manifest.geometry.layers}"], self._head.inputs[0].name or "", hidden, None)  # type: ignore[union-attr]
         return [self._project(normed[row, : len(sequence)]) for row, sequence in enumerate(sequences)]
 

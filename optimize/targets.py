@@ -16,6 +16,8 @@ class Capabilities:
     name: str
     engine: str
     engine_minimum: str
+    opset: int
+    ir_version: int
     precisions: tuple[str, ...]
     multi_row_prefill: bool
     w8a8_features: dict[str, tuple[str, ...]]
@@ -25,7 +27,9 @@ TARGETS = {
     "cpu": Capabilities(
         name="cpu",
         engine="onnxruntime",
-        engine_minimum="1.31",  # GroupQueryAttention with chunks over shared buffers, 8-bit MatMulNBits
+        engine_minimum="1.23",  # the first with 8-bit MatMulNBits and row gather; the last one for Python 3.10
+        opset=21,
+        ir_version=10,
         precisions=("fp32", "int8", "int4"),
         multi_row_prefill=False,
         # vpmaddubsw saturates at 16 bits; vpdpbusd accumulates in 32. Arm's dot products accumulate in 32 bits always.

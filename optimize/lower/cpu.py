@@ -124,20 +124,23 @@ def _rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, plan: Plan) -> tu
 # ------------------------------------------------------------------------------------------------ norms and activation
 
 
-def inline_norm_weights(graph: ir.Graph, _: Plan) -> int:
-    """Give every norm its weight as a float32 constant of the graph."""
+def lower_norms(graph: ir.Graph, _: Plan) -> int:
+    """RMSNormalization -> SimplifiedLayerNormalization, its twin that older engines know too, weights inline."""
     count = 0
     for norm in nodes_of(graph, "RMSNormalization"):
         tensor = stored(norm.inputs[1])
-        norm.replace_input_with(1, constant(graph, f"{tensor.name}.float32", rows_of(tensor)))
+        weight = constant(graph, f"{tensor.name}.float32", rows_of(tensor))
+        epsilon = norm.attributes["epsilon"].as_float()
+        emit = Emitter(norm, main="SimplifiedLayerNormalization")
+        replace(norm, emit("SimplifiedLayerNormalization", norm.inputs[0], weight, axis=-1, epsilon=epsilon))
         count += 1
     return count
 
 
 def fuse_skip_norms(graph: ir.Graph, _: Plan) -> int:
-    """RMSNormalization(Add(residual, x)) -> SkipSimplifiedLayerNormalization, which also hands on the sum."""
+    """SimplifiedLayerNormalization(Add(residual, x)) -> SkipSimplifiedLayerNormalization; it hands on the sum too."""
     count = 0
-    for norm in nodes_of(graph, "RMSNormalization"):
+    for norm in nodes_of(graph, "SimplifiedLayerNormalization"):
         add = norm.inputs[0].producer() if norm.inputs[0] is not None else None
         if add is None or add.op_type != "Add":
             continue
@@ -187,6 +190,7 @@ def lower_linears(graph: ir.Graph, plan: Plan) -> int:
             case PerToken(grid):
                 output = _per_token_linear(linear, grid, plan, activations)
         replace(node, output)
+        plan.linear_done()
         count += 1
     return count
 

@@ -1,5 +1,6 @@
 """What a lowering is asked to make: the model's shapes, its limits, and how each kind of weight is to be stored."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry, Limits
@@ -31,7 +32,10 @@ Form = Float32 | WeightOnly | PerToken
 
 @dataclass(frozen=True)
 class Plan:
-    """One graph to make. ``head`` is also the form of a tied embedding, so that both share their bytes."""
+    """One graph to make. ``head`` is also the form of a tied embedding, so that both share their bytes.
+
+    ``linear_done`` is called after each linear, for progress.
+    """
 
     phase: str
     geometry: Geometry
@@ -39,6 +43,7 @@ class Plan:
     body: Form
     head: Form
     weights: WeightFile
+    linear_done: Callable[[], None] = lambda: None
     contract: int = GRAPH_CONTRACT_VERSION
 
     @property

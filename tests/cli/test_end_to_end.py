@@ -155,6 +155,15 @@ def test_a_missing_exporter_names_the_pip_command(tiny_checkpoint: Path, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_missing_compiler_names_the_pip_command(tiny_export: Path, tmp_path: Path):
+    code = "import sys; sys.modules['onnx_ir'] = None; from llmc.cli.main import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "build", str(tiny_export), "-o", str(tmp_path / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "pip install 'llmc[export]'" in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
 # --------------------------------------------------------------------------------------------------- a quiet process
 
 

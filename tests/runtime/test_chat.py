@@ -98,7 +98,9 @@ WITH_TOOLS: list[dict[str, Any]] = [
         "role": "assistant",
         "content": None,
         "reasoning": "I should look.",
-        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "n": 1.5}}}],
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "n": 1.5}}}
+        ],
     },
     {"role": "tool", "name": "weather", "content": "<sunny>"},
 ]
@@ -219,7 +221,9 @@ class TestFailingTemplates:
             of(source).render([{"role": "assistant", "content": "a"}])
         assert message in str(caught.value)
 
-    @pytest.mark.parametrize("source", ["{% if %}", "{% for x in messages %}", "{% generation %}", "{% nosuchtag %}", "{{"])
+    @pytest.mark.parametrize(
+        "source", ["{% if %}", "{% for x in messages %}", "{% generation %}", "{% nosuchtag %}", "{{"]
+    )
     def test_that_are_not_valid_are_refused(self, source: str) -> None:
         with pytest.raises(RequestError, match=r"chat template is not valid: .* \(line 1\)"):
             of(source)
@@ -300,7 +304,10 @@ class TestMessages:
             ([{"role": 3, "content": "a"}], r"messages\[0\] has the role 3"),
             ([{"role": "user"}], r"messages\[0\] has the content None"),
             ([*DIALOGUE, {"role": "user", "content": 3}], r"messages\[3\] has the content 3, expected text or a list"),
-            ([{"role": "user", "content": [{"image": b"x"}]}], r"messages\[0\]\.content\[0\]\.image is a bytes, expected"),
+            (
+                [{"role": "user", "content": [{"image": b"x"}]}],
+                r"messages\[0\]\.content\[0\]\.image is a bytes, expected",
+            ),
         ],
     )
     def test_that_are_malformed_are_refused(self, messages: Any, message: str) -> None:

@@ -74,14 +74,18 @@ class TestStream:
     def test_of_broken_utf8_equals_decoding_at_once(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         piece = st.one_of(
             st.text(st.sampled_from("aé北🎉\ufffd "), max_size=3).map(str.encode),
-            st.sampled_from([b"\xf0", b"\x9f", b"\x8e", b"\x89", b"\xe4", b"\xbd", b"\xc3", b"\xff", b"\xed\xa0", b"\xe0\x80"]),
+            st.sampled_from(
+                [b"\xf0", b"\x9f", b"\x8e", b"\x89", b"\xe4", b"\xbd", b"\xc3", b"\xff", b"\xed\xa0", b"\xe0\x80"]
+            ),
         )
         content = b"".join(data.draw(st.lists(piece, max_size=25)))
         assert_equals_decoding_at_once(tokenizer, byte_ids(tokenizer, content))
 
     @settings(max_examples=200, deadline=None)
     @given(data=st.data())
-    def test_with_stop_strings_ends_where_the_first_is_complete(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+    def test_with_stop_strings_ends_where_the_first_is_complete(
+        self, tokenizer: Tokenizer, data: st.DataObject
+    ) -> None:
         letters = st.text(st.sampled_from("ab 🎉"), min_size=1, max_size=4)
         text = data.draw(st.text(st.sampled_from("ab 🎉\n"), max_size=40))
         stops = data.draw(st.lists(letters, max_size=4))
@@ -100,7 +104,10 @@ class TestStream:
     def test_of_long_texts_equals_decoding_at_once(self, tokenizer: Tokenizer) -> None:
         choice = random.Random(0)
         for _ in range(5):
-            text = "".join(choice.choice(["the ", "fox", "  ", "北京", "👩‍👩‍👧‍👦", "🇫🇷", "e\u0301", "\n", "\ufffd"]) for _ in range(300))
+            text = "".join(
+                choice.choice(["the ", "fox", "  ", "北京", "👩‍👩‍👧‍👦", "🇫🇷", "e\u0301", "\n", "\ufffd"])
+                for _ in range(300)
+            )
             assert_equals_decoding_at_once(tokenizer, tokenizer.encode(text))
 
     def test_of_no_tokens_is_empty(self, tokenizer: Tokenizer) -> None:

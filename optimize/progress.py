@@ -1,0 +1,22 @@
+"""How long work tells how far it is."""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Called with a step in a few words, and with the share of it that is done (0 ... 1) where that is known."""
+
+    def __call__(self, step: str, fraction: float | None = None, /) -> None: ...
+
+
+def silent(step: str, fraction: float | None = None, /) -> None:
+    """A progress that nobody watches."""
+
+
+def counted(progress: Progress, step: str, total: int) -> Callable[[], None]:
+    """A function to call after each of ``total`` parts of a step."""
+    done = count(1)
+    progress(step, 0.0)
+    return lambda: progress(step, next(done) / total)
