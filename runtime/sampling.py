@@ -335,16 +335,17 @@ def _fast_exponential() -> tuple[np.ufunc, float]:
 class _Masses:
     """Unnormalised probabilities of a vocabulary, with the sums that make drawing and removing cheap.
 
-    Tokens lie in a grid [slabs, rows, columns], so that sums run along contiguous columns: a block is one column of one
-    slab, ``rows`` tokens that lie ``columns`` apart. The grid's last few places are padding and stay 0.
+    Tokens lie in a grid [slabs, rows, columns], in which sums add up whole rows, fast. A draw finds first a column (all
+    tokens that lie a multiple of ``columns`` apart), then a place in it; slabs let a removal stop early. The grid's last
+    places are padding and stay 0.
     """
 
     _SLABS, _ROWS = 8, 32
     _EXPONENTIAL, _LOG_BASE = _fast_exponential()
-    # Natural logarithms between which float32 holds weights without losing digits, and without the slow path that
-    # vector exponentials take where they underflow.
-    _LOWEST = -87.0
+    # Weights need no common factor if their total lies between these: float32 then holds all that matters.
     _TOTALS = (2.0**-60, 2.0**120)
+    # Natural logarithms outside of which vector exponentials fall back to slow code, or overflow.
+    _LOGARITHMS = (-87.0, 83.0)
 
     def __init__(self, vocab_size: int) -> None:
         columns = -(-vocab_size // (self._SLABS * self._ROWS))
@@ -371,7 +372,7 @@ class _Masses:
         """
         scale = _inverse(temperature)
         with np.errstate(over="ignore", invalid="ignore"):
-            if float(logits.min()) * scale > self._LOWEST:
+            if self._look_moderate(logits, scale):
                 np.multiply(logits, np.float32(scale / self._LOG_BASE), out=self._flat)
                 self._EXPONENTIAL(self._flat, out=self._flat)
                 self._sum()
@@ -383,6 +384,13 @@ class _Masses:
             np.multiply(self._flat, np.float32(scale), out=self._flat)
             np.exp(self._flat, out=self._flat)
             self._sum()
+
+    def _look_moderate(self, logits: Logits, scale: float) -> bool:
+        """Guess cheaply whether no common factor is needed; a wrong guess costs time and nothing else."""
+        lowest, highest = self._LOGARITHMS
+        if not float(logits[::61].min()) * scale > lowest:
+            return False
+        return scale < 2.0 or float(logits.max()) * scale < highest
 
     def pick(self, first: float, second: float) -> tuple[int, np.float32]:
         """A token drawn in proportion to its weight, and the weight; two uniform numbers find its column and row."""

@@ -53,8 +53,10 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` with which ``stop`` begins."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return len(text) - start if start >= 0 else 0
 
 
 class _IncrementalDecoder:

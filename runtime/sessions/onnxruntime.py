@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import BundleError, LlmcError, ResourceError, require
+from llmc.errors import BundleError, LlmcError, RequestError, ResourceError, require
 from llmc.runtime.machine import cpu_features
 from llmc.runtime.sessions.base import Batch, Phase
 
@@ -35,6 +35,7 @@ class OnnxRuntimeSession:
     def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
         self._runtime = import_onnxruntime(manifest.target.engine_minimum)
         self._geometry = manifest.geometry
+        self._limits = manifest.limits
         self._multi_row_prefill = all(graph.multi_row_prefill for graph in manifest.graphs.values())
         names = usable_graphs(manifest)
         files = {file: self._open(folder / file, threads) for file in sorted(set(names.values()))}
@@ -54,7 +55,16 @@ class OnnxRuntimeSession:
         return self._shape[1]
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Grow the cache to at least ``rows`` x ``capacity``; contents are kept, bindings are made anew."""
+        """Grow the cache to at least ``rows`` x ``capacity``; contents are kept, bindings are made anew.
+
+        Raises:
+            RequestError: more than the bundle was built for.
+        """
+        if rows > self._limits.max_batch or capacity > self._limits.max_context:
+            raise RequestError(
+                f"a cache of {rows} rows x {capacity} positions is asked for, the bundle was built for "
+                f"{self._limits.max_batch} x {self._limits.max_context}; build with a larger --max-batch or --max-context"
+            )
         rows, capacity = max(rows, self._shape[0]), max(capacity, self._shape[1])
         if (rows, capacity) == self._shape:
             return

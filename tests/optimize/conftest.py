@@ -1,0 +1,194 @@
+"""Random tiny exports of every family, taken through the passes step by step, and run in ONNX Runtime."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
+from llmc.optimize.lower.plan import Float32, Form, PerToken, Plan, WeightOnly
+from llmc.optimize.passes import PASSES
+from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.weights import WeightFile
+
+CAPACITY = 24
+TOKENS = 20
+
+
+def import_file(name: str, path: Path) -> ModuleType:
+    """Test folders are no packages, so a module of another one is loaded by its path."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+random_checkpoints = import_file("llmc_random_checkpoints", Path(__file__).parents[1] / "export" / "conftest.py")
+Case = random_checkpoints.Case
+CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The machine may be shared, and the models are tiny."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """A random checkpoint by its name, with its export and its logits by transformers; each is made once."""
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in made:
+            made[name] = random_checkpoints.make_case(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session", params=CASES)
+def case(request: pytest.FixtureRequest, exported: Callable[[str], Any]) -> Any:
+    """Each of the random checkpoints in turn."""
+    return exported(request.param)
+
+
+@pytest.fixture(scope="session")
+def ids() -> list[int]:
+    """Tokens to feed, more than any sliding window of the random checkpoints."""
+    return np.random.default_rng(1).integers(0, 96, TOKENS).tolist()
+
+
+class Lowering:
+    """One export on its way through the passes of the CPU."""
+
+    def __init__(self, export: Path, folder: Path, body: Form, head: Form) -> None:
+        self.folder = folder
+        self.model = ir.load(export / DECODER_FILE)
+        self.geometry = read_export(export).geometry
+        self.weights = WeightFile(folder)
+        limits = Limits(max_context=CAPACITY, max_batch=1, prefill_chunk=CAPACITY)
+        self.plan = Plan("prefill", self.geometry, limits, body, head, self.weights)
+        self._steps = list(PASSES["cpu"])
+
+    @property
+    def graph(self) -> ir.Graph:
+        return self.model.graph
+
+    def node(self, name: str) -> ir.Node:
+        return next(node for node in self.graph if node.name == name)
+
+    def nodes(self, op_type: str) -> list[ir.Node]:
+        return [node for node in self.graph if node.op_type == op_type]
+
+    def before(self, name: str) -> "Lowering":
+        """Run the passes that come before the one called ``name``."""
+        while self._steps[0].name != name:
+            self._steps.pop(0).run(self.graph, self.plan)
+        return self
+
+    def apply(self, name: str) -> int:
+        """Run the passes up to the one called ``name`` and return how often that applied."""
+        self.before(name)
+        return self._steps.pop(0).run(self.graph, self.plan)
+
+    def save(self, without: Collection[str] = ()) -> Path:
+        """Run the remaining passes except ``without`` and write the graph."""
+        assert not set(without) - {step.name for step in self._steps}
+        while self._steps:
+            step = self._steps.pop(0)
+            if step.name not in without:
+                step.run(self.graph, self.plan)
+        return self.write()
+
+    def write(self) -> Path:
+        self.weights.close()
+        self.model.opset_imports["com.microsoft"] = 1
+        ir.save(self.model, self.folder / DECODER_FILE)
+        return self.folder
+
+
+@pytest.fixture
+def lowering(tmp_path: Path) -> Callable[..., Lowering]:
+    """Starts the lowering of an export; int8 with a scale per token has a head of 8 bits in blocks of 32."""
+    started: list[Lowering] = []
+
+    def start(export: Path, body: Form | None = None, head: Form | None = None) -> Lowering:
+        body = body or Float32()
+        folder = tmp_path / f"lowering-{len(started)}"
+        folder.mkdir()
+        head = head or (WeightOnly(Grid(8, 32)) if isinstance(body, PerToken) else body)
+        started.append(Lowering(export, folder, body, head))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.weights.close()
+
+
+class Decoder:
+    """A decoder graph in ONNX Runtime, fed as a runtime would, with one row of cache."""
+
+    def __init__(self, folder: Path, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.session = open_session(folder / DECODER_FILE)
+
+    def __call__(self, ids: Sequence[int], pieces: Sequence[int] | None = None) -> np.ndarray:
+        """Logits [S, V] after every token, fed in ``pieces`` (default: in one)."""
+        g, outputs, position = self.geometry, [], 0
+        names = [f"past_key_values.{layer}.{part}" for layer in range(g.layers) for part in ("key", "value")]
+        cache = {name: np.zeros((1, g.kv_heads, CAPACITY, g.head_dim), np.float32) for name in names}
+        for size in pieces or [len(ids)]:
+            feeds = {
+                "input_ids": np.array([ids[position : position + size]], np.int64),
+                "past_lengths": np.array([position], np.int64),
+                "logit_indices": np.arange(size)[None],
+            }
+            logits, *presents = self.session.run(None, feeds | cache)
+            cache = dict(zip(cache, presents, strict=True))
+            outputs.append(logits[0])
+            position += size
+        return np.concatenate(outputs)
+
+
+def open_session(model: Path | bytes) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture(scope="session")
+def session() -> Callable[[Path | bytes], Any]:
+    """Opens a model in ONNX Runtime with one thread."""
+    return open_session
+
+
+@pytest.fixture(scope="session")
+def decoder() -> type[Decoder]:
+    """Opens the decoder of a folder in ONNX Runtime with one thread."""
+    return Decoder
+
+
+@pytest.fixture(scope="session")
+def portable_logits(ids: list[int]) -> Callable[[Any], np.ndarray]:
+    """Logits of a case's portable graph for all ``ids`` in one piece."""
+    made: dict[str, np.ndarray] = {}
+
+    def get(case: Any) -> np.ndarray:
+        if case.name not in made:
+            made[case.name] = Decoder(case.export, read_export(case.export).geometry)(ids)
+        return made[case.name]
+
+    return get
