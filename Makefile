@@ -1,4 +1,4 @@
-# Needs Python 3.10-3.13 with venv, and make. `make demo` and `make test` set up everything else in .venv.
+# Needs Python 3.11-3.13 with venv, and make. `make demo` and `make test` set up everything else in .venv.
 PYTHON ?= python3
 VENV ?= .venv
 # On x86 Linux a bare `pip install torch` brings gigabytes of CUDA packages that llmc does not use. Offer pip the CPU

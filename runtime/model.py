@@ -88,7 +88,7 @@ class Model:
 
         Raises:
             RequestError: the prompt is empty or too long, or is not valid text.
-            UsageError: a sampling value is unknown or out of range.
+            UsageError: a sampling value is unknown or out of range, or the prompt is bytes.
         """
         return self.stream(prompt, **sampling).finish()
 
@@ -96,6 +96,8 @@ class Model:
         """Like :meth:`generate`, as an iterator of text; its ``result`` is there once the iterator is used up."""
         self._check_open()
         params = SamplingParams.from_defaults(self.manifest.generation, **sampling)
+        if isinstance(prompt, bytes | bytearray):
+            raise UsageError("the prompt is bytes, expected text or token ids; decode it first")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.engine.check_prompt(ids, params.max_tokens)
         return Stream(self, ids, params)

@@ -4,7 +4,8 @@ The steps run in the order of transformers and vLLM: temperature, top-k, top-p, 
 
 * *Exact.* No step is approximated. Arithmetic is float32 over the vocabulary, with sums carried on in float64: a
   token's probability is right to about 1e-5 of itself, and only a token whose distance from the edge of the nucleus is
-  below about 1e-6 of the total mass may fall on the other side of it. Equally probable tokens stay or go together.
+  below about 1e-6 of the total mass may fall on the other side of it. Tokens equally probable, to what float32 can
+  tell, stay or go together.
 * *Reproducible.* Randomness is a function of (seed, position, draw), not a stream, so a request's tokens do not depend
   on the batch it shares nor on how its steps are grouped. (Other CPUs and numpy versions round otherwise.)
 * *Fast.* Sorting 150,000 logits takes 10 ms. Top-k needs a sort of a few candidates only, top-p none at all: see
@@ -222,11 +223,11 @@ class RandomSampler:
     *With top-k*: the k-th largest of many block maxima bounds the k-th largest logit from below, which leaves few
     candidates; they are sorted, and everything else is exact and easy.
 
-    *Without*: a token is drawn from the whole distribution by inverse CDF over block sums, then inside the block. It is
+    *Without*: a token is drawn from the whole distribution by inverse CDF over sums, then inside the sum drawn. It is
     kept if it belongs to the nucleus, that is if the mass of the tokens no more probable than it exceeds 1 - top_p;
     otherwise those tokens are removed and another is drawn. Drawing again what was rejected leaves the renormalised
     nucleus, exactly, and each round removes half of the excess on average. (The method of FlashInfer's sorting-free
-    kernels, https://flashinfer.ai/2025/03/10/sampling.html, on blocks instead of threads.)
+    kernels, https://flashinfer.ai/2025/03/10/sampling.html, with array operations for threads.)
     """
 
     seed: int
@@ -335,9 +336,9 @@ def _fast_exponential() -> tuple[np.ufunc, float]:
 class _Masses:
     """Unnormalised probabilities of a vocabulary, with the sums that make drawing and removing cheap.
 
-    Tokens lie in a grid [slabs, rows, columns], in which sums add up whole rows, fast. A draw finds first a column (all
-    tokens that lie a multiple of ``columns`` apart), then a place in it; slabs let a removal stop early. The grid's last
-    places are padding and stay 0.
+    Tokens lie in a grid [slabs, rows, columns], in which sums add up whole rows, fast. A draw first finds a column,
+    that is all tokens some multiple of ``columns`` apart, then a place in it. Slabs let a removal stop early. The last
+    places of the grid are padding and stay 0.
     """
 
     _SLABS, _ROWS = 8, 32

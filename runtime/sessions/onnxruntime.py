@@ -24,8 +24,12 @@ from llmc.runtime.sessions.base import Batch, Phase
 
 log = logging.getLogger(__name__)
 
-# Two graphs take turns on the same cores: the idle one must not spin, or it steals half of the machine.
-SESSION_CONFIG = {"session.force_spinning_stop": "1"}
+SESSION_CONFIG = {
+    # Two graphs take turns on the same cores: the idle one must not spin, or it steals half of the machine.
+    "session.force_spinning_stop": "1",
+    # Work is handed out in shrinking blocks, so a thread that a neighbour slows down does not hold up the others.
+    "session.dynamic_block_base": "4",
+}
 LOG_ERRORS_ONLY = 3
 
 

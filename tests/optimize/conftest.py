@@ -15,10 +15,13 @@ from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
 from llmc.optimize.lower.plan import Float32, Form, PerToken, Plan, WeightOnly
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.rewrite import remove_dead
+from llmc.optimize.targets import capabilities
 from llmc.optimize.weights import WeightFile
 
 CAPACITY = 24
 TOKENS = 20
+Cache = dict[str, np.ndarray]
 
 
 def import_file(name: str, path: Path) -> ModuleType:
@@ -97,9 +100,11 @@ class Lowering:
         return self
 
     def apply(self, name: str) -> int:
-        """Run the passes up to the one called ``name`` and return how often that applied."""
+        """Run the passes up to the one called ``name``, clear dead nodes away, return how often it applied."""
         self.before(name)
-        return self._steps.pop(0).run(self.graph, self.plan)
+        times = self._steps.pop(0).run(self.graph, self.plan)
+        remove_dead(self.graph)
+        return times
 
     def save(self, without: Collection[str] = ()) -> Path:
         """Run the remaining passes except ``without`` and write the graph."""
@@ -112,7 +117,11 @@ class Lowering:
 
     def write(self) -> Path:
         self.weights.close()
-        self.model.opset_imports["com.microsoft"] = 1
+        target = capabilities("cpu")
+        self.model.functions.clear()
+        self.model.opset_imports.clear()
+        self.model.opset_imports.update({"": target.opset, "com.microsoft": 1})
+        self.model.ir_version = target.ir_version
         ir.save(self.model, self.folder / DECODER_FILE)
         return self.folder
 
@@ -136,25 +145,33 @@ def lowering(tmp_path: Path) -> Callable[..., Lowering]:
 
 
 class Decoder:
-    """A decoder graph in ONNX Runtime, fed as a runtime would, with one row of cache."""
+    """A decoder graph in ONNX Runtime, fed as a runtime would, and a cache for it."""
 
     def __init__(self, folder: Path, geometry: Geometry) -> None:
         self.geometry = geometry
         self.session = open_session(folder / DECODER_FILE)
 
-    def __call__(self, ids: Sequence[int], pieces: Sequence[int] | None = None) -> np.ndarray:
-        """Logits [S, V] after every token, fed in ``pieces`` (default: in one)."""
-        g, outputs, position = self.geometry, [], 0
+    def empty_cache(self) -> Cache:
+        """A cache of one row that holds nothing yet."""
+        g = self.geometry
         names = [f"past_key_values.{layer}.{part}" for layer in range(g.layers) for part in ("key", "value")]
-        cache = {name: np.zeros((1, g.kv_heads, CAPACITY, g.head_dim), np.float32) for name in names}
+        return {name: np.zeros((1, g.kv_heads, CAPACITY, g.head_dim), np.float32) for name in names}
+
+    def run(self, ids: Sequence[Sequence[int]], past: Sequence[int], cache: Cache) -> tuple[np.ndarray, Cache]:
+        """Logits [B, S, V] after every one of the new tokens [B, S], and the cache with them in it."""
+        feeds = {
+            "input_ids": np.array(ids, np.int64),
+            "past_lengths": np.array(past, np.int64),
+            "logit_indices": np.tile(np.arange(len(ids[0])), (len(ids), 1)),
+        }
+        logits, *presents = self.session.run(None, feeds | cache)
+        return logits, dict(zip(cache, presents, strict=True))
+
+    def __call__(self, ids: Sequence[int], pieces: Sequence[int] | None = None) -> np.ndarray:
+        """Logits [S, V] after every token of one row, fed in ``pieces`` (default: in one)."""
+        cache, outputs, position = self.empty_cache(), [], 0
         for size in pieces or [len(ids)]:
-            feeds = {
-                "input_ids": np.array([ids[position : position + size]], np.int64),
-                "past_lengths": np.array([position], np.int64),
-                "logit_indices": np.arange(size)[None],
-            }
-            logits, *presents = self.session.run(None, feeds | cache)
-            cache = dict(zip(cache, presents, strict=True))
+            logits, cache = self.run([ids[position : position + size]], [position], cache)
             outputs.append(logits[0])
             position += size
         return np.concatenate(outputs)

@@ -1,0 +1,196 @@
+"""Weights are read by rows in any precision, refused when broken, and written once, page by page."""
+
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmc.errors import BuildError, CheckpointError
+from llmc.optimize import weights
+from llmc.optimize.weights import ALIGNMENT, WeightFile, in_parallel, pieces, rows_of
+
+DTYPES = {
+    "float32": (ir.DataType.FLOAT, np.float32),
+    "float16": (ir.DataType.FLOAT16, np.float16),
+    "bfloat16": (ir.DataType.BFLOAT16, ml_dtypes.bfloat16),
+}
+HEADER = 24  # bytes before the tensor in its file
+
+
+def stored(folder: Path, array: np.ndarray, dtype: ir.DataType) -> ir.ExternalTensor:
+    """An array in a file, behind a header and in front of other bytes."""
+    (folder / "shard").write_bytes(b"h" * HEADER + array.tobytes() + b"t" * 10)
+    return ir.ExternalTensor(
+        "shard", HEADER, array.nbytes, dtype, shape=ir.Shape(array.shape), name="layer.weight", base_dir=folder
+    )
+
+
+def matrix(rows: int = 7, inputs: int = 5) -> np.ndarray:
+    return np.random.default_rng(0).normal(0, 1, (rows, inputs)).astype(np.float32)
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize(("dtype", "numpy_dtype"), DTYPES.values(), ids=DTYPES)
+def test_rows_are_the_exact_values_as_float32(tmp_path, dtype, numpy_dtype):
+    array = matrix().astype(numpy_dtype)
+    tensor = stored(tmp_path, array, dtype)
+    for span in [(), (0, 7), (2, 5), (6, 7), (6, 100), (3, 3)]:
+        rows = rows_of(tensor, *span)
+        assert rows.dtype == np.float32
+        np.testing.assert_array_equal(rows, array.astype(np.float32)[slice(*span) if span else slice(None)])
+
+
+@pytest.mark.parametrize(("dtype", "numpy_dtype"), DTYPES.values(), ids=DTYPES)
+def test_a_vector_is_read_by_its_values(tmp_path, dtype, numpy_dtype):
+    array = matrix()[0].astype(numpy_dtype)
+    np.testing.assert_array_equal(rows_of(stored(tmp_path, array, dtype)), array.astype(np.float32))
+
+
+def test_the_smallest_and_largest_weights_survive(tmp_path):
+    info = ml_dtypes.finfo(ml_dtypes.bfloat16)
+    array = np.array([[info.max, info.min, info.smallest_subnormal, -0.0]], ml_dtypes.bfloat16)
+    rows = rows_of(stored(tmp_path, array, ir.DataType.BFLOAT16))
+    assert rows.tobytes() == array.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("dtype", "numpy_dtype"), DTYPES.values(), ids=DTYPES)
+def test_a_weight_that_is_no_number_is_refused_by_name(tmp_path, dtype, numpy_dtype, broken):
+    array = matrix()
+    array[4, 2] = broken
+    tensor = stored(tmp_path, array.astype(numpy_dtype), dtype)
+    with pytest.raises(
+        CheckpointError, match=r"shard: layer\.weight holds NaN or infinite weights between rows 3 and 6"
+    ):
+        rows_of(tensor, 3, 6)
+    assert np.isfinite(rows_of(tensor, 0, 4)).all()
+
+
+def test_a_file_that_ends_early_is_refused_by_name(tmp_path):
+    tensor = stored(tmp_path, matrix(), ir.DataType.FLOAT)
+    with (tmp_path / "shard").open("r+b") as file:
+        file.truncate(HEADER + 7 * 5 * 4 - 1)
+    with pytest.raises(
+        CheckpointError, match=r"shard: ends inside layer\.weight; the file is truncated, copy it again"
+    ):
+        rows_of(tensor)
+    assert rows_of(tensor, 0, 6).shape == (6, 5)
+
+
+def test_another_type_of_weight_is_refused(tmp_path):
+    tensor = stored(tmp_path, matrix().astype(np.float64), ir.DataType.DOUBLE)
+    with pytest.raises(
+        BuildError, match="weights of type DOUBLE cannot be compiled; expected FLOAT, FLOAT16 or BFLOAT16"
+    ):
+        rows_of(tensor)
+
+
+# --------------------------------------------------------------------------------------------------------------- pieces
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1000, 1000), (3, 1 << 20), (70_001, 16), (5,), (1 << 19,)], ids=str)
+def test_pieces_cover_every_row_once_and_stay_small(shape):
+    spans = list(pieces(shape))
+    assert [row for start, stop in spans for row in range(start, stop)] == list(range(shape[0]))
+    width = shape[1] if len(shape) > 1 else 1
+    assert all((stop - start) * width <= max(weights.PIECE, width) for start, stop in spans)
+
+
+def test_parallel_work_comes_back_in_order():
+    late = threading.Event()
+
+    def work(number: int) -> int:
+        if number == 0:
+            late.wait(0.05)
+        return number * number
+
+    assert list(in_parallel(work, range(100))) == [number * number for number in range(100)]
+
+
+def test_parallel_work_hands_an_error_on():
+    def work(number: int) -> int:
+        if number == 3:
+            raise CheckpointError("broken")
+        return number
+
+    with pytest.raises(CheckpointError, match="broken"):
+        list(in_parallel(work, range(50)))
+
+
+def test_parallel_work_holds_few_results_at_a_time(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    started = []
+    results = in_parallel(lambda number: started.append(number) or number, range(1000))
+    for _ in range(10):
+        next(results)
+    assert len(started) <= 10 + 2 * 2 + 1
+    results.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A weight file in an empty folder."""
+    with closing(WeightFile(tmp_path)) as opened:
+        yield opened
+
+
+def written(tensor: ir.ExternalTensor) -> bytes:
+    content = (Path(tensor.base_dir) / tensor.location).read_bytes()
+    return content[tensor.offset : tensor.offset + tensor.length]
+
+
+def test_every_tensor_begins_on_a_page(file):
+    arrays = [np.arange(n, dtype=np.float32) for n in (1, 1024, 1025, 7)]
+    tensors = [file.add([f"t{n}"], lambda array=array: [array])[0] for n, array in enumerate(arrays)]
+    file.close()
+    assert [tensor.offset for tensor in tensors] == [0, 4096, 8192, 16384]
+    assert [tensor.offset % ALIGNMENT for tensor in tensors] == [0] * 4
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert written(tensor) == array.tobytes()
+        np.testing.assert_array_equal(tensor.numpy(), array)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.float32])
+def test_a_transposed_array_is_written_row_by_row(file, dtype):
+    array = np.arange(12).astype(dtype).reshape(3, 4).T
+    [tensor] = file.add(["t"], lambda: [array])
+    file.close()
+    assert written(tensor) == np.ascontiguousarray(array).tobytes()
+    assert (tensor.dtype.numpy(), tuple(tensor.shape)) == (dtype, (4, 3))
+
+
+def test_a_name_is_computed_and_written_once(file):
+    calls = []
+
+    def make() -> list[np.ndarray]:
+        calls.append(1)
+        return [np.ones((2, 3), np.uint8), np.ones(2, np.float32)]
+
+    first, second = file.add(("w", "w.scales"), make), file.add(("w", "w.scales"), make)
+    assert len(calls) == 1
+    assert [tensor.offset for tensor in first] == [tensor.offset for tensor in second] == [0, 4096]
+    file.close()
+    assert (file.folder / "weights.bin").stat().st_size == 4096 + 8
+
+
+def test_a_view_is_the_same_bytes_in_another_shape(file):
+    [tensor] = file.add(["w"], lambda: [np.arange(12, dtype=np.float32).reshape(3, 4)])
+    view = file.view(tensor, (3, 4, 1))
+    file.close()
+    assert (view.offset, view.length, tuple(view.shape)) == (tensor.offset, tensor.length, (3, 4, 1))
+    assert view.name != tensor.name
+    np.testing.assert_array_equal(view.numpy()[..., 0], tensor.numpy())
+
+
+def test_other_arrays_than_promised_are_a_bug(file):
+    with pytest.raises(ValueError, match="zip"):
+        file.add(["one", "two"], lambda: [np.ones(1)])

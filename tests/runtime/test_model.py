@@ -1,0 +1,217 @@
+"""One request from prompt to result.
+
+What ends it and what text it gives is tested with a session that says what it is told to.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.bundle import Manifest
+from llmc.errors import RequestError, UsageError
+from llmc.runtime import Model, load
+from llmc.runtime.engine import Engine
+from llmc.runtime.sampling import GreedySampler, SamplingParams
+from llmc.runtime.sessions import Batch, Phase
+from llmc.runtime.tokenizer import Tokenizer
+
+TEXT = "def naïve(x):\n    return '🎉 日本' + x\n"
+EOS = 2
+PROMPT = "import os\n"
+
+
+class Scripted:
+    """A session that answers every prompt with the same tokens, and remembers the prompts."""
+
+    engine_version = "0"
+    capacity = 512
+
+    def __init__(self, script: Sequence[int]) -> None:
+        self.script = list(script)
+        self.prompts: list[list[int]] = []
+        self.steps = 0
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        raise AssertionError("there is room for everything")
+
+    def run(self, batch: Batch) -> np.ndarray:
+        if batch.phase is Phase.PREFILL:
+            self.prompts.append(batch.input_ids[0].tolist())
+            self.steps = 0
+        else:
+            self.steps += 1
+        logits = np.zeros((1, 1, 4096), np.float32)
+        logits[0, 0, self.script[self.steps % len(self.script)]] = 1000
+        return logits
+
+    def close(self) -> None:
+        raise AssertionError("nobody asked for it")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_checkpoint)
+
+
+@pytest.fixture
+def scripted(tiny_checkpoint: Path, manifest: Manifest, tokenizer: Tokenizer) -> Callable[..., Model]:
+    """Makes a model that says ``text``, then ``more`` tokens; ``defaults`` change the generation defaults."""
+
+    def make(text: str = TEXT, more: Sequence[int] = (), **defaults: Any) -> Model:
+        generation = replace(manifest.generation, **{"eos_token_ids": (0, EOS), **defaults})
+        here = replace(manifest, geometry=replace(manifest.geometry, vocab_size=4096), generation=generation)
+        session = Scripted([*tokenizer.encode(text), *more])
+        return Model(tiny_checkpoint, here, tokenizer, Engine(session, here, 512, 512), 1)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> Iterator[Model]:
+    """The real thing, on one thread."""
+    with load(tiny_bundle, threads=1) as model:
+        yield model
+
+
+# ------------------------------------------------------------------------------------------------------ text and ends
+
+
+def test_deltas_concatenate_to_the_text(scripted: Callable[..., Model], tokenizer: Tokenizer):
+    ids = tokenizer.encode(TEXT)
+    stream = scripted().stream(PROMPT, max_tokens=len(ids))
+    deltas = list(stream)
+    assert len(deltas) > 1
+    assert "".join(deltas) == stream.result.text == TEXT
+    assert list(stream.result.token_ids) == stream.token_ids == ids
+
+
+def test_a_request_ends_at_max_tokens_and_computes_no_more(scripted: Callable[..., Model], tokenizer: Tokenizer):
+    model = scripted()
+    result = model.generate(PROMPT, max_tokens=5)
+    assert (result.finish_reason, len(result.token_ids), model.engine.session.steps) == ("length", 5, 4)
+    assert result.text == tokenizer.decode(result.token_ids)
+    prompt_tokens = len(tokenizer.encode(PROMPT))
+    assert (result.usage.prompt_tokens, result.usage.total_tokens) == (prompt_tokens, prompt_tokens + 5)
+
+
+def test_timings_count_the_first_token_apart(scripted: Callable[..., Model]):
+    timings = scripted().generate(PROMPT, max_tokens=5).timings
+    assert (timings.decode_tokens, timings.ttft_s > 0, timings.decode_s > 0) == (4, True, True)
+    assert timings.tpot_s == timings.decode_s / 4 == 1 / timings.decode_tokens_per_s
+    single = scripted().generate(PROMPT, max_tokens=1).timings
+    assert (single.decode_tokens, single.tpot_s, single.decode_tokens_per_s) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("eos", [0, EOS])
+def test_end_of_sequence_ends_the_request_without_text(scripted: Callable[..., Model], eos: int):
+    result = scripted(TEXT, [eos]).generate(PROMPT)
+    assert (result.text, result.finish_reason, result.token_ids[-1]) == (TEXT, "stop", eos)
+
+
+def test_end_of_sequence_can_be_ignored(scripted: Callable[..., Model], tokenizer: Tokenizer):
+    length = 2 * len(tokenizer.encode(TEXT)) + 1
+    result = scripted(TEXT, [EOS]).generate(PROMPT, max_tokens=length, ignore_eos=True)
+    assert (result.text, result.finish_reason) == (TEXT * 2, "length")
+
+
+def test_a_stop_token_ends_the_request_without_its_text(scripted: Callable[..., Model], tokenizer: Tokenizer):
+    ids = tokenizer.encode(TEXT)
+    result = scripted().generate(PROMPT, stop_token_ids=[ids[6]])
+    assert (result.text, result.finish_reason) == (tokenizer.decode(ids[:6]), "stop")
+    assert list(result.token_ids) == ids[:7]
+
+
+@pytest.mark.parametrize("stop", ["\n", "):", " return '", "🎉 日", "本", "naïve(x):\n  "])
+def test_nothing_of_a_stop_string_is_ever_streamed(scripted: Callable[..., Model], stop: str):
+    stream = scripted().stream(PROMPT, stop=["not there", stop])
+    want = TEXT[: TEXT.index(stop)]
+    streamed = ""
+    for delta in stream:
+        streamed += delta
+        assert want.startswith(streamed)
+    assert (streamed, stream.result.text, stream.result.finish_reason) == (want, want, "stop")
+
+
+def test_a_stop_string_ends_the_computation(scripted: Callable[..., Model], tokenizer: Tokenizer):
+    model = scripted()
+    model.generate(PROMPT, stop="naïve")
+    assert model.engine.session.steps < len(tokenizer.encode("def naïve(x"))
+
+
+def test_a_result_before_the_end_is_refused(scripted: Callable[..., Model]):
+    stream = scripted().stream(PROMPT, max_tokens=20)
+    with pytest.raises(RequestError, match="not used up"):
+        _ = stream.result
+    next(stream)
+    with pytest.raises(RequestError, match="not used up"):
+        _ = stream.result
+    stream.close()
+    with pytest.raises(RequestError, match="not used up"):
+        stream.finish()
+
+
+# ------------------------------------------------------------------------------------------------ sampling parameters
+
+
+def test_the_checkpoint_decides_whether_to_sample(scripted: Callable[..., Model]):
+    assert scripted(do_sample=False).generate(PROMPT, max_tokens=2).seed is None
+    assert scripted(do_sample=True).generate(PROMPT, max_tokens=2).seed is not None
+    assert scripted(do_sample=True).generate(PROMPT, max_tokens=2, temperature=0).seed is None
+
+
+def test_the_checkpoint_and_the_caller_fill_the_sampling_parameters(
+    scripted: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[SamplingParams] = []
+    monkeypatch.setattr("llmc.runtime.model.make_sampler", lambda params, _: seen.append(params) or GreedySampler())
+    scripted(do_sample=True, temperature=0.7, top_k=50, min_p=None).generate(PROMPT, max_tokens=3, top_k=7, stop="x")
+    assert seen == [SamplingParams(max_tokens=3, temperature=0.7, top_k=7, stop=("x",))]
+
+
+def test_a_misspelt_parameter_is_refused_with_the_nearest(scripted: Callable[..., Model]):
+    with pytest.raises(UsageError, match="unknown sampling parameter 'temprature'; did you mean temperature"):
+        scripted().generate(PROMPT, temprature=0)
+
+
+def test_greedy_text_is_the_same_every_time(model: Model):
+    assert len({model.generate(PROMPT, max_tokens=12, temperature=0).token_ids for _ in range(3)}) == 1
+
+
+def test_a_seed_repeats_its_tokens_and_another_gives_others(model: Model):
+    first, again, other = (model.generate(PROMPT, max_tokens=24, temperature=2.0, seed=seed) for seed in (5, 5, 6))
+    assert first.token_ids == again.token_ids != other.token_ids
+    unseeded = model.generate(PROMPT, max_tokens=24, temperature=2.0)
+    assert model.generate(PROMPT, max_tokens=24, temperature=2.0, seed=unseeded.seed).token_ids == unseeded.token_ids
+
+
+# ------------------------------------------------------------------------------------------------------------ prompts
+
+
+def test_text_tokens_and_arrays_are_the_same_prompt(model: Model):
+    ids = model.tokenizer.encode(PROMPT)
+    prompts = (PROMPT, ids, tuple(ids), np.array(ids), np.array(ids, np.int32))
+    assert len({model.generate(p, max_tokens=8, temperature=1.5, seed=1).token_ids for p in prompts}) == 1
+
+
+def test_undecodable_text_is_refused(model: Model):
+    with pytest.raises(RequestError, match=r"lone surrogate U\+DCFF, .* convert the input to UTF-8"):
+        model.generate("a\udcff", max_tokens=1)
+
+
+def test_chat_feeds_what_the_template_writes(scripted: Callable[..., Model], tokenizer: Tokenizer):
+    model = scripted(TEXT, [EOS])
+    messages = [{"role": "user", "content": "Hello"}]
+    assert model.chat(messages).text == "".join(model.stream_chat(messages)) == TEXT
+    text = model.chat_template.render(messages, add_generation_prompt=True)
+    assert model.engine.session.prompts == [tokenizer.encode(text, add_special_tokens=False)] * 2
+
+
+def test_chat_without_a_template_is_refused(scripted: Callable[..., Model], tmp_path: Path):
+    model = scripted()
+    model.folder = tmp_path
+    with pytest.raises(RequestError, match="chat template"):
+        model.chat([{"role": "user", "content": "Hello"}])

@@ -1,0 +1,155 @@
+"""Verification finds what was changed or is computed otherwise, and forgives what another CPU rounds otherwise."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.bundle import GoldenPrompt, file_entries, read_bundle, write_manifest
+from llmc.errors import BundleError, UsageError
+from llmc.runtime import Model, load
+from llmc.runtime.selftest import LOGIT_TOLERANCE, replay, verify
+
+BEYOND = 1.2 * LOGIT_TOLERANCE
+WITHIN = 0.8 * LOGIT_TOLERANCE
+
+
+@pytest.fixture
+def copied_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
+
+
+@pytest.fixture
+def model(tiny_bundle: Path) -> Iterator[Model]:
+    with load(tiny_bundle, threads=1) as model:
+        yield model
+
+
+def record(model: Model, **changes: Any) -> GoldenPrompt:
+    """Pretend that the bundle recorded something else for its first golden prompt."""
+    case = replace(model.manifest.golden[0], **changes)
+    model.manifest = replace(model.manifest, golden=(case, *model.manifest.golden[1:]))
+    return case
+
+
+def other_token(case: GoldenPrompt, at: int) -> tuple[int, ...]:
+    return (*case.tokens[:at], case.tokens[at] + 1, *case.tokens[at + 1 :])
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_sound_bundle_is_reported_with_what_was_checked(tiny_bundle: Path):
+    manifest, steps = read_bundle(tiny_bundle), []
+    report = verify(tiny_bundle, threads=1, progress=steps.append)
+    tokens = sum(len(case.tokens) for case in manifest.golden)
+    assert (report.files, report.prompts, report.tokens) == (len(manifest.files), len(manifest.golden), tokens)
+    assert 0 < report.equal_tokens <= tokens
+    assert 0 <= report.largest_difference <= LOGIT_TOLERANCE
+    assert steps == [
+        *(f"hashed {name}" for name in manifest.files),
+        *(f"golden prompt {i} of {report.prompts}" for i in range(1, report.prompts + 1)),
+    ]
+
+
+@pytest.mark.parametrize("file", ["weights.bin", "prefill.onnx", "tokenizer.json"])
+def test_one_changed_bit_anywhere_is_found(copied_bundle: Path, file: str):
+    path = copied_bundle / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=rf"{file} is corrupt \(its SHA-256 changed\); build the bundle again"):
+        verify(copied_bundle)
+
+
+@pytest.mark.parametrize("file", ["prefill.onnx", "decode.onnx"])
+def test_loading_refuses_a_graph_of_the_right_size_but_other_content(copied_bundle: Path, file: str):
+    path = copied_bundle / file
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(BundleError, match=f"{file}: loading failed in ONNX Runtime: "):
+        load(copied_bundle)
+
+
+def test_threads_out_of_range_are_refused(tiny_bundle: Path):
+    with pytest.raises(UsageError, match="threads is 0"):
+        verify(tiny_bundle, threads=0)
+
+
+# ------------------------------------------------------------------------------------------------------------- logits
+
+
+def test_wrong_weights_whose_hash_is_right_are_found_by_the_logits(copied_bundle: Path):
+    """The planted error: were the tolerance too wide, this would pass."""
+    weights = copied_bundle / "weights.bin"
+    content = bytearray(weights.read_bytes())
+    quarter = len(content) // 4
+    content[quarter : 2 * quarter] = bytes(quarter)
+    weights.write_bytes(content)
+    manifest = read_bundle(copied_bundle)
+    write_manifest(
+        replace(manifest, files=manifest.files | file_entries(copied_bundle, ["weights.bin"])), copied_bundle
+    )
+    with pytest.raises(BundleError, match=r"logits differ by .* at most 0\.25 is expected; .*: build the bundle on it"):
+        verify(copied_bundle, threads=1)
+
+
+def test_logits_within_the_tolerance_pass_and_the_largest_difference_is_reported(model: Model):
+    first, *rest = model.manifest.golden[0].top_logits
+    record(model, top_logits=(first - WITHIN, *rest))
+    assert replay(model).largest_difference == pytest.approx(WITHIN, abs=0.05)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("error", [BEYOND, -BEYOND])
+def test_one_logit_beyond_the_tolerance_fails(model: Model, place: int, error: float):
+    logits = list(model.manifest.golden[0].top_logits)
+    logits[place] += error
+    record(model, top_logits=tuple(logits))
+    with pytest.raises(BundleError, match=r"logits differ by 0\.\d+ from those recorded"):
+        replay(model)
+
+
+def test_logits_that_are_no_numbers_fail(model: Model, monkeypatch: pytest.MonkeyPatch):
+    vocab = model.manifest.geometry.vocab_size
+    monkeypatch.setattr(model.engine, "prefill", lambda prompt: np.full((1, 1, vocab), np.nan, np.float32))
+    with pytest.raises(BundleError, match="logits differ by nan"):
+        replay(model)
+
+
+# ------------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_another_token_where_the_first_choice_led_clearly_fails(model: Model):
+    case = record(model, margins=(9.0,) * len(model.manifest.golden[0].margins))
+    record(model, tokens=other_token(case, 3))
+    with pytest.raises(
+        BundleError, match=rf"greedy token 3 .* is {case.tokens[3]}, {case.tokens[3] + 1} .* lead of 9;"
+    ):
+        replay(model)
+
+
+def test_another_token_at_a_near_tie_passes_and_what_follows_is_not_judged(model: Model):
+    margins = list((9.0,) * len(model.manifest.golden[0].margins))
+    margins[3] = 1.9 * LOGIT_TOLERANCE  # both choices may be off by the tolerance, one up and one down
+    case = record(model, margins=tuple(margins))
+    everything = replay(model).tokens
+    case = record(model, tokens=other_token(case, 3))
+    record(model, tokens=other_token(case, 7))
+    assert replay(model).equal_tokens == everything - (len(case.tokens) - 3)
+
+
+def test_a_lead_just_beyond_both_tolerances_is_no_tie(model: Model):
+    case = record(model, margins=(2.1 * LOGIT_TOLERANCE,) * len(model.manifest.golden[0].margins))
+    record(model, tokens=other_token(case, 0))
+    with pytest.raises(BundleError, match=r"greedy token 0 .* build the bundle on it"):
+        replay(model)
+
+
+def test_a_bundle_without_golden_prompts_is_not_called_sound(model: Model):
+    model.manifest = replace(model.manifest, golden=())
+    with pytest.raises(BundleError, match="no golden prompts; build the bundle again"):
+        replay(model)

@@ -1,0 +1,300 @@
+"""ONNX Runtime behind the seam: rows, bindings, fallbacks, and every way in which it refuses."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llmc.bundle import Graph, Manifest, read_bundle
+from llmc.errors import BundleError, MissingExtraError, RequestError, ResourceError
+from llmc.runtime import load
+from llmc.runtime.engine import batch
+from llmc.runtime.sessions import Batch, Phase, Session, open_session
+from llmc.runtime.sessions import onnxruntime as module
+from llmc.runtime.sessions.onnxruntime import _Binding, import_onnxruntime, usable_graphs
+
+# Largest difference of logits between a row of a batch and the same row alone, in standard deviations of the logits.
+# MatMulNBits adds the products of two rows at once in another order than those of one; where that moves an activation
+# over a rounding edge of int8, logits move by about 0.01 deviations. In float32 nothing amplifies it.
+ROW_TOLERANCE = {"int8": 0.1, "fp32": 1e-4}
+ROWS = 3
+GENERATOR = np.random.default_rng(0)
+PROMPTS = [GENERATOR.integers(3, 4096, length).tolist() for length in (5, 260, 37)]
+ANSWERS = [GENERATOR.integers(3, 4096, 6).tolist() for _ in PROMPTS]
+
+
+@pytest.fixture(scope="session")
+def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from llmc.optimize.build import build
+
+    return build(tiny_export, tmp_path_factory.mktemp("session") / "fp32", precision="fp32").output
+
+
+@pytest.fixture(scope="module", params=["tiny_bundle", "fp32_bundle"])
+def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Session, Manifest]]:
+    """A session with room for three rows, in both precisions."""
+    folder = request.getfixturevalue(request.param)
+    manifest = with_rows(read_bundle(folder))
+    session = open_session(folder, manifest, 1)
+    session.reserve(ROWS, 512)
+    yield session, manifest
+    session.close()
+
+
+@pytest.fixture
+def session(tiny_bundle: Path) -> Iterator[Session]:
+    """A fresh int8 session with room for three rows."""
+    session = open_session(tiny_bundle, with_rows(read_bundle(tiny_bundle)), 1)
+    session.reserve(ROWS, 256)
+    yield session
+    session.close()
+
+
+@pytest.fixture
+def binds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the arrays that are bound from now on."""
+    names: list[str] = []
+    bind = _Binding._bind
+
+    def spy(target: Callable[..., None], name: str, array: np.ndarray) -> None:
+        names.append(name)
+        bind(target, name, array)
+
+    monkeypatch.setattr(_Binding, "_bind", staticmethod(spy))
+    return names
+
+
+def with_rows(manifest: Manifest) -> Manifest:
+    """The graphs do not know how many rows the cache has; only the limit does."""
+    return replace(manifest, limits=replace(manifest.limits, max_batch=ROWS))
+
+
+def prefill(session: Session, prompt: list[int], row: int = 0) -> np.ndarray:
+    call = batch(Phase.PREFILL, np.array([prompt]), [0], [len(prompt) - 1])
+    return session.run(replace(call, first_row=row))[0, 0].copy()
+
+
+def decode(session: Session, tokens: list[int], past: list[int], first_row: int = 0) -> np.ndarray:
+    ids, zeros = np.array(tokens, np.int64)[:, None], np.zeros((len(tokens), 1), np.int64)
+    return session.run(Batch(Phase.DECODE, ids, np.array(past, np.int64), zeros, first_row))[:, 0].copy()
+
+
+def together(session: Session, mixed_up: bool = False) -> np.ndarray:
+    """Logits [row, step, V] of all prompts in their own rows, then decoded as one ragged batch."""
+    steps = [[prefill(session, prompt, row) for row, prompt in enumerate(PROMPTS)]]
+    for i in range(len(ANSWERS[0])):
+        past = [len(prompt) + i for prompt in PROMPTS]
+        past = past[::-1] if mixed_up else past
+        steps.append(decode(session, [answer[i] for answer in ANSWERS], past))
+    return np.array(steps).transpose(1, 0, 2)
+
+
+def one_by_one(session: Session) -> np.ndarray:
+    """The same, each prompt alone in row 0."""
+    rows = []
+    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
+        rows.append([prefill(session, prompt)])
+        rows[-1] += [decode(session, [token], [len(prompt) + i])[0] for i, token in enumerate(answer)]
+    return np.array(rows)
+
+
+def deviation(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(found - wanted).max() / wanted.std())
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_a_ragged_batch_equals_its_rows_one_by_one(opened: tuple[Session, Manifest]):
+    session, manifest = opened
+    found, wanted = together(session), one_by_one(session)
+    assert np.array_equal(found[:, 0], wanted[:, 0])  # each prompt was fed alone, to its row
+    assert deviation(found, wanted) <= ROW_TOLERANCE[manifest.recipe.precision]
+
+
+def test_the_tolerance_for_rows_notices_lengths_that_are_mixed_up(opened: tuple[Session, Manifest]):
+    session, manifest = opened
+    assert deviation(together(session, mixed_up=True), one_by_one(session)) > ROW_TOLERANCE[manifest.recipe.precision]
+
+
+def test_padded_prompts_in_one_call_equal_each_in_its_row(opened: tuple[Session, Manifest]):
+    session, _ = opened
+    longest = max(map(len, PROMPTS))
+    ids = np.array([[*prompt, *[9] * (longest - len(prompt))] for prompt in PROMPTS])
+    last = np.array([[len(prompt) - 1] for prompt in PROMPTS])
+    at_once = session.run(Batch(Phase.PREFILL, ids, np.zeros(ROWS, np.int64), last))[:, 0]
+    steps = decode(session, [answer[0] for answer in ANSWERS], list(map(len, PROMPTS)))
+    alone = np.array([prefill(session, prompt, row) for row, prompt in enumerate(PROMPTS)])
+    assert np.array_equal(at_once, alone)
+    assert np.array_equal(steps, decode(session, [answer[0] for answer in ANSWERS], list(map(len, PROMPTS))))
+
+
+def test_a_row_does_not_touch_its_neighbours(session: Session):
+    for row, prompt in enumerate((PROMPTS[0], PROMPTS[2], PROMPTS[0])):
+        prefill(session, prompt, row)
+    want = decode(session, [7], [len(PROMPTS[2])], first_row=1)
+    for row in (0, 2):
+        prefill(session, PROMPTS[2][:20], row)
+    assert np.array_equal(decode(session, [7], [len(PROMPTS[2])], first_row=1), want)
+
+
+def test_a_prefill_may_ask_for_no_logits(session: Session):
+    head = session.run(batch(Phase.PREFILL, np.array([PROMPTS[2][:30]]), [0], []))
+    assert head.shape == (1, 0, 4096)
+    rest = session.run(batch(Phase.PREFILL, np.array([PROMPTS[2][30:]]), [30], [6]))[0, 0].copy()
+    assert np.array_equal(rest, prefill(session, PROMPTS[2]))
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(4, 256), (1, 2049)])
+def test_more_than_the_bundle_was_built_for_is_refused_with_the_numbers(session: Session, rows: int, capacity: int):
+    with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 3 x 2048"):
+        session.reserve(rows, capacity)
+
+
+def test_reserving_less_changes_nothing(session: Session):
+    session.reserve(1, 100)
+    assert session.capacity == 256
+    session.reserve(1, 300)
+    assert session.capacity == 300
+    prefill(session, PROMPTS[0], row=2)
+
+
+# ----------------------------------------------------------------------------------------------------------- bindings
+
+
+def test_nothing_is_bound_again_from_step_to_step(session: Session, binds: list[str]):
+    prefill(session, PROMPTS[0])
+    decode(session, [5], [5])
+    assert len(binds) == 2 * len(set(binds))  # once for each of the two shapes of call
+    assert {"input_ids", "past_lengths", "logit_indices", "logits", "present.0.key"} < set(binds)
+    binds.clear()
+    for position in range(6, 30):
+        decode(session, [5], [position])
+    assert binds == []
+    prefill(session, PROMPTS[2])
+    binds.clear()
+    decode(session, [5], [37])
+    assert binds == []
+
+
+def test_logits_are_written_into_the_same_memory_at_every_step(session: Session):
+    prefill(session, PROMPTS[0])
+    first, second = (session.run(batch(Phase.DECODE, np.array([[token]]), [5], [0])) for token in (5, 6))
+    assert np.shares_memory(first, second)
+
+
+def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[str]):
+    prefill(session, PROMPTS[2], row=1)
+    want = decode(session, [7], [37], first_row=1)
+    binds.clear()
+    session.reserve(ROWS, 512)
+    assert np.array_equal(decode(session, [7], [37], first_row=1), want)
+    assert len(binds) == len(set(binds)) > 4
+
+
+# --------------------------------------------------------------------------------------------------- what a CPU lacks
+
+
+def test_without_its_cpu_features_prefill_runs_on_the_decode_graph(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    manifest = read_bundle(tiny_bundle)
+    wanting = replace(manifest.graphs["prefill"], cpu_features=("vnni",))  # on Arm the builder asks for nothing
+    manifest = replace(manifest, graphs=manifest.graphs | {"prefill": wanting})
+    monkeypatch.setattr(module, "cpu_features", frozenset)
+    with caplog.at_level(logging.WARNING):
+        session = open_session(tiny_bundle, manifest, 1)
+    assert "lacks vnni: the prefill graph is not used" in caplog.text
+    session.reserve(1, 256)
+    ids = np.array([PROMPTS[2]])
+    found = session.run(batch(Phase.PREFILL, ids, [0], [36])).copy()
+    assert np.array_equal(found, session.run(batch(Phase.DECODE, ids, [0], [36])))
+    session.close()
+
+
+def graph(file: str, *features: str) -> Graph:
+    return Graph(file, 1, 1, features, False)
+
+
+def test_each_phase_uses_its_graph_where_the_cpu_can_run_it(manifest: Manifest, monkeypatch: pytest.MonkeyPatch):
+    graphs = {"prefill": graph("p.onnx", "vnni"), "decode": graph("d.onnx")}
+    monkeypatch.setattr(module, "cpu_features", lambda: frozenset({"vnni", "more"}))
+    assert usable_graphs(replace(manifest, graphs=graphs)) == {Phase.PREFILL: "p.onnx", Phase.DECODE: "d.onnx"}
+    monkeypatch.setattr(module, "cpu_features", frozenset)
+    assert usable_graphs(replace(manifest, graphs=graphs)) == {Phase.PREFILL: "d.onnx", Phase.DECODE: "d.onnx"}
+
+
+def test_a_bundle_without_a_usable_graph_is_refused(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "cpu_features", frozenset)
+    graphs = {"prefill": graph("p", "vnni"), "decode": graph("d", "amx")}
+    with pytest.raises(BundleError, match="this CPU lacks amx, vnni; build the bundle for it"):
+        open_session(tiny_bundle, replace(read_bundle(tiny_bundle), graphs=graphs), 1)
+
+
+# ----------------------------------------------------------------------------------------------- refusals and the end
+
+
+@pytest.mark.parametrize("version", ["1.22.2", "0.99.0", "1.9.1"])
+def test_an_engine_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str):
+    monkeypatch.setattr(module, "require", lambda *names: SimpleNamespace(__version__=version))
+    with pytest.raises(BundleError, match=f"{version} is too old .* needs 1.23: pip install -U onnxruntime"):
+        import_onnxruntime("1.23")
+
+
+@pytest.mark.parametrize("version", ["1.23.0", "1.24.0.dev20260101", "2.0.0", "1.100.1"])
+def test_an_engine_that_is_new_enough_is_taken(monkeypatch: pytest.MonkeyPatch, version: str):
+    monkeypatch.setattr(module, "require", lambda *names: SimpleNamespace(__version__=version))
+    assert import_onnxruntime("1.23").__version__ == version
+
+
+def test_a_missing_engine_is_one_sentence_with_the_command(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingExtraError, match=r"onnxruntime is not installed; .*: pip install 'llmc\[cpu\]'"):
+        load(tiny_bundle)
+
+
+def test_an_unknown_engine_is_refused_by_name(tiny_bundle: Path):
+    manifest = read_bundle(tiny_bundle)
+    manifest = replace(manifest, target=replace(manifest.target, engine="abacus"))
+    with pytest.raises(BundleError, match="built for the engine 'abacus', this llmc has onnxruntime; upgrade llmc"):
+        open_session(tiny_bundle, manifest, 1)
+
+
+def test_closing_twice_is_allowed_and_frees_the_cache(tiny_bundle: Path):
+    session = open_session(tiny_bundle, read_bundle(tiny_bundle), 1)
+    session.reserve(1, 256)
+    session.close()
+    session.close()
+    assert session.capacity == 0
+
+
+def test_telemetry_is_off_before_the_library_is_imported():
+    code = (
+        "import os, sys, llmc.runtime.sessions.onnxruntime\n"
+        "assert os.environ['ORT_DISABLE_TELEMETRY'] == '1' and 'onnxruntime' not in sys.modules"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "ours"),
+    [
+        (MemoryError(), ResourceError),
+        (RuntimeError("Error in execution: bad_alloc"), ResourceError),
+        (RuntimeError("Error in execution: invalid index"), BundleError),
+        (RequestError("ours already"), RequestError),
+        (ValueError("a bug of ours"), ValueError),
+    ],
+)
+def test_only_errors_of_the_engine_are_translated(foreign: Exception, ours: type[Exception]):
+    with pytest.raises(ours) as caught, module.translated("loading"):
+        raise foreign
+    assert caught.type is ours
