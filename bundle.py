@@ -159,14 +159,16 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class GoldenPrompt:
-    """One self-test case. Logits belong to the position after the prompt; ``margins`` are the gaps in logits
-    between the first and second choice at each generated token (a tie may fall the other way elsewhere)."""
+    """One self-test case. Logits belong to the position after the prompt, ``top_logits`` through the prefill path and
+    ``decode_logits`` of the same ids through the decode path; ``margins`` are the gaps in logits between the first and
+    second choice at each generated token (a tie may fall the other way elsewhere)."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     margins: tuple[float, ...]
     top_ids: tuple[int, ...]
     top_logits: tuple[float, ...]
+    decode_logits: tuple[float, ...]
     reference_ids: tuple[int, ...]
     reference_logits: tuple[float, ...]
 

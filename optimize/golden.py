@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import GoldenPrompt, Quality
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.quality import Comparison, compare
+from llmc.optimize.quality import Comparison, Float, compare
 from llmc.optimize.reference import Reference
 from llmc.runtime import Model
 from llmc.runtime.sessions import Phase
@@ -38,8 +38,7 @@ def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> t
         got = {phase: model.engine.logits(sequence, phase) for phase in Phase}
         for phase in Phase:
             totals[phase] += compare(wanted, got[phase])
-        decoded = np.concatenate([got[Phase.PREFILL][: len(prompt)], got[Phase.DECODE][len(prompt) :]])
-        cases.append(_case(prompt, answer, decoded, wanted))
+        cases.append(_case(prompt, answer, got[Phase.PREFILL], got[Phase.DECODE], wanted))
     return tuple(cases), _quality(totals)
 
 
@@ -51,24 +50,24 @@ def _prompts(model: Model) -> list[list[int]]:
     return usable or [[(start + i * vocab // length) % vocab for i in range(length)] for start in range(len(PROMPTS))]
 
 
-def _case(
-    prompt: list[int], answer: tuple[int, ...], got: NDArray[np.float32], wanted: NDArray[np.float32]
-) -> GoldenPrompt:
+def _case(prompt: list[int], answer: tuple[int, ...], prefill: Float, decode: Float, wanted: Float) -> GoldenPrompt:
     after = len(prompt) - 1
-    top, reference_top = (_top(logits[after]) for logits in (got, wanted))
-    two = np.sort(got[after:], axis=1)[:, -2:]
+    top, reference_top = (_top(logits[after]) for logits in (prefill, wanted))
+    # The first token comes from the prefill's logits, all others from decode steps.
+    two = np.sort(np.concatenate([prefill[after : after + 1], decode[after + 1 :]]), axis=1)[:, -2:]
     return GoldenPrompt(
         prompt=tuple(prompt),
         tokens=answer,
         margins=tuple(float(margin) for margin in two[:, 1] - two[:, 0]),
         top_ids=tuple(top.tolist()),
-        top_logits=tuple(got[after, top].tolist()),
+        top_logits=tuple(prefill[after, top].tolist()),
+        decode_logits=tuple(decode[after, top].tolist()),
         reference_ids=tuple(reference_top.tolist()),
         reference_logits=tuple(wanted[after, reference_top].tolist()),
     )
 
 
-def _top(logits: NDArray[np.float32]) -> NDArray[np.intp]:
+def _top(logits: Float) -> NDArray[np.intp]:
     return np.argsort(-logits, kind="stable")[:TOP_LOGITS]
 
 

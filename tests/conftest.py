@@ -35,7 +35,7 @@ def manifest() -> bundle.Manifest:
         memory=bundle.MemoryPlan(1000, 16, 64, 8),
         graphs={"decode": bundle.Graph("decode.onnx", 1000, 900, ("vnni",), False)},
         quality=bundle.Quality(64, 0.001, 0.002, 0.99, 0.98),
-        golden=(bundle.GoldenPrompt((1, 2), (3, 4), (0.5, 1.0), (3, 9), (7.25, 6.5), (3, 8), (7.0, 6.0)),),
+        golden=(bundle.GoldenPrompt((1, 2), (3, 4), (0.5, 1.0), (3, 9), (7.25, 6.5), (7.5, 6.25), (3, 8), (7.0, 6.0)),),
         files={},
     )
 

@@ -40,6 +40,10 @@ class Session(Protocol):
         """Version of the engine library in use."""
 
     @property
+    def substitutes(self) -> bool:
+        """Whether a phase runs on the other phase's graph, because this machine cannot run its own."""
+
+    @property
     def capacity(self) -> int:
         """Positions that the cache holds now, per row."""
 

@@ -42,6 +42,7 @@ class OnnxRuntimeSession:
         self._limits = manifest.limits
         self._multi_row_prefill = all(graph.multi_row_prefill for graph in manifest.graphs.values())
         names = usable_graphs(manifest)
+        self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
         files = {file: self._open(folder / file, threads) for file in sorted(set(names.values()))}
         self._graphs = {phase: files[name] for phase, name in names.items()}
         self._cache: list[NDArray[np.float32]] = []
@@ -67,7 +68,7 @@ class OnnxRuntimeSession:
         if rows > self._limits.max_batch or capacity > self._limits.max_context:
             raise RequestError(
                 f"a cache of {rows} rows x {capacity} positions is asked for, the bundle was built for "
-                f"{self._limits.max_batch} x {self._limits.max_context}; build with a larger --max-batch or --max-context"
+                f"{self._limits.max_batch} x {self._limits.max_context}; build with larger ones"
             )
         rows, capacity = max(rows, self._shape[0]), max(capacity, self._shape[1])
         if (rows, capacity) == self._shape:
