@@ -125,11 +125,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the weights were compiled. ``phases`` is split (a graph each for prefill and decode) or shared (one)."""
+    """How the weights were compiled: the body's linears in ``precision``, the head and a tied embedding in ``head``.
+    ``phases`` is split (a graph each for prefill and decode) or shared (one)."""
 
     name: str
     precision: str
     block_size: int
+    head: str
     phases: str
 
 

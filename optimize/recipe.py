@@ -35,6 +35,7 @@ class Request:
     Attributes:
         precision: fp32, int8 (default) or int4.
         block_size: inputs that share a weight scale: 32, 64, 128 (default) or 256.
+        head: int8 or int4, of the head and a tied embedding; default: as ``precision``.
         phases: split (a W8A8 graph for prefill beside the weight-only one, default) or shared (one graph, less memory).
         max_context: longest sequence; default: the checkpoint's, at most 32,768.
         max_batch: rows of the cache that may be asked for; default 1.
@@ -43,6 +44,7 @@ class Request:
 
     precision: str | None = None
     block_size: int | None = None
+    head: str | None = None
     phases: str | None = None
     max_context: int | None = None
     max_batch: int | None = None
@@ -64,7 +66,7 @@ def read_recipe(path: Path) -> Request:
         data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path}: not a readable TOML recipe ({error})") from error
-    known = {f.name: str if f.name in ("precision", "phases") else int for f in fields(Request)}
+    known = {f.name: str if f.name in ("precision", "head", "phases") else int for f in fields(Request)}
     for key, value in data.items():
         if key not in known:
             nearest = difflib.get_close_matches(key, known, 1)
@@ -89,13 +91,14 @@ def resolve(request: Request, target: Capabilities, max_positions: int, name: st
         "phases", request.phases or ("split" if split else "shared"), ("split", "shared") if split else ("shared",)
     )
     block = _one_of("block_size", request.block_size or DEFAULT_BLOCK, BLOCKS) if split else 0
+    head = _one_of("head", request.head or precision, tuple(BITS) if split else (precision,))
     context = _between("max_context", request.max_context or min(max_positions, DEFAULT_CONTEXT), 1, max_positions)
     limits = Limits(
         max_context=context,
         max_batch=_between("max_batch", 1 if request.max_batch is None else request.max_batch, 1, 1024),
         prefill_chunk=min(context, _between("prefill_chunk", request.prefill_chunk or DEFAULT_CHUNK, 1, 65536)),
     )
-    return Recipe(name=name, precision=precision, block_size=block, phases=phases), limits
+    return Recipe(name=name, precision=precision, block_size=block, head=head, phases=phases), limits
 
 
 def forms(recipe: Recipe) -> dict[str, tuple[Form, Form]]:
@@ -103,9 +106,10 @@ def forms(recipe: Recipe) -> dict[str, tuple[Form, Form]]:
     if recipe.precision == "fp32":
         return {"shared": (Float32(), Float32())}
     weights = WeightOnly(Grid(BITS[recipe.precision], recipe.block_size))
+    head = WeightOnly(Grid(BITS[recipe.head], recipe.block_size))
     if recipe.phases == "shared":
-        return {"shared": (weights, weights)}
-    return {"prefill": (PerToken(), weights), "decode": (weights, weights)}
+        return {"shared": (weights, head)}
+    return {"prefill": (PerToken(), head), "decode": (weights, head)}
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:

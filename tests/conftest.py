@@ -30,7 +30,7 @@ def manifest() -> bundle.Manifest:
         source=bundle.Source("tiny", "f" * 64, "float16", 123_456),
         generation=bundle.Generation((2, 3), None, False, 0.7, 50, None, 0.05),
         target=bundle.Target("cpu", "onnxruntime", "1.31.1", "1.31.0"),
-        recipe=bundle.Recipe("default", "int8", 128, "split"),
+        recipe=bundle.Recipe("default", "int8", 128, "int8", "split"),
         limits=bundle.Limits(512, 1, 128),
         memory=bundle.MemoryPlan(1000, 16, 64, 8),
         graphs={"decode": bundle.Graph("decode.onnx", 1000, 900, ("vnni",), False)},

@@ -28,6 +28,7 @@ class Remembering:
     """A session without a model: its logits are a hash of the tokens in the cache, up to the position asked for."""
 
     engine_version = "0"
+    substitutes = False
 
     def __init__(self) -> None:
         self.cache = np.zeros((0, 0), np.int64)

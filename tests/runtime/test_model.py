@@ -28,6 +28,7 @@ class Scripted:
     """A session that answers every prompt with the same tokens, and remembers the prompts."""
 
     engine_version = "0"
+    substitutes = False
     capacity = 512
 
     def __init__(self, script: Sequence[int]) -> None:
@@ -200,6 +201,12 @@ def test_text_tokens_and_arrays_are_the_same_prompt(model: Model):
 def test_undecodable_text_is_refused(model: Model):
     with pytest.raises(RequestError, match=r"lone surrogate U\+DCFF, .* convert the input to UTF-8"):
         model.generate("a\udcff", max_tokens=1)
+
+
+@pytest.mark.parametrize("prompt", [b"import os", bytearray(b"import os")])
+def test_bytes_are_refused_instead_of_taken_for_token_ids(model: Model, prompt: bytes):
+    with pytest.raises(UsageError, match=r"the prompt is bytes, .* decode it first"):
+        model.generate(prompt, max_tokens=1)
 
 
 def test_chat_feeds_what_the_template_writes(scripted: Callable[..., Model], tokenizer: Tokenizer):

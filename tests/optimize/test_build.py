@@ -1,0 +1,251 @@
+"""A build publishes a whole bundle: what it lists is there, what it holds runs, and it says how good it is."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmc.bundle import TOKENIZER_FILES, WEIGHTS_FILE, Geometry, read_bundle, read_export, verify_files
+from llmc.errors import UsageError
+from llmc.optimize.build import build
+from llmc.optimize.recipe import read_recipe
+from llmc.optimize.targets import capabilities
+from llmc.runtime import load
+from llmc.runtime.selftest import verify
+
+UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+# Rotary tables, norms, biases, and the page that each tensor begins on.
+SMALL_TENSORS = 200_000
+
+
+@pytest.fixture(scope="module")
+def built(exported, tmp_path_factory):
+    """A bundle of a random checkpoint by name and precision; each is built once."""
+    made = {}
+
+    def get(name: str, precision: str, phases: str = ""):
+        key = (name, precision, phases)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("built")
+            recipe = folder / "recipe.toml"
+            recipe.write_text(f'phases = "{phases}"\n' if phases else "")
+            made[key] = build(exported(name).export, folder / "bundle", precision=precision, recipe=recipe)
+        return made[key]
+
+    return get
+
+
+KINDS = [
+    (name, precision, phases)
+    for name in (UNTIED, TIED)
+    for precision, phases in (("fp32", ""), ("int8", ""), ("int8", "shared"), ("int4", "split"), ("int4", "shared"))
+]
+
+
+# -------------------------------------------------------------------------------------------------- what is published
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_the_bundle_is_whole(built, kind):
+    report = built(*kind)
+    manifest = read_bundle(report.output)
+    assert manifest == report.manifest
+    assert list(verify_files(report.output, manifest)) == list(manifest.files)
+    assert {path.name for path in report.output.iterdir()} == {*manifest.files, "llmc.json"}
+    assert [path.name for path in report.output.parent.iterdir() if path.name.startswith(".")] == []
+    assert report.size == sum((report.output / name).stat().st_size for name in manifest.files)
+    assert report.seconds > 0
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_the_bundle_passes_its_own_self_test_to_the_last_token(built, kind):
+    report = verify(built(*kind).output, threads=1)
+    assert report.equal_tokens == report.tokens >= 4 * 16
+    assert report.largest_difference < 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_the_manifest_holds_source_recipe_and_quality(built, exported, kind):
+    manifest, export = built(*kind).manifest, read_export(exported(kind[0]).export)
+    assert (manifest.geometry, manifest.source, manifest.generation) == (
+        export.geometry,
+        export.source,
+        export.generation,
+    )
+    assert manifest.recipe.precision == kind[1]
+    assert manifest.recipe.name == "recipe"
+    assert manifest.quality.positions >= 4 * 16
+    assert 0 <= manifest.quality.prefill_mean_kl < 0.5
+    assert 0 <= manifest.quality.decode_top1_agreement <= 1
+
+
+def test_golden_prompts_hold_both_models_top_logits_in_order(built):
+    manifest = built(UNTIED, "fp32").manifest
+    assert len(manifest.golden) == 4
+    for case in manifest.golden:
+        assert len(case.tokens) == len(case.margins) == 16
+        assert min(case.margins) >= 0
+        assert list(case.top_logits) == sorted(case.top_logits, reverse=True)
+        assert case.top_ids == case.reference_ids  # float32 differs by rounding only
+        np.testing.assert_allclose(case.top_logits, case.reference_logits, atol=1e-3)
+        assert case.tokens[0] == case.top_ids[0]
+
+
+@pytest.mark.parametrize(
+    ("precision", "phases", "files"),
+    [
+        ("fp32", "", {"prefill": "decoder.onnx", "decode": "decoder.onnx"}),
+        ("int8", "", {"prefill": "prefill.onnx", "decode": "decode.onnx"}),
+        ("int4", "shared", {"prefill": "decoder.onnx", "decode": "decoder.onnx"}),
+    ],
+)
+def test_phases_have_a_graph_each_or_share_one(built, precision, phases, files):
+    manifest = built(UNTIED, precision, phases).manifest
+    assert {phase: graph.file for phase, graph in manifest.graphs.items()} == files
+
+
+def test_only_the_graph_with_integer_activations_asks_for_cpu_features(built, monkeypatch):
+    manifest = built(UNTIED, "int8").manifest
+    wanted = capabilities("cpu").w8a8_features.get(__import__("platform").machine(), ())
+    assert manifest.graphs["prefill"].cpu_features == wanted
+    assert manifest.graphs["decode"].cpu_features == ()
+    assert built(UNTIED, "int8", "shared").manifest.graphs["prefill"].cpu_features == ()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_graphs_use_only_what_the_oldest_engine_knows(built, kind):
+    target = capabilities("cpu")
+    for graph in set(built(*kind).manifest.graphs.values()):
+        model = ir.load(built(*kind).output / graph.file)
+        assert model.opset_imports == {"": target.opset, "com.microsoft": 1}
+        assert model.ir_version == target.ir_version
+        assert {node.domain for node in model.graph} == {"", "com.microsoft"}
+        assert not model.functions
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_weights_are_counted_as_they_are_read(built, kind):
+    """Per step everything but the embedding's rows and the rotary tables; the memory plan counts each graph once."""
+    manifest = built(*kind).manifest
+    g, size = manifest.geometry, (built(*kind).output / WEIGHTS_FILE).stat().st_size
+    for graph in manifest.graphs.values():
+        assert (
+            matrices(g) * bytes_per_weight(manifest.recipe.precision) / 2
+            < graph.step_weight_bytes
+            <= graph.weight_bytes
+        )
+        assert graph.weight_bytes <= size + SMALL_TENSORS
+    assert manifest.memory.weights == sum(graph.weight_bytes for graph in set(manifest.graphs.values()))
+    assert manifest.memory.cache_per_token == g.cache_bytes(1)
+
+
+# ------------------------------------------------------------------------------------------------------ sizes on disk
+
+
+def matrices(g: Geometry) -> int:
+    """Weights of all layers' linears."""
+    attention = (2 * g.heads + 2 * g.kv_heads) * g.head_dim * g.hidden_size
+    return g.layers * (attention + 3 * g.intermediate_size * g.hidden_size)
+
+
+def bytes_per_weight(precision: str) -> float:
+    return {"fp32": 4, "int8": 1, "int4": 0.5}[precision]
+
+
+@pytest.mark.parametrize(("precision", "phases"), [("fp32", ""), ("int8", ""), ("int4", "split"), ("int4", "shared")])
+def test_a_tied_head_shares_its_bytes_with_the_embedding(tiny_export, tmp_path, precision, phases):
+    """The embedding of the small model is a sixth of it: a second copy would show."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'phases = "{phases}"\n' if phases else "")
+    report = build(tiny_export, tmp_path / "bundle", precision=precision, recipe=recipe)
+    g = report.manifest.geometry
+    assert g.tied_head
+    # The prefill graph of a split bundle has its own integers, 8 bits each.
+    per_weight = bytes_per_weight(precision) + (1 if phases != "shared" and precision != "fp32" else 0)
+    tables = 2 * report.manifest.limits.max_context * g.head_dim // 2 * 4
+    table = g.vocab_size * g.hidden_size
+    body = matrices(g) * per_weight * 1.07 + tables + SMALL_TENSORS  # scales add up to 1/16
+    size = (report.output / WEIGHTS_FILE).stat().st_size
+    print("SIZE", precision, phases, size, body, body + table * bytes_per_weight(precision))
+    # A tied table is held once, in no more than 8 bits where it is quantized.
+    once = table * (4 if precision == "fp32" else 1) * 1.07
+    assert size <= body + once
+    assert size + table * bytes_per_weight(precision) > body + once
+
+
+def test_an_untied_head_and_embedding_are_both_there(built):
+    for precision in ("fp32", "int8", "int4"):
+        model = ir.load(built(UNTIED, precision).output / built(UNTIED, precision).manifest.graphs["decode"].file)
+        head = model.graph.outputs[0].producer().inputs[1].const_value
+        rows = next(node for node in model.graph if "Gather" in node.op_type and "embed" in node.name)
+        assert rows.inputs[0].const_value.offset != head.offset
+
+
+# ------------------------------------------------------------------------------------------------- what was asked for
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_that_comes_with_llmc_builds(exported, tmp_path, path):
+    report = build(exported(TIED).export, tmp_path / "bundle", recipe=path)
+    asked = read_recipe(path)
+    assert (report.manifest.recipe.name, report.manifest.recipe.precision) == (path.stem, asked.precision)
+    assert report.manifest.recipe.phases == (asked.phases or "split")
+
+
+def test_limits_reach_the_bundle_and_its_rotary_tables(exported, tmp_path):
+    report = build(exported(TIED).export, tmp_path / "bundle", precision="fp32", max_context=40, max_batch=3)
+    assert (report.manifest.limits.max_context, report.manifest.limits.max_batch) == (40, 3)
+    cos = ir.load(report.output / "decoder.onnx").graph.initializers["rotary_emb.cos"]
+    assert tuple(cos.shape) == (40, report.manifest.geometry.head_dim // 2)
+    with load(report.output, threads=1) as model:
+        assert model.generate([1] * 30, max_tokens=10, ignore_eos=True).usage.completion_tokens == 10
+
+
+@pytest.mark.parametrize("context", [1, 2, 23, 24, 25])
+def test_a_context_shorter_than_the_golden_prompts_builds(exported, tmp_path, context):
+    report = build(exported(TIED).export, tmp_path / "bundle", max_context=context)
+    assert verify(report.output, threads=1).prompts > 0
+
+
+def test_an_option_goes_over_the_recipe(exported, tmp_path):
+    recipe = tmp_path / "small.toml"
+    recipe.write_text('precision = "int4"\nmax_context = 50\n')
+    manifest = build(exported(TIED).export, tmp_path / "bundle", recipe=recipe, precision="int8").manifest
+    assert (manifest.recipe.precision, manifest.limits.max_context) == ("int8", 50)
+
+
+def test_tokenizer_files_travel_along(tiny_bundle, tiny_checkpoint):
+    for name in TOKENIZER_FILES:
+        if (tiny_checkpoint / name).exists():
+            assert (tiny_bundle / name).read_bytes() == (tiny_checkpoint / name).read_bytes()
+
+
+def test_progress_names_each_step_and_never_goes_back(exported, tmp_path):
+    steps: list[tuple[str, float | None]] = []
+    build(
+        exported(TIED).export, tmp_path / "bundle", progress=lambda step, fraction=None: steps.append((step, fraction))
+    )
+    names = list(dict.fromkeys(step for step, _ in steps))
+    assert [name.split()[0] for name in names] == ["lowering", "lowering", "hashing", "running", "running"]
+    for name in names:
+        shares = [share for step, share in steps if step == name and share is not None]
+        assert shares == sorted(shares)
+        assert not shares or (shares[0], shares[-1]) == (0.0, 1.0)
+
+
+def test_building_twice_gives_the_same_bytes(exported, tmp_path):
+    one, two = (build(exported(TIED).export, tmp_path / name, precision="int4").manifest for name in ("one", "two"))
+    assert one.files == two.files
+
+
+def test_force_replaces_a_bundle(exported, tmp_path):
+    build(exported(TIED).export, tmp_path / "bundle", precision="fp32")
+    with pytest.raises(UsageError, match="exists"):
+        build(exported(TIED).export, tmp_path / "bundle", precision="int8")
+    build(exported(TIED).export, tmp_path / "bundle", precision="int8", force=True)
+    assert json.loads((tmp_path / "bundle" / "llmc.json").read_text())["recipe"]["precision"] == "int8"
+    assert not (tmp_path / "bundle" / "decoder.onnx").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
