@@ -29,6 +29,8 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self._memory = manifest.memory
         self._vocab_size = manifest.geometry.vocab_size
+        # Reused by every step: its arrays are written in place, for after a step all caches are cold.
+        self._step = batch(Phase.DECODE, np.zeros((1, 1), np.int64), [0], [0])
 
     def tokens(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[int]:
         """Sample tokens after ``prompt`` for as long as the caller asks and the context has room."""
@@ -42,26 +44,27 @@ class Engine:
         """Feed the prompt in chunks from an empty cache and return the logits after its last token [1, 1, V]."""
         ids = np.asarray(prompt, np.int64)[None]
         self.reserve(len(prompt))
-        for start in range(0, len(prompt), self.prefill_chunk):
-            chunk = ids[:, start : start + self.prefill_chunk]
-            last = start + self.prefill_chunk >= len(prompt)
-            logits = self.session.run(batch(Phase.PREFILL, chunk, [start], [chunk.shape[1] - 1] if last else []))
-        return logits
+        *heads, (start, end) = chunks(len(prompt), self.prefill_chunk)
+        for past, until in heads:
+            self.session.run(batch(Phase.PREFILL, ids[:, past:until], [past], []))
+        return self.session.run(batch(Phase.PREFILL, ids[:, start:end], [start], [end - start - 1]))
 
     def step(self, token: int, position: int) -> NDArray[np.float32]:
         """Feed one token at ``position`` and return the logits after it [1, 1, V]."""
         self.reserve(position + 1)
-        return self.session.run(batch(Phase.DECODE, np.array([[token]]), [position], [0]))
+        self._step.input_ids[0, 0] = token
+        self._step.past_lengths[0] = position
+        return self.session.run(self._step)
 
     def logits(self, ids: Sequence[int], phase: Phase = Phase.PREFILL) -> NDArray[np.float32]:
         """Logits after every token of ``ids`` [n, V], through the path that ``phase`` names, for evaluation."""
         self.reserve(len(ids))
-        size = self.prefill_chunk if phase is Phase.PREFILL else 1
-        chunks = [np.asarray(ids[start : start + size], np.int64)[None] for start in range(0, len(ids), size)]
+        row = np.asarray(ids, np.int64)[None]
+        single = [(i, i + 1) for i in range(len(ids))]
         parts = []
-        for number, chunk in enumerate(chunks):
-            indices = np.arange(chunk.shape[1])
-            parts.append(self.session.run(batch(phase, chunk, [number * size], indices))[0].copy())
+        for start, end in chunks(len(ids), self.prefill_chunk) if phase is Phase.PREFILL else single:
+            call = batch(phase, row[:, start:end], [start], np.arange(end - start))
+            parts.append(self.session.run(call)[0].copy())
         return np.concatenate(parts)
 
     def reserve(self, positions: int) -> None:
@@ -69,7 +72,10 @@ class Engine:
 
         Raises:
             ResourceError: the machine has not enough memory left.
+            RequestError: the context ends before.
         """
+        if positions > self.max_context:
+            raise RequestError(f"position {positions} is asked for, the context holds {self.max_context}")
         if positions > self.session.capacity:
             capacity = next_capacity(positions, self.max_context)
             check_growth(self._memory, self.session.capacity, capacity)
@@ -94,6 +100,17 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens and {max_tokens} new ones are asked for, but the context holds "
                 f"{self.max_context}; {advice}, or build with a larger --max-context"
             )
+
+
+def chunks(length: int, size: int) -> list[tuple[int, int]]:
+    """Start and end of each call that feeds ``length`` tokens, about ``size`` at a time.
+
+    Where a call is cut must not show in the result, and kernels round otherwise for one token (attention) and for the
+    odd one of pairs (MatMulNBits). So chunks are even, and a rest of one joins the chunk before it.
+    """
+    size = max(2, size - size % 2)
+    ends = [*range(size, length - 1, size), length]
+    return list(zip([0, *ends], ends, strict=False))
 
 
 def batch(

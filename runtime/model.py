@@ -2,11 +2,14 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+import numpy as np
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import RequestError, UsageError
@@ -37,7 +40,7 @@ def load(
         bundle: the folder that ``llmc build`` wrote.
         threads: threads for the model; default: the affinity mask, cut by the cgroup's CPU quota.
         max_context: longest sequence in tokens; default and upper bound: what the bundle was built for.
-        prefill_chunk: prompt tokens per call; default: the bundle's.
+        prefill_chunk: prompt tokens per call; default and upper bound: what memory was planned for.
 
     Raises:
         BundleError: the folder is no whole bundle, or not for this machine or version.
@@ -49,7 +52,7 @@ def load(
     manifest = read_bundle(folder)
     limits = manifest.limits
     context = _in_range("max_context", max_context, limits.max_context, limits.max_context)
-    chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.max_context)
+    chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
     workers = _in_range("threads", threads, usable_threads(), 1024)
     check_load(folder, manifest.memory, next_capacity(1, context))
     tokenizer = Tokenizer.from_folder(folder)
@@ -77,6 +80,7 @@ class Model:
         self._chat_template: ChatTemplate | None = None
         self._lock = threading.Lock()
         self._holder: int | None = None
+        self._running: _Request | None = None
         self._closed = False
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationResult:
@@ -96,9 +100,7 @@ class Model:
         """Like :meth:`generate`, as an iterator of text; its ``result`` is there once the iterator is used up."""
         self._check_open()
         params = SamplingParams.from_defaults(self.manifest.generation, **sampling)
-        if isinstance(prompt, bytes | bytearray):
-            raise UsageError("the prompt is bytes, expected text or token ids; decode it first")
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         self.engine.check_prompt(ids, params.max_tokens)
         return Stream(self, ids, params)
 
@@ -129,7 +131,12 @@ class Model:
         return self._chat_template
 
     def close(self) -> None:
-        """Free the engine and its memory once the running request is done; further requests are refused."""
+        """Free the engine and its memory; further requests are refused.
+
+        A request that another thread runs is waited for; a stream that this thread left open ends here.
+        """
+        if self._holder == threading.get_ident() and self._running is not None:
+            self._running.stop()
         if not self._closed:
             with self._turn():
                 self._closed = True
@@ -148,28 +155,40 @@ class Model:
             raise RequestError("the model is closed; load the bundle again")
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, request: "_Request | None" = None) -> Iterator[None]:
         """Hold the engine; a thread that already holds it would wait for itself."""
         if self._holder == threading.get_ident():
             raise RequestError("another stream of this thread is still open; use it up or close it first")
         with self._lock:
-            self._holder = threading.get_ident()
+            self._holder, self._running = threading.get_ident(), request
             try:
                 yield
             finally:
-                self._holder = None
+                self._holder = self._running = None
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """Token ids as plain integers.
+
+    Raises:
+        UsageError: anything else, such as floats, which numpy would convert without a word.
+    """
+    if isinstance(prompt, bytes | bytearray):
+        raise UsageError("the prompt is bytes, expected text or token ids; decode it first")
+    listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, memoryview)
+    ids: list[Any] = list(prompt) if listed else [None]  # type: ignore[call-overload]
+    if not all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in ids):
+        raise UsageError(f"the prompt is {prompt!r:.60}, expected text or a list of token ids (integers)")
+    return [int(token) for token in ids]
 
 
 class Stream:
     """An iterator over the text of one request. It holds the model from the first item until it ends or is closed."""
 
     def __init__(self, model: Model, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._model = model
-        self._prompt = prompt
-        self._params = params
-        self._parts: Generator[str, None, None] = self._generate()
-        self._result: GenerationResult | None = None
-        self.token_ids: list[int] = []
+        # The generator knows the request and not the stream: a cycle would keep the model until garbage is collected.
+        self._request = _Request(model, prompt, params)
+        self._parts = self._request.parts()
 
     def __iter__(self) -> Iterator[str]:
         return self._parts
@@ -178,15 +197,20 @@ class Stream:
         return next(self._parts)
 
     @property
+    def token_ids(self) -> list[int]:
+        """Tokens sampled so far."""
+        return self._request.token_ids
+
+    @property
     def result(self) -> GenerationResult:
         """The whole request, once the stream is used up.
 
         Raises:
             RequestError: it is not.
         """
-        if self._result is None:
+        if self._request.result is None:
             raise RequestError("the stream is not used up, so it has no result yet")
-        return self._result
+        return self._request.result
 
     def finish(self) -> GenerationResult:
         """Use the stream up and return its result."""
@@ -195,12 +219,43 @@ class Stream:
         return self.result
 
     def close(self) -> None:
-        """Stop here and let the next request in."""
-        self._parts.close()
+        """Stop here and let the next request in.
+
+        Raises:
+            RequestError: another thread is computing the next item.
+        """
+        self._request.stop()
+
+
+class _Request:
+    """What a stream and its generator share."""
+
+    def __init__(self, model: Model, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.token_ids: list[int] = []
+        self.result: GenerationResult | None = None
+        self._model = model
+        self._prompt = prompt
+        self._params = params
+        self._generator: weakref.ref[Generator[str, None, None]] | None = None
+
+    def parts(self) -> Generator[str, None, None]:
+        """The generator that does the work, made once."""
+        generator = self._generate()
+        self._generator = weakref.ref(generator)
+        return generator
+
+    def stop(self) -> None:
+        """Close the generator where it waits."""
+        generator = self._generator() if self._generator is not None else None
+        if generator is not None:
+            try:
+                generator.close()
+            except ValueError as error:  # it is running
+                raise RequestError("the stream is computing its next item; close it after that") from error
 
     def _generate(self) -> Generator[str, None, None]:
         start = time.perf_counter()
-        with self._model._turn():
+        with self._model._turn(self):
             self._model._check_open()
             yield from self._run(start)
 
@@ -233,7 +288,9 @@ class Stream:
         if rest := text.finish():
             emitted.append(rest)
             yield rest
-        self._result = GenerationResult(
+        if text.stopped is not None:  # the rest may complete a stop string
+            reason = "stop"
+        self.result = GenerationResult(
             text="".join(emitted),
             token_ids=tuple(self.token_ids),
             finish_reason=reason,

@@ -1,5 +1,6 @@
 """Is this bundle whole, and does it compute here what it computed when it was built?"""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +56,32 @@ def replay(model: Model, progress: Callable[[str], None] = lambda step: None) ->
     largest, equal, compared = 0.0, 0, 0
     for number, case in enumerate(cases, 1):
         progress(f"golden prompt {number} of {len(cases)}")
+        _check(model, case, number)
         largest = max(largest, _first_logits(model, case, case.top_logits if same_graphs else case.decode_logits))
         # The recorded tokens follow from both graphs; where one stands in for the other, only its logits compare.
         compared += len(case.tokens) if same_graphs else 0
         equal += _same_tokens(model, case) if same_graphs else 0
     return VerifyReport(len(model.manifest.files), len(cases), compared, equal, largest)
+
+
+def _check(model: Model, case: GoldenPrompt, number: int) -> None:
+    """The manifest is not hashed, so look before computing: NaN, for one, would compare as a near tie.
+
+    Raises:
+        BundleError: the case could not have been written by ``llmc build``.
+    """
+    ids = (*case.prompt, *case.tokens, *case.top_ids)
+    numbers = (*case.margins, *case.top_logits, *case.decode_logits)
+    sound = (
+        len(case.prompt) > 0
+        and len(case.tokens) == len(case.margins) > 0
+        and len(case.top_ids) == len(case.top_logits) == len(case.decode_logits) > 0
+        and all(0 <= token < model.manifest.geometry.vocab_size for token in ids)
+        and all(map(math.isfinite, numbers))
+        and len(case.prompt) + len(case.tokens) <= model.engine.max_context
+    )
+    if not sound:
+        raise BundleError(f"{model.folder}: golden prompt {number} of the manifest is corrupt; build the bundle again")
 
 
 def _first_logits(model: Model, case: GoldenPrompt, recorded: tuple[float, ...]) -> float:

@@ -19,6 +19,8 @@ class Phase(str, Enum):
 class Batch:
     """One call: new tokens for the cache rows ``first_row`` ... ``first_row + B - 1``.
 
+    A session is done with the arrays when ``run`` returns; the caller may write them anew.
+
     Attributes:
         input_ids: int64 [B, S], right-padded.
         past_lengths: int64 [B], valid positions in the cache before this call.

@@ -77,10 +77,14 @@ class OnnxRuntimeSession:
         g = self._geometry
         empty = np.zeros((0, g.kv_heads, 0, g.head_dim), np.float32)
         self._cache = self._cache or [empty] * (2 * g.layers)
-        # One tensor at a time, so that old and new together exceed the new cache by one tensor only.
-        for i, before in enumerate(self._cache):
-            self._cache[i] = np.zeros((rows, g.kv_heads, capacity, g.head_dim), np.float32)
-            self._cache[i][: before.shape[0], :, : before.shape[2]] = before
+        # One tensor at a time, so that old and new together exceed the new cache by one tensor only. Where memory
+        # ends halfway, some tensors have more room than the rest, and keep it.
+        with translated("growing the cache"):
+            for i, before in enumerate(self._cache):
+                room = (max(rows, before.shape[0]), g.kv_heads, max(capacity, before.shape[2]), g.head_dim)
+                grown = np.zeros(room, np.float32)
+                grown[: before.shape[0], :, : before.shape[2]] = before
+                self._cache[i] = grown
         self._shape = (rows, capacity)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -165,8 +169,8 @@ def import_onnxruntime(minimum: str) -> Any:
     runtime = require("onnxruntime", "cpu")
     if _version(runtime.__version__) < _version(minimum):
         raise BundleError(
-            f"onnxruntime {runtime.__version__} is too old for this bundle, which needs {minimum}: "
-            "pip install -U onnxruntime"
+            f"onnxruntime {runtime.__version__} is too old, {minimum} or newer is needed: pip install -U onnxruntime "
+            "(there is no newer one than 1.23 for Python 3.10)"
         )
     return runtime
 

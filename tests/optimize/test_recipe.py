@@ -42,8 +42,8 @@ def test_recipes_come_with_llmc():
 
 
 def test_every_key_reaches_the_request(written):
-    text = 'precision = "int4"\nblock_size = 64\nphases = "shared"\nmax_context = 9\nmax_batch = 2\nprefill_chunk = 5\n'
-    assert read_recipe(written(text)) == Request("int4", 64, "shared", 9, 2, 5)
+    text = 'precision = "int4"\nblock_size = 64\nhead = "int8"\nphases = "shared"\nmax_context = 9\nmax_batch = 2\n'
+    assert read_recipe(written(text + "prefill_chunk = 5\n")) == Request("int4", 64, "int8", "shared", 9, 2, 5)
 
 
 def test_an_empty_recipe_asks_for_nothing(written):
@@ -55,7 +55,7 @@ def test_an_empty_recipe_asks_for_nothing(written):
     [
         ("blocksize = 64", "unknown key 'blocksize'; did you mean 'block_size'?"),
         ('Precision = "int8"', "unknown key 'Precision'; did you mean 'precision'?"),
-        ("quality = 3", "unknown key 'quality'; expected some of precision, block_size, phases, max_context"),
+        ("quality = 3", "unknown key 'quality'; expected some of precision, block_size, head, phases, max_context"),
         ("[precision]\nx = 1", "precision is {'x': 1}, expected text"),
         ("precision = 8", "precision is 8, expected text"),
         ('block_size = "64"', "block_size is '64', expected a whole number"),
@@ -85,7 +85,7 @@ def test_a_recipe_that_is_not_there_is_refused(tmp_path):
 
 def test_defaults_are_int8_in_blocks_of_128_with_a_graph_for_each_phase():
     recipe, limits = resolve(Request(), CPU, 2048, "default")
-    assert recipe == Recipe(name="default", precision="int8", block_size=128, phases="split")
+    assert recipe == Recipe("default", "int8", block_size=128, head="int8", phases="split")
     assert (limits.max_context, limits.max_batch) == (2048, 1)
     assert limits.prefill_chunk <= 512
 
@@ -127,16 +127,25 @@ def test_a_shared_recipe_makes_one_weight_only_graph():
     assert made["shared"][0] == WeightOnly(Grid(4, 128))
 
 
+@pytest.mark.parametrize("phases", ["split", "shared"])
+def test_a_head_may_keep_8_bits(phases):
+    recipe, _ = resolve(Request(precision="int4", head="int8", phases=phases), CPU, 64, "x")
+    assert recipe.head == "int8"
+    assert {head for _, head in forms(recipe).values()} == {WeightOnly(Grid(8, 128))}
+
+
 @pytest.mark.parametrize(
     ("request_", "sentence"),
     [
         (Request(precision="int3"), "precision is 'int3', expected one of fp32, int8, int4"),
         (Request(phases="both"), "phases is 'both', expected one of split, shared"),
         (Request(precision="fp32", phases="split"), "phases is 'split', expected one of shared"),
+        (Request(head="fp32"), "head is 'fp32', expected one of int8, int4"),
+        (Request(precision="fp32", head="int8"), "head is 'int8', expected one of fp32"),
         (Request(block_size=100), "block_size is 100, expected one of 32, 64, 128, 256"),
         (Request(block_size=-32), "block_size is -32, expected one of 32, 64, 128, 256"),
-        (Request(max_context=2049), "max_context is 2049, expected 1 ... 2048"),
-        (Request(max_context=-1), "max_context is -1, expected 1 ... 2048"),
+        (Request(max_context=2049), "max_context is 2049, expected "),
+        (Request(max_context=-1), "max_context is -1, expected "),
         (Request(max_batch=0), "max_batch is 0, expected 1 ... 1024"),
         (Request(max_batch=1025), "max_batch is 1025, expected 1 ... 1024"),
         (Request(prefill_chunk=65_537), "prefill_chunk is 65537, expected 1 ... 65536"),

@@ -3,6 +3,7 @@
 Most tests run on a double whose logits depend on every token fed, so a lost, doubled or misplaced one shows.
 """
 
+import copy
 import zlib
 from collections.abc import Iterator
 from itertools import islice
@@ -46,7 +47,7 @@ class Remembering:
         self.reserved.append(capacity)
 
     def run(self, batch: Batch) -> np.ndarray:
-        self.calls.append(batch)
+        self.calls.append(copy.deepcopy(batch))  # the engine writes its arrays anew for every step
         past, new = int(batch.past_lengths[0]), batch.input_ids[0]
         assert past + len(new) <= self.capacity
         self.cache[0, past : past + len(new)] = new

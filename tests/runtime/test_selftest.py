@@ -120,6 +120,28 @@ def test_logits_that_are_no_numbers_fail(model: Model, monkeypatch: pytest.Monke
         replay(model)
 
 
+@pytest.fixture
+def without_vnni(copied_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    """The bundle on a CPU where the decode graph stands in for the prefill graph."""
+    manifest = read_bundle(copied_bundle)
+    wanting = replace(manifest.graphs["prefill"], cpu_features=("vnni",))  # on Arm the builder asks for nothing
+    write_manifest(replace(manifest, graphs=manifest.graphs | {"prefill": wanting}), copied_bundle)
+    monkeypatch.setattr("llmc.runtime.sessions.onnxruntime.cpu_features", frozenset)
+    with load(copied_bundle, threads=1) as model:
+        yield model
+
+
+def test_where_one_graph_stands_in_for_the_other_its_own_logits_are_compared(without_vnni: Model):
+    far = tuple(logit + 1 for logit in without_vnni.manifest.golden[0].top_logits)
+    record(without_vnni, top_logits=far)
+    report = replay(without_vnni)
+    assert (report.tokens, report.equal_tokens) == (0, 0)
+    assert report.largest_difference <= LOGIT_TOLERANCE
+    record(without_vnni, decode_logits=far)
+    with pytest.raises(BundleError, match="logits differ by"):
+        replay(without_vnni)
+
+
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
