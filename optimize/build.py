@@ -3,6 +3,7 @@
 import platform
 import shutil
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import onnx_ir as ir
 
 from llmc import __version__
 from llmc.bundle import (
-    DECODER_FILE,
     GRAPH_CONTRACT_VERSION,
     SCHEMA_VERSION,
     TOKENIZER_FILES,
@@ -34,6 +34,7 @@ from llmc.optimize.golden import golden_prompts
 from llmc.optimize.lower.plan import Form, PerToken, Plan
 from llmc.optimize.passes import lower
 from llmc.optimize.progress import Progress, counted, silent
+from llmc.optimize.rewrite import read_decoder
 from llmc.optimize.targets import Capabilities, capabilities
 from llmc.optimize.weights import WeightFile
 from llmc.runtime import load
@@ -117,17 +118,16 @@ def _compile(
     progress: Progress,
 ) -> dict[str, Graph]:
     """Lower the decoder once per phase; the graphs share one weight file."""
-    weights = WeightFile(folder)
     graphs = {}
-    for phase, (body, head) in recipes.forms(recipe).items():
-        done = counted(progress, f"lowering and quantizing the {phase} graph", 5 * geometry.layers + 1)
-        model = ir.load(source / DECODER_FILE)
-        lower(model, target.name, Plan(phase, geometry, limits, body, head, weights, done), dump)
-        _declare(model, target)
-        name = f"{phase if phase != 'shared' else 'decoder'}.onnx"
-        ir.save(model, folder / name)
-        graphs[phase] = _describe(model.graph, name, body, target)
-    weights.close()
+    with closing(WeightFile(folder)) as weights:
+        for phase, (body, head) in recipes.forms(recipe).items():
+            done = counted(progress, f"lowering and quantizing the {phase} graph", 5 * geometry.layers + 1)
+            model = read_decoder(source)
+            lower(model, target.name, Plan(phase, geometry, limits, body, head, weights, done), dump)
+            _declare(model, target)
+            name = f"{phase if phase != 'shared' else 'decoder'}.onnx"
+            ir.save(model, folder / name)
+            graphs[phase] = _describe(model.graph, name, body, target)
     if len(graphs) == 1:
         return dict.fromkeys(("prefill", "decode"), graphs["shared"])
     return graphs

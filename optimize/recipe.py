@@ -4,7 +4,7 @@ import difflib
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmc.bundle import Limits, Recipe
 from llmc.errors import UsageError
@@ -26,6 +26,8 @@ DEFAULT_CONTEXT = 32768
 # at a prompt of 512, equal at 2,048, and takes half the workspace.
 DEFAULT_CHUNK = 256
 BITS = {"int8": 8, "int4": 4}
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -85,18 +87,18 @@ def resolve(request: Request, target: Capabilities, max_positions: int, name: st
     Raises:
         UsageError: a value is out of range or not supported by the target.
     """
-    precision = _one_of("precision", request.precision or "int8", target.precisions)
+    precision = _one_of("precision", _or(request.precision, "int8"), target.precisions)
     split = precision != "fp32"
     phases = _one_of(
-        "phases", request.phases or ("split" if split else "shared"), ("split", "shared") if split else ("shared",)
+        "phases", _or(request.phases, "split" if split else "shared"), ("split", "shared") if split else ("shared",)
     )
-    block = _one_of("block_size", request.block_size or DEFAULT_BLOCK, BLOCKS) if split else 0
-    head = _one_of("head", request.head or precision, tuple(BITS) if split else (precision,))
-    context = _between("max_context", request.max_context or min(max_positions, DEFAULT_CONTEXT), 1, max_positions)
+    block = _one_of("block_size", _or(request.block_size, DEFAULT_BLOCK), BLOCKS) if split else 0
+    head = _one_of("head", _or(request.head, precision), tuple(BITS) if split else (precision,))
+    context = _between("max_context", _or(request.max_context, min(max_positions, DEFAULT_CONTEXT)), 2, max_positions)
     limits = Limits(
         max_context=context,
-        max_batch=_between("max_batch", 1 if request.max_batch is None else request.max_batch, 1, 1024),
-        prefill_chunk=min(context, _between("prefill_chunk", request.prefill_chunk or DEFAULT_CHUNK, 1, 65536)),
+        max_batch=_between("max_batch", _or(request.max_batch, 1), 1, 1024),
+        prefill_chunk=min(context, _between("prefill_chunk", _or(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)),
     )
     return Recipe(name=name, precision=precision, block_size=block, head=head, phases=phases), limits
 
@@ -110,6 +112,11 @@ def forms(recipe: Recipe) -> dict[str, tuple[Form, Form]]:
     if recipe.phases == "shared":
         return {"shared": (weights, head)}
     return {"prefill": (PerToken(), head), "decode": (weights, head)}
+
+
+def _or(value: V | None, default: V) -> V:
+    """Only None leaves the choice to us: 0 and "" are values, and wrong ones."""
+    return default if value is None else value
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:

@@ -12,10 +12,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmc.bundle import DECODER_FILE, ExportManifest, read_export
+from llmc.bundle import ExportManifest, read_export
 from llmc.optimize.lower.raising import stored
 from llmc.optimize.progress import Progress, counted, silent
-from llmc.optimize.rewrite import sizes
+from llmc.optimize.rewrite import read_decoder, sizes
 from llmc.optimize.weights import pieces, rows_of
 from llmc.runtime.sessions.onnxruntime import LOG_ERRORS_ONLY, import_onnxruntime, translated
 
@@ -30,7 +30,7 @@ class Reference:
     def __init__(self, export: Path) -> None:
         self.folder = export
         self.manifest: ExportManifest = read_export(export)
-        self._model = ir.load(export / DECODER_FILE)
+        self._model = read_decoder(export)
         self._head = next(node for node in self._model.graph if node.name == "lm_head")
         self._table = next(node for node in self._model.graph if node.name == "model.embed_tokens")
 

@@ -1,14 +1,35 @@
 """The few verbs that passes rewrite a graph with."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
+
+from llmc.bundle import DECODER_FILE
+from llmc.errors import BundleError
 
 MICROSOFT = "com.microsoft"
 LLMC = "llmc"
+
+
+def read_decoder(export: Path) -> ir.Model:
+    """The portable decoder of an export.
+
+    Raises:
+        BundleError: the file is missing or corrupt.
+    """
+    path = export / DECODER_FILE
+    try:
+        model = ir.load(path)
+    except (OSError, DecodeError) as error:
+        raise BundleError(f"{path} is missing or corrupt ({error}); export the checkpoint again") from error
+    if not len(model.graph):
+        raise BundleError(f"{path} is corrupt (it holds no graph); export the checkpoint again")
+    return model
 
 
 class Emitter:

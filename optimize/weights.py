@@ -26,15 +26,20 @@ def rows_of(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) 
     """Rows ``start`` to ``stop`` of a checkpoint matrix (or vector) [N, ...] as float32, read from its file.
 
     Raises:
-        CheckpointError: the file ends early, or a weight is NaN or infinite.
+        CheckpointError: the file is missing or ends early, or a weight is NaN or infinite.
     """
     shape = tuple(int(size) for size in tensor.shape.numpy())
     stop = shape[0] if stop is None else min(stop, shape[0])
     row_values = int(np.prod(shape[1:], dtype=np.int64))
     itemsize = tensor.dtype.itemsize
     size = (stop - start) * row_values * int(itemsize)
-    with open(tensor.path, "rb") as file:
-        raw = os.pread(file.fileno(), size, (tensor.offset or 0) + start * row_values * int(itemsize))
+    try:
+        with open(tensor.path, "rb") as file:
+            raw = os.pread(file.fileno(), size, (tensor.offset or 0) + start * row_values * int(itemsize))
+    except OSError as error:
+        raise CheckpointError(
+            f"{tensor.path}: cannot be read ({error.strerror}), yet holds {tensor.name}; export the checkpoint again"
+        ) from error
     if len(raw) != size:
         raise CheckpointError(f"{tensor.path}: ends inside {tensor.name}; the file is truncated, copy it again")
     values = _to_float32(raw, tensor.dtype)

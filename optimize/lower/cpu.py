@@ -42,6 +42,8 @@ def pack_projections(graph: ir.Graph, _: Plan) -> int:
         linears = [_linear_before(value) for value in attention.inputs[:3]]
         if len({id(linear.node.inputs[0]) for linear in linears}) != 1:
             raise BuildError(f"{attention.name}: query, key and value do not read the same activation")
+        if len({bool(linear.biases) for linear in linears}) != 1:
+            raise BuildError(f"{attention.name}: only some of query, key and value have a bias")
         first = min(linears, key=lambda linear: list(graph).index(linear.node))
         emit = Emitter(first.node, f"{attention.name}.qkv_proj", main="Linear")
         weights = [linear.node.inputs[1] for linear in linears]
@@ -273,7 +275,11 @@ def defer_token_scales(graph: ir.Graph, _: Plan) -> int:
         scaled = reshape.inputs[0].producer() if reshape is not None and reshape.inputs[0] is not None else None
         flat = sole_consumer(gate.outputs[0])
         quantize = flat and next((user for user, _ in flat.outputs[0].uses() if user.op_type == "QuantizeLinear"), None)
-        if not reshape or not scaled or not quantize or (reshape.op_type, scaled.op_type) != ("Reshape", "Mul"):
+        if not flat or not reshape or not scaled or not quantize:
+            continue
+        if (flat.op_type, reshape.op_type, scaled.op_type) != ("Reshape", "Reshape", "Mul"):
+            continue
+        if sole_consumer(reshape.outputs[0]) is not gate:
             continue
         squeeze = quantize.inputs[1].producer() if quantize.inputs[1] is not None else None
         assert squeeze is not None and squeeze.inputs[0] is not None
@@ -377,4 +383,4 @@ def quantize_matrix(weights: tuple[ir.ExternalTensor, ...], grid: Grid) -> Quant
 
 def float_rows(weights: tuple[ir.ExternalTensor, ...]) -> NDArray[np.float32]:
     """Stacked matrices as float32 [N, K]."""
-    return np.concatenate([rows_of(weight) for weight in weights])
+    return np.concatenate([rows_of(weight, *span) for weight in weights for span in pieces(sizes(weight))])

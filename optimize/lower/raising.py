@@ -85,6 +85,9 @@ def raise_linears(graph: ir.Graph, _: Plan) -> int:
     for matmul in nodes_of(graph, "MatMul"):
         x, weight = matmul.inputs
         assert x is not None and weight is not None
+        turn = weight.producer()
+        if turn is None or turn.op_type != "Transpose" or tuple(turn.attributes["perm"].as_ints()) != (1, 0):
+            continue
         last, biases = matmul, []
         for add, _index in matmul.outputs[0].uses():
             if add.op_type == "Add" and add.name == f"{matmul.name}.bias":

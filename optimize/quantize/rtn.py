@@ -14,6 +14,9 @@ from llmc.optimize.quantize.grid import Float, Grid, Quantized
 # A wide grid gains nothing from hard clipping, a narrow one does.
 CLIP_RATIOS = {4: tuple(np.linspace(1.0, 0.62, 16)), 8: (1.0, 0.97, 0.94, 0.9)}
 
+# Beyond 2^40 either way, products of weights and integers could leave float32; a power of two changes no rounding.
+LARGEST_EXPONENT = 40
+
 
 def quantize(weights: Float, grid: Grid) -> Quantized:
     """Quantize float32 [N, K]; all-zero groups get scale 0.
@@ -34,6 +37,10 @@ def quantize(weights: Float, grid: Grid) -> Quantized:
 def _search(groups: Float, grid: Grid) -> tuple[np.ndarray, Float]:
     """The best integers int8 [G, W] and scales [G] for each row of ``groups`` [G, W] among the clip ratios."""
     extreme = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)  # (G, 1)
+    exponents = np.frexp(extreme)[1]
+    if np.abs(exponents).max() > LARGEST_EXPONENT:
+        values, scales = _search(np.ldexp(groups, -exponents), grid)
+        return values, np.ldexp(scales, exponents[:, 0])
     # The share of <w, w> that a candidate explains is <w, q>^2 / <q, q>: the larger, the smaller the error.
     best_gain = np.full(len(groups), -1.0, np.float32)
     best_scale = np.zeros(len(groups), np.float32)

@@ -1,8 +1,9 @@
 """Random tiny exports of every family, taken through the passes step by step, and run in ONNX Runtime."""
 
 import importlib.util
+import shutil
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -209,3 +210,31 @@ def portable_logits(ids: list[int]) -> Callable[[Any], np.ndarray]:
         return made[case.name]
 
     return get
+
+
+# ------------------------------------------------------------------------------------------------- builds that fail
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder, hidden files included."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def source(exported: Callable[[str], Any], tmp_path: Path) -> Path:
+    """A copy of an export, to be broken."""
+    return Path(shutil.copytree(exported("llama-biases").export, tmp_path / "in" / "export"))
+
+
+@pytest.fixture(params=[False, True], ids=["nothing there", "an old bundle there"])
+def untouched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """An output folder with an old bundle or nothing; afterwards it must be what it was, with nothing beside it."""
+    output = tmp_path / "out" / "bundle"
+    output.parent.mkdir()
+    if request.param:
+        output.mkdir()
+        (output / "llmc.json").write_text("the old one")
+        (output / "decode.onnx").write_text("its graph")
+    before = contents(output.parent)
+    yield output
+    assert contents(output.parent) == before

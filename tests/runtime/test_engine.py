@@ -3,9 +3,9 @@
 Most tests run on a double whose logits depend on every token fed, so a lost, doubled or misplaced one shows.
 """
 
-import copy
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import RequestError, ResourceError, UsageError
-from llmc.runtime.engine import Engine
+from llmc.runtime.engine import Engine, chunks
 from llmc.runtime.sampling import GreedySampler, SamplingParams, make_sampler
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 
@@ -33,7 +33,8 @@ class Remembering:
 
     def __init__(self) -> None:
         self.cache = np.zeros((0, 0), np.int64)
-        self.calls: list[Batch] = []
+        self.calls: list[tuple[str, int, int, int]] = []
+        """Phase, new tokens, past and logits of each call."""
         self.reserved: list[int] = []
 
     @property
@@ -47,8 +48,8 @@ class Remembering:
         self.reserved.append(capacity)
 
     def run(self, batch: Batch) -> np.ndarray:
-        self.calls.append(copy.deepcopy(batch))  # the engine writes its arrays anew for every step
         past, new = int(batch.past_lengths[0]), batch.input_ids[0]
+        self.calls.append((batch.phase.value, len(new), past, batch.logit_indices.shape[1]))
         assert past + len(new) <= self.capacity
         self.cache[0, past : past + len(new)] = new
         rows = [hashed(self.cache[0, : past + index + 1]) for index in batch.logit_indices[0]]
@@ -56,13 +57,6 @@ class Remembering:
 
     def close(self) -> None:
         self.cache = self.cache[:0, :0]
-
-    @property
-    def shapes(self) -> list[tuple[str, int, int, int]]:
-        """Of each call: phase, new tokens, past, logits."""
-        return [
-            (c.phase.value, c.input_ids.shape[1], int(c.past_lengths[0]), c.logit_indices.shape[1]) for c in self.calls
-        ]
 
 
 def hashed(tokens: np.ndarray) -> np.ndarray:
@@ -86,11 +80,14 @@ def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return build(tiny_export, tmp_path_factory.mktemp("engine") / "fp32", precision="fp32").output
 
 
-@pytest.fixture(scope="module", params=["tiny_bundle", "fp32_bundle"])
+@pytest.fixture(scope="module", params=["tiny_bundle", "tiny_bundle without its prefill graph", "fp32_bundle"])
 def opened(request: pytest.FixtureRequest) -> Iterator[tuple[str, Session, Manifest]]:
-    """Both precisions on their real engine: name, session, manifest."""
-    folder = request.getfixturevalue(request.param)
+    """Both precisions, and weight-only prefill, on their real engine: precision, session, manifest."""
+    fixture, _, decode_only = request.param.partition(" ")
+    folder = request.getfixturevalue(fixture)
     manifest = read_bundle(folder)
+    if decode_only:
+        manifest = replace(manifest, graphs=dict.fromkeys(("prefill", "decode"), manifest.graphs["decode"]))
     session = open_session(folder, manifest, 1)
     yield manifest.recipe.precision, session, manifest
     session.close()
@@ -106,7 +103,7 @@ def generated(engine: Engine, prompt: list[int], count: int, seed: int | None = 
 
 def test_a_prompt_is_fed_in_chunks_and_only_the_last_gives_logits(engine: Engine, session: Remembering):
     logits = engine.prefill(PROMPT)
-    assert session.shapes == [*(("prefill", 32, start, 0) for start in (0, 32, 64)), ("prefill", 4, 96, 1)]
+    assert session.calls == [*(("prefill", 32, start, 0) for start in (0, 32, 64)), ("prefill", 4, 96, 1)]
     assert np.array_equal(logits[0, 0], hashed(np.array(PROMPT)).astype(np.float32))
 
 
@@ -116,13 +113,22 @@ def test_any_chunk_size_gives_the_same_tokens(manifest: Manifest, chunk: int):
     assert generated(engine, PROMPT, 20) == generated(Engine(Remembering(), manifest, 512, 512), PROMPT, 20)
 
 
-@pytest.mark.parametrize("chunk", [299, 256, 100, 64, 17, 7])
+@pytest.mark.parametrize("length", range(1, 70))
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 64])
+def test_chunks_follow_one_another_and_none_but_the_last_is_odd_or_single(length: int, size: int):
+    """Kernels round otherwise for one token, and for the odd one of pairs; where a call is cut must not show."""
+    parts = chunks(length, size)
+    assert [token for start, end in parts for token in range(start, end)] == list(range(length))
+    assert all((end - start) % 2 == 0 for start, end in parts[:-1])
+    assert length == 1 or all(2 <= end - start <= max(2, size) + 1 for start, end in parts)
+
+
+@pytest.mark.parametrize("chunk", [299, 256, 100, 99, 23, 17, 2, 1])
 def test_the_real_engine_gives_the_same_logits_for_any_chunk_size(opened: tuple[str, Session, Manifest], chunk: int):
-    """W8A8 is exact per token, so int8 is equal bit by bit; the last chunks here hold 2 tokens or more."""
+    """W8A8 is exact per token, so int8 is equal bit by bit, and so is MatMulNBits where even chunks come first."""
     precision, session, manifest = opened
-    prompt = LONG[:-1] if chunk == 299 else LONG
-    whole = Engine(session, manifest, 512, 512).prefill(prompt).copy()
-    chunked = Engine(session, manifest, 512, chunk).prefill(prompt)
+    whole = Engine(session, manifest, 512, 512).prefill(LONG).copy()
+    chunked = Engine(session, manifest, 512, chunk).prefill(LONG)
     difference = float(np.abs(chunked - whole).max())
     assert difference <= (0.0 if precision == "int8" else FP32_TOLERANCE)
 
@@ -210,7 +216,7 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(
 
 def test_every_token_asked_for_costs_one_step_and_none_more(engine: Engine, session: Remembering):
     generated(engine, PROMPT[:10], 4)
-    assert session.shapes == [("prefill", 10, 0, 1), *(("decode", 1, 10 + i, 1) for i in range(3))]
+    assert session.calls == [("prefill", 10, 0, 1), *(("decode", 1, 10 + i, 1) for i in range(3))]
 
 
 def test_tokens_end_where_the_context_is_full(manifest: Manifest):
@@ -263,6 +269,15 @@ def test_a_request_beyond_the_context_is_refused_with_the_numbers(engine: Engine
         engine.check_prompt(PROMPT, 413)
     with pytest.raises(RequestError, match=r"600 tokens and 1 new ones .* holds 512; shorten the prompt"):
         engine.check_prompt(PROMPT * 6, 1)
+
+
+def test_the_engine_itself_goes_no_further_than_its_context(engine: Engine, session: Remembering):
+    with pytest.raises(RequestError, match="position 513 is asked for, the context holds 512"):
+        engine.step(5, 512)
+    for call in (engine.logits, engine.prefill):
+        with pytest.raises(RequestError, match="position 600 is asked for, the context holds 512"):
+            call(PROMPT * 6)
+    assert session.calls == []
 
 
 def test_a_refused_prompt_does_not_reach_the_session(tiny_bundle: Path, manifest: Manifest):

@@ -2,15 +2,19 @@
 
 import shutil
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 
 from llmc.bundle import MemoryPlan, read_bundle, write_manifest
 from llmc.errors import BundleError, ResourceError, UsageError
 from llmc.runtime import load
 from llmc.runtime.memory import check_growth, check_load
+from llmc.runtime.sessions import onnxruntime
 
 MB = 1_000_000
 PLAN = MemoryPlan(weights=100 * MB, cache_per_token=10_000, workspace=20 * MB, workspace_per_token=2_000)
@@ -85,8 +89,8 @@ def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
         ({"threads": "2"}, "threads is '2', expected 1 ... 1024"),
         ({"max_context": 0}, "max_context is 0, expected 1 ... 2048"),
         ({"max_context": 2049}, "max_context is 2049, expected 1 ... 2048"),
-        ({"prefill_chunk": -1}, "prefill_chunk is -1, expected"),
-        ({"prefill_chunk": 2049}, "prefill_chunk is 2049, expected"),
+        ({"prefill_chunk": -1}, "prefill_chunk is -1, expected 1 ... 256"),
+        ({"prefill_chunk": 257}, "prefill_chunk is 257, expected 1 ... 256"),  # the plan has no room for its scores
     ],
 )
 @pytest.mark.usefixtures("unopened")
@@ -150,3 +154,26 @@ def test_growth_refused_before_and_in_the_middle_of_a_stream_leaves_the_model_us
         assert len(stream.token_ids) == 7  # positions 250 ... 255, and the token that found no room after it was chosen
         assert model.engine.session.capacity == 256
         assert model.generate(short, max_tokens=8, temperature=0).token_ids == want
+
+
+def test_memory_that_ends_while_the_cache_grows_leaves_the_model_usable(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls = count()
+
+    def zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        if next(calls) == 3:
+            raise MemoryError
+        return np.zeros(shape, dtype)
+
+    short, long = ([token % 4000 + 10 for token in range(length)] for length in (20, 1100))
+    with load(tiny_bundle, threads=1) as model:
+        want = model.generate(short, max_tokens=8, temperature=0).token_ids
+        with monkeypatch.context() as patch:
+            patch.setattr(onnxruntime, "np", SimpleNamespace(**{**vars(np), "zeros": zeros}))
+            with pytest.raises(ResourceError, match="growing the cache ran out of memory"):
+                model.generate(long, max_tokens=8)
+        assert model.engine.session.capacity == 256
+        assert model.generate(short, max_tokens=8, temperature=0).token_ids == want
+        # A smaller growth than the one that failed halfway.
+        assert model.generate(long[:300], max_tokens=8, temperature=0).usage.prompt_tokens == 300

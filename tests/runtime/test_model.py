@@ -137,6 +137,16 @@ def test_nothing_of_a_stop_string_is_ever_streamed(scripted: Callable[..., Model
     assert (streamed, stream.result.text, stream.result.finish_reason) == (want, want, "stop")
 
 
+def test_a_stop_string_that_the_end_of_the_text_completes_is_the_reason(
+    scripted: Callable[..., Model], tokenizer: Tokenizer
+):
+    """Half a character becomes U+FFFD only when nothing can follow any more."""
+    half = tokenizer.encode("🎉")[:1]
+    assert tokenizer.decode(half) == "\ufffd"
+    result = scripted("x", half).generate(PROMPT, max_tokens=2, stop="\ufffd")
+    assert (result.text, result.finish_reason) == ("x", "stop")
+
+
 def test_a_stop_string_ends_the_computation(scripted: Callable[..., Model], tokenizer: Tokenizer):
     model = scripted()
     model.generate(PROMPT, stop="naïve")
@@ -204,9 +214,25 @@ def test_undecodable_text_is_refused(model: Model):
 
 
 @pytest.mark.parametrize("prompt", [b"import os", bytearray(b"import os")])
-def test_bytes_are_refused_instead_of_taken_for_token_ids(model: Model, prompt: bytes):
+def test_bytes_are_refused_instead_of_taken_for_token_ids(scripted: Callable[..., Model], prompt: bytes):
     with pytest.raises(UsageError, match=r"the prompt is bytes, .* decode it first"):
+        scripted().generate(prompt, max_tokens=1)
+
+
+NAN = float("nan")
+NEITHER: list[Any] = [
+    *([1.5, 2.7], [5, 1.0], [5, NAN, 6], np.array([1.2, 3.4])),
+    *([True, False], [5, True], np.array([True]), np.array([[1, 2], [3, 4]])),
+    *({5, 3}, {1: 2}, None, 5, ["a", "b"], [1, "a"], [None], memoryview(b"ab")),
+]
+
+
+@pytest.mark.parametrize("prompt", NEITHER, ids=repr)
+def test_what_is_neither_text_nor_integers_is_refused_and_never_converted(scripted: Callable[..., Model], prompt: Any):
+    model = scripted()
+    with pytest.raises(UsageError, match=r"the prompt is .*, expected text or a list of token ids \(integers\)"):
         model.generate(prompt, max_tokens=1)
+    assert model.engine.session.prompts == []
 
 
 def test_chat_feeds_what_the_template_writes(scripted: Callable[..., Model], tokenizer: Tokenizer):

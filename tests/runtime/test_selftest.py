@@ -175,3 +175,27 @@ def test_a_bundle_without_golden_prompts_is_not_called_sound(model: Model):
     model.manifest = replace(model.manifest, golden=())
     with pytest.raises(BundleError, match="no golden prompts; build the bundle again"):
         replay(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": ()},
+        {"prompt": (99999,)},
+        {"prompt": (5,) * 3000},
+        {"tokens": (), "margins": ()},
+        {"margins": ()},
+        {"margins": (float("nan"),) * 16},
+        {"top_ids": (99999,) * 10},
+        {"top_ids": (), "top_logits": (), "decode_logits": ()},
+        {"top_logits": (1.0, 2.0)},
+        {"decode_logits": ()},
+        {"top_logits": (float("nan"),) * 10},
+    ],
+    ids=lambda changes: " ".join(f"{name}:{len(value)}" for name, value in changes.items()),
+)
+def test_a_golden_prompt_that_makes_no_sense_is_corrupt(model: Model, changes: dict[str, Any]):
+    """The manifest itself has no hash, and NaN margins would pass as near ties."""
+    record(model, **changes)
+    with pytest.raises(BundleError, match="golden prompt 1 of the manifest is corrupt; build the bundle again"):
+        replay(model)

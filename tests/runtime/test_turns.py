@@ -1,5 +1,6 @@
 """Requests take turns: many threads at one model, streams that are left early, and closing in the middle of it all."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 from llmc.errors import RequestError
 from llmc.runtime import Model, load
 from llmc.runtime.sampling import GreedySampler
+from llmc.runtime.sessions import Batch
 
 PATIENCE = 60  # seconds after which a thread that waits counts as waiting for ever
 MOMENT = 0.1  # seconds in which a thread that need not wait would have got on
@@ -110,6 +112,38 @@ def test_a_closed_stream_lets_the_next_request_in(model: Model, alone: list[tupl
     assert_usable(model, alone)
 
 
+def test_leaving_a_for_loop_early_lets_the_next_request_in(model: Model, alone: list[tuple[int, ...]]):
+    """At once, not when garbage is collected: another thread would wait for that for ever."""
+    gc.disable()
+    try:
+        for _ in model.stream(PROMPTS[0], **SAMPLING):
+            break
+        assert_usable(model, alone)
+    finally:
+        gc.enable()
+
+
+def test_closing_a_stream_that_another_thread_runs_is_refused(
+    model: Model, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    running, closed = threading.Event(), threading.Event()
+    run = model.engine.session.run
+
+    def slow(batch: Batch) -> np.ndarray:
+        running.set()
+        closed.wait(PATIENCE)
+        return run(batch)
+
+    monkeypatch.setattr(model.engine.session, "run", slow)
+    stream = model.stream(PROMPTS[0], **SAMPLING)
+    result = in_thread(lambda: stream.finish().token_ids)
+    running.wait(PATIENCE)
+    with pytest.raises(RequestError, match="computing its next item; close it after that"):
+        stream.close()
+    closed.set()
+    assert result(PATIENCE) == alone[0]
+
+
 def test_ctrl_c_while_streaming_leaves_the_model_usable(model: Model, alone: list[tuple[int, ...]]):
     stream = model.stream(PROMPTS[0], **SAMPLING)
     next(stream)
@@ -155,6 +189,19 @@ def test_a_closed_model_refuses_requests_and_may_be_closed_again(model: Model):
 def test_leaving_the_with_block_closes_the_model(tiny_bundle: Path):
     with pytest.raises(ZeroDivisionError), load(tiny_bundle, threads=1) as model:
         raise ZeroDivisionError
+    with pytest.raises(RequestError, match="the model is closed"):
+        model.generate(PROMPTS[0])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_leaving_the_with_block_ends_an_open_stream_and_passes_the_error_on(
+    tiny_bundle: Path, error: type[BaseException]
+):
+    with pytest.raises(error), load(tiny_bundle, threads=1) as model:
+        stream = model.stream(PROMPTS[0], **SAMPLING)
+        next(stream)
+        raise error
+    assert list(stream) == []
     with pytest.raises(RequestError, match="the model is closed"):
         model.generate(PROMPTS[0])
 
