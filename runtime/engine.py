@@ -81,6 +81,16 @@ class Engine:
             check_growth(self._memory, self.session.capacity, capacity)
             self.session.reserve(1, capacity)
 
+    def check_tokens(self, where: str, tokens: Sequence[int]) -> None:
+        """Refuse token ids outside the vocabulary.
+
+        Raises:
+            UsageError: with the first such id.
+        """
+        wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
+        if wrong is not None:
+            raise UsageError(f"{where} token id {wrong}, which is out of range, expected 0 ... {self._vocab_size - 1}")
+
     def check_prompt(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Refuse a request that cannot be served whole.
 
@@ -90,9 +100,7 @@ class Engine:
         """
         if not len(prompt):
             raise RequestError("the prompt is empty: it has no tokens; give at least one character")
-        wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocab_size]
-        if wrong:
-            raise UsageError(f"token id {wrong[0]} is out of range, expected 0 ... {self._vocab_size - 1}")
+        self.check_tokens("the prompt holds", prompt)
         if len(prompt) + max_tokens > self.max_context:
             room = self.max_context - len(prompt)
             advice = f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt"

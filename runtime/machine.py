@@ -58,9 +58,10 @@ def _cpu_flags() -> set[str]:
 
 
 def _cpu_quota() -> float | None:
-    """CPUs that the cgroup (version 2) grants, or None without a quota."""
-    fields = " ".join(_lines(CGROUP / "cpu.max")).split()
-    return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0] != "max" else None
+    """CPUs that the cgroup (version 2, or else 1) grants, or None without a quota."""
+    version_1 = [*_lines(CGROUP / "cpu/cpu.cfs_quota_us"), *_lines(CGROUP / "cpu/cpu.cfs_period_us")]
+    fields = " ".join(_lines(CGROUP / "cpu.max") or version_1).split()
+    return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0] not in ("max", "-1") else None
 
 
 def _meminfo_available() -> int:
@@ -72,12 +73,15 @@ def _meminfo_available() -> int:
 
 def _cgroup_available() -> int | None:
     """What the cgroup's limit leaves; pages of files count as free, since the kernel drops them first."""
-    limit = "".join(_lines(CGROUP / "memory.max")).strip()
-    if not limit or limit == "max":
+    limit, usage, folder = "memory.max", "memory.current", CGROUP
+    if not (CGROUP / limit).exists():  # version 1, whose limit is an absurdly large number where there is none
+        limit, usage, folder = "memory.limit_in_bytes", "memory.usage_in_bytes", CGROUP / "memory"
+    most = "".join(_lines(folder / limit)).strip()
+    if not most or most == "max":
         return None
-    used = int("".join(_lines(CGROUP / "memory.current")) or 0)
-    statistics = dict(line.split() for line in _lines(CGROUP / "memory.stat"))
-    return max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))
+    used = int("".join(_lines(folder / usage)) or 0)
+    statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
+    return max(0, int(most) - used + int(statistics.get("inactive_file", 0)))
 
 
 def _lines(path: Path) -> list[str]:

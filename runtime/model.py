@@ -99,8 +99,11 @@ class Model:
     def stream(self, prompt: str | Sequence[int], **sampling: Any) -> "Stream":
         """Like :meth:`generate`, as an iterator of text; its ``result`` is there once the iterator is used up."""
         self._check_open()
-        params = SamplingParams.from_defaults(self.manifest.generation, **sampling)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        if sampling.get("max_tokens") is None:  # nobody asked for more than fits
+            sampling["max_tokens"] = max(1, min(SamplingParams.max_tokens, self.engine.max_context - len(ids)))
+        params = SamplingParams.from_defaults(self.manifest.generation, **sampling)
+        self.engine.check_tokens("stop_token_ids holds", params.stop_token_ids)
         self.engine.check_prompt(ids, params.max_tokens)
         return Stream(self, ids, params)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmc.optimize.build import build
-from llmc.runtime import load
+from llmc.runtime import Model, load
 
 PROMPTS = 20
 NEW_TOKENS = 64
@@ -16,8 +16,10 @@ LENGTHS = [1, 2, 3, 5, 7, 8, 14, 20, 31, 48, 63, 64, 65, 100, 127, 128, 129, 200
 
 @pytest.fixture(scope="module")
 def fp32(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model in float32."""
-    return build(tiny_export, tmp_path_factory.mktemp("greedy") / "fp32", precision="fp32").output
+    """The small model in float32, with chunks of up to 512 tokens."""
+    folder = tmp_path_factory.mktemp("greedy")
+    (folder / "fp32.toml").write_text('precision = "fp32"\nprefill_chunk = 512\n')
+    return build(tiny_export, folder / "fp32", recipe=folder / "fp32.toml").output
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +48,21 @@ def wanted(tiny_checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
+def greedy(model: Model, prompt: list[int]) -> list[int]:
+    return list(model.generate(prompt, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True).token_ids)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_greedy_tokens_equal_transformers(fp32, prompts, wanted, chunk):
     assert len(prompts) == PROMPTS
     with load(fp32, prefill_chunk=chunk, threads=1) as model:
-        answers = [
-            list(model.generate(prompt, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True).token_ids)
-            for prompt in prompts
-        ]
+        answers = [greedy(model, prompt) for prompt in prompts]
     assert answers == wanted
     assert {len(answer) for answer in answers} == {NEW_TOKENS}
+
+
+def test_another_model_says_something_else(prompts, wanted, tiny_bundle):
+    """20 x 64 tokens tell float32 from int8, so they would tell it from a wrong number."""
+    with load(tiny_bundle, threads=1) as model:
+        answers = [greedy(model, prompt) for prompt in prompts]
+    assert answers != wanted

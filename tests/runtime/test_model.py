@@ -230,7 +230,7 @@ NEITHER: list[Any] = [
 @pytest.mark.parametrize("prompt", NEITHER, ids=repr)
 def test_what_is_neither_text_nor_integers_is_refused_and_never_converted(scripted: Callable[..., Model], prompt: Any):
     model = scripted()
-    with pytest.raises(UsageError, match=r"the prompt is .*, expected text or a list of token ids \(integers\)"):
+    with pytest.raises(UsageError, match=r"(?s)the prompt is .*, expected text or a list of token ids \(integers\)"):
         model.generate(prompt, max_tokens=1)
     assert model.engine.session.prompts == []
 

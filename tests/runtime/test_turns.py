@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillWaiting  # the built-in one only since Python 3.11
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_another_thread_waits_until_the_stream_ends(model: Model, alone: list[tu
     stream = model.stream(PROMPTS[0], **SAMPLING)
     next(stream)
     result = in_thread(lambda: model.generate(PROMPTS[1], **SAMPLING).token_ids)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(StillWaiting):
         result(MOMENT)
     assert stream.finish().token_ids == alone[0]
     assert result(PATIENCE) == alone[1]
@@ -210,7 +211,7 @@ def test_closing_waits_for_the_running_request(model: Model, alone: list[tuple[i
     stream = model.stream(PROMPTS[0], **SAMPLING)
     next(stream)
     closed = in_thread(model.close)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(StillWaiting):
         closed(MOMENT)
     assert stream.finish().token_ids == alone[0]
     closed(PATIENCE)
