@@ -32,6 +32,9 @@ TOKENIZER_FILE = "tokenizer.json"
 # Everything the runtime may need to speak the model's language; only the first one must exist.
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
+# What a folder of llmc's may hold; anything else in it is somebody's own.
+OUR_SUFFIXES = (".json", ".onnx", ".bin", ".safetensors", ".jinja")
+
 T = TypeVar("T")
 
 
@@ -223,6 +226,7 @@ def read_bundle(folder: Path) -> Manifest:
         BundleError: not a bundle, written by a newer llmc, or files are missing or truncated.
     """
     manifest = _read(folder, BUNDLE_MANIFEST, Manifest, "llmc build CHECKPOINT -o BUNDLE")
+    _check_values(folder, manifest)
     for name in (*manifest.files, *(graph.file for graph in manifest.graphs.values())):
         if name not in manifest.files or name.startswith("/") or ".." in name.split("/"):
             raise BundleError(f"{folder}: {BUNDLE_MANIFEST} names {name!r}, which is unlisted or lies outside; refused")
@@ -234,6 +238,22 @@ def read_bundle(folder: Path) -> Manifest:
     return manifest
 
 
+def _check_values(folder: Path, manifest: Manifest) -> None:
+    """Refuse numbers that no build writes, before anything is computed from them."""
+    g, limits, memory = manifest.geometry, manifest.limits, manifest.memory
+    sizes = (g.layers, g.hidden_size, g.intermediate_size, g.heads, g.kv_heads, g.head_dim, g.vocab_size)
+    sound = {
+        "geometry": min(sizes) > 0 and g.heads % max(1, g.kv_heads) == 0 and len(g.windows) == g.layers,
+        "limits": 0 < limits.prefill_chunk <= limits.max_context <= g.max_positions and limits.max_batch > 0,
+        "memory": min(memory.weights, memory.cache_per_token, memory.workspace, memory.workspace_per_token) >= 0,
+        "graphs": "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
+        "target": all(part.isdigit() for part in manifest.target.engine_minimum.split(".")),
+    }
+    for part, holds in sound.items():
+        if not holds:
+            raise BundleError(f"{folder}: the {part} in {BUNDLE_MANIFEST} cannot be right; build the bundle again")
+
+
 def read_export(folder: Path) -> ExportManifest:
     """Read an export's manifest.
 
@@ -241,8 +261,9 @@ def read_export(folder: Path) -> ExportManifest:
         BundleError: not an export, or written by a newer llmc.
     """
     manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")
-    if _size(folder / DECODER_FILE) is None:
-        raise BundleError(f"{folder}: {DECODER_FILE} is missing; export the checkpoint again")
+    for name in (DECODER_FILE, TOKENIZER_FILE):
+        if _size(folder / name) is None:
+            raise BundleError(f"{folder}: {name} is missing; export the checkpoint again")
     return manifest
 
 
@@ -327,6 +348,13 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
     ours = target.is_dir() and any((target / name).exists() for name in (BUNDLE_MANIFEST, EXPORT_MANIFEST))
     if not ours and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"{target} is not llmc's, so --force does not replace it; choose another output folder")
+    # A checkpoint or notes that somebody keeps in there would go with the old folder.
+    others = sorted(path.name for path in target.iterdir() if path.is_dir() or path.suffix not in OUR_SUFFIXES)
+    if others:
+        raise UsageError(
+            f"{target} also holds {others[0]!r}, which llmc did not write, so --force does not replace it; "
+            "move that away or choose another output folder"
+        )
 
 
 def _recover(place: Path) -> None:

@@ -13,7 +13,7 @@ import click
 from llmc.bundle import EXPORT_MANIFEST, refuse_to_overwrite
 from llmc.cli import output as show
 from llmc.cli.options import EXISTING_FILE, EXISTING_FOLDER, debug_option, force_option, json_option, output_option
-from llmc.errors import require
+from llmc.errors import UsageError, require
 
 if TYPE_CHECKING:
     from llmc.optimize.build import BuildReport
@@ -94,7 +94,11 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
     from llmc.export import export
 
     near = next(folder for folder in Path(output).resolve().parents if folder.is_dir())
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".export", dir=near) as folder:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".export", dir=near)
+    except OSError as error:
+        raise UsageError(f"{output}: cannot write here ({error.strerror}); choose another output folder") from error
+    with temporary as folder:
         yield export(source, Path(folder) / source.resolve().name, progress=progress).output
 
 

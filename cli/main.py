@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if state["debug"]:
             traceback.print_exc()
         message, code = explain(error)
-        click.echo(f"llmc: error: {message}", err=True)
+        click.echo(f"llmc: error: {' '.join(message.split())}", err=True)  # one line, whatever a file put into it
     sys.exit(code or 0)
 
 

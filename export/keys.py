@@ -1,6 +1,6 @@
 """Strict reading of ``config.json``: every key is read, known to be irrelevant, or refused by name."""
 
-import math
+import sys
 from typing import Any
 
 from llmc.errors import CheckpointError
@@ -38,6 +38,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 _MISSING = object()
+LARGEST_INTEGER = 2**31 - 1
+LARGEST_LAYERS = 10_000  # tables with an entry per layer are made before any tensor is looked at
 
 
 class Keys:
@@ -51,14 +53,15 @@ class Keys:
     def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
         """A whole number; ``default`` also stands for null."""
         value = self._get(name, default)
-        if type(value) is not int or value < minimum:
-            raise self.error(name, value, f"a whole number of at least {minimum}")
+        maximum = LARGEST_LAYERS if name == "num_hidden_layers" else LARGEST_INTEGER
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise self.error(name, value, f"a whole number of at least {minimum} and at most {maximum}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; ``default`` also stands for null."""
         value = self._get(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.error(name, value, "a positive number")
         return float(value)
 
@@ -83,7 +86,7 @@ class Keys:
             return 0
         return self.integer(name)
 
-    def optional_number(self, name: str, maximum: float = math.inf) -> float | None:
+    def optional_number(self, name: str, maximum: float = sys.float_info.max) -> float | None:
         """A number from 0 to ``maximum``, or None where the key is null or absent."""
         value = self.raw(name)
         if value is not None and (type(value) not in (int, float) or not 0 <= value <= maximum):

@@ -96,6 +96,8 @@ def build(
     chosen, limits = recipes.resolve(asked, abilities, export.geometry.max_positions, name)
     if Path(output).resolve() == Path(source).resolve():
         raise UsageError(f"{output} is the export itself; choose another output folder")
+    if dump is not None and Path(dump).resolve().is_relative_to(Path(output).resolve()):
+        raise UsageError(f"{dump} lies in the output folder {output}; choose another folder for the dumps")
     with staged(Path(output), force=force) as folder:
         graphs = _compile(Path(source), folder, export.geometry, chosen, limits, abilities, dump, progress)
         _copy_tokenizer(Path(source), folder)

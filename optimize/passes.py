@@ -1,7 +1,7 @@
 """The order of work: for each target, the literal list of passes from the portable decoder to its lowered graph.
 
-A pass rewrites the graph and returns how often it applied; each step says how often it must, so a lowering that finds
-nothing to lower is an error and never a slow or wrong graph.
+A pass rewrites the graph and returns how often it applied; a step whose count follows from the geometry says it, so a
+lowering that finds nothing to lower is an error and never a slow or wrong graph.
 """
 
 import logging

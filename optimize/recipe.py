@@ -93,6 +93,8 @@ def resolve(request: Request, target: Capabilities, max_positions: int, name: st
         "phases", _or(request.phases, "split" if split else "shared"), ("split", "shared") if split else ("shared",)
     )
     block = _one_of("block_size", _or(request.block_size, DEFAULT_BLOCK), BLOCKS) if split else 0
+    if not split and request.block_size is not None:
+        raise UsageError("block_size is for int8 and int4, the precision is fp32; leave it out")
     head = _one_of("head", _or(request.head, precision), tuple(BITS) if split else (precision,))
     context = _between("max_context", _or(request.max_context, min(max_positions, DEFAULT_CONTEXT)), 2, max_positions)
     limits = Limits(

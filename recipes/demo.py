@@ -22,10 +22,12 @@ from llmc.runtime.sessions import Phase
 
 RECIPES = Path(__file__).resolve().parent
 FOLDER = Path("build/demo")
-PROMPT = "class Stack:\n    def __init__(self"
+PROMPT = "    for i in range("
 NEW_TOKENS = 96
+SAMPLING = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
 # Text that the model was not trained on; a few hundred tokens show which bundle is closer to the unquantized model.
-UNSEEN_TOKENS = 512
+# They come from the middle: the file begins with a list of names that no model could guess.
+UNSEEN_START, UNSEEN_TOKENS = 2000, 1024
 
 
 def main() -> None:
@@ -40,7 +42,7 @@ def main() -> None:
     show.print_table(columns, rows, numbers=True)
     print(f"\nPerplexity over {UNSEEN_TOKENS} tokens that the model was not trained on; the rest is in each manifest.")
     command = os.path.relpath(Path(sys.prefix) / "bin" / "llmc")
-    print(f'Go on with: {command} run {FOLDER}/int8 -p "import "')
+    print(f'Go on with: {command} run {FOLDER}/int8 -p "class " --temperature 0.8')
 
 
 def step(name: str, command: str) -> None:
@@ -54,7 +56,7 @@ def bundle_row(precision: str) -> tuple[str, ...]:
     step("build", f"llmc build {FOLDER}/export -o {folder} --{precision}")
     report = build(FOLDER / "export", folder, precision=precision, force=True)
     print(f"{show.size(report.size)} in {report.seconds:.1f} s")
-    step("run", f"llmc run {folder} -p ${PROMPT!r} --temperature 0 --max-tokens {NEW_TOKENS}")
+    step("run", f"llmc run {folder} -p {PROMPT!r} --temperature 0.8 --top-p 0.9 --seed 1 --max-tokens {NEW_TOKENS}")
     with load(folder) as model:
         stream_completion(model)
         perplexity = unseen_perplexity(model)
@@ -75,7 +77,7 @@ def bundle_row(precision: str) -> tuple[str, ...]:
 def stream_completion(model: Model) -> None:
     """Print the prompt, and the text after it as it is generated."""
     print(PROMPT, end="", flush=True)
-    for text in model.stream(PROMPT, temperature=0, max_tokens=NEW_TOKENS):
+    for text in model.stream(PROMPT, max_tokens=NEW_TOKENS, **SAMPLING):
         print(text, end="", flush=True)
     print()
 
@@ -83,7 +85,7 @@ def stream_completion(model: Model) -> None:
 def unseen_perplexity(model: Model) -> float:
     """Perplexity of the decode path on text that was kept out of the training."""
     text = (RECIPES / "tiny" / "validation.txt").read_text(encoding="utf-8")
-    ids = model.tokenizer.encode(text)[: UNSEEN_TOKENS + 1]
+    ids = model.tokenizer.encode(text)[UNSEEN_START : UNSEEN_START + UNSEEN_TOKENS + 1]
     loss = negative_log_likelihood(model.engine.logits(ids[:-1], Phase.DECODE), np.array(ids[1:]))
     return math.exp(loss / len(ids[1:]))
 

@@ -20,6 +20,7 @@ class BenchmarkReport:
     """Seconds unless named otherwise; p50 and p95 over ``repeats`` prompts (TTFT) or all decode steps (TPOT).
 
     Attributes:
+        decode_tokens_per_s: all decode steps over their time; slow ones count.
         weight_bytes_per_token: weights that one decode step reads.
         read_bandwidth: bytes per second that this machine read from memory in this run: a plain loop on all threads, or
             the decode steps themselves where they were faster.
@@ -116,7 +117,7 @@ def _report(
         tpot_p50_s=step,
         tpot_p95_s=float(np.percentile(steps, 95)),
         prefill_tokens_per_s=prompt_length / float(np.median(ttft)),
-        decode_tokens_per_s=1 / step,
+        decode_tokens_per_s=len(steps) / float(steps.sum()),
         rss_after_load_bytes=rss,
         rss_peak_bytes=peak,
         weight_bytes_per_token=step_bytes,

@@ -15,6 +15,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmc.errors import BundleError, RequestError, UsageError
@@ -166,10 +168,27 @@ def _guarded(call: Callable[[Any], Any], argument: Any) -> Any:
         raise RequestError(f"the model's chat template failed: {type(error).__name__}: {error}") from error
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja's sandbox, which bounds ranges, with a bound for products too: ``'x' * 10**10`` would take all memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+    largest = 1_000_000
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute ``left operator right``.
+
+        Raises:
+            SecurityError: the result would be too large for a prompt.
+        """
+        length = max((len(side) for side in (left, right) if isinstance(side, str | list | tuple)), default=0)
+        times = max((side for side in (left, right) if isinstance(side, int)), default=0)
+        if (operator == "*" and length * times > self.largest) or (operator == "**" and times > 1000):
+            raise SecurityError(f"a product of more than {self.largest} items")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals = {
         **environment.globals,

@@ -60,6 +60,7 @@ def test_a_bundle_without_quality_or_golden_prompts_survives_the_disk(folder: Pa
 def test_an_export_manifest_survives_the_disk(tmp_path: Path, export_manifest: ExportManifest):
     bundle.write_manifest(export_manifest, tmp_path)
     (tmp_path / DECODER_FILE).write_bytes(b"graph")
+    (tmp_path / bundle.TOKENIZER_FILE).write_text("{}")
     assert bundle.read_export(tmp_path) == export_manifest
 
 

@@ -286,3 +286,15 @@ def test_a_real_process_that_is_stopped_leaves_the_old_folder(published: Path, s
     assert (published / "llmc.json").read_text() == "old"
     publish(published, "new", force=True)
     assert names(published.parent) == ["bundle"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "checkpoint"])
+def test_force_does_not_replace_a_folder_that_holds_something_else(tmp_path: Path, name: str):
+    target = tmp_path / "bundle"
+    target.mkdir()
+    (target / bundle.BUNDLE_MANIFEST).write_text("{}")
+    kept = target / name
+    kept.mkdir() if name == "checkpoint" else kept.write_text("mine")
+    with pytest.raises(UsageError, match=f"also holds '{name}'"), bundle.staged(target, force=True):
+        raise AssertionError("nothing may be written")
+    assert kept.exists()

@@ -30,7 +30,7 @@ SESSION_CONFIG = {
     # Work is handed out in shrinking blocks, so a thread that a neighbour slows down does not hold up the others.
     "session.dynamic_block_base": "4",
 }
-LOG_ERRORS_ONLY = 3
+LOG_ERRORS_ONLY = 4  # fatal ones: every other comes as an exception
 
 
 class OnnxRuntimeSession:
@@ -210,4 +210,5 @@ def translated(doing: str) -> Iterator[None]:
             raise
         if "bad_alloc" in str(error) or "Failed to allocate memory" in str(error):
             raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
-        raise BundleError(f"{doing} failed in ONNX Runtime: {str(error).strip()[:400]}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise BundleError(f"{doing} failed in ONNX Runtime ({reason}); build the bundle again") from error

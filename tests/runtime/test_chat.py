@@ -1,6 +1,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,3 +333,10 @@ class TestMessages:
     def test_take_no_function_for_a_tool(self) -> None:
         with pytest.raises(UsageError, match=r"tools\[0\] is a function, expected text"):
             of("").render([{"role": "user", "content": "a"}], tools=[lambda: None])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("expression", ["'x' * 10**10", "[1] * 10**9", "9**99999"])
+def test_a_template_cannot_take_all_memory(tmp_path, expression):
+    (tmp_path / "chat_template.jinja").write_text("{{ " + expression + " }}")
+    with pytest.raises(RequestError, match="more than"):
+        ChatTemplate.from_folder(tmp_path, SimpleNamespace(special_tokens={})).render([{"role": "user", "content": ""}])

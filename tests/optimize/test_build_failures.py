@@ -1,0 +1,151 @@
+"""A build that fails on the way says why in a sentence, leaves the old bundle alone and nothing of the new one."""
+
+import errno
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmc.bundle import DECODER_FILE, WEIGHTS_FILE, write_manifest
+from llmc.errors import BuildError, CheckpointError, LlmcError, ResourceError
+from llmc.optimize.build import build
+from llmc.optimize.weights import WeightFile
+
+SHARD = "model.safetensors"
+
+
+# ---------------------------------------------------------------------------------------------------- a broken export
+
+
+def set_weight(source: Path, name: str, value: float) -> None:
+    """Write one weight of the export's checkpoint."""
+    tensor = ir.load(source / DECODER_FILE).graph.initializers[name].const_value
+    with (source / tensor.location).open("r+b") as file:
+        file.seek(tensor.offset + 40)
+        file.write(np.float32(value).tobytes())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.0.self_attn.k_proj.bias",
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_weight_that_is_no_number_is_refused_by_name(source, untouched, name, precision):
+    set_weight(source, name, float("nan"))
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinite weights"):
+        build(source, untouched, precision=precision, force=True)
+
+
+def test_a_truncated_shard_is_refused(source, untouched):
+    os.truncate(source / SHARD, (source / SHARD).stat().st_size - 100)
+    with pytest.raises(CheckpointError, match="the file is truncated, copy it again"):
+        build(source, untouched, force=True)
+
+
+@pytest.mark.parametrize("name", [SHARD, DECODER_FILE, "tokenizer.json"])
+def test_a_missing_file_is_refused_by_name(source, untouched, name):
+    (source / name).unlink()
+    with pytest.raises(LlmcError) as refused:
+        build(source, untouched, force=True)
+    assert name in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a graph", None], ids=["empty", "garbage", "half"])
+def test_a_corrupt_graph_is_refused_by_name(source, untouched, content):
+    whole = (source / DECODER_FILE).read_bytes()
+    (source / DECODER_FILE).write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(LlmcError) as refused:
+        build(source, untouched, force=True)
+    assert DECODER_FILE in str(refused.value)
+
+
+def test_a_graph_of_other_shapes_than_the_manifest_is_refused(source, untouched):
+    manifest = json.loads((source / "export.json").read_text())
+    manifest["geometry"] |= {"layers": 3, "windows": [0, 0, 0]}
+    (source / "export.json").write_text(json.dumps(manifest))
+    with pytest.raises(BuildError, match="pass 'raise linears' applied 15 times"):
+        build(source, untouched, force=True)
+
+
+# --------------------------------------------------------------------------------------------------- on the way
+
+
+STEPS = ["lowering and quantizing the prefill", "lowering and quantizing the decode", "hashing", "running the golden"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])
+def test_an_interruption_at_any_step_leaves_what_was_there(source, untouched, step, error):
+    def interrupt(name: str, fraction: float | None = None) -> None:
+        if name.startswith(step):
+            assert any(path.name.endswith(".staging") for path in untouched.parent.iterdir())
+            raise error
+
+    with pytest.raises(error):
+        build(source, untouched, force=True, progress=interrupt)
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk that has room for 100,000 bytes."""
+
+    def write(self, data: bytes) -> int:
+        if self.tell() + len(memoryview(data).cast("B")) > 100_000:
+            full()
+        return super().write(data)
+
+
+def fill_weight_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = WeightFile.__init__
+
+    def small(self: WeightFile, folder: Path) -> None:
+        before(self, folder)
+        self._file.close()
+        self._file = FullDisk(folder / WEIGHTS_FILE, "wb")
+
+    monkeypatch.setattr(WeightFile, "__init__", small)
+
+
+FULL = {
+    "weights": fill_weight_file,
+    "graph": lambda monkeypatch: monkeypatch.setattr(ir, "save", full),
+    "tokenizer": lambda monkeypatch: monkeypatch.setattr(shutil, "copyfile", full),
+    "manifest": lambda monkeypatch: monkeypatch.setattr("llmc.optimize.build.write_manifest", full),
+    "flush": lambda monkeypatch: monkeypatch.setattr(os, "fsync", full),
+}
+
+
+@pytest.mark.parametrize("plant", FULL.values(), ids=FULL)
+def test_a_full_disk_is_said_and_leaves_what_was_there(source, untouched, monkeypatch, plant):
+    with monkeypatch.context() as patched:
+        plant(patched)
+        with pytest.raises(ResourceError, match="the disk is full; free some space and run again"):
+            build(source, untouched, force=True)
+
+
+def test_a_manifest_that_cannot_be_written_whole_is_never_published(source, untouched, monkeypatch):
+    """The first one is for the self-test only; the second one, with its results, fails."""
+    calls = []
+
+    def second_fails(manifest, folder):
+        calls.append(folder)
+        write_manifest(manifest, folder) if len(calls) == 1 else full()
+
+    monkeypatch.setattr("llmc.optimize.build.write_manifest", second_fails)
+    with pytest.raises(ResourceError):
+        build(source, untouched, force=True)
+    assert len(calls) == 2
