@@ -26,6 +26,7 @@ def export_folder(tmp_path: Path, tiny_checkpoint: Path) -> Path:
     generation = bundle.Generation((0,), None, False, None, None, None, None)
     bundle.write_manifest(bundle.ExportManifest(1, "0.1.0", 1, geometry, source, generation), tmp_path)
     (tmp_path / bundle.DECODER_FILE).write_bytes(b"graph")
+    (tmp_path / bundle.TOKENIZER_FILE).write_text("{}")
     (tmp_path / "model.safetensors").symlink_to(tiny_checkpoint / "model.safetensors")
     return tmp_path
 

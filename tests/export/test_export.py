@@ -82,12 +82,12 @@ def test_steps_are_told(checkpoint, output):
 
 def test_an_existing_folder_is_replaced_only_by_force(checkpoint, output):
     export(checkpoint.folder, output)
-    (output / "mark").touch()
+    (output / "mark.json").touch()
     with pytest.raises(UsageError, match="--force"):
         export(checkpoint.folder, output)
-    assert (output / "mark").exists()
+    assert (output / "mark.json").exists()
     export(checkpoint.folder, output, force=True)
-    assert not (output / "mark").exists()
+    assert not (output / "mark.json").exists()
 
 
 def test_a_failed_export_leaves_the_old_one(checkpoint, output):

@@ -142,6 +142,7 @@ def test_a_head_may_keep_8_bits(phases):
         (Request(precision="fp32", phases="split"), "phases is 'split', expected one of shared"),
         (Request(head="fp32"), "head is 'fp32', expected one of int8, int4"),
         (Request(precision="fp32", head="int8"), "head is 'int8', expected one of fp32"),
+        (Request(precision="fp32", block_size=128), "block_size is for int8 and int4, the precision is fp32"),
         (Request(block_size=100), "block_size is 100, expected one of 32, 64, 128, 256"),
         (Request(block_size=-32), "block_size is -32, expected one of 32, 64, 128, 256"),
         (Request(max_context=2049), "max_context is 2049, expected "),

@@ -42,7 +42,7 @@ def test_the_figures_are_plausible(report: BenchmarkReport):
     assert 0 < report.ttft_p50_s <= report.ttft_p95_s
     assert 0 < report.tpot_p50_s <= report.tpot_p95_s
     assert report.prefill_tokens_per_s == pytest.approx(20 / report.ttft_p50_s)
-    assert report.decode_tokens_per_s == pytest.approx(1 / report.tpot_p50_s)
+    assert report.decode_tokens_per_s > 0
     assert 1 << 20 < report.rss_after_load_bytes <= report.rss_peak_bytes
     assert report.read_bandwidth > 0
     assert 0 < report.roofline_fraction <= 1
@@ -67,7 +67,7 @@ def test_the_figures_follow_from_the_times(tiny_bundle: Path, monkeypatch: pytes
     assert timed == [(10, 2), (10, 3), (10, 3), (10, 3)]
     assert (report.ttft_p50_s, report.ttft_p95_s) == pytest.approx((0.2, 0.47))
     assert (report.tpot_p50_s, report.tpot_p95_s) == pytest.approx((0.035, 0.0575))
-    assert (report.prefill_tokens_per_s, report.decode_tokens_per_s) == pytest.approx((50, 1 / 0.035))
+    assert (report.prefill_tokens_per_s, report.decode_tokens_per_s) == pytest.approx((50, 6 / 0.21))
     assert report.read_bandwidth == pytest.approx(report.weight_bytes_per_token / 0.01)
     assert report.roofline_fraction == pytest.approx(0.01 / 0.035)
 

@@ -70,7 +70,7 @@ def test_one_changed_bit_anywhere_is_found(copied_bundle: Path, file: str):
 def test_loading_refuses_a_graph_of_the_right_size_but_other_content(copied_bundle: Path, file: str):
     path = copied_bundle / file
     path.write_bytes(b"\xff" * path.stat().st_size)
-    with pytest.raises(BundleError, match=f"{file}: loading failed in ONNX Runtime: "):
+    with pytest.raises(BundleError, match=rf"{file}: loading failed in ONNX Runtime \(.*\); build the bundle again"):
         load(copied_bundle)
 
 
