@@ -17,7 +17,7 @@ from llmc.optimize.lower.raising import stored
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.rewrite import read_decoder, sizes
 from llmc.optimize.weights import pieces, rows_of
-from llmc.runtime.sessions.onnxruntime import LOG_ERRORS_ONLY, import_onnxruntime, translated
+from llmc.runtime.sessions.onnxruntime import LOG_FATAL_ONLY, import_onnxruntime, translated
 
 ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 as the standard means them
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -77,7 +77,7 @@ class Reference:
         part = ir.Model(graph, ir_version=self._model.ir_version, functions=list(self._model.functions.values()))
         runtime = import_onnxruntime(ORT_MINIMUM)
         options = runtime.SessionOptions()
-        options.log_severity_level = LOG_ERRORS_ONLY
+        options.log_severity_level = LOG_FATAL_ONLY
         options.add_session_config_entry(EXTERNAL_FOLDER, str(self.folder))
         with translated(f"{self.folder}: running the reference"):
             return runtime.InferenceSession(

@@ -30,7 +30,7 @@ SESSION_CONFIG = {
     # Work is handed out in shrinking blocks, so a thread that a neighbour slows down does not hold up the others.
     "session.dynamic_block_base": "4",
 }
-LOG_ERRORS_ONLY = 4  # fatal ones: every other comes as an exception
+LOG_FATAL_ONLY = 4  # every other error comes as an exception
 
 
 class OnnxRuntimeSession:
@@ -110,7 +110,7 @@ class OnnxRuntimeSession:
     def _open(self, path: Path, threads: int) -> Any:
         options = self._runtime.SessionOptions()
         options.intra_op_num_threads = threads
-        options.log_severity_level = LOG_ERRORS_ONLY
+        options.log_severity_level = LOG_FATAL_ONLY
         for key, value in SESSION_CONFIG.items():
             options.add_session_config_entry(key, value)
         with translated(f"{path}: loading"):
