@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test check format clean
 
 demo: $(READY)  ## export, build (int8, int4) and run the small model of recipes/tiny
-	$(BIN)/python recipes/demo.py
+	$(BIN)/python recipes/tiny/demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -1,39 +1,36 @@
-"""Contract 2: what a folder written by llmc holds, and how it is written and checked.
+"""Contract 2: what a folder written by llmc holds, and how it is read and checked.
 
 Two kinds of folder exist, each with a manifest of frozen dataclasses: an *export* (``export.json``: the portable
 decoder, weights by reference) and a *bundle* (``llmc.json``: graphs and weights for one target). Both are published
-atomically by :func:`staged`, so a folder with a manifest is complete.
+atomically by :mod:`llmc.publish`, so a folder with a manifest is complete.
 """
 
-import errno
-import glob
 import hashlib
 import json
-import os
-import shutil
 import stat
-import types
-import typing
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmc.errors import BundleError, LlmcError, ResourceError, UsageError
+from llmc.errors import BundleError, LlmcError
+from llmc.strict import decode as decode
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 GRAPH_CONTRACT_VERSION = 1
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
 DECODER_FILE = "decoder.onnx"
 WEIGHTS_FILE = "weights.bin"
+CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 # Everything the runtime may need to speak the model's language; only the first one must exist.
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
-# What a folder of llmc's may hold; anything else in it is somebody's own.
-OUR_SUFFIXES = (".json", ".onnx", ".bin", ".safetensors", ".jinja")
+# Of logits, in a self-test: beyond this, nothing would be tested.
+LARGEST_TOLERANCE = 1.0
+# Bytes of one value of the KV cache, by its type.
+CACHE_BYTES = {"float32": 4, "int8": 1}
 
 T = TypeVar("T")
 
@@ -61,7 +58,8 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights came from. ``fingerprint`` covers config.json and every shard's header and size."""
+    """Where the weights came from. ``fingerprint`` covers config.json, every shard's header and size, and samples of
+    every tensor's bytes."""
 
     name: str
     fingerprint: str
@@ -105,15 +103,22 @@ class ExportManifest:
 @dataclass(frozen=True)
 class Graph:
     """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong.
-
-    ``multi_row_prefill`` tells whether several rows may be fed more than one token each in one call.
-    """
+    ``multi_row_prefill`` tells whether several rows may be fed more than one token each in one call."""
 
     file: str
     weight_bytes: int
     step_weight_bytes: int
     cpu_features: tuple[str, ...]
     multi_row_prefill: bool
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Graphs as the engine of one machine runs them: ``files`` by the plain graph's file name.
+    ``environment`` is a hash of the engine's version and the processor's features; elsewhere they are not used."""
+
+    environment: str
+    files: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -127,15 +132,76 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """The text that calibrated the weights: ``samples`` windows of ``length`` tokens of the file ``text``.
+
+    ``default`` tells that nobody gave a text and the one that comes with llmc was used.
+    """
+
+    text: str
+    sha256: str
+    default: bool
+    samples: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What quality a bundle must keep to be published; None asks for nothing.
+
+    Attributes:
+        max_kl: largest mean KL(reference || bundle) in nats.
+        min_agreement: smallest share of positions with the same first choice, 0 ... 1.
+        max_perplexity_increase: largest relative increase of the perplexity, 0.02 for 2 %.
+    """
+
+    max_kl: float | None = None
+    min_agreement: float | None = None
+    max_perplexity_increase: float | None = None
+
+    def __bool__(self) -> bool:
+        return any(limit is not None for limit in (self.max_kl, self.min_agreement, self.max_perplexity_increase))
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """How the weights were compiled: the body's linears in ``precision``, the head and a tied embedding in ``head``.
-    ``phases`` is split (a graph each for prefill and decode) or shared (one)."""
+    """How the weights were compiled.
+
+    Attributes:
+        name: the recipe file's name, or default.
+        precision, scheme: of the body's linears (fp32, fp16, int8, int4), and how integers were chosen (rtn, gptq...).
+        block_size: inputs that share a weight scale; 0 where weights are not in blocks.
+        symmetric: whether integer 0 stands for weight 0 without a zero point.
+        head: precision of the head and a tied embedding.
+        phases: split (a graph each for prefill and decode) or shared (one).
+        activations: of the W8A8 prefill graph: per-token or static scales; none where activations stay float.
+        smoothing: SmoothQuant's alpha, 0 where nothing was smoothed.
+        sparsity: none, magnitude or wanda (2 of every 4 weights are zero).
+        cache: float32, int8 (a scale per tensor) or int8-channel (a scale per channel).
+        layers: precision by module name pattern, for those that differ from ``precision``.
+        threads: with how many a measurement found it fastest, None where none was made.
+        budget, calibration: what quality was to be kept; the text that was used, None where none was needed.
+    """
 
     name: str
     precision: str
+    scheme: str
     block_size: int
+    symmetric: bool
     head: str
     phases: str
+    activations: str
+    smoothing: float
+    sparsity: str
+    cache: str
+    layers: dict[str, str]
+    threads: int | None
+    budget: Budget
+    calibration: Calibration | None
+
+    def cache_type(self) -> str:
+        """The type of the KV cache's values, float32 or int8."""
+        return self.cache.partition("-")[0]
 
 
 @dataclass(frozen=True)
@@ -149,17 +215,43 @@ class Limits:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes: packed weights of all graphs, cache per token and row, workspace of the largest call (a fixed part and
-    a part per cached token)."""
+    """Resident bytes at the peak of loading and running, pages of mapped files included.
 
+    Attributes:
+        engine: interpreter, libraries, and the structures of the opened graphs.
+        tokenizer: the vocabulary and its merges, as the tokenizers library holds them.
+        weights: of all graphs, as the engine's kernels read them.
+        embedding: tables of all graphs, of which a page is read when a token asks for its row.
+        workspace: activations of the largest call.
+        workspace_per_token: attention's scores of that call and the rotary tables, per cached position.
+        cache_per_token: keys and values, per row and cached position.
+        logits: of one row, with what sampling makes of them.
+    """
+
+    engine: int
+    tokenizer: int
     weights: int
-    cache_per_token: int
+    embedding: int
     workspace: int
     workspace_per_token: int
+    cache_per_token: int
+    logits: int
+
+    def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
+        """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``batch`` rows."""
+        return {
+            "engine": self.engine,
+            "tokenizer": self.tokenizer,
+            "weights": self.weights,
+            "embedding": self.embedding,
+            "cache": self.cache_per_token * positions * batch,
+            "workspace": self.workspace + self.workspace_per_token * positions,
+            "logits": self.logits * batch,
+        }
 
     def total(self, positions: int, batch: int = 1) -> int:
-        """Bytes needed with ``positions`` cached tokens in each of ``batch`` rows."""
-        return self.weights + self.workspace + (self.cache_per_token * batch + self.workspace_per_token) * positions
+        """The sum of the parts."""
+        return sum(self.parts(positions, batch).values())
 
 
 @dataclass(frozen=True)
@@ -179,19 +271,79 @@ class GoldenPrompt:
 
 
 @dataclass(frozen=True)
-class Quality:
-    """Bundle against the unquantized model, over ``positions`` positions of the golden prompts, per path."""
+class PhaseQuality:
+    """One path of a bundle, prefill or decode, on a text; None where there was no unquantized model to compare with.
 
+    Attributes:
+        perplexity: exp of the mean negative log-likelihood of the scored tokens.
+        mean_kl, p99_kl: mean and 99th percentile of KL(reference || bundle) in nats over positions.
+        top1_agreement: share of positions with the same most likely token, 0 ... 1.
+    """
+
+    perplexity: float
+    mean_kl: float | None
+    p99_kl: float | None
+    top1_agreement: float | None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Bundle against the unquantized model on a text. The properties are those of the worse of the two paths.
+
+    Attributes:
+        text: what it was measured on: a file's name, or "golden prompts".
+        sha256: of the file, empty for golden prompts.
+        positions: scored positions of each path.
+        window: tokens per window, each of which starts from an empty cache; 0 for golden prompts.
+        reference_perplexity: of the unquantized model.
+        phases: by the path's name, prefill and decode: they are different graphs.
+        greedy_match: mean number of the bundle's greedy tokens after a golden prompt before the first one that the
+            unquantized model, given the same tokens before it, would not have chosen.
+        greedy_tokens: how many tokens were generated after each golden prompt, so the largest possible greedy_match.
+    """
+
+    text: str
+    sha256: str
     positions: int
-    prefill_mean_kl: float
-    decode_mean_kl: float
-    prefill_top1_agreement: float
-    decode_top1_agreement: float
+    window: int
+    reference_perplexity: float | None
+    phases: dict[str, PhaseQuality]
+    greedy_match: float | None
+    greedy_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """The larger perplexity."""
+        return max(phase.perplexity for phase in self.phases.values())
+
+    @property
+    def mean_kl(self) -> float | None:
+        """The larger mean KL."""
+        return self._worst(max, [phase.mean_kl for phase in self.phases.values()])
+
+    @property
+    def p99_kl(self) -> float | None:
+        """The larger 99th percentile of KL."""
+        return self._worst(max, [phase.p99_kl for phase in self.phases.values()])
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """The smaller agreement."""
+        return self._worst(min, [phase.top1_agreement for phase in self.phases.values()])
+
+    @staticmethod
+    def _worst(choose: Callable[[list[float]], float], values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return choose(known) if known else None
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """``llmc.json``: all that a runtime must know before it opens a graph."""
+    """``llmc.json``: all that a runtime must know before it opens a graph.
+
+    ``cache`` is the type of the KV cache's values, float32 or int8. ``compiled`` is None where the recipe wants no
+    compiled graphs. ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere.
+    """
 
     schema_version: int
     llmc_version: str
@@ -203,9 +355,12 @@ class Manifest:
     recipe: Recipe
     limits: Limits
     memory: MemoryPlan
+    cache: str
     graphs: dict[str, Graph]
+    compiled: Compiled | None
     quality: Quality | None
     golden: tuple[GoldenPrompt, ...]
+    golden_tolerance: float
     files: dict[str, FileEntry]
 
 
@@ -227,7 +382,8 @@ def read_bundle(folder: Path) -> Manifest:
     """
     manifest = _read(folder, BUNDLE_MANIFEST, Manifest, "llmc build CHECKPOINT -o BUNDLE")
     _check_values(folder, manifest)
-    for name in (*manifest.files, *(graph.file for graph in manifest.graphs.values())):
+    compiled = manifest.compiled.files if manifest.compiled is not None else {}
+    for name in (*manifest.files, *(graph.file for graph in manifest.graphs.values()), *compiled.values()):
         if name not in manifest.files or name.startswith("/") or ".." in name.split("/"):
             raise BundleError(f"{folder}: {BUNDLE_MANIFEST} names {name!r}, which is unlisted or lies outside; refused")
     for name, entry in manifest.files.items():
@@ -245,8 +401,12 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
     sound = {
         "geometry": min(sizes) > 0 and g.heads % max(1, g.kv_heads) == 0 and len(g.windows) == g.layers,
         "limits": 0 < limits.prefill_chunk <= limits.max_context <= g.max_positions and limits.max_batch > 0,
-        "memory": min(memory.weights, memory.cache_per_token, memory.workspace, memory.workspace_per_token) >= 0,
+        "memory": min(asdict(memory).values()) >= 0,
         "graphs": "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
+        "cache": manifest.cache in CACHE_BYTES,
+        "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
+        "recipe": manifest.recipe.threads is None or 0 < manifest.recipe.threads <= 1024,
+        "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
         "target": all(part.isdigit() for part in manifest.target.engine_minimum.split(".")),
     }
     for part, holds in sound.items():
@@ -283,11 +443,6 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
         yield name
 
 
-def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Size and SHA-256 of each named file of ``folder``."""
-    return {name: FileEntry((folder / name).stat().st_size, sha256_file(folder / name)) for name in names}
-
-
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file, read in pieces of 1 MiB."""
     digest = hashlib.sha256()
@@ -295,119 +450,6 @@ def sha256_file(path: Path) -> str:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
-
-
-@contextmanager
-def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
-    """Give an empty folder to write into, and publish it as ``target`` when the block ends without an error.
-
-    The folder lies beside the target. On any error, Ctrl-C included, it is removed and the target is untouched.
-    With ``force`` an existing target is replaced, and only at the end.
-
-    Raises:
-        UsageError: the target exists and ``force`` is false, or is no folder of llmc's, or cannot be written.
-        ResourceError: the disk is full.
-    """
-    place = Path(os.path.realpath(target))  # through a link: what it points to is replaced, not the link
-    _recover(place)
-    refuse_to_overwrite(target, force)
-    made = [parent for parent in place.parents if not parent.exists()]
-    staging = place.parent / f".{place.name}.{os.getpid()}.staging"
-    writing = True  # whether an error is of our own writing; those of the caller's block keep their own names
-    try:
-        staging.mkdir(parents=True)
-        writing = False
-        yield staging
-        writing = True
-        _sync(staging)
-        refuse_to_overwrite(target, force)  # it may have appeared meanwhile
-        _swap(staging, place)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(f"{target}: the disk is full; free some space and run again") from error
-        if writing:
-            raise UsageError(f"{target}: cannot write here ({error.strerror}); choose another output folder") from error
-        raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        with suppress(OSError):
-            for parent in made:  # goes as far up as they are empty
-                parent.rmdir()
-
-
-def refuse_to_overwrite(target: Path, force: bool) -> None:
-    """Check before any work that :func:`staged` may publish to ``target``.
-
-    Raises:
-        UsageError: the target exists and ``force`` is false, or is no folder of llmc's.
-    """
-    if not target.exists():
-        return
-    if not force:
-        raise UsageError(f"{target} exists; choose another output folder, or pass --force to replace it")
-    ours = target.is_dir() and any((target / name).exists() for name in (BUNDLE_MANIFEST, EXPORT_MANIFEST))
-    if not ours and not (target.is_dir() and not any(target.iterdir())):
-        raise UsageError(f"{target} is not llmc's, so --force does not replace it; choose another output folder")
-    # A checkpoint or notes that somebody keeps in there would go with the old folder.
-    others = sorted(path.name for path in target.iterdir() if path.is_dir() or path.suffix not in OUR_SUFFIXES)
-    if others:
-        raise UsageError(
-            f"{target} also holds {others[0]!r}, which llmc did not write, so --force does not replace it; "
-            "move that away or choose another output folder"
-        )
-
-
-def _recover(place: Path) -> None:
-    """Clear away what a killed process left beside ``place``; a folder it had set aside comes back where it was."""
-    for folder in place.parent.glob(f".{glob.escape(place.name)}.*"):
-        pid, _, kind = folder.name.removeprefix(f".{place.name}.").partition(".")
-        if kind not in ("staging", "old") or not pid.isdigit() or _alive(int(pid)):
-            continue
-        with suppress(OSError):
-            if kind == "old" and not place.exists():
-                folder.rename(place)
-            else:
-                shutil.rmtree(folder)
-
-
-def _alive(pid: int) -> bool:
-    """Whether another process runs under ``pid``; our own number is one that a container gave to each run in turn."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync_one(path)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _swap(staging: Path, place: Path) -> None:
-    """Put ``staging`` in its place; the folder that was there comes back if that fails."""
-    old = staging.with_suffix(".old")
-    try:
-        if place.exists():
-            place.rename(old)
-        staging.rename(place)
-        _sync_one(place.parent)
-    finally:
-        if not place.exists() and old.exists():
-            old.rename(place)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _size(path: Path) -> int | None:
@@ -423,8 +465,13 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     path = folder / name
     data = _load(path, remedy)
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise BundleError(f"{path} is corrupt (no schema_version); make it again with: {remedy}")
+    if version < SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema version {version} of an older llmc ({data.get('llmc_version')}), this one reads "
+            f"{SCHEMA_VERSION}; make it again with: {remedy}"
+        )
     if version > SCHEMA_VERSION:
         raise BundleError(
             f"{path} has schema version {version}, written by llmc {data.get('llmc_version')}; this llmc reads up to "
@@ -449,36 +496,3 @@ def _load(path: Path, remedy: str) -> Any:
         raise BundleError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
-
-
-def decode(kind: Any, data: Any, where: str = "") -> Any:
-    """Turn parsed JSON into the dataclass, tuple, dict or scalar that ``kind`` names, strictly.
-
-    Raises:
-        BundleError: a field is missing, unknown or of another type; the message names its place.
-    """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if is_dataclass(kind) and isinstance(kind, type):
-        return _decode_dataclass(kind, data, where)
-    if origin is tuple and isinstance(data, list):
-        return tuple(decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if origin is dict and isinstance(data, dict):
-        return {key: decode(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
-    if origin is types.UnionType:
-        return None if data is None else decode(arguments[0], data, where)
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    if isinstance(kind, type) and type(data) is kind:
-        return data
-    raise BundleError(f"{where or 'value'} is {data!r:.60}, expected {getattr(kind, '__name__', kind)}")
-
-
-def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise BundleError(f"{where or kind.__name__} is {data!r:.60}, expected an object")
-    hints = typing.get_type_hints(kind)
-    names = {field.name for field in fields(kind)}
-    for problem, keys in (("unknown", data.keys() - names), ("missing", names - data.keys())):
-        if keys:
-            raise BundleError(f"{problem} field {where}{'.' if where else ''}{min(keys)}")
-    return kind(**{name: decode(hints[name], data[name], f"{where}.{name}".lstrip(".")) for name in names})

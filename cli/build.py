@@ -6,19 +6,32 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.bundle import EXPORT_MANIFEST, refuse_to_overwrite
+import llmc
+from llmc.bundle import EXPORT_MANIFEST
 from llmc.cli import output as show
-from llmc.cli.options import EXISTING_FILE, EXISTING_FOLDER, debug_option, force_option, json_option, output_option
+from llmc.cli.options import (
+    EXISTING_FILE,
+    EXISTING_FOLDER,
+    NEW_FILE,
+    debug_option,
+    force_option,
+    json_option,
+    memory_option,
+    output_option,
+)
 from llmc.errors import UsageError, require
+from llmc.publish import refuse_to_overwrite
 
 if TYPE_CHECKING:
+    from llmc.optimize.auto import AutoReport
     from llmc.optimize.build import BuildReport
+    from llmc.optimize.calibration import CalibrationRequest
 
-PRECISIONS = ("fp32", "int8", "int4")
+PRECISIONS = ("fp32", "fp16", "int8", "int4")
 
 
 @click.command("build")
@@ -26,55 +39,87 @@ PRECISIONS = ("fp32", "int8", "int4")
 @output_option
 @click.option("--target", default="cpu", help="What the bundle will run on.")
 @click.option("--fp32", is_flag=True, help="Keep the weights in full precision.")
+@click.option("--fp16", is_flag=True, help="Store the weights in 16 bits, compute in full precision.")
 @click.option("--int8", is_flag=True, help="8-bit weights.  [default]")
 @click.option("--int4", is_flag=True, help="4-bit weights.")
 @click.option("--max-context", type=int, help="Longest sequence in tokens.  [default: the model's, at most 32768]")
 @click.option("--max-batch", type=int, help="Sequences at a time.  [default: 1]")
-@click.option("--recipe", type=EXISTING_FILE, help="TOML file that says how weights are compiled.")
+@click.option("--recipe", help="TOML file that says how weights are compiled, or the name of one that comes with llmc.")
+@click.option("--calibration", type=EXISTING_FILE, help="Text, or JSONL of chats, that decides roundings.")
+@click.option("--samples", type=int, help="Windows of the calibration text.  [default: 64]")
+@click.option("--length", type=int, help="Tokens in each of them.  [default: 512]")
+@click.option("--text", type=EXISTING_FILE, help="Text that quality is judged on.  [default: a short one of llmc's]")
+@click.option("--max-kl", type=float, help="Fail if the mean KL divergence from the unquantized model is larger.")
+@click.option("--min-agreement", type=float, help="Fail if it chooses the same token less often, 0 ... 1.")
+@click.option("--max-perplexity-increase", type=float, help="Fail if perplexity grows by more, 0.02 for 2 %.")
+@click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
+@click.option("--plot", type=NEW_FILE, help="With --auto: draw speed against quality into this PNG file.")
+@memory_option
 @click.option("--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the graph after each pass here.")
 @force_option
 @json_option
 @debug_option
 def build_command(
-    source: Path,
-    output: Path,
-    target: str,
-    fp32: bool,
-    int8: bool,
-    int4: bool,
-    max_context: int | None,
-    max_batch: int | None,
-    recipe: Path | None,
-    dump: Path | None,
-    force: bool,
-    as_json: bool,
+    source: Path, output: Path, search: bool, plot: Path | None, force: bool, as_json: bool, **choices: Any
 ) -> None:
     """Build a bundle from SOURCE, an export or a Hugging Face checkpoint, and verify it.
 
     A checkpoint is exported on the way.
     """
     require("onnx_ir", "export")
+    from llmc.bundle import Budget
+    from llmc.optimize.auto import AutoReport, automatic
     from llmc.optimize.build import build
+    from llmc.optimize.plots import pareto
 
-    precision = chosen_precision((fp32, int8, int4))
+    limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
+    precision = chosen_precision(tuple(choices.pop(name) for name in PRECISIONS))
+    calibration = calibration_request(choices.pop("calibration"), choices.pop("samples"), choices.pop("length"))
+    if plot is not None and not search:
+        raise click.UsageError("--plot is for --auto, which tries several recipes; llmc eval --plot draws one bundle")
+    if plot is not None:
+        require("matplotlib", "plot")  # now, and not after hours of building
     refuse_to_overwrite(output, force)
     with show.progress() as progress, exported(source, output, progress) as export:
-        report = build(
-            export,
-            output,
-            target=target,
-            precision=precision,
-            max_context=max_context,
-            max_batch=max_batch,
-            recipe=recipe,
-            force=force,
-            dump=dump,
-            progress=progress,
-        )
+        order = choices | {
+            "precision": precision,
+            "budget": Budget(**limits),
+            "recipe": find_recipe(choices["recipe"]),
+            "calibration": calibration,
+            "force": force,
+            "progress": progress,
+        }
+        report = automatic(export, output, **order) if search else build(export, output, **order)
+    if plot is not None and isinstance(report, AutoReport):
+        pareto(plot, report.trials, report.chosen)
     if as_json:
         show.print_json(report)
+    elif isinstance(report, AutoReport):
+        print_trials(report)
     else:
         print_report(report)
+
+
+def calibration_request(text: Path | None, samples: int | None, length: int | None) -> CalibrationRequest:
+    """What the build calibrates with, if its recipe asks for it."""
+    from llmc.optimize.calibration import CalibrationRequest
+
+    def decoder(export: Path, device: str) -> Any:
+        from llmc.export.streaming import StreamedDecoder
+
+        return StreamedDecoder(export, device)
+
+    return CalibrationRequest(decoder, text, samples, length)
+
+
+def find_recipe(name: str | None) -> Path | None:
+    """The recipe file called ``name``: a path, or one of those that come with llmc, without its suffix."""
+    if name is None or Path(name).is_file():
+        return None if name is None else Path(name)
+    shipped = {path.stem: path for path in (Path(llmc.__path__[0]) / "recipes").glob("*.toml")}
+    if name not in shipped:
+        raise UsageError(f"no recipe {name!r}: neither a file nor one of {', '.join(sorted(shipped)) or 'none'}")
+    return shipped[name]
 
 
 def chosen_precision(flags: tuple[bool, ...]) -> str | None:
@@ -110,6 +155,7 @@ def print_report(report: BuildReport) -> None:
         ("model", f"{manifest.source.name}, {show.amount(manifest.source.parameters)} parameters"),
         ("target", f"{manifest.target.name}, {manifest.target.engine} {manifest.target.engine_version}"),
         ("recipe", show.recipe(recipe)),
+        *show.calibration_rows(recipe),
         ("limits", f"{limits.max_context} tokens x {limits.max_batch}"),
         *show.quality_rows(quality),
         *((name, show.size(entry.size)) for name, entry in manifest.files.items()),
@@ -117,4 +163,43 @@ def print_report(report: BuildReport) -> None:
         ("time", f"{report.seconds:.1f} s"),
     ]
     show.print_rows(rows)
+    click.echo(f"wrote {report.output}")
+
+
+def print_trials(report: AutoReport) -> None:
+    """All that was tried, the fastest first, and what was kept."""
+    from llmc.optimize.auto import NEW_TOKENS, PROMPT_TOKENS
+
+    columns = (
+        "candidate",
+        "verdict",
+        "threads",
+        "prefill",
+        "decode",
+        "both",
+        "memory",
+        "KL",
+        "agreement",
+        "perplexity",
+    )
+    rows = [
+        (
+            trial.name,
+            "kept" if trial == report.chosen else trial.reason or "fits",
+            str(trial.threads),
+            f"{trial.prefill_tokens_per_s:.0f} tok/s",
+            f"{trial.decode_tokens_per_s:.0f} tok/s",
+            f"{trial.seconds:.2f} s",
+            show.size(trial.memory),
+            f"{trial.mean_kl:.4f}",
+            f"{trial.top1_agreement:.1%}",
+            f"{trial.perplexity_increase:+.2%}",
+        )
+        for trial in sorted(report.trials, key=lambda trial: trial.seconds)
+    ]
+    show.print_table(columns, rows, numbers=True)
+    click.echo(
+        f"both: {PROMPT_TOKENS} tokens of prompt and {NEW_TOKENS} new ones; KL, agreement, perplexity: of the worse of "
+        f"prefill and decode, on {report.judged_on}"
+    )
     click.echo(f"wrote {report.output}")

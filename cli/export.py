@@ -26,8 +26,10 @@ def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool) -
     The weights stay where they are on disk: the output folder holds links to the safetensors files, or copies of
     them on another file system.
     """
+    from llmc.cli.plan import check_export
     from llmc.export import export
 
+    check_export(checkpoint)
     with show.progress() as progress:
         report = export(checkpoint, output, force=force, progress=progress)
     if as_json:

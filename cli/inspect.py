@@ -44,8 +44,9 @@ def print_summary(summary: Summary) -> None:
         ("weights", ", ".join(f"{show.size(count)} {dtype}" for dtype, count in summary.weights.items())),
         (
             f"memory at {memory.context} tokens x {memory.batch}",
-            f"{show.size(memory.total)} = {show.size(memory.weights)} weights + {show.size(memory.cache)} cache"
-            + (f" + {show.size(memory.workspace)} workspace" if memory.workspace else " (float32)"),
+            f"{show.size(memory.total)} = "
+            + " + ".join(f"{show.size(count)} {name}" for name, count in memory.parts.items())
+            + ("" if summary.bundle else " (float32); see llmc plan"),
         ),
         *((name, show.size(count)) for name, count in summary.files.items()),
     ]
@@ -83,6 +84,7 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("target", f"{target.name}, {target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"),
         ("CPU features", ", ".join(features) or "none in particular"),
         ("recipe", show.recipe(manifest.recipe)),
+        *show.calibration_rows(manifest.recipe),
         ("limits", f"{limits.max_context} tokens x {limits.max_batch}, prefill in chunks of {limits.prefill_chunk}"),
         *show.quality_rows(manifest.quality),
     ]

@@ -15,9 +15,11 @@ from llmc.errors import LlmcError
 
 VERBS = {
     "export": "llmc.cli.export:export_command",
+    "plan": "llmc.cli.plan:plan_command",
     "build": "llmc.cli.build:build_command",
     "run": "llmc.cli.run:run_command",
     "bench": "llmc.cli.bench:bench_command",
+    "eval": "llmc.cli.eval:eval_command",
     "inspect": "llmc.cli.inspect:inspect_command",
     "verify": "llmc.cli.verify:verify_command",
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from llmc.bundle import Quality, Recipe
+from llmc.bundle import PhaseQuality, Quality, Recipe
 
 Report = Callable[..., None]
 _DIGITS = {"B": 0, "kB": 1, "MB": 1, "GB": 2}  # after the decimal point, by unit
@@ -21,10 +21,15 @@ def print_json(report: Any) -> None:
     click.echo(json.dumps(report, indent=2, ensure_ascii=False, default=_plain))
 
 
+def as_dict(report: Any) -> dict[str, Any]:
+    """The fields and the properties of a dataclass, by name."""
+    computed = [name for name, member in vars(type(report)).items() if isinstance(member, property)]
+    return {name: getattr(report, name) for name in [*(f.name for f in dataclasses.fields(report)), *computed]}
+
+
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        computed = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
-        return {name: getattr(value, name) for name in [*(f.name for f in dataclasses.fields(value)), *computed]}
+        return as_dict(value)
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} has no JSON form")
@@ -96,17 +101,51 @@ def progress() -> Iterator[Report]:
 
 
 def recipe(recipe: Recipe) -> str:
-    """How weights were compiled, in a few words."""
-    blocks = f", blocks of {recipe.block_size}" if recipe.block_size else ""
-    return f"{recipe.name}: {recipe.precision}{blocks}, {recipe.phases} phases"
+    """How weights were compiled, in a few words; what is as usual is left out."""
+    parts = {
+        recipe.precision: True,
+        f"by {recipe.scheme}": recipe.scheme != "rtn",
+        f"blocks of {recipe.block_size}": recipe.block_size > 0,
+        "zero points": not recipe.symmetric,
+        f"head {recipe.head}": recipe.head != recipe.precision,
+        f"{recipe.phases} phases": True,
+        "static activations": recipe.activations == "static",
+        f"smoothed by {recipe.smoothing:g}": recipe.smoothing > 0,
+        f"2:4 zeros by {recipe.sparsity}": recipe.sparsity != "none",
+        f"cache {recipe.cache}": recipe.cache != "float32",
+        f"layers {', '.join(f'{pattern} {precision}' for pattern, precision in recipe.layers.items())}": bool(
+            recipe.layers
+        ),
+        f"{recipe.threads} threads": recipe.threads is not None,
+    }
+    return f"{recipe.name}: {', '.join(part for part, said in parts.items() if said)}"
+
+
+def calibration_rows(recipe: Recipe) -> list[tuple[str, str]]:
+    """The text that decided weights, if one did."""
+    used = recipe.calibration
+    if used is None:
+        return []
+    origin = f"{used.text}, which comes with llmc" if used.default else used.text
+    return [("calibrated on", f"{origin}: {used.samples} x {used.length} tokens")]
 
 
 def quality_rows(quality: Quality | None) -> list[tuple[str, str]]:
     """How far a bundle is from the unquantized model, one row for each path; none where nothing was measured."""
     if quality is None:
         return []
-    paths = (
-        ("prefill", quality.prefill_mean_kl, quality.prefill_top1_agreement),
-        ("decode", quality.decode_mean_kl, quality.decode_top1_agreement),
-    )
-    return [(f"{name} quality", f"mean KL {kl:.5f}, same first choice {same:.1%}") for name, kl, same in paths]
+    rows = [("judged on", f"{quality.text}, {quality.positions} positions")]
+    rows += [(f"{name} quality", _phase(phase)) for name, phase in quality.phases.items()]
+    if quality.reference_perplexity is not None:
+        rows.append(("unquantized model", f"perplexity {quality.reference_perplexity:.3f}"))
+    if quality.greedy_match is not None:
+        rows.append(("greedy match", f"{quality.greedy_match:.1f} of {quality.greedy_tokens} tokens"))
+    return rows
+
+
+def _phase(phase: PhaseQuality) -> str:
+    perplexity = f"perplexity {phase.perplexity:.3f}"
+    if phase.mean_kl is None or phase.p99_kl is None or phase.top1_agreement is None:
+        return perplexity
+    divergence = f"KL {phase.mean_kl:.5f} mean, {phase.p99_kl:.4f} p99"
+    return f"{divergence}, same first choice {phase.top1_agreement:.1%}, {perplexity}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.cli.options import bundle_argument, debug_option, threads_option
+from llmc.cli.options import bundle_argument, debug_option, memory_option, threads_option
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 @click.option("--stop", multiple=True, help="End before this text; may be repeated.")
 @click.option("--max-context", type=int, help="Longest sequence in tokens.  [default: the bundle's]")
 @threads_option
+@memory_option
+@click.option(
+    "--self-test/--no-self-test",
+    default=None,
+    help="Replay the bundle's golden prompts first.  [default: the first time on this machine]",
+)
 @click.option("--stats", is_flag=True, help="Print counts, times and the seed on stderr at the end.")
 @debug_option
 def run_command(
@@ -37,6 +43,8 @@ def run_command(
     chat: bool,
     max_context: int | None,
     threads: int | None,
+    memory: int | None,
+    self_test: bool | None,
     stats: bool,
     **sampling: Any,
 ) -> None:
@@ -49,7 +57,7 @@ def run_command(
     talk = chat and prompt is None and sys.stdin.isatty()
     text = "" if talk else read_prompt(prompt)
     sampling["stop"] = sampling["stop"] or None
-    with load(bundle, threads=threads, max_context=max_context) as model:
+    with load(bundle, threads=threads, max_context=max_context, self_test=self_test, memory=memory) as model:
         if talk:
             converse(model, sampling, stats)
         else:

@@ -8,27 +8,26 @@ from llmc.bundle import Geometry, Manifest, Source
 from llmc.errors import BundleError, UsageError
 from llmc.export.checkpoint import read_checkpoint
 from llmc.export.shards import DTYPE_NAMES, Shard, read_shards
+from llmc.runtime.memory import plan_load
 
 CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that running takes with ``batch`` sequences of ``context`` tokens.
+    """Bytes that running takes with ``batch`` sequences of ``context`` tokens, by what they are for.
 
     For a bundle this is its own plan; before that, weights as they are stored and a float32 cache.
     """
 
     context: int
     batch: int
-    weights: int
-    cache: int
-    workspace: int
+    parts: dict[str, int]
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.cache + self.workspace
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,14 @@ def summarize(path: Path, context: int | None = None, batch: int = 1) -> Summary
 
 def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
     manifest = bundle.read_bundle(path)
-    plan, limits = manifest.memory, manifest.limits
+    limits = manifest.limits
     _at_most("--batch", batch, limits.max_batch, "the bundle's maximum; build it with a larger --max-batch")
     advice = "the bundle's maximum; build it with a larger --max-context"
     context = _at_most("--context", context or limits.max_context, limits.max_context, advice)
     files = {bundle.BUNDLE_MANIFEST: (path / bundle.BUNDLE_MANIFEST).stat().st_size}
     files |= {name: entry.size for name, entry in manifest.files.items()}
     weights = {graph.file: graph.weight_bytes for graph in manifest.graphs.values()}
-    cache = plan.cache_per_token * context * batch
-    memory = Memory(context, batch, plan.weights, cache, plan.total(context, batch) - plan.weights - cache)
+    memory = Memory(context, batch, plan_load(manifest, context, batch).parts)
     return Summary("bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest)
 
 
@@ -101,7 +99,8 @@ def _unbuilt(
         name = DTYPE_NAMES[tensor.dtype]
         weights[name] = weights.get(name, 0) + tensor.length
     files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
-    memory = Memory(context, batch, sum(weights.values()), geometry.cache_bytes(context, batch), workspace=0)
+    parts = {"weights": sum(weights.values()), "cache": geometry.cache_bytes(context, batch)}
+    memory = Memory(context, batch, parts)
     return Summary(kind, path, geometry, source, files, weights, memory, None)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,10 @@ from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
 from llmc.export.shards import DTYPE_NAMES, Shard, StoredTensor, read_shards
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE = bundle.CONFIG_FILE
 GENERATION_FILE = "generation_config.json"
+# Of each of three places of every tensor, for the fingerprint: a page costs no more to read than a byte.
+SAMPLED_BYTES = 4096
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Buffers that some checkpoints store although they follow from the config.
 _COMPUTED = ("rotary_emb.inv_freq",)
@@ -51,7 +54,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
     if (folder / bundle.EXPORT_MANIFEST).exists():
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
-    config = read_config(Keys(_read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
+    config = read_config(Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
     _check_tokenizer(folder)
     generation, notes = _read_generation(folder, config)
     shards = tuple(read_shards(folder))
@@ -59,7 +62,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, generation, tensors, shards, _source(folder, shards, tensors), notes)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file.
+
+    Raises:
+        CheckpointError: the file is missing or broken.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -78,7 +86,7 @@ def _check_tokenizer(folder: Path) -> None:
             f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
             f".save_pretrained('{folder}')\""
         )
-    _read_json(folder / bundle.TOKENIZER_FILE)
+    read_json(folder / bundle.TOKENIZER_FILE)
 
 
 def _match(folder: Path, config: DecoderConfig, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -133,7 +141,7 @@ def _pieces(folder: Path, tensor: StoredTensor, size: int = 1 << 22) -> Iterator
 def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Generation, tuple[str, ...]]:
     """Defaults from generation_config.json; stop tokens from config.json where it says nothing."""
     path = folder / GENERATION_FILE
-    values = _read_json(path) if path.exists() else {}
+    values = read_json(path) if path.exists() else {}
     keys = Keys(values, str(path))
     eos = token_ids(keys, "eos_token_id", config.vocab_size) or config.eos_token_ids
     bos = next(iter(token_ids(keys, "bos_token_id", config.vocab_size)), config.bos_token_id)
@@ -153,11 +161,23 @@ def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Genera
     )
 
 
+def _samples(shard: Shard) -> bytes:
+    """Some bytes of the beginning, middle and end of every tensor: other weights of the same shapes are seen."""
+    found = b""
+    with shard.path.open("rb") as file:
+        for tensor in shard.tensors.values():
+            for start in (0, tensor.length // 2, max(0, tensor.length - SAMPLED_BYTES)):
+                size = min(SAMPLED_BYTES, tensor.length - start)
+                found += hashlib.sha256(os.pread(file.fileno(), size, tensor.offset + start)).digest()
+    return found
+
+
 def _source(folder: Path, shards: tuple[Shard, ...], tensors: dict[str, StoredTensor]) -> bundle.Source:
     digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
     for shard in shards:
         digest.update(shard.header)
         digest.update(str(shard.size).encode())
+        digest.update(_samples(shard))
     sizes: dict[str, int] = {}
     for tensor in tensors.values():
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.length

@@ -12,13 +12,14 @@ from llmc.export import ExportReport
 from llmc.export.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.graph import build_graph, check_graph
 from llmc.export.shards import INDEX_FILE, SINGLE_FILE
+from llmc.publish import staged
 
 
 def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable[[str], None]) -> ExportReport:
     """See :func:`llmc.export.export`."""
     progress("reading the checkpoint")
     source = read_checkpoint(checkpoint)
-    with bundle.staged(output, force=force) as staging:
+    with staged(output, force=force) as staging:
         progress("linking weights and tokenizer")
         new_bytes = _place_files(source, staging)
         progress("exporting the graph")
@@ -46,7 +47,9 @@ def _manifest(source: Checkpoint) -> bundle.ExportManifest:
 def _place_files(source: Checkpoint, staging: Path) -> int:
     """Link what is large and copy what somebody may edit; return the bytes that were copied."""
     linked = [*(shard.path for shard in source.shards), source.folder / bundle.TOKENIZER_FILE]
-    copied = [source.folder / name for name in bundle.TOKENIZER_FILES if name != bundle.TOKENIZER_FILE]
+    # The config goes along so that calibration can build the torch decoder again.
+    others = (name for name in bundle.TOKENIZER_FILES if name != bundle.TOKENIZER_FILE)
+    copied = [source.folder / name for name in (bundle.CONFIG_FILE, *others)]
     if source.shards[0].path.name != SINGLE_FILE:
         copied.append(source.folder / INDEX_FILE)
     new_bytes = sum(_link(path, staging / path.name) for path in linked)

@@ -1,10 +1,11 @@
-"""Export -> bundle: lower, quantize, write, run, judge, publish."""
+"""Export -> bundle: calibrate, lower, quantize, write, run, judge, publish."""
 
 import platform
 import shutil
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -13,31 +14,38 @@ from llmc import __version__
 from llmc.bundle import (
     GRAPH_CONTRACT_VERSION,
     SCHEMA_VERSION,
+    TOKENIZER_FILE,
     TOKENIZER_FILES,
+    Budget,
+    Compiled,
     ExportManifest,
-    FileEntry,
-    Geometry,
     Graph,
     Limits,
     Manifest,
-    MemoryPlan,
     Recipe,
     Target,
-    file_entries,
     read_export,
-    staged,
     write_manifest,
 )
 from llmc.errors import UsageError
 from llmc.optimize import recipe as recipes
+from llmc.optimize.calibrated import Calibrated
+from llmc.optimize.calibration import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
+from llmc.optimize.evaluate import evaluate, read_windows
+from llmc.optimize.gate import advise, check
 from llmc.optimize.golden import golden_prompts
-from llmc.optimize.lower.plan import Form, PerToken, Plan
+from llmc.optimize.lower.plan import Form, Forms, PerToken, Plan, Static, check_patterns, forms
 from llmc.optimize.passes import lower
+from llmc.optimize.plan import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.rewrite import read_decoder
 from llmc.optimize.targets import Capabilities, capabilities
 from llmc.optimize.weights import WeightFile
-from llmc.runtime import load
+from llmc.publish import file_entries, staged
+from llmc.runtime import cache, load
+from llmc.runtime.compiled import compile_bundle
+from llmc.runtime.memory import usable_memory
+from llmc.runtime.selftest import LOGIT_TOLERANCE
 from llmc.runtime.sessions.onnxruntime import import_onnxruntime
 
 
@@ -55,6 +63,22 @@ class BuildReport:
         return sum(entry.size for entry in self.manifest.files.values())
 
 
+@dataclass(frozen=True)
+class _Order:
+    """What is to be built: everything a step needs to know, resolved."""
+
+    source: Path
+    export: ExportManifest
+    target: Capabilities
+    recipe: Recipe
+    limits: Limits
+    text: Path | None
+    judged: bool
+    compiled: bool
+    dump: Path | None
+    progress: Progress
+
+
 def build(
     source: Path,
     output: Path,
@@ -63,7 +87,12 @@ def build(
     precision: str | None = None,
     max_context: int | None = None,
     max_batch: int | None = None,
-    recipe: Path | None = None,
+    budget: Budget | None = None,
+    recipe: Path | recipes.Request | None = None,
+    calibration: CalibrationRequest | None = None,
+    text: Path | None = None,
+    judged: bool = False,
+    memory: int | None = None,
     force: bool = False,
     dump: Path | None = None,
     progress: Progress = silent,
@@ -74,10 +103,16 @@ def build(
         source: folder written by ``llmc export``.
         output: bundle folder to write; must not exist unless ``force``.
         target: cpu.
-        precision: fp32, int8 (default) or int4; overrides the recipe's.
+        precision: fp32, fp16, int8 (default) or int4; overrides the recipe's.
         max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768.
         max_batch: cache rows; default 1.
-        recipe: TOML file, see :class:`llmc.optimize.recipe.Request`.
+        budget: quality that the bundle must keep; its limits override the recipe's.
+        recipe: TOML file or its contents, see :class:`llmc.optimize.recipe.Request`.
+        calibration: text and decoder for recipes that look at activations.
+        text: plain text, or chats as JSONL, that quality is judged on; with a budget and without a text, a short one
+            of llmc's is.
+        judged: judge quality on a text even without a budget.
+        memory: bytes that building may take; default: what is available.
         force: replace an existing bundle.
         dump: folder for the graph's text after each pass.
         progress: called with each step and how far it is.
@@ -85,54 +120,78 @@ def build(
     Raises:
         UsageError: the request is out of range or contradicts itself.
         CheckpointError: weights are truncated, NaN or infinite.
-        BuildError: the graph cannot be lowered.
+        BuildError: the graph cannot be lowered, or the result is beyond the budget.
+        MissingExtraError: the recipe needs calibration, and torch is not installed.
+        ResourceError: the build takes more memory, by its plan.
     """
     start = time.perf_counter()
     export = read_export(Path(source))
     abilities = capabilities(target)
-    asked = recipes.Request(precision=precision, max_context=max_context, max_batch=max_batch)
-    asked = asked.over(recipes.read_recipe(recipe)) if recipe is not None else asked
-    name = recipe.stem if recipe is not None else "default"
-    chosen, limits = recipes.resolve(asked, abilities, export.geometry.max_positions, name)
+    asked = recipes.Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget)
+    written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
+    asked = asked.over(written) if written is not None else asked
+    name = recipe.stem if isinstance(recipe, Path) else "default"
+    with_text = calibration is not None and calibration.text is not None
+    chosen, limits = recipes.resolve(asked, abilities, export.geometry.max_positions, name, with_text)
     if Path(output).resolve() == Path(source).resolve():
         raise UsageError(f"{output} is the export itself; choose another output folder")
     if dump is not None and Path(dump).resolve().is_relative_to(Path(output).resolve()):
         raise UsageError(f"{dump} lies in the output folder {output}; choose another folder for the dumps")
+    judged = judged or text is not None or bool(chosen.budget)
+    order = _Order(
+        Path(source), export, abilities, chosen, limits, text, judged, asked.compiled is not False, dump, progress
+    )
+    _check_memory(order, calibration, memory)
     with staged(Path(output), force=force) as folder:
-        graphs = _compile(Path(source), folder, export.geometry, chosen, limits, abilities, dump, progress)
-        _copy_tokenizer(Path(source), folder)
-        progress("hashing")
-        files = file_entries(folder, sorted(path.name for path in folder.iterdir()))
-        manifest = _manifest(export, abilities, chosen, limits, graphs, files)
-        manifest = _judge(Path(source), folder, manifest, progress)
-        write_manifest(manifest, folder)
+        manifest = _make(order, folder, calibration)
     return BuildReport(Path(output), manifest, time.perf_counter() - start)
 
 
-def _compile(
-    source: Path,
-    folder: Path,
-    geometry: Geometry,
-    recipe: Recipe,
-    limits: Limits,
-    target: Capabilities,
-    dump: Path | None,
-    progress: Progress,
-) -> dict[str, Graph]:
+def _check_memory(order: _Order, calibration: CalibrationRequest | None, memory: int | None) -> None:
+    """Refuse a build whose plan is beyond ``memory``."""
+    tokenizer = (order.source / TOKENIZER_FILE).stat().st_size
+    if calibration is not None and calibration.asked is not None:
+        check_windows(calibration, order.export.geometry.max_positions)
+    windows = calibration.windows if calibration is not None else (0, 0)
+    plan = plan_build(order.export.geometry, order.recipe, order.limits, tokenizer, *windows, judged=order.judged)
+    plan.check(order.source, usable_memory(plan.parts["engine"], memory))
+
+
+def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -> Manifest:
+    """Fill the staging folder, and return the manifest that was written into it last."""
+    check_patterns(order.recipe, _linears(read_decoder(order.source).graph))  # before hours of calibration
+    weights, used = calibrated_weights(order.source, order.export, order.recipe, calibration, order.progress)
+    order = replace(order, recipe=replace(order.recipe, calibration=used))
+    graphs = _compile(order, folder, weights)
+    _copy_tokenizer(order.source, folder)
+    compiled = _precompile(order, graphs, folder) if order.compiled else None
+    order.progress("hashing")
+    manifest = _judge(order, folder, _manifest(order, graphs, compiled, folder))
+    write_manifest(manifest, folder)
+    return manifest
+
+
+def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, Graph]:
     """Lower the decoder once per phase; the graphs share one weight file."""
-    graphs = {}
+    graphs, geometry = {}, order.export.geometry
     with closing(WeightFile(folder)) as weights:
-        for phase, (body, head) in recipes.forms(recipe).items():
-            done = counted(progress, f"lowering and quantizing the {phase} graph", 5 * geometry.layers + 1)
-            model = read_decoder(source)
-            lower(model, target.name, Plan(phase, geometry, limits, body, head, weights, done), dump)
-            _declare(model, target)
+        for phase, stored in forms(order.recipe).items():
+            done = counted(order.progress, f"lowering and quantizing the {phase} graph", 7 * geometry.layers + 1)
+            model = read_decoder(order.source)
+            plan = Plan(phase, geometry, order.limits, stored, weights, calibrated, order.recipe.cache, done)
+            lower(model, order.target.name, plan, order.dump)
+            _declare(model, order.target)
             name = f"{phase if phase != 'shared' else 'decoder'}.onnx"
             ir.save(model, folder / name)
-            graphs[phase] = _describe(model.graph, name, body, target)
+            graphs[phase] = _describe(model.graph, name, stored, order.target)
     if len(graphs) == 1:
         return dict.fromkeys(("prefill", "decode"), graphs["shared"])
     return graphs
+
+
+def _linears(graph: ir.Graph) -> list[str]:
+    """Module names of the portable graph's linears, in order."""
+    return [node.name for node in graph if node.op_type == "MatMul" and node.name]
 
 
 def _declare(model: ir.Model, target: Capabilities) -> None:
@@ -143,15 +202,16 @@ def _declare(model: ir.Model, target: Capabilities) -> None:
     model.ir_version = target.ir_version
 
 
-def _describe(graph: ir.Graph, name: str, body: Form, target: Capabilities) -> Graph:
+def _describe(graph: ir.Graph, name: str, stored: Forms, target: Capabilities) -> Graph:
     """Bytes of weights in memory and per token (embedding rows stay on disk until read), and what the CPU must have."""
     sizes = {
         name: value.const_value.nbytes
         for name, value in graph.initializers.items()
-        if value.const_value is not None and not any("Gather" in node.op_type for node, _ in value.uses())
+        if value.const_value is not None and not all("Gather" in node.op_type for node, _ in value.uses())
     }
     tables = sum(size for name, size in sizes.items() if name.startswith("rotary_emb."))
-    features = target.w8a8_features.get(platform.machine(), ()) if isinstance(body, PerToken) else ()
+    integers = any(isinstance(form, PerToken | Static) for form in _used(graph, stored))
+    features = target.w8a8_features.get(platform.machine(), ()) if integers else ()
     return Graph(
         file=name,
         weight_bytes=sum(sizes.values()),
@@ -161,21 +221,28 @@ def _describe(graph: ir.Graph, name: str, body: Form, target: Capabilities) -> G
     )
 
 
+def _used(graph: ir.Graph, stored: Forms) -> list[Form]:
+    """Forms with integer activations, if the graph has any product of them."""
+    return [stored.w8a8] if stored.w8a8 and any(node.op_type == "MatMulIntegerToFloat" for node in graph) else []
+
+
 def _copy_tokenizer(source: Path, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
-def _manifest(
-    export: ExportManifest,
-    target: Capabilities,
-    recipe: Recipe,
-    limits: Limits,
-    graphs: dict[str, Graph],
-    files: dict[str, FileEntry],
-) -> Manifest:
+def _precompile(order: _Order, graphs: dict[str, Graph], folder: Path) -> Compiled:
+    """The graphs as this machine's engine runs them, beside the plain ones."""
+    order.progress("compiling the graphs for this machine")
+    runtime = import_onnxruntime(order.target.caches[order.recipe.cache])
+    return compile_bundle(runtime, folder, [graph.file for graph in graphs.values()])
+
+
+def _manifest(order: _Order, graphs: dict[str, Graph], compiled: Compiled | None, folder: Path) -> Manifest:
     """The manifest before the bundle has run: no quality and no self-test."""
+    export, target, recipe = order.export, order.target, order.recipe
+    minimum = target.caches[recipe.cache]
     return Manifest(
         schema_version=SCHEMA_VERSION,
         llmc_version=__version__,
@@ -183,35 +250,35 @@ def _manifest(
         geometry=export.geometry,
         source=export.source,
         generation=export.generation,
-        target=Target(
-            target.name, target.engine, import_onnxruntime(target.engine_minimum).__version__, target.engine_minimum
-        ),
+        target=Target(target.name, target.engine, import_onnxruntime(minimum).__version__, minimum),
         recipe=recipe,
-        limits=limits,
-        memory=_memory(export.geometry, limits, graphs),
+        limits=order.limits,
+        memory=memory_plan(export.geometry, order.limits, recipe, (folder / TOKENIZER_FILE).stat().st_size),
+        cache=recipe.cache_type(),
         graphs=graphs,
+        compiled=compiled,
         quality=None,
         golden=(),
-        files=files,
+        golden_tolerance=LOGIT_TOLERANCE,
+        files=file_entries(folder, sorted(path.name for path in folder.iterdir())),
     )
 
 
-def _memory(geometry: Geometry, limits: Limits, graphs: dict[str, Graph]) -> MemoryPlan:
-    """Weights once per graph; the workspace holds the widest activations of a prefill chunk and one row of logits."""
-    weights = {graph.file: graph.weight_bytes for graph in graphs.values()}
-    activations = limits.prefill_chunk * (6 * geometry.intermediate_size + 8 * geometry.hidden_size) * 4
-    return MemoryPlan(
-        weights=sum(weights.values()),
-        cache_per_token=geometry.cache_bytes(1),
-        workspace=activations + geometry.vocab_size * 4,
-        # Attention keeps the scores of a chunk against all that is cached, in float32.
-        workspace_per_token=geometry.heads * limits.prefill_chunk * 4,
-    )
+def _judge(order: _Order, folder: Path, manifest: Manifest) -> Manifest:
+    """Load what was built, run the golden prompts and a text, and put the results beside the unquantized model's.
 
-
-def _judge(source: Path, folder: Path, manifest: Manifest, progress: Progress) -> Manifest:
-    """Load what was built, run the golden prompts, and put their results beside the unquantized model's."""
+    Raises:
+        BuildError: the quality is beyond the recipe's budget.
+    """
     write_manifest(manifest, folder)
-    with load(folder) as model:
-        golden, quality = golden_prompts(model, source, progress)
+    with load(folder, self_test=False) as model:
+        golden, quality = golden_prompts(model, order.source, order.progress)
+        if order.judged:
+            text = read_windows(order.text, model)
+            kept = cache.entry("reference", order.export.source.fingerprint)
+            found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
+            quality = replace(found.quality, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
+            seen = partial(advise, folder, manifest, order.source, quality, text.ids, order.progress)
+            check(quality, order.recipe.budget, seen)
+            cache.prune("reference", KEPT_BYTES)
     return replace(manifest, golden=golden, quality=quality)

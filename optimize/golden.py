@@ -1,13 +1,15 @@
 """The golden self-test: what the built bundle answers, and what the unquantized model would have said."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import GoldenPrompt, Quality
+from llmc.errors import BundleError
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.quality import Comparison, Float, compare
+from llmc.optimize.quality import Float, Tally
 from llmc.optimize.reference import Reference
 from llmc.runtime import Model
 from llmc.runtime.sessions import Phase
@@ -22,24 +24,79 @@ PROMPTS = (
 PROMPT_TOKENS = 24
 NEW_TOKENS = 16
 TOP_LOGITS = 10
+TEXT = "golden prompts"  # what quality was measured on when there is no text
+
+Answered = tuple[list[int], tuple[int, ...]]  # a prompt and the tokens after it
 
 
 def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> tuple[tuple[GoldenPrompt, ...], Quality]:
-    """Run the golden prompts through the bundle and through the unquantized model."""
+    """Run the golden prompts through the bundle and through the unquantized model.
+
+    Perplexities are over the prompts alone: the bundle's own answers say what it likes, not what is likely.
+
+    Raises:
+        BundleError: the bundle computes NaN or infinity.
+    """
     progress("running the golden prompts")
-    prompts = _prompts(model)
-    new_tokens = max(1, min(NEW_TOKENS, model.engine.max_context - PROMPT_TOKENS))
-    answers = [model.generate(ids, max_tokens=new_tokens, temperature=0, ignore_eos=True).token_ids for ids in prompts]
-    # One token less than generated: the logits after the last one belong to no answer.
-    sequences = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
-    reference = Reference(export).logits(sequences, progress)
-    cases, totals = [], {phase: Comparison() for phase in Phase}
-    for prompt, answer, sequence, wanted in zip(prompts, answers, sequences, reference, strict=True):
-        got = {phase: model.engine.logits(sequence, phase) for phase in Phase}
-        for phase in Phase:
-            totals[phase] += compare(wanted, got[phase])
+    answered = greedy_answers(model)
+    reference = Reference(export)
+    original, paths = Tally(), {phase: Tally() for phase in Phase}
+    cases: list[GoldenPrompt] = []
+    matches: list[int] = []
+    for (prompt, answer), normed in zip(answered, reference.normed(fed(answered), progress), strict=True):
+        wanted = reference.project(normed)
+        got = {phase: path_logits(model, [*prompt, *answer[:-1]], phase) for phase in Phase}
+        following = np.array(prompt[1:], np.int64)
+        original.predict(wanted[: len(following)], following)
+        for phase, path in paths.items():
+            path.predict(got[phase][: len(following)], following)
+            path.compare(wanted, got[phase])
+        matches.append(matching(answer, wanted[len(prompt) - 1 :]))
         cases.append(_case(prompt, answer, got[Phase.PREFILL], got[Phase.DECODE], wanted))
-    return tuple(cases), _quality(totals)
+    quality = Quality(
+        text=TEXT,
+        sha256="",
+        positions=paths[Phase.PREFILL].comparison.positions,
+        window=0,
+        reference_perplexity=original.perplexity,
+        phases={phase.value: path.quality for phase, path in paths.items()},
+        greedy_match=float(np.mean(matches)),
+        greedy_tokens=len(answered[0][1]),
+    )
+    return tuple(cases), quality
+
+
+def greedy_answers(model: Model) -> list[Answered]:
+    """The golden prompts, and the tokens that the bundle chooses after each."""
+    new_tokens = max(1, min(NEW_TOKENS, model.engine.max_context - PROMPT_TOKENS))
+    options = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    return [(prompt, model.generate(prompt, **options).token_ids) for prompt in _prompts(model)]
+
+
+def fed(answered: Sequence[Answered]) -> list[list[int]]:
+    """The tokens to feed for the logits of every answer; those after its last token belong to no answer."""
+    return [[*prompt, *answer[:-1]] for prompt, answer in answered]
+
+
+def matching(answer: Sequence[int], logits: Float) -> int:
+    """How many tokens of ``answer`` come before the first that ``logits`` [n, V] would not choose."""
+    same = logits.argmax(axis=1) == np.array(answer)
+    return len(answer) if same.all() else int(same.argmin())
+
+
+def path_logits(model: Model, ids: Sequence[int], phase: Phase) -> Float:
+    """Logits after every token of ``ids`` through one path.
+
+    Raises:
+        BundleError: they are NaN or infinite.
+    """
+    logits = model.engine.logits(ids, phase)
+    if not np.isfinite(logits).all():
+        raise BundleError(
+            f"{model.folder}: the {phase.value} path computes NaN or infinite logits, so nothing can be said about its "
+            "quality; build the bundle again, with precision fp32 if it stays so"
+        )
+    return logits
 
 
 def _prompts(model: Model) -> list[list[int]]:
@@ -69,14 +126,3 @@ def _case(prompt: list[int], answer: tuple[int, ...], prefill: Float, decode: Fl
 
 def _top(logits: Float) -> NDArray[np.intp]:
     return np.argsort(-logits, kind="stable")[:TOP_LOGITS]
-
-
-def _quality(totals: dict[Phase, Comparison]) -> Quality:
-    prefill, decode = totals[Phase.PREFILL], totals[Phase.DECODE]
-    return Quality(
-        positions=prefill.positions,
-        prefill_mean_kl=prefill.mean_kl,
-        decode_mean_kl=decode.mean_kl,
-        prefill_top1_agreement=prefill.top1_agreement,
-        decode_top1_agreement=decode.top1_agreement,
-    )

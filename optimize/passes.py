@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 from llmc.bundle import Geometry
 from llmc.errors import BuildError
-from llmc.optimize.lower import cpu, raising
+from llmc.optimize.lower import raising
+from llmc.optimize.lower.cpu import attention, embedding, linears, norms
 from llmc.optimize.lower.plan import Plan
 from llmc.optimize.rewrite import remove_dead
 
@@ -34,18 +35,19 @@ PASSES: dict[str, tuple[Step, ...]] = {
         # 7 per layer and the head; everything below works on whole linears instead of Transpose, MatMul and Add.
         Step("raise linears", raising.raise_linears, lambda g: 7 * g.layers + 1),
         # Before attention is lowered: it is the CachedAttention node that tells which three linears belong together.
-        Step("pack projections", cpu.pack_projections, lambda g: g.layers),
-        Step("lower attention", cpu.lower_attention, lambda g: g.layers),
+        Step("pack projections", attention.pack_projections, lambda g: g.layers),
+        Step("lower attention", attention.lower_attention, lambda g: g.layers),
+        Step("type cache", attention.type_cache),
         # 2 per layer and the last; qk-norm adds 2 per layer.
-        Step("lower norms", cpu.lower_norms),
+        Step("lower norms", norms.lower_norms),
         # The first norm has no residual before it, and the logits are gathered between the last Add and the last norm.
-        Step("fuse skip norms", cpu.fuse_skip_norms, lambda g: 2 * g.layers - 1),
-        Step("fuse SiLU", cpu.fuse_silu, lambda g: g.layers),
+        Step("fuse skip norms", norms.fuse_skip_norms, lambda g: 2 * g.layers - 1),
+        Step("fuse SiLU", norms.fuse_silu, lambda g: g.layers),
         # After all fusions: a quantized activation is shared by the linears that read it.
-        Step("lower linears", cpu.lower_linears, lambda g: 5 * g.layers + 1),
+        Step("lower linears", linears.lower_linears, lambda g: 7 * g.layers + 1),
         # After the linears: it moves scales that only per-token activations have.
-        Step("defer token scales", cpu.defer_token_scales),
-        Step("lower embedding", cpu.lower_embedding, lambda _: 1),
+        Step("defer token scales", linears.defer_token_scales),
+        Step("lower embedding", embedding.lower_embedding, lambda _: 1),
         Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
     ),
 }

@@ -1,56 +1,126 @@
 """How far a bundle is from the unquantized model: divergence of next-token distributions, agreement, perplexity."""
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.bundle import PhaseQuality
+
 Float = NDArray[np.float32]
+Double = NDArray[np.float64]
+
+# Rows that are compared at a time: in float64 each row of a large vocabulary takes a megabyte, several times over.
+ROWS = 16
+# exp of more would leave float64; a model that is this wrong need not be told apart from one that is worse.
+LARGEST_EXPONENT = 700.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Comparison:
-    """Sums over positions; add comparisons of several texts and read the means.
+    """Figures of each compared position; add the comparisons of several texts and read the means.
 
     Attributes:
-        positions: number of compared positions.
-        kl: sum of KL(reference || candidate) in nats.
-        agreements: positions where both have the same most likely token.
+        kl: KL(reference || candidate) in nats, [n].
+        same: whether both have the same most likely token, [n].
     """
 
-    positions: int = 0
-    kl: float = 0.0
-    agreements: int = 0
+    kl: Double
+    same: NDArray[np.bool_]
 
-    def __add__(self, other: "Comparison") -> "Comparison":
-        return Comparison(self.positions + other.positions, self.kl + other.kl, self.agreements + other.agreements)
+    @classmethod
+    def of(cls, parts: Iterable["Comparison"]) -> "Comparison":
+        """All positions of ``parts``, in order."""
+        parts = [cls(np.zeros(0), np.zeros(0, bool)), *parts]
+        return cls(np.concatenate([part.kl for part in parts]), np.concatenate([part.same for part in parts]))
+
+    @property
+    def positions(self) -> int:
+        """Number of compared positions n."""
+        return len(self.kl)
 
     @property
     def mean_kl(self) -> float:
         """Mean KL(reference || candidate) in nats per position."""
-        return self.kl / max(1, self.positions)
+        return float(self.kl.mean()) if self.positions else 0.0
+
+    @property
+    def p99_kl(self) -> float:
+        """99th percentile of KL(reference || candidate) in nats, interpolated between positions."""
+        return float(np.percentile(self.kl, 99)) if self.positions else 0.0
 
     @property
     def top1_agreement(self) -> float:
         """Share of positions with the same most likely token, 0 ... 1."""
-        return self.agreements / max(1, self.positions)
+        return float(self.same.mean()) if self.positions else 0.0
+
+
+class Tally:
+    """What one path, or the unquantized model, says about texts: likelihoods and comparisons, added up."""
+
+    def __init__(self) -> None:
+        self._nll = 0.0
+        self._predicted = 0
+        self._parts: list[Comparison] = []
+
+    def predict(self, logits: Float, targets: NDArray[np.int64]) -> None:
+        """Count how likely logits [n, V] hold the tokens [n]."""
+        self._nll += negative_log_likelihood(logits, targets)
+        self._predicted += len(targets)
+
+    def compare(self, reference: Float, candidate: Float) -> None:
+        """Count how far logits [n, V] are from the reference's."""
+        self._parts.append(compare(reference, candidate))
+
+    @property
+    def comparison(self) -> Comparison:
+        """All that was compared."""
+        return Comparison.of(self._parts)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean of -log p, at most exp(:data:`LARGEST_EXPONENT`)."""
+        return math.exp(min(self._nll / max(1, self._predicted), LARGEST_EXPONENT))
+
+    @property
+    def quality(self) -> PhaseQuality:
+        """The figures of a path; KL and agreement only where something was compared."""
+        if not self._parts:
+            return PhaseQuality(self.perplexity, None, None, None)
+        whole = self.comparison
+        return PhaseQuality(self.perplexity, whole.mean_kl, whole.p99_kl, whole.top1_agreement)
 
 
 def compare(reference: Float, candidate: Float) -> Comparison:
     """Compare logits [n, V] of the same positions."""
+    assert reference.shape == candidate.shape
+    return Comparison.of(_compare(reference[rows], candidate[rows]) for rows in _spans(len(reference)))
+
+
+def _compare(reference: Float, candidate: Float) -> Comparison:
     p, q = log_softmax(reference), log_softmax(candidate)
-    divergence = (np.exp(p) * (p - q)).sum(axis=1)
     same = reference.argmax(axis=1) == candidate.argmax(axis=1)
-    return Comparison(len(reference), float(divergence.sum()), int(same.sum()))
+    q -= p
+    return Comparison(-np.einsum("nv,nv->n", np.exp(p, out=p), q), same)
 
 
 def negative_log_likelihood(logits: Float, targets: NDArray[np.int64]) -> float:
     """Sum of -log p(target) in nats over logits [n, V] and targets [n]; exp of its mean is the perplexity."""
-    return float(-log_softmax(logits)[np.arange(len(targets)), targets].sum())
+    total = 0.0
+    for rows in _spans(len(targets)):
+        chosen = log_softmax(logits[rows])[np.arange(len(targets[rows])), targets[rows]]
+        total -= float(chosen.sum())
+    return total
 
 
-def log_softmax(logits: Float) -> NDArray[np.float64]:
+def log_softmax(logits: Float) -> Double:
     """Logarithm of the softmax over the last axis, in float64 so that small divergences survive."""
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    result: Double = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
+
+
+def _spans(rows: int) -> Iterator[slice]:
+    return (slice(start, start + ROWS) for start in range(0, rows, ROWS))

@@ -2,14 +2,14 @@
 
 import difflib
 import sys
-from dataclasses import dataclass, fields, replace
+import types
+import typing
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmc.bundle import Limits, Recipe
+from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError
-from llmc.optimize.lower.plan import Float32, Form, PerToken, WeightOnly
-from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.targets import Capabilities
 
 if sys.version_info >= (3, 11):
@@ -26,8 +26,21 @@ DEFAULT_CONTEXT = 32768
 # at a prompt of 512, equal at 2,048, and takes half the workspace.
 DEFAULT_CHUNK = 256
 BITS = {"int8": 8, "int4": 4}
+LARGEST_NUMBER = 1 << 53  # whole numbers beyond are no exact floats
+SCHEMES = ("rtn", "gptq", "awq", "awq+gptq")
+ACTIVATIONS = ("per-token", "static")
+SPARSITIES = ("none", "magnitude", "wanda")
 
 V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Results that a recipe file states for the small model of the source tree; a test holds them."""
+
+    prefill_mean_kl: float
+    decode_mean_kl: float
+    decode_top1_agreement: float
 
 
 @dataclass(frozen=True)
@@ -35,27 +48,56 @@ class Request:
     """A recipe as written: None means the default of target and model.
 
     Attributes:
-        precision: fp32, int8 (default) or int4.
+        description: one sentence for people.
+        precision: fp32, fp16 (stored so, computed in float32), int8 (default) or int4.
+        scheme: rtn (round to nearest with clip search), gptq, awq or awq+gptq; default: gptq when there is a
+            calibration text and integers to choose, else rtn.
         block_size: inputs that share a weight scale: 32, 64, 128 (default) or 256.
-        head: int8 or int4, of the head and a tied embedding; default: as ``precision``.
+        symmetric: true (default), or false for a zero point per block.
+        head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``.
         phases: split (a W8A8 graph for prefill beside the weight-only one, default) or shared (one graph, less memory).
+        activations: of the W8A8 graph: per-token (default) or static, one calibrated scale per tensor.
+        smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off.
+        sparsity: none (default), magnitude or wanda: 2 of every 4 weights of each layer's linears become zero.
+        cache: KV cache in float32 (default), int8 (a scale per tensor) or int8-channel (a scale per channel).
+        layers: precision by pattern of module names (``*.mlp.down_proj``, ``model.layers.0.*``); the last match wins.
+        compiled: whether the bundle carries the engine's compiled form, for fast loading (default true).
         max_context: longest sequence; default: the checkpoint's, at most 32,768.
         max_batch: rows of the cache that may be asked for; default 1.
         prefill_chunk: prompt tokens per call; default 256.
+        budget: what quality the bundle must keep, or the build fails.
+        expected: results on the small model, for tests and readers; not used by builds.
     """
 
+    description: str | None = None
     precision: str | None = None
+    scheme: str | None = None
     block_size: int | None = None
+    symmetric: bool | None = None
     head: str | None = None
     phases: str | None = None
+    activations: str | None = None
+    smoothing: float | None = None
+    sparsity: str | None = None
+    cache: str | None = None
+    layers: dict[str, str] | None = None
+    compiled: bool | None = None
     max_context: int | None = None
     max_batch: int | None = None
     prefill_chunk: int | None = None
+    budget: Budget | None = None
+    expected: Expected | None = None
 
     def over(self, other: "Request") -> "Request":
-        """This request with what it leaves open taken from ``other``."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        """This request with what it leaves open taken from ``other``; a budget is taken limit by limit."""
+        given = _given(self)
+        if self.budget is not None and other.budget is not None:
+            given["budget"] = replace(other.budget, **_given(self.budget))
         return replace(other, **given)
+
+
+def _given(values: Any) -> dict[str, Any]:
+    return {f.name: getattr(values, f.name) for f in fields(values) if getattr(values, f.name) is not None}
 
 
 def read_recipe(path: Path) -> Request:
@@ -66,54 +108,119 @@ def read_recipe(path: Path) -> Request:
     """
     try:
         data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path}: not a readable TOML recipe ({error})") from error
-    known = {f.name: str if f.name in ("precision", "head", "phases") else int for f in fields(Request)}
-    for key, value in data.items():
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; expected some of {', '.join(known)}"
-            raise UsageError(f"{path}: unknown key {key!r}{hint}")
-        if type(value) is not known[key]:
-            raise UsageError(
-                f"{path}: {key} is {value!r}, expected {'text' if known[key] is str else 'a whole number'}"
-            )
-    return Request(**data)
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not TOML, absurd numbers, absurd depth
+        raise UsageError(f"{path}: not a readable TOML recipe ({str(error)[:200]})") from error
+    request: Request = _read_table(Request, data, f"{path}:")
+    return request
 
 
-def resolve(request: Request, target: Capabilities, max_positions: int, name: str) -> tuple[Recipe, Limits]:
+def _read_table(kind: type, data: dict[str, Any], where: str) -> Any:
+    """A table of the file as the dataclass ``kind``."""
+    hints = typing.get_type_hints(kind)
+    for key in data:
+        if key not in hints:
+            nearest = difflib.get_close_matches(key, hints, 1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; expected some of {', '.join(hints)}"
+            raise UsageError(f"{where} unknown key {key!r}{hint}")
+    missing = [f.name for f in fields(kind) if f.name not in data and hints[f.name] in (int, float, str, bool)]
+    if missing:
+        raise UsageError(f"{where} {missing[0]} is missing")
+    return kind(**{key: _read_value(hints[key], value, f"{where} {key}") for key, value in data.items()})
+
+
+_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _read_value(hint: Any, value: Any, where: str) -> Any:
+    kind = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
+    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        return _read_table(kind, value, f"{where}:")
+    if typing.get_origin(kind) is dict and isinstance(value, dict):
+        return {key: _read_value(str, item, f"{where}: {key}") for key, item in value.items()}
+    if type(value) is int and abs(value) >= LARGEST_NUMBER:
+        raise UsageError(f"{where} is beyond all sense, expected {_WORDS.get(kind, 'a table')} below {LARGEST_NUMBER}")
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind in _WORDS and type(value) is kind:
+        return value
+    raise UsageError(f"{where} is {value!r}, expected {_WORDS.get(kind, 'a table')}")
+
+
+def resolve(
+    request: Request, target: Capabilities, max_positions: int, name: str, calibrated: bool = False
+) -> tuple[Recipe, Limits]:
     """Fill in the defaults and refuse what the target or the model cannot do.
 
+    ``calibrated`` tells that there is a calibration text.
+
     Raises:
-        UsageError: a value is out of range or not supported by the target.
+        UsageError: a value is out of range, contradicts another one or is not supported by the target.
     """
     precision = _one_of("precision", _or(request.precision, "int8"), target.precisions)
-    split = precision != "fp32"
-    phases = _one_of(
-        "phases", _or(request.phases, "split" if split else "shared"), ("split", "shared") if split else ("shared",)
-    )
-    block = _one_of("block_size", _or(request.block_size, DEFAULT_BLOCK), BLOCKS) if split else 0
-    if not split and request.block_size is not None:
-        raise UsageError("block_size is for int8 and int4, the precision is fp32; leave it out")
-    head = _one_of("head", _or(request.head, precision), tuple(BITS) if split else (precision,))
+    head = _one_of("head", _or(request.head, precision), target.precisions)
+    layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
+    integers = precision in BITS
+    blocks = not BITS.keys().isdisjoint({precision, head, *layers.values()})
+    if not blocks:
+        _refuse_integer_keys(request, precision)
+    phases = _or(request.phases, "split" if integers else "shared")
     context = _between("max_context", _or(request.max_context, min(max_positions, DEFAULT_CONTEXT)), 2, max_positions)
     limits = Limits(
         max_context=context,
         max_batch=_between("max_batch", _or(request.max_batch, 1), 1, 1024),
         prefill_chunk=min(context, _between("prefill_chunk", _or(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)),
     )
-    return Recipe(name=name, precision=precision, block_size=block, head=head, phases=phases), limits
+    split = _one_of("phases", phases, ("split", "shared") if integers else ("shared",)) == "split"
+    recipe = Recipe(
+        name=name,
+        precision=precision,
+        scheme=_one_of("scheme", _or(request.scheme, "gptq" if blocks and calibrated else "rtn"), SCHEMES),
+        block_size=_one_of("block_size", _or(request.block_size, DEFAULT_BLOCK), BLOCKS) if blocks else 0,
+        symmetric=_or(request.symmetric, True),
+        head=head,
+        phases=phases,
+        activations=_activations(request.activations, split),
+        smoothing=_between("smoothing", _or(request.smoothing, 0.0), 0.0, 1.0),
+        sparsity=_one_of("sparsity", _or(request.sparsity, "none"), SPARSITIES),
+        cache=_one_of("cache", _or(request.cache, "float32"), tuple(target.caches)),
+        layers=layers,
+        threads=None,
+        budget=_budget(request.budget or Budget()),
+        calibration=None,
+    )
+    return recipe, limits
 
 
-def forms(recipe: Recipe) -> dict[str, tuple[Form, Form]]:
-    """The graphs to make: for each phase the form of the body's linears and of the head (and a tied embedding)."""
-    if recipe.precision == "fp32":
-        return {"shared": (Float32(), Float32())}
-    weights = WeightOnly(Grid(BITS[recipe.precision], recipe.block_size))
-    head = WeightOnly(Grid(BITS[recipe.head], recipe.block_size))
-    if recipe.phases == "shared":
-        return {"shared": (weights, head)}
-    return {"prefill": (PerToken(), head), "decode": (weights, head)}
+def needs_calibration(recipe: Recipe) -> str | None:
+    """The part of the recipe that wants to see activations, in words, or None."""
+    wishes = {
+        f"scheme = {recipe.scheme!r}": recipe.scheme != "rtn",
+        f"smoothing = {recipe.smoothing}": recipe.smoothing > 0,
+        # Masks are made layer by layer, with what calibration keeps in memory; magnitudes alone would need no text.
+        f"sparsity = {recipe.sparsity!r}": recipe.sparsity != "none",
+        f"cache = {recipe.cache!r}": recipe.cache != "float32",
+        "activations = 'static'": recipe.activations == "static",
+    }
+    return next((wish for wish, holds in wishes.items() if holds), None)
+
+
+def _refuse_integer_keys(request: Request, precision: str) -> None:
+    """Keys that say how integers are chosen mean nothing where there are none."""
+    for key in ("block_size", "scheme", "symmetric", "activations", "smoothing"):
+        if getattr(request, key) is not None:
+            raise UsageError(f"{key} is for int8 and int4, the precision is {precision}; leave it out")
+
+
+def _activations(asked: str | None, split: bool) -> str:
+    if not split and asked is not None:
+        raise UsageError(f"activations is {asked!r}, but only the prefill graph of split phases quantizes activations")
+    return str(_one_of("activations", _or(asked, "per-token"), ACTIVATIONS)) if split else "none"
+
+
+def _budget(budget: Budget) -> Budget:
+    for name, limit in _given(budget).items():
+        _between(f"budget: {name}", limit, 0.0, 1.0 if name == "min_agreement" else 1000.0)
+    return budget
 
 
 def _or(value: V | None, default: V) -> V:
@@ -127,7 +234,7 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
-def _between(name: str, value: int, low: int, high: int) -> int:
+def _between(name: str, value: Any, low: Any, high: Any) -> Any:
     if not low <= value <= high:
         raise UsageError(f"{name} is {value}, expected {low} ... {high}")
     return value

@@ -105,12 +105,12 @@ def nodes_of(graph: ir.Graph, op_type: str, domain: str = "") -> Iterator[ir.Nod
 
 
 def replace(node: ir.Node, *outputs: ir.Value) -> None:
-    """Let ``outputs`` take the place of the node's outputs, names of graph outputs included, and remove the node."""
+    """Let ``outputs`` take the place of the node's outputs, names included, and remove the node."""
     graph = node.graph
     assert graph is not None
     for old, new in zip(node.outputs, outputs, strict=True):
+        new.name, old.name = old.name, None
         if old.is_graph_output():
-            new.name, old.name = old.name, None
             new.shape, new.type = old.shape, old.type
         old.replace_all_uses_with(new, replace_graph_outputs=True)
     graph.remove(node, safe=True)

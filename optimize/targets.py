@@ -9,6 +9,7 @@ from llmc.errors import UsageError
 class Capabilities:
     """Facts about one engine on one kind of processor.
 
+    ``caches``: types that the KV cache may have, and the oldest engine that knows each.
     ``multi_row_prefill``: attention takes more than one new token in several rows at once.
     ``w8a8_features``: CPU features without which the engine's uint8 x int8 product saturates, by machine.
     """
@@ -19,6 +20,7 @@ class Capabilities:
     opset: int
     ir_version: int
     precisions: tuple[str, ...]
+    caches: dict[str, str]
     multi_row_prefill: bool
     w8a8_features: dict[str, tuple[str, ...]]
 
@@ -30,7 +32,9 @@ TARGETS = {
         engine_minimum="1.23",  # the first with 8-bit MatMulNBits and row gather; the last one for Python 3.10
         opset=21,
         ir_version=10,
-        precisions=("fp32", "int8", "int4"),
+        precisions=("fp32", "fp16", "int8", "int4"),
+        # The oldest version that was tried with each; 1.23 refuses an int8 cache.
+        caches={"float32": "1.23", "int8": "1.31", "int8-channel": "1.31"},
         multi_row_prefill=False,
         # vpmaddubsw saturates at 16 bits; vpdpbusd accumulates in 32. Arm's dot products accumulate in 32 bits always.
         w8a8_features={"x86_64": ("vnni",), "aarch64": ()},

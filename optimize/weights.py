@@ -22,6 +22,12 @@ ALIGNMENT = 4096
 PIECE = 1 << 18
 
 
+def weights_identity(export: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of change (ns) of each weight file of an export, for keys of what is computed from them."""
+    found = ((path.name, path.stat()) for path in sorted(export.glob("*.safetensors")))
+    return [(name, info.st_size, info.st_mtime_ns) for name, info in found]
+
+
 def rows_of(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
     """Rows ``start`` to ``stop`` of a checkpoint matrix (or vector) [N, ...] as float32, read from its file.
 

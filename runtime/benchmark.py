@@ -70,7 +70,7 @@ def benchmark(
             f"and together at most the bundle's context of {context} tokens"
         )
     start = time.perf_counter()
-    with load(folder, threads=threads) as model:
+    with load(folder, threads=threads, self_test=False) as model:
         load_s = time.perf_counter() - start
         rss = resident_bytes()[0]
         _time_request(model, prompt_length, 2)  # the first call allocates; it is not counted

@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,10 +19,23 @@ def usable_threads() -> int:
     return max(1, min(affinity, math.ceil(quota)) if quota else affinity)
 
 
+@dataclass(frozen=True)
+class Available:
+    """Bytes that may be taken, and what sets the limit: machine, cgroup or --memory."""
+
+    bytes: int
+    source: str
+
+
+def memory_here() -> Available:
+    """What can be taken now without swapping: free memory of the machine, cut by the cgroup's limit."""
+    free, granted = _meminfo_available(), _cgroup_available()
+    return Available(free, "machine") if granted is None or free <= granted else Available(granted, "cgroup")
+
+
 def available_memory() -> int:
-    """Bytes that can be taken now without swapping: free memory of the machine, cut by the cgroup's limit."""
-    free = [_meminfo_available(), _cgroup_available()]
-    return min(value for value in free if value is not None)
+    """The bytes of :func:`memory_here`."""
+    return memory_here().bytes
 
 
 @cache

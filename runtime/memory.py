@@ -1,37 +1,147 @@
-"""Memory is planned before it is taken: weights, cache and workspace against what the machine has left."""
+"""Memory is planned before it is taken: what a stage needs, part by part, against what there is."""
 
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmc.bundle import MemoryPlan
+from llmc.bundle import Limits, Manifest, MemoryPlan
 from llmc.errors import ResourceError
-from llmc.runtime.machine import available_memory
+from llmc.runtime.kv_cache import next_capacity
+from llmc.runtime.machine import Available, available_memory, memory_here, resident_bytes
 
 MB = 1_000_000
 
 
-def check_load(folder: Path, plan: MemoryPlan, positions: int) -> None:
-    """Refuse to load what cannot fit with ``positions`` cached tokens.
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a plan fits into ``available`` bytes.
+
+    Attributes:
+        missing: bytes that lack, 0 where it fits.
+        largest_context: tokens that fit with the plan's batch; 0 where none do.
+        largest_batch: rows that fit with the plan's context; 0 where none do.
+    """
+
+    available: int
+    missing: int
+    largest_context: int
+    largest_batch: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is missing."""
+        return self.missing == 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one stage takes at its peak: resident bytes by name, pages of mapped files included.
+
+    Attributes:
+        stage: export, build or run.
+        context, batch: cached tokens of a row, and rows, that the parts are for.
+        limits: the largest of both that the model or the bundle can serve.
+        needed: total bytes for another context and batch.
+    """
+
+    stage: str
+    parts: dict[str, int]
+    context: int
+    batch: int
+    limits: Limits
+    needed: Callable[[int, int], int] = field(repr=False, compare=False)
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(self.parts.values())
+
+    def verdict(self, available: int) -> Verdict:
+        """What ``available`` bytes allow."""
+        context = largest(self.limits.max_context, lambda n: self.needed(n, self.batch), available)
+        batch = largest(self.limits.max_batch, lambda n: self.needed(self.context, n), available)
+        return Verdict(available, max(0, self.total - available), context, batch)
+
+    def check(self, what: Path, available: int) -> None:
+        """Refuse to begin what cannot end.
+
+        Raises:
+            ResourceError: more than ``available`` bytes are needed; with the number missing and what would fit.
+        """
+        verdict = self.verdict(available)
+        if not verdict.fits:
+            raise ResourceError(f"{what}: {describe(self, verdict)}")
+
+
+def describe(plan: Plan, verdict: Verdict) -> str:
+    """Why a plan does not fit, and what would, in one sentence."""
+    parts = ", ".join(f"{size // MB} {name}" for name, size in plan.parts.items() if size >= MB)
+    return (
+        f"to {plan.stage} it needs {_rounded_up(plan.total)} MB ({parts}), {verdict.available // MB} MB are available, "
+        f"{_rounded_up(verdict.missing)} MB are missing; {what_fits(plan, verdict)}"
+    )
+
+
+def what_fits(plan: Plan, verdict: Verdict) -> str:
+    """The largest context and batch that fit, each beside the plan's other one."""
+    if not verdict.largest_context and not verdict.largest_batch:
+        return "no context or batch is small enough: free memory or use a smaller precision or model"
+    fits = {
+        f"a context of {verdict.largest_context} tokens fits with a batch of {plan.batch}": verdict.largest_context,
+        f"a batch of {verdict.largest_batch} fits with a context of {plan.context}": verdict.largest_batch,
+    }
+    found = ", ".join(words for words, size in fits.items() if size)
+    return f"{found}: lower them, free memory or use a smaller precision"
+
+
+def _rounded_up(size: int) -> int:
+    return -(-size // MB)
+
+
+def largest(limit: int, needed: Callable[[int], int], available: int) -> int:
+    """The largest number up to ``limit`` that needs no more than ``available``, 0 if none; ``needed`` never falls."""
+    return bisect_right(range(1, limit + 1), available, key=needed)
+
+
+def plan_run(plan: MemoryPlan, limits: Limits, context: int | None = None, batch: int = 1) -> Plan:
+    """Loading a bundle and running it until ``context`` (default: the longest) tokens are cached in each of ``batch``
+    rows, in the steps in which the engine reserves them."""
+    context = limits.max_context if context is None else context
+
+    def parts(tokens: int, rows: int) -> dict[str, int]:
+        return plan.parts(next_capacity(tokens, limits.max_context), rows)
+
+    def needed(tokens: int, rows: int) -> int:
+        return sum(parts(tokens, rows).values())
+
+    return Plan("run", parts(context, batch), context, batch, limits, needed)
+
+
+def plan_load(manifest: Manifest, context: int | None = None, batch: int = 1) -> Plan:
+    """:func:`plan_run` of a bundle."""
+    return plan_run(manifest.memory, manifest.limits, context, batch)
+
+
+def check_load(folder: Path, manifest: Manifest, context: int, memory: int | None = None) -> None:
+    """Refuse to load what cannot fit.
+
+    Without ``memory`` the first step of the cache must fit, and growth is checked when it comes. With ``memory`` bytes
+    for this process the whole ``context`` must fit at once.
 
     Raises:
-        ResourceError: with the number missing and the longest context that fits.
+        ResourceError: with the number missing, and the context and batch that fit.
     """
-    available = available_memory()
-    needed = plan.total(positions)
-    if needed <= available:
-        return
-    spare = available - plan.total(0)
-    fits = (
-        f"at most {spare // (plan.cache_per_token + plan.workspace_per_token)} tokens of context fit"
-        if spare > 0
-        else "not even the weights fit"
-    )
-    parts = (plan.weights, plan.cache_per_token * positions, plan.workspace + plan.workspace_per_token * positions)
-    weights, cache, workspace = (part // MB for part in parts)
-    raise ResourceError(
-        f"{folder} needs {needed // MB} MB ({weights} weights, {cache} cache for {positions} tokens, {workspace} "
-        f"workspace), {available // MB} MB are available; {fits}: free memory, lower --max-context or build a smaller "
-        "precision"
-    )
+    tokens = min(context, next_capacity(1, context)) if memory is None else context
+    plan_load(manifest, tokens).check(folder, usable_memory(manifest.memory.engine, memory))
+
+
+def usable_memory(held: int, memory: int | None = None) -> int:
+    """Bytes that this process may take: ``memory`` if given, else what is free and what it holds already.
+
+    ``held`` is the part of the plan that loaded libraries already take, as far as they are loaded.
+    """
+    return available_memory() + min(held, resident_bytes()[0]) if memory is None else memory
 
 
 def check_growth(plan: MemoryPlan, old: int, new: int) -> None:
@@ -46,3 +156,8 @@ def check_growth(plan: MemoryPlan, old: int, new: int) -> None:
             f"the cache for {new} tokens needs {needed // MB} MB more, {available // MB} MB are available; "
             "free memory, or use a shorter prompt or fewer new tokens"
         )
+
+
+def memory_to_use(memory: int | None) -> Available:
+    """What a plan is held against: ``memory`` bytes if given, else what the machine or the cgroup leaves."""
+    return memory_here() if memory is None else Available(memory, "--memory")

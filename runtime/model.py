@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,6 @@ from llmc.bundle import Manifest, read_bundle
 from llmc.errors import RequestError, UsageError
 from llmc.runtime.chat import ChatTemplate
 from llmc.runtime.engine import Engine
-from llmc.runtime.kv_cache import next_capacity
 from llmc.runtime.machine import usable_threads
 from llmc.runtime.memory import check_load
 from llmc.runtime.results import GenerationResult, Timings, Usage
@@ -33,17 +33,24 @@ def load(
     threads: int | None = None,
     max_context: int | None = None,
     prefill_chunk: int | None = None,
+    self_test: bool | None = None,
+    memory: int | None = None,
 ) -> "Model":
     """Load a bundle.
 
     Args:
         bundle: the folder that ``llmc build`` wrote.
-        threads: threads for the model; default: the affinity mask, cut by the cgroup's CPU quota.
+        threads: threads for the model; default: the affinity mask, cut by the cgroup's CPU quota, and no more than
+            ``llmc build --auto`` found best on a machine of this size.
         max_context: longest sequence in tokens; default and upper bound: what the bundle was built for.
         prefill_chunk: prompt tokens per call; default and upper bound: what memory was planned for.
+        self_test: replay golden prompts before anything else; default: the first time that this machine loads this
+            bundle with this engine, as far as the cache remembers.
+        memory: bytes that this process may take, in which the whole of ``max_context`` must fit; default: what is
+            available, and the cache is held against it as it grows.
 
     Raises:
-        BundleError: the folder is no whole bundle, or not for this machine or version.
+        BundleError: the folder is no whole bundle, or not for this machine or version, or fails the self-test.
         MissingExtraError: the engine is not installed.
         ResourceError: memory does not suffice.
         UsageError: an argument is out of range.
@@ -53,11 +60,27 @@ def load(
     limits = manifest.limits
     context = _in_range("max_context", max_context, limits.max_context, limits.max_context)
     chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
-    workers = _in_range("threads", threads, usable_threads(), 1024)
-    check_load(folder, manifest.memory, next_capacity(1, context))
-    tokenizer = Tokenizer.from_folder(folder)
-    engine = Engine(open_session(folder, manifest, workers), manifest, context, chunk)
-    return Model(folder, manifest, tokenizer, engine, workers)
+    workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
+    from llmc.runtime.selftest import check_once  # which needs a model
+
+    check_load(folder, manifest, context, memory)
+    with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
+        tokenizer = pool.submit(Tokenizer.from_folder, folder)
+        session = open_session(folder, manifest, workers)
+        engine = Engine(session, manifest, context, chunk)
+        model = Model(folder, manifest, tokenizer.result(), engine, workers)
+    try:
+        check_once(model, self_test)
+    except BaseException:
+        model.close()
+        raise
+    return model
+
+
+def _default_threads(measured: int | None) -> int:
+    """All usable ones, or as many as a search found best where it had about as many to choose from: all or half."""
+    usable = usable_threads()
+    return min(usable, measured) if measured is not None and usable <= 2 * measured else usable
 
 
 def _in_range(name: str, value: int | None, default: int, highest: int) -> int:

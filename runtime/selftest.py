@@ -1,19 +1,33 @@
 """Is this bundle whole, and does it compute here what it computed when it was built?"""
 
+import hashlib
+import json
+import logging
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from llmc.bundle import GoldenPrompt, read_bundle, verify_files
 from llmc.errors import BundleError
+from llmc.runtime import cache
+from llmc.runtime.compiled import cached_entry, environment
+from llmc.runtime.machine import cpu_model
 from llmc.runtime.model import Model, load
 
-# Logits of the same graph on another CPU: float32 kernels add in another order (about 1e-4), and a different rounding
-# of one activation to int8 moves a logit by about 1e-2. A wrong weight or a saturated product moves it by far more.
+log = logging.getLogger(__name__)
+
+# What a build records as its bundle's tolerance. Logits of the same graph on another CPU: float32 kernels add in
+# another order (about 1e-4), and a different rounding of one activation to int8 moves a logit by about 1e-2. A wrong
+# weight or a saturated product moves it by far more.
 LOGIT_TOLERANCE = 0.25
+# Decode steps per golden prompt at load: enough to run the decode graph on a cache that both graphs filled.
+QUICK_TOKENS = 4
+KIND = "selftest"
+CACHE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -33,21 +47,73 @@ def verify(
     """Hash every file, load the bundle and replay its golden prompts.
 
     Raises:
-        BundleError: a file is corrupt, or results differ beyond :data:`LOGIT_TOLERANCE`.
+        BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
     """
     folder = Path(bundle)
     manifest = read_bundle(folder)
     for name in verify_files(folder, manifest):
         progress(f"hashed {name}")
-    with load(folder, threads=threads) as model:
-        return replay(model, progress)
+    with load(folder, threads=threads, self_test=False) as model:
+        return _replayed(model, progress)
 
 
-def replay(model: Model, progress: Callable[[str], None] = lambda step: None) -> VerifyReport:
-    """Run the golden prompts on a loaded bundle.
+def check_once(model: Model, wanted: bool | None) -> None:
+    """Replay the golden prompts in short: always, never, or (None) unless the cache knows that they passed here.
+
+    A pass holds for these files, this processor and engine version. A failure is not remembered.
+    Where the cache cannot be written every load tests. None leaves a bundle without golden prompts alone.
 
     Raises:
-        BundleError: the results differ beyond :data:`LOGIT_TOLERANCE`, or there are none to compare with.
+        BundleError: this machine computes something else than the one that built the bundle.
+    """
+    if wanted is False or (wanted is None and not model.manifest.golden):
+        return
+    entry = cache.entry(KIND, _key(model))
+    if wanted is None and entry.exists():
+        return
+    start = time.perf_counter()
+    report = _replayed(model, limit=QUICK_TOKENS)
+    log.info("%s passed its self-test in %.2f s", model.folder, time.perf_counter() - start)
+    try:
+        with cache.published(entry) as folder:
+            (folder / "report.json").write_text(json.dumps(asdict(report)))
+    except OSError as error:
+        log.warning("the self-test's result is not kept (%s)", error)
+    cache.prune(KIND, CACHE_BYTES)
+
+
+def _replayed(
+    model: Model, progress: Callable[[str], None] = lambda step: None, limit: int | None = None
+) -> VerifyReport:
+    """:func:`replay`; where it fails on graphs of the cache, these are removed, for they may be what is broken."""
+    try:
+        return replay(model, progress, limit=limit)
+    except BundleError as error:
+        entry = cached_entry(model.engine_version, model.manifest)
+        if not entry.exists():
+            raise
+        cache.remove(entry)
+        raise BundleError(
+            f"{error}; its compiled graphs in the cache may have been broken and were removed: try again first"
+        ) from error
+
+
+def _key(model: Model) -> str:
+    """A hash of the manifest, this machine, and the size and time of change of every file that is computed with."""
+    folders = [model.folder, cached_entry(model.engine_version, model.manifest)]
+    files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+    found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    parts = [asdict(model.manifest), environment(model.engine_version), cpu_model(), found]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def replay(
+    model: Model, progress: Callable[[str], None] = lambda step: None, *, limit: int | None = None
+) -> VerifyReport:
+    """Run the golden prompts on a loaded bundle; ``limit`` bounds the tokens that are generated after each of them.
+
+    Raises:
+        BundleError: the results differ beyond the manifest's tolerance, or there are none to compare with.
     """
     cases = model.manifest.golden
     if not cases:
@@ -59,8 +125,10 @@ def replay(model: Model, progress: Callable[[str], None] = lambda step: None) ->
         _check(model, case, number)
         largest = max(largest, _first_logits(model, case, case.top_logits if same_graphs else case.decode_logits))
         # The recorded tokens follow from both graphs; where one stands in for the other, only its logits compare.
-        compared += len(case.tokens) if same_graphs else 0
-        equal += _same_tokens(model, case) if same_graphs else 0
+        if same_graphs:
+            wanted = case.tokens[:limit]
+            compared += len(wanted)
+            equal += _same_tokens(model, case, wanted)
     return VerifyReport(len(model.manifest.files), len(cases), compared, equal, largest)
 
 
@@ -88,24 +156,25 @@ def _first_logits(model: Model, case: GoldenPrompt, recorded: tuple[float, ...])
     """Largest difference of the recorded top logits after the prompt."""
     logits = model.engine.prefill(case.prompt)[0, -1]
     difference = float(np.abs(logits[list(case.top_ids)] - np.array(recorded, np.float32)).max())
+    tolerance = model.manifest.golden_tolerance
     # NaN compares false with everything, so ask for what must hold.
-    if not difference <= LOGIT_TOLERANCE:
+    if not difference <= tolerance:
         raise BundleError(
             f"{model.folder}: logits differ by {difference:.3g} from those recorded when it was built, at most "
-            f"{LOGIT_TOLERANCE} is expected; this machine computes something else: build the bundle on it"
+            f"{tolerance} is expected; this machine computes something else: build the bundle on it"
         )
     return difference
 
 
-def _same_tokens(model: Model, case: GoldenPrompt) -> int:
+def _same_tokens(model: Model, case: GoldenPrompt, tokens: tuple[int, ...]) -> int:
     """Greedy tokens equal to the recorded ones, up to the first near tie that fell the other way."""
-    answer = model.generate(case.prompt, max_tokens=len(case.tokens), temperature=0, ignore_eos=True).token_ids
-    for i, (here, there, margin) in enumerate(zip(answer, case.tokens, case.margins, strict=True)):
-        if here != there and margin > 2 * LOGIT_TOLERANCE:
+    answer = model.generate(case.prompt, max_tokens=len(tokens), temperature=0, ignore_eos=True).token_ids
+    for i, (here, there, margin) in enumerate(zip(answer, tokens, case.margins, strict=False)):
+        if here != there and margin > 2 * model.manifest.golden_tolerance:
             raise BundleError(
                 f"{model.folder}: greedy token {i} of a golden prompt is {here}, {there} was recorded with a lead of "
                 f"{margin:.3g}; this machine computes something else: build the bundle on it"
             )
         if here != there:
             return i
-    return len(case.tokens)
+    return len(tokens)

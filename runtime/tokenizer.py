@@ -5,8 +5,10 @@ tokenizer.json decides. transformers 5 does the same, except for classes that it
 tokens, before a space).
 """
 
+import ctypes
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +141,16 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise BundleError(f"{path} is broken ({error}); {_REMEDY}") from error
+    return_freed_memory()
     backend.no_truncation()  # a prompt is never cut nor padded, whatever the file was saved with
     backend.no_padding()
     return backend
+
+
+def return_freed_memory() -> None:
+    """Give the heap's unused pages back: glibc keeps 60 MB of what parsing 150,000 tokens took."""
+    with suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> dict[str, str]:

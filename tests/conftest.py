@@ -1,16 +1,27 @@
 """What holds for every test: no telemetry and no network. And what many of them need: a manifest, the small model."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # torch's threads must not spin for cores that others use
 
 from llmc import bundle
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """No test reads or writes the cache of whoever runs it, and neither does a process that a test starts."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMC_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")
@@ -30,12 +41,52 @@ def manifest() -> bundle.Manifest:
         source=bundle.Source("tiny", "f" * 64, "float16", 123_456),
         generation=bundle.Generation((2, 3), None, False, 0.7, 50, None, 0.05),
         target=bundle.Target("cpu", "onnxruntime", "1.31.1", "1.31.0"),
-        recipe=bundle.Recipe("default", "int8", 128, "int8", "split"),
+        recipe=bundle.Recipe(
+            name="default",
+            precision="int8",
+            scheme="rtn",
+            block_size=128,
+            symmetric=True,
+            head="int8",
+            phases="split",
+            activations="per-token",
+            smoothing=0.0,
+            sparsity="none",
+            cache="float32",
+            layers={},
+            threads=4,
+            budget=bundle.Budget(0.01, 0.98, 0.02),
+            calibration=bundle.Calibration("notes.txt", "c" * 64, False, 64, 512),
+        ),
         limits=bundle.Limits(512, 1, 128),
-        memory=bundle.MemoryPlan(1000, 16, 64, 8),
+        memory=bundle.MemoryPlan(
+            engine=500,
+            tokenizer=50,
+            weights=1000,
+            embedding=200,
+            workspace=64,
+            workspace_per_token=8,
+            cache_per_token=16,
+            logits=30,
+        ),
+        cache="float32",
         graphs={"decode": bundle.Graph("decode.onnx", 1000, 900, ("vnni",), False)},
-        quality=bundle.Quality(64, 0.001, 0.002, 0.99, 0.98),
+        compiled=bundle.Compiled("e" * 32, {"decode.onnx": "decode.onnx"}),
+        quality=bundle.Quality(
+            text="golden prompts",
+            sha256="",
+            positions=64,
+            window=0,
+            reference_perplexity=20.0,
+            phases={
+                "prefill": bundle.PhaseQuality(20.1, 0.001, 0.01, 0.99),
+                "decode": bundle.PhaseQuality(20.2, 0.002, 0.02, 0.98),
+            },
+            greedy_match=14.5,
+            greedy_tokens=16,
+        ),
         golden=(bundle.GoldenPrompt((1, 2), (3, 4), (0.5, 1.0), (3, 9), (7.25, 6.5), (7.5, 6.25), (3, 8), (7.0, 6.0)),),
+        golden_tolerance=0.25,
         files={},
     )
 

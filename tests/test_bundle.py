@@ -11,18 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc import bundle
-from llmc.bundle import BUNDLE_MANIFEST, DECODER_FILE, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest, MemoryPlan
+from llmc.bundle import BUNDLE_MANIFEST, DECODER_FILE, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest
 from llmc.errors import BundleError
+from llmc.publish import file_entries
 
 CONTENT = b"weights" * 1000
+FILES = ["compiled-decode.onnx", "decode.onnx", "weights.bin"]
 
 
 @pytest.fixture
 def whole(manifest: Manifest, tmp_path: Path) -> Manifest:
-    """The manifest of a bundle with two files, which lie in ``tmp_path``."""
-    for name in ("decode.onnx", "weights.bin"):
+    """The manifest of a bundle with its files, which lie in ``tmp_path``."""
+    for name in FILES:
         (tmp_path / name).write_bytes(CONTENT)
-    return dataclasses.replace(manifest, files=bundle.file_entries(tmp_path, ["decode.onnx", "weights.bin"]))
+    return dataclasses.replace(manifest, files=file_entries(tmp_path, FILES))
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def folder(whole: Manifest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def export_manifest(manifest: Manifest) -> ExportManifest:
-    return ExportManifest(1, "0.1.0", 1, manifest.geometry, manifest.source, manifest.generation)
+    return ExportManifest(bundle.SCHEMA_VERSION, "0.1.0", 1, manifest.geometry, manifest.source, manifest.generation)
 
 
 def edit(folder: Path, change: Any, name: str = BUNDLE_MANIFEST) -> None:
@@ -83,7 +85,7 @@ def test_names_in_any_script_survive_the_disk(folder: Path, whole: Manifest):
 
 
 def test_a_value_that_is_no_number_is_never_written(tmp_path: Path, manifest: Manifest):
-    quality = dataclasses.replace(manifest.quality, decode_mean_kl=math.nan)
+    quality = dataclasses.replace(manifest.quality, reference_perplexity=math.nan)
     with pytest.raises(ValueError, match="JSON"):
         bundle.write_manifest(dataclasses.replace(manifest, quality=quality), tmp_path)
 
@@ -118,7 +120,16 @@ DAMAGE = [
     (put(4.0, "geometry", "heads"), "geometry.heads is 4.0, expected int"),
     (put(True, "geometry", "heads"), "geometry.heads is True, expected int"),
     (put(1, "geometry", "tied_head"), "geometry.tied_head is 1, expected bool"),
-    (put(True, "quality", "decode_mean_kl"), "quality.decode_mean_kl is True, expected float"),
+    (put(True, "quality", "phases", "decode", "mean_kl"), "quality.phases.decode.mean_kl is True, expected float"),
+    (
+        put(None, "quality", "phases", "decode", "perplexity"),
+        "quality.phases.decode.perplexity is None, expected float",
+    ),
+    (drop("recipe", "budget"), "missing field recipe.budget"),
+    (put("0.1", "recipe", "budget", "max_kl"), "recipe.budget.max_kl is '0.1', expected float"),
+    (put(["int8"], "recipe", "layers"), r"recipe.layers is \['int8'\], expected dict"),
+    (put(8, "recipe", "layers", "*.down_proj"), r"recipe.layers.\*.down_proj is 8, expected str"),
+    (put("yes", "recipe", "calibration", "default"), "recipe.calibration.default is 'yes', expected bool"),
     (put(None, "source"), "source is None, expected an object"),
     (put([], "graphs"), r"graphs is \[\], expected dict"),
     (put({}, "golden"), "golden is {}, expected tuple"),
@@ -127,8 +138,8 @@ DAMAGE = [
     (put("much", "generation", "top_k"), "generation.top_k is 'much', expected int"),
     (put("1", "schema_version"), "no schema_version"),
     (put(0, "schema_version"), "no schema_version"),
-    (put(True, "schema_version"), "schema_version is True"),
-    (put(10**400, "quality", "decode_mean_kl"), "too large"),
+    (put(True, "schema_version"), "no schema_version"),
+    (put(10**400, "quality", "phases", "decode", "mean_kl"), "too large"),
 ]
 
 
@@ -163,14 +174,43 @@ def test_a_value_of_any_length_is_quoted_in_part(folder: Path):
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    with pytest.raises(BundleError, match=r"schema version 2, written by llmc 9.9.9.*up to 1.*pip install -U llmc"):
+    with pytest.raises(BundleError, match=r"schema version 3, written by llmc 9.9.9.*up to 2.*pip install -U llmc"):
         bundle.read_bundle(folder)
 
 
 def test_a_newer_schema_is_refused_before_its_unknown_fields_are(folder: Path):
     edit(folder, put("new", "novelty"))
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
-    with pytest.raises(BundleError, match="schema version 2"):
+    with pytest.raises(BundleError, match="schema version 3"):
+        bundle.read_bundle(folder)
+
+
+def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
+    edit(folder, drop("recipe", "scheme"))
+    edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
+    with pytest.raises(
+        BundleError, match=r"schema version 1 of an older llmc \(0.1.0\), this one reads 2; make it again"
+    ):
+        bundle.read_bundle(folder)
+
+
+IMPOSSIBLE = [
+    (put(0, "geometry", "layers"), "geometry"),
+    (put(3, "geometry", "kv_heads"), "geometry"),
+    (put([0], "geometry", "windows"), "geometry"),
+    (put(513, "limits", "max_context"), "limits"),
+    (put(0, "limits", "prefill_chunk"), "limits"),
+    (put(-1, "memory", "workspace"), "memory"),
+    (put({}, "graphs"), "graphs"),
+    (put("int4", "cache"), "cache"),
+    (put("1.x", "target", "engine_minimum"), "target"),
+]
+
+
+@pytest.mark.parametrize(("change", "part"), IMPOSSIBLE, ids=[part for _, part in IMPOSSIBLE])
+def test_numbers_that_no_build_writes_are_refused(folder: Path, change: Any, part: str):
+    edit(folder, change)
+    with pytest.raises(BundleError, match=rf"the {part} in llmc.json cannot be right; build the bundle again"):
         bundle.read_bundle(folder)
 
 
@@ -204,7 +244,7 @@ def test_a_truncated_file_is_named_with_both_sizes(folder: Path):
 
 def test_verify_yields_each_file_once_it_is_whole(folder: Path):
     manifest = bundle.read_bundle(folder)
-    assert list(bundle.verify_files(folder, manifest)) == ["decode.onnx", "weights.bin"]
+    assert list(bundle.verify_files(folder, manifest)) == FILES
 
 
 def test_verify_notices_one_flipped_bit_that_reading_does_not(folder: Path):
@@ -272,6 +312,8 @@ def test_cache_bytes_follow_the_formula(manifest: Manifest):
     assert manifest.geometry.cache_bytes(positions=10, batch=3, bytes_per_value=2) == 7680
 
 
-def test_memory_plan_adds_weights_cache_and_workspace():
-    plan = MemoryPlan(weights=1000, cache_per_token=16, workspace=64, workspace_per_token=8)
-    assert plan.total(positions=10, batch=2) == 1000 + 64 + 2 * 16 * 10 + 8 * 10
+def test_a_memory_plan_is_the_sum_of_its_parts(manifest: Manifest):
+    # engine + tokenizer + weights + embedding + workspace and its share per token + cache per token and row + logits
+    expected = 500 + 50 + 1000 + 200 + (64 + 8 * 10) + 16 * 10 * 2 + 30 * 2
+    assert manifest.memory.total(positions=10, batch=2) == expected
+    assert sum(manifest.memory.parts(positions=10, batch=2).values()) == expected

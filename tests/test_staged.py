@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmc import bundle
-from llmc.bundle import staged
+from llmc import publish as publishing
 from llmc.errors import ResourceError, UsageError
+from llmc.publish import staged
 
 DEAD_PID = 2**22 + 1  # above the largest number that Linux gives to a process
 
@@ -66,7 +67,7 @@ def test_a_relative_target_is_published_where_the_block_began(tmp_path: Path, mo
 
 def test_everything_is_synced_before_it_is_renamed(target: Path, monkeypatch: pytest.MonkeyPatch):
     order = []
-    monkeypatch.setattr(bundle, "_sync_one", lambda path: order.append(path.name))
+    monkeypatch.setattr(publishing, "_sync_one", lambda path: order.append(path.name))
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda self, to: (order.append("rename"), rename(self, to))[1])
     publish(target, "new")
@@ -267,7 +268,7 @@ def leave(target: Path, pid: int, kind: str) -> Path:
 WRITER = """
 import sys, time
 from pathlib import Path
-from llmc.bundle import staged
+from llmc.publish import staged
 with staged(Path(sys.argv[1]), force=True) as folder:
     (folder / "llmc.json").write_text("half")
     print("writing", flush=True)
@@ -295,6 +296,6 @@ def test_force_does_not_replace_a_folder_that_holds_something_else(tmp_path: Pat
     (target / bundle.BUNDLE_MANIFEST).write_text("{}")
     kept = target / name
     kept.mkdir() if name == "checkpoint" else kept.write_text("mine")
-    with pytest.raises(UsageError, match=f"also holds '{name}'"), bundle.staged(target, force=True):
+    with pytest.raises(UsageError, match=f"also holds '{name}'"), staged(target, force=True):
         raise AssertionError("nothing may be written")
     assert kept.exists()

@@ -1,16 +1,26 @@
-"""What a lowering is asked to make: the model's shapes, its limits, and how each kind of weight is to be stored."""
+"""What a lowering is asked to make: the model's shapes, its limits, and how each weight is to be stored."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
-from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry, Limits
+from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry, Limits, Recipe
+from llmc.errors import UsageError
+from llmc.optimize.calibrated import Calibrated
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights import WeightFile
+
+HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
 class Float32:
     """Keep weights as float32."""
+
+
+@dataclass(frozen=True)
+class Float16:
+    """Keep weights as float16 and compute in float32."""
 
 
 @dataclass(frozen=True)
@@ -27,28 +37,93 @@ class PerToken:
     grid: Grid = Grid(8)
 
 
-Form = Float32 | WeightOnly | PerToken
+@dataclass(frozen=True)
+class Static:
+    """int8 weights with a scale per output, int8 activations with one calibrated scale per tensor (W8A8)."""
+
+    grid: Grid = Grid(8)
+
+
+Form = Float32 | Float16 | WeightOnly | PerToken | Static
+W8A8: dict[str, PerToken | Static] = {"per-token": PerToken(), "static": Static()}
+
+
+@dataclass(frozen=True)
+class Forms:
+    """How a graph stores its linears: the body's form, the head's, and those of patterns; the last match wins.
+
+    Where ``w8a8`` is given it takes the place of integer weights everywhere but in the head.
+    """
+
+    body: Form
+    head: Form
+    layers: tuple[tuple[str, Form], ...] = ()
+    w8a8: PerToken | Static | None = None
+
+    def of(self, module: str) -> Form:
+        """The form of the linear called ``module``, for example ``model.layers.0.mlp.down_proj``."""
+        matches = [form for pattern, form in self.layers if fnmatchcase(module, pattern)]
+        form = matches[-1] if matches else self.head if module == HEAD else self.body
+        return self.w8a8 if self.w8a8 and module != HEAD and isinstance(form, WeightOnly) else form
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One graph to make. ``head`` is also the form of a tied embedding, so that both share their bytes.
+    """One graph to make.
 
-    ``linear_done`` is called after each linear, for progress.
+    Attributes:
+        weights: the file that packed weights go into.
+        calibrated: float weights as calibration left them, and the integers and scales that it chose.
+        cache: float32, int8 or int8-channel, see :class:`llmc.bundle.Recipe`.
+        linear_done: called after each linear, for progress.
     """
 
     phase: str
     geometry: Geometry
     limits: Limits
-    body: Form
-    head: Form
+    forms: Forms
     weights: WeightFile
+    calibrated: Calibrated
+    cache: str = "float32"
     linear_done: Callable[[], None] = lambda: None
     contract: int = GRAPH_CONTRACT_VERSION
 
     @property
     def embedding(self) -> Form:
-        """Rows of an untied embedding cost nothing per step, so they keep 8 bits."""
-        if self.geometry.tied_head or isinstance(self.head, Float32):
-            return self.head
-        return WeightOnly(Grid(8, 128))
+        """See :func:`embedding_form`."""
+        return embedding_form(self.forms, self.geometry.tied_head)
+
+
+def embedding_form(stored: Forms, tied: bool) -> Form:
+    """A tied embedding shares the head's bytes. Rows of an untied one cost nothing per step: they keep 8 bits."""
+    head = stored.of(HEAD)
+    return head if tied or not isinstance(head, WeightOnly) else WeightOnly(Grid(8, 128))
+
+
+def forms(recipe: Recipe) -> dict[str, Forms]:
+    """The graphs to make, by phase, and how each stores its weights."""
+    weights: dict[str, Form] = {
+        "fp32": Float32(),
+        "fp16": Float16(),
+        "int8": WeightOnly(Grid(8, recipe.block_size, recipe.symmetric)),
+        "int4": WeightOnly(Grid(4, recipe.block_size, recipe.symmetric)),
+    }
+    layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
+    stored = Forms(weights[recipe.precision], weights[recipe.head], layers)
+    if recipe.phases == "shared":
+        return {"shared": stored}
+    return {"prefill": replace(stored, w8a8=W8A8[recipe.activations]), "decode": stored}
+
+
+def check_patterns(recipe: Recipe, modules: list[str]) -> None:
+    """Refuse patterns of the recipe that match no linear.
+
+    Raises:
+        UsageError: with the pattern and some names.
+    """
+    for pattern in recipe.layers:
+        if not any(fnmatchcase(module, pattern) for module in modules):
+            raise UsageError(
+                f"layers: {pattern!r} matches no linear of this model; expected a pattern of names like {modules[0]}, "
+                f"{modules[-2]} or {modules[-1]}"
+            )

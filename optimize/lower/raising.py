@@ -6,14 +6,11 @@ weights [N_i, K] stay in the checkpoint's file and type, and a packed linear has
 
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from llmc.errors import BuildError
 from llmc.optimize.lower.plan import Plan
 from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace, sizes
-from llmc.optimize.weights import rows_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,16 @@ class Linear:
         return self.node.name
 
     @property
+    def module(self) -> str:
+        """The checkpoint's name of the linear, of a packed one that of its first part."""
+        return self.name if len(self.weights) == 1 else (self.weights[0].name or "").removesuffix(".weight")
+
+    @property
+    def tensor(self) -> str:
+        """A name for its stacked weights."""
+        return f"{self.name}.weight" if len(self.weights) > 1 else self.weights[0].name or ""
+
+    @property
     def inputs(self) -> int:
         """Input features K."""
         return sizes(self.weights[0])[1]
@@ -51,10 +58,6 @@ class Linear:
     def part_sizes(self) -> list[int]:
         """Output features of each part."""
         return [sizes(weight)[0] for weight in self.weights]
-
-    def bias(self) -> NDArray[np.float32]:
-        """Bias of all parts, float32 [N]."""
-        return np.concatenate([rows_of(bias) for bias in self.biases])
 
 
 def stored(value: ir.Value | None) -> ir.ExternalTensor:

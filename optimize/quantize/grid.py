@@ -1,26 +1,34 @@
-"""Symmetric integer grids for weight matrices, and the layouts engines store them in.
+"""Integer grids for weight matrices, and the layouts engines store them in.
 
-A weight matrix W [N, K] (output features by input features) becomes integers q and scales s with
+A weight matrix W [N, K] (output features by input features) becomes integers q, scales s and, on an asymmetric grid,
+integer zero points z with
 
-    W[n, k] ~ q[n, k] * s[n, k // block]        q in [-2^(bits-1), 2^(bits-1) - 1]
+    W[n, k] ~ (q[n, k] - z[n, k // block]) * s[n, k // block]        q, z in [-2^(bits-1), 2^(bits-1) - 1]
 
-Groups run along K, so each dot product meets one scale per ``block`` products.
+Groups run along K, so each dot product meets one scale per ``block`` products. As z is an integer, zero stays zero.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Float = NDArray[np.float32]
+T = TypeVar("T", bound=np.generic)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Integer grid of a weight matrix. ``block`` is the number of inputs that share a scale; 0 means a whole row."""
+    """Integer grid of a weight matrix. ``block`` is the number of inputs that share a scale; 0 means a whole row.
+
+    A grid that is not ``symmetric`` has a zero point for each scale.
+    """
 
     bits: int
     block: int = 0
+    symmetric: bool = True
 
     @property
     def low(self) -> int:
@@ -43,17 +51,42 @@ class Grid:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized matrix: ``values`` int8 [N, K], ``scales`` float32 [N, groups] (a scale may be negative)."""
+    """A quantized matrix.
+
+    Attributes:
+        values: int8 [N, K].
+        scales: float32 [N, groups]; on a symmetric grid a scale may be negative.
+        grid: what the integers are on.
+        zero_points: int8 [N, groups]; None on a symmetric grid.
+    """
 
     values: NDArray[np.int8]
     scales: Float
     grid: Grid
+    zero_points: NDArray[np.int8] | None = None
 
     def dequantize(self) -> Float:
         """The matrix that the integers stand for, float32 [N, K]."""
+        scales = self._per_input(self.scales)
+        if self.zero_points is None:
+            return self.values * scales
+        return np.subtract(self.values, self._per_input(self.zero_points), dtype=np.int16) * scales
+
+    def _per_input(self, per_group: NDArray[T]) -> NDArray[T]:
+        """[N, groups] -> [N, K]."""
         inputs = self.values.shape[1]
-        scales = np.repeat(self.scales, self.grid.width(inputs), axis=1)[:, :inputs]
-        return self.values * scales
+        return np.repeat(per_group, self.grid.width(inputs), axis=1)[:, :inputs]
+
+
+def stacked(parts: Sequence[Quantized]) -> Quantized:
+    """Rows of several matrices [N_i, K] on one grid as one."""
+    zeros = [part.zero_points for part in parts if part.zero_points is not None]
+    return Quantized(
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        parts[0].grid,
+        np.concatenate(zeros) if zeros else None,
+    )
 
 
 def pack_blocks(values: NDArray[np.int8], grid: Grid) -> NDArray[np.uint8]:
@@ -67,16 +100,45 @@ def pack_blocks(values: NDArray[np.int8], grid: Grid) -> NDArray[np.uint8]:
         Source: com.microsoft.MatMulNBits in ONNX Runtime's operator documentation.
     """
     rows, inputs = values.shape
-    padded: NDArray[np.uint8] = np.full((rows, grid.groups(inputs) * grid.block), -grid.low, np.uint8)
-    np.add(values, -grid.low, out=padded[:, :inputs], casting="unsafe", dtype=np.int16)
-    if grid.bits == 4:
-        padded = np.bitwise_or(padded[:, 0::2], np.left_shift(padded[:, 1::2], 4))
-    return padded.reshape(rows, grid.groups(inputs), grid.block * grid.bits // 8)
+    groups = grid.groups(inputs)
+    return _pack(values, grid, groups * grid.block).reshape(rows, groups, grid.block * grid.bits // 8)
 
 
 def unpack_blocks(packed: NDArray[np.uint8], grid: Grid, inputs: int) -> NDArray[np.int8]:
     """The inverse of :func:`pack_blocks`: int8 [N, ``inputs``]."""
-    flat = packed.reshape(packed.shape[0], -1)
+    return _unpack(packed.reshape(packed.shape[0], -1), grid, inputs)
+
+
+def pack_zero_points(zero_points: NDArray[np.int8], grid: Grid) -> NDArray[np.uint8]:
+    """Lay zero points out as MatMulNBits and GatherBlockQuantized want them.
+
+    Args:
+        zero_points: int8 [N, groups] on ``grid``.
+
+    Returns:
+        uint8 [N, ceil(groups * bits / 8)]: offset by 2^(bits-1), low nibble first, an odd last nibble paired with zero.
+        Source: com.microsoft.MatMulNBits in ONNX Runtime's operator documentation.
+    """
+    groups = zero_points.shape[1]
+    return _pack(zero_points, grid, groups + groups % 2 if grid.bits == 4 else groups)
+
+
+def unpack_zero_points(packed: NDArray[np.uint8], grid: Grid, groups: int) -> NDArray[np.int8]:
+    """The inverse of :func:`pack_zero_points`: int8 [N, ``groups``]."""
+    return _unpack(packed, grid, groups)
+
+
+def _pack(values: NDArray[np.int8], grid: Grid, width: int) -> NDArray[np.uint8]:
+    """int8 [N, C] -> uint8 [N, ``width`` * bits / 8]."""
+    padded: NDArray[np.uint8] = np.full((len(values), width), -grid.low, np.uint8)
+    np.add(values, -grid.low, out=padded[:, : values.shape[1]], casting="unsafe", dtype=np.int16)
     if grid.bits == 4:
-        flat = np.stack([flat & 15, flat >> 4], axis=-1).reshape(packed.shape[0], -1)
-    return (flat[:, :inputs].astype(np.int16) + grid.low).astype(np.int8)
+        return np.bitwise_or(padded[:, 0::2], np.left_shift(padded[:, 1::2], 4))
+    return padded
+
+
+def _unpack(packed: NDArray[np.uint8], grid: Grid, width: int) -> NDArray[np.int8]:
+    """uint8 [N, bytes] -> int8 [N, ``width``]."""
+    if grid.bits == 4:
+        packed = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    return (packed[:, :width].astype(np.int16) + grid.low).astype(np.int8)

@@ -19,7 +19,8 @@ class Llmc:
     def details(self) -> dict[str, str]:
         """The recipe that the bundle was built by, and its quality where it was measured."""
         recipe, quality = self._model.manifest.recipe, self._model.manifest.quality
-        kl = f"{quality.prefill_mean_kl:.4f} / {quality.decode_mean_kl:.4f}" if quality else "not measured"
+        measured = quality.phases.values() if quality else ()
+        kl = " / ".join(f"{phase.mean_kl:.4f}" for phase in measured if phase.mean_kl is not None) or "not measured"
         return {
             "recipe": f"{recipe.precision}, blocks of {recipe.block_size}, {recipe.phases} phases",
             "mean KL, prefill / decode": kl,

@@ -38,7 +38,8 @@ SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 HELD_OUT = 20  # one file in so many is kept for validation
 VALIDATION_TEXT_LENGTH = 80_000  # characters
-LONGEST_VALIDATION_FILE = 16_000  # so that the validation text mixes several files
+CALIBRATION_TEXT_LENGTH = 130_000  # characters
+LONGEST_CHOSEN_FILE = 16_000  # so that these texts mix several files
 
 # Qwen2's split: contractions, words with one leading mark, single digits, punctuation, line ends, blanks.
 SPLIT = (
@@ -78,10 +79,18 @@ class Corpus:
 
     def validation_text(self) -> dict[str, str]:
         """Choose whole held-out files for the committed validation text."""
-        files = {name: self.validation[name] for name in sorted(self.validation, key=hash_of)}
-        short = {name: text for name, text in files.items() if 0 < len(text) <= LONGEST_VALIDATION_FILE}
-        ends = accumulate(map(len, short.values()))
-        return {name: short[name] for name, end in zip(short, ends, strict=True) if end <= VALIDATION_TEXT_LENGTH}
+        return choose_files(self.validation, VALIDATION_TEXT_LENGTH)
+
+    def calibration_text(self) -> dict[str, str]:
+        """Choose whole training files for the committed calibration text, which decides roundings and scales."""
+        return choose_files(self.train, CALIBRATION_TEXT_LENGTH)
+
+
+def choose_files(files: dict[str, str], length: int) -> dict[str, str]:
+    """Take whole files, none of them long, until they would exceed a length in characters."""
+    short = {name: files[name] for name in sorted(files, key=hash_of) if 0 < len(files[name]) <= LONGEST_CHOSEN_FILE}
+    ends = accumulate(map(len, short.values()))
+    return {name: short[name] for name, end in zip(short, ends, strict=True) if end <= length}
 
 
 def is_wanted(path: Path) -> bool:
@@ -242,12 +251,13 @@ def report_on(checkpoint: Path, corpus: Corpus) -> dict[str, Any]:
         "validation": evaluate(model, tokenizer, list(corpus.validation.values())),
         "validation_text_files": list(text),
         "validation_text": evaluate(model, tokenizer, list(text.values())),
+        "calibration_text_files": list(corpus.calibration_text()),
         "greedy_continuations": {prompt: continuation(model, tokenizer, prompt) for prompt in PROMPTS},
     }
 
 
 def run(output: Path, steps: int, threads: int, seed: int) -> None:
-    """Train tokenizer and model, then write checkpoint/, training.json and validation.txt into output."""
+    """Train tokenizer and model, then write checkpoint/, training.json and the two texts into output."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     corpus = Corpus.of_standard_library()
@@ -271,7 +281,8 @@ def run(output: Path, steps: int, threads: int, seed: int) -> None:
     save(output / "checkpoint", model, tokenizer)
     training |= report_on(output / "checkpoint", corpus)
     (output / "training.json").write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
-    (output / "validation.txt").write_text(END.join(corpus.validation_text().values()), encoding="utf-8", newline="")
+    for name, chosen in (("validation", corpus.validation_text()), ("calibration", corpus.calibration_text())):
+        (output / f"{name}.txt").write_text(END.join(chosen.values()), encoding="utf-8", newline="")
 
 
 def main() -> None:

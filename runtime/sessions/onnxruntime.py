@@ -10,6 +10,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is i
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,12 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import BundleError, LlmcError, RequestError, ResourceError, require
+from llmc.runtime import cache, compiled
+from llmc.runtime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
 from llmc.runtime.machine import cpu_features
 from llmc.runtime.sessions.base import Batch, Phase
 
 log = logging.getLogger(__name__)
-
-SESSION_CONFIG = {
-    # Two graphs take turns on the same cores: the idle one must not spin, or it steals half of the machine.
-    "session.force_spinning_stop": "1",
-    # Work is handed out in shrinking blocks, so a thread that a neighbour slows down does not hold up the others.
-    "session.dynamic_block_base": "4",
-}
-LOG_FATAL_ONLY = 4  # every other error comes as an exception
 
 
 class OnnxRuntimeSession:
@@ -40,12 +35,13 @@ class OnnxRuntimeSession:
         self._runtime = import_onnxruntime(manifest.target.engine_minimum)
         self._geometry = manifest.geometry
         self._limits = manifest.limits
+        self._cache_type = np.dtype(manifest.cache)
         self._multi_row_prefill = all(graph.multi_row_prefill for graph in manifest.graphs.values())
         names = usable_graphs(manifest)
         self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
-        files = {file: self._open(folder / file, threads) for file in sorted(set(names.values()))}
+        files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs = {phase: files[name] for phase, name in names.items()}
-        self._cache: list[NDArray[np.float32]] = []
+        self._cache: list[NDArray[Any]] = []
         self._bound: dict[Any, _Binding] = {}
         self._shape = (0, 0)
 
@@ -75,14 +71,14 @@ class OnnxRuntimeSession:
             return
         self._bound.clear()
         g = self._geometry
-        empty = np.zeros((0, g.kv_heads, 0, g.head_dim), np.float32)
+        empty = np.zeros((0, g.kv_heads, 0, g.head_dim), self._cache_type)
         self._cache = self._cache or [empty] * (2 * g.layers)
         # One tensor at a time, so that old and new together exceed the new cache by one tensor only. Where memory
         # ends halfway, some tensors have more room than the rest, and keep it.
         with translated("growing the cache"):
             for i, before in enumerate(self._cache):
                 room = (max(rows, before.shape[0]), g.kv_heads, max(capacity, before.shape[2]), g.head_dim)
-                grown = np.zeros(room, np.float32)
+                grown = np.zeros(room, self._cache_type)
                 grown[: before.shape[0], :, : before.shape[2]] = before
                 self._cache[i] = grown
         self._shape = (rows, capacity)
@@ -107,15 +103,6 @@ class OnnxRuntimeSession:
         self._graphs.clear()
         self._shape = (0, 0)
 
-    def _open(self, path: Path, threads: int) -> Any:
-        options = self._runtime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = LOG_FATAL_ONLY
-        for key, value in SESSION_CONFIG.items():
-            options.add_session_config_entry(key, value)
-        with translated(f"{path}: loading"):
-            return self._runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
     def _binding(self, batch: Batch) -> "_Binding":
         """Buffers bound for calls of this shape; decode keeps its own, a prefill shape replaces the one before."""
         shape = (batch.phase, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row)
@@ -130,7 +117,7 @@ class OnnxRuntimeSession:
 class _Binding:
     """Arrays for one shape of call, bound to a graph by address; ``caches`` alternate key and value, layer by layer."""
 
-    def __init__(self, session: Any, batch: Batch, caches: list[NDArray[np.float32]], vocab_size: int) -> None:
+    def __init__(self, session: Any, batch: Batch, caches: list[NDArray[Any]], vocab_size: int) -> None:
         self.session = session
         self.io = session.io_binding()
         self.input_ids = np.empty(batch.input_ids.shape, np.int64)
@@ -141,14 +128,46 @@ class _Binding:
         for name in ("input_ids", "past_lengths", "logit_indices"):
             self._bind(self.io.bind_input, name, getattr(self, name))
         self._bind(self.io.bind_output, "logits", self.logits)
-        for i, cache in enumerate(caches):
+        for i, tensor in enumerate(caches):
             layer, part = i // 2, ("key", "value")[i % 2]
-            self._bind(self.io.bind_input, f"past_key_values.{layer}.{part}", cache)
-            self._bind(self.io.bind_output, f"present.{layer}.{part}", cache)
+            self._bind(self.io.bind_input, f"past_key_values.{layer}.{part}", tensor)
+            self._bind(self.io.bind_output, f"present.{layer}.{part}", tensor)
 
     @staticmethod
     def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
         bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
+def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str], threads: int) -> dict[str, Any]:
+    """ONNX Runtime's sessions by graph file: of compiled graphs if they can be had here, of the plain ones otherwise.
+
+    Raises:
+        BundleError: ONNX Runtime refuses the plain graphs.
+        ResourceError: memory does not suffice.
+    """
+    place = compiled.find(runtime, folder, manifest, names)
+    if place is not None:
+        try:
+            return _opened(runtime, place.files, threads, optimised=True)
+        except BundleError as error:
+            log.warning("%s; using the plain graphs, which load slower", error)
+            if place.entry is not None:
+                cache.remove(place.entry)
+    return _opened(runtime, {name: folder / name for name in names}, threads, optimised=False)
+
+
+def _opened(runtime: Any, paths: dict[str, Path], threads: int, *, optimised: bool) -> dict[str, Any]:
+    """Opened side by side: most of the time goes into packing weights, or into checking those that are packed."""
+
+    def opened(path: Path) -> Any:
+        options = compiled.session_options(runtime, threads)
+        if optimised:
+            options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        with translated(f"{path}: loading"):
+            return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    with ThreadPoolExecutor(len(paths)) as pool:
+        return dict(zip(paths, pool.map(opened, paths.values()), strict=True))
 
 
 def _row_by_row(batch: Batch) -> Iterator[Batch]:

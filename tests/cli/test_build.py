@@ -8,17 +8,24 @@ from typing import Any
 
 import pytest
 
+import llmc as llmc_package
 from llmc import bundle
 from llmc.errors import BuildError
+from llmc.optimize.auto import AutoReport, Trial
 from llmc.optimize.build import BuildReport
+from llmc.optimize.calibration import DEFAULT_LENGTH, DEFAULT_SAMPLES
+
+TRIAL = Trial("int4", 2, 1000.0, 50.5, 400_000_000, 300_000_000, 0.0123, 0.961, 0.012)
+OUT = dataclasses.replace(TRIAL, name="int8", prefill_tokens_per_s=2000.0, reason="400 MB")
 
 
 class FakeLibrary:
-    """``build`` and ``export`` that only take notes."""
+    """``build``, ``automatic`` and ``export`` that only take notes."""
 
     def __init__(self, manifest: bundle.Manifest) -> None:
         self.manifest = manifest
         self.built: list[dict[str, Any]] = []
+        self.searched: list[dict[str, Any]] = []
         self.exported: list[tuple[Path, Path]] = []
         self.error: BaseException | None = None
 
@@ -29,6 +36,11 @@ class FakeLibrary:
             raise self.error
         files = {"decode.onnx": bundle.FileEntry(5_000_000, "0" * 64)}
         return BuildReport(output, dataclasses.replace(self.manifest, files=files), 2.5)
+
+    def automatic(self, source: Path, output: Path, *, progress: Any, **options: Any) -> AutoReport:
+        progress("candidate int4")
+        self.searched.append({"source": source, "output": output, **options})
+        return AutoReport(output, TRIAL, (TRIAL, OUT), self.manifest)
 
     def export(self, checkpoint: Path, output: Path, *, progress: Any) -> SimpleNamespace:
         progress("exporting the graph")
@@ -41,6 +53,7 @@ class FakeLibrary:
 def library(monkeypatch: pytest.MonkeyPatch, manifest: bundle.Manifest) -> FakeLibrary:
     fake = FakeLibrary(manifest)
     monkeypatch.setattr("llmc.optimize.build.build", fake.build)
+    monkeypatch.setattr("llmc.optimize.auto.automatic", fake.automatic)
     monkeypatch.setattr("llmc.export.export", fake.export)
     return fake
 
@@ -66,7 +79,10 @@ DEFAULTS = {
     "precision": None,
     "max_context": None,
     "max_batch": None,
+    "budget": bundle.Budget(),
     "recipe": None,
+    "text": None,
+    "memory": None,
     "force": False,
     "dump": None,
 }
@@ -74,8 +90,12 @@ DEFAULTS = {
 
 def test_defaults_are_the_librarys(llmc, library: FakeLibrary, export_folder: Path, tmp_path: Path):
     assert llmc("build", export_folder, "-o", tmp_path / "out").code == 0
-    assert library.built == [{"source": export_folder, "output": tmp_path / "out", "there": True, **DEFAULTS}]
-    assert library.exported == []
+    [built] = library.built
+    calibration = built.pop("calibration")
+    assert (calibration.text, calibration.samples, calibration.length) == (None, None, None)
+    assert calibration.windows == (DEFAULT_SAMPLES, DEFAULT_LENGTH)
+    assert built == {"source": export_folder, "output": tmp_path / "out", "there": True, **DEFAULTS}
+    assert (library.exported, library.searched) == ([], [])
 
 
 def test_options_reach_the_library_under_their_own_names(
@@ -101,7 +121,118 @@ def test_options_reach_the_library_under_their_own_names(
     assert library.built[0].items() >= {**asked, "dump": tmp_path, "target": "x"}.items()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+def test_a_budget_and_a_calibration_reach_the_library(llmc, library: FakeLibrary, export_folder: Path, tmp_path: Path):
+    for name in ("mine.txt", "judge.txt"):
+        (tmp_path / name).write_text("words")
+    options = ["--max-kl", 0.05, "--min-agreement", 0.9, "--max-perplexity-increase", 0.02]
+    options += [
+        "--calibration",
+        tmp_path / "mine.txt",
+        "--samples",
+        3,
+        "--length",
+        77,
+        "--text",
+        tmp_path / "judge.txt",
+    ]
+    assert llmc("build", export_folder, "-o", "out", *options).code == 0
+    [built] = library.built
+    assert built["budget"] == bundle.Budget(0.05, 0.9, 0.02)
+    assert built["text"] == tmp_path / "judge.txt"
+    calibration = built["calibration"]
+    assert (calibration.text, calibration.samples, calibration.length) == (tmp_path / "mine.txt", 3, 77)
+
+
+# ---------------------------------------------------------------------------------------------------- sizes and recipes
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("2GB", 2_000_000_000),
+        ("1.5GiB", 1_610_612_736),
+        ("800mb", 800_000_000),
+        ("64 KiB", 65_536),
+        ("1000000", 1_000_000),
+        ("12B", 12),
+        ("0.5MiB", 524_288),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(llmc, library: FakeLibrary, export_folder: Path, written: str, size: int):
+    assert llmc("build", export_folder, "-o", "out", "--memory", written).code == 0
+    assert library.built[0]["memory"] == size
+
+
+@pytest.mark.parametrize(
+    "written", ["0", "0GB", "much", "2 GBs", "-2GB", "1e9", "2,5GB", ".5GB", "GB", "", "inf", "0.1B"]
+)
+def test_what_is_no_size_is_refused(llmc, library: FakeLibrary, export_folder: Path, written: str):
+    ran = llmc("build", export_folder, "-o", "out", f"--memory={written}")
+    assert (ran.code, library.built) == (2, [])
+    assert f"{written!r} is no size, expected for example 2GB, 1.5GiB or 800MB" in ran.err
+
+
+def test_a_recipe_of_llmc_is_found_by_its_name(llmc, library: FakeLibrary, export_folder: Path):
+    shipped = sorted((Path(llmc_package.__path__[0]) / "recipes").glob("*.toml"))
+    for path in shipped:
+        llmc("build", export_folder, "-o", "out", "--recipe", path.stem)
+    assert [built["recipe"] for built in library.built] == shipped
+
+
+def test_a_file_goes_over_a_recipe_of_the_same_name(
+    llmc, library: FakeLibrary, export_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("int4").write_text("")
+    llmc("build", export_folder, "-o", "out", "--recipe", "int4")
+    assert library.built[0]["recipe"] == Path("int4")
+
+
+@pytest.mark.parametrize("name", ["int5", "missing.toml", "int4.toml"])
+def test_a_recipe_that_is_nowhere_is_refused_with_the_names_there_are(
+    llmc, library: FakeLibrary, export_folder: Path, name: str
+):
+    ran = llmc("build", export_folder, "-o", "out", "--recipe", name)
+    assert (ran.code, library.built) == (2, [])
+    assert f"no recipe {name!r}: neither a file nor one of " in ran.err
+    assert "int4, " in ran.err
+
+
+# --------------------------------------------------------------------------------------------------------------- search
+
+
+def test_auto_searches_and_prints_every_trial_the_fastest_first(
+    llmc, library: FakeLibrary, export_folder: Path, tmp_path: Path
+):
+    ran = llmc("build", export_folder, "-o", tmp_path / "out", "--auto", "--max-kl", 0.1, "--memory", "1GB")
+    assert ran.code == 0
+    [searched] = library.searched
+    assert (searched["budget"], searched["memory"], library.built) == (bundle.Budget(max_kl=0.1), 10**9, [])
+    lines = ran.out.splitlines()
+    rows = [line for line in lines if line.split()[:1] in (["int4"], ["int8"])]
+    assert [row.split()[0] for row in rows] == ["int8", "int4"]
+    assert "400 MB" in rows[0]
+    for text in ("1000 tok/s", "tok/s", "400.0 MB", "0.0123", "96.1%", "+1.20%", "kept"):
+        assert text in rows[1]
+    assert lines[-1] == f"wrote {tmp_path / 'out'}"
+
+
+def test_auto_as_json_is_the_whole_report(llmc, library: FakeLibrary, export_folder: Path):
+    report = json.loads(llmc("build", export_folder, "-o", "out", "--auto", "--max-kl", 0.1, "--json").out)
+    assert report["chosen"]["name"] == "int4"
+    assert [trial["reason"] for trial in report["trials"]] == ["", "400 MB"]
+
+
+def test_a_plot_without_auto_is_refused(llmc, library: FakeLibrary, export_folder: Path, tmp_path: Path):
+    ran = llmc("build", export_folder, "-o", "out", "--plot", tmp_path / "plot.png")
+    assert (ran.code, library.built) == (2, [])
+    assert "--plot is for --auto" in ran.err
+
+
+# ----------------------------------------------------------------------------------------------------------- precisions
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
 def test_each_precision_has_its_flag(llmc, library: FakeLibrary, export_folder: Path, precision: str):
     llmc("build", export_folder, "-o", "out", f"--{precision}")
     assert library.built[0]["precision"] == precision
@@ -152,7 +283,7 @@ def test_a_folder_of_neither_kind_is_left_to_the_library_to_refuse(llmc, tmp_pat
 
 def test_report_shows_recipe_quality_and_sizes(llmc, library: FakeLibrary, export_folder: Path):
     ran = llmc("build", export_folder, "-o", "out")
-    for text in ("int8, blocks of 128, split phases", "mean KL 0.00100", "98.0%", "5.0 MB", "2.5 s", "wrote out"):
+    for text in ("int8, blocks of 128, split phases", "KL 0.00100 mean", "98.0%", "5.0 MB", "2.5 s", "wrote out"):
         assert text in ran.out
     assert ran.err == ""
 

@@ -14,7 +14,7 @@ import llmc as package
 from llmc import errors
 from llmc.cli import main as frame
 
-VERBS = ("export", "build", "run", "bench", "inspect", "verify")
+VERBS = ("export", "plan", "build", "run", "bench", "eval", "inspect", "verify")
 
 
 def failing(error: BaseException) -> click.Command:

@@ -72,7 +72,7 @@ def test_text_goes_to_stdout_and_nothing_else_anywhere(llmc, model: FakeModel, t
     ran = llmc("run", tmp_path, "-p", "Once")
     assert (ran.code, ran.out, ran.err) == (0, "ab\n", "")
     assert model.asked == [("stream", "Once", {})]
-    assert model.loaded == {"bundle": tmp_path, "threads": None, "max_context": None}
+    assert model.loaded == {"bundle": tmp_path, "threads": None, "max_context": None, "self_test": None, "memory": None}
     assert model.closed
 
 
@@ -80,9 +80,9 @@ def test_every_option_reaches_the_library_under_its_own_name(llmc, model: FakeMo
     sampling = {"max_tokens": 5, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 7}
     options = [part for name, value in sampling.items() for part in (f"--{name.replace('_', '-')}", value)]
     stops = ["--stop", "\n\n", "--stop", "END"]
-    llmc("run", tmp_path, "-p", "Once", *options, *stops, "--threads", 2, "--max-context", 64)
+    llmc("run", tmp_path, "-p", "Once", *options, *stops, "--threads", 2, "--max-context", 64, "--no-self-test")
     assert model.asked == [("stream", "Once", {**sampling, "stop": ("\n\n", "END")})]
-    assert model.loaded == {"bundle": tmp_path, "threads": 2, "max_context": 64}
+    assert model.loaded == {"bundle": tmp_path, "threads": 2, "max_context": 64, "self_test": False, "memory": None}
 
 
 def test_zeros_are_not_taken_for_left_out(llmc, model: FakeModel, tmp_path: Path):

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import llmc
+from llmc.cli.build import find_recipe
+from llmc.optimize.calibration_text import DEFAULT_TEXT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,7 +44,20 @@ def test_every_folder_with_modules_is_a_package(rooms: list[Path]):
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory, top_level: list[Path], rooms: list[Path]) -> zipfile.ZipFile:
+def recipes(root: Path) -> list[Path]:
+    """The recipe files; of their folder nothing else is part of the package."""
+    found = sorted((root / "recipes").glob("*.toml"))
+    assert found
+    return found
+
+
+@pytest.fixture(scope="session")
+def wheel(
+    root: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    top_level: list[Path],
+    rooms: list[Path],
+) -> zipfile.ZipFile:
     """The wheel, built from a copy so that no build folder appears in the tree."""
     out = tmp_path_factory.mktemp("wheel")
     copy = out / "source"
@@ -50,8 +65,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, top_level: list[Path], rooms
     for path in top_level:
         if path.is_file():
             shutil.copy(path, copy)
-    for room in rooms:
-        shutil.copytree(room, copy / room.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for room in [*rooms, root / "recipes"]:
+        shutil.copytree(room, copy / room.name, ignore=shutil.ignore_patterns("__pycache__", "tiny", "benchmarks"))
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(out)], cwd=copy, check=True, capture_output=True)
     return zipfile.ZipFile(next(out.glob("*.whl")))
@@ -62,13 +77,23 @@ def read_info(wheel: zipfile.ZipFile, name: str) -> str:
     return wheel.read(path).decode()
 
 
-def test_wheel_holds_every_file_of_every_package_and_nothing_else(
-    root: Path, declared: list[str], wheel: zipfile.ZipFile
+def test_wheel_holds_every_file_of_every_room_and_nothing_else(
+    root: Path, rooms: list[Path], recipes: list[Path], wheel: zipfile.ZipFile
 ):
-    folders = [root.joinpath(*package.split(".")[1:]) for package in declared if package != "llmc"]
-    files = [*root.glob("*.py"), *(path for folder in folders for path in folder.iterdir() if path.is_file())]
+    inside = (path for room in rooms for path in room.rglob("*") if "__pycache__" not in path.parts)
+    files = [*root.glob("*.py"), *recipes, *(path for path in inside if path.is_file())]
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == {f"llmc/{path.relative_to(root).as_posix()}" for path in files}
+
+
+def test_wheel_carries_the_default_calibration_text(wheel: zipfile.ZipFile):
+    packed = f"llmc/{DEFAULT_TEXT.relative_to(Path(llmc.__file__).parent).as_posix()}"
+    assert wheel.read(packed) == DEFAULT_TEXT.read_bytes()
+
+
+def test_wheel_carries_every_recipe_where_the_command_line_looks_for_it(recipes: list[Path], wheel: zipfile.ZipFile):
+    assert [find_recipe(path.stem) for path in recipes] == recipes
+    assert [path.name for path in recipes if wheel.read(f"llmc/recipes/{path.name}") != path.read_bytes()] == []
 
 
 def test_wheel_carries_the_licence_and_the_command(wheel: zipfile.ZipFile):

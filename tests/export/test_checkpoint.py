@@ -258,3 +258,13 @@ def test_the_fingerprint_follows_config_headers_and_sizes(checkpoint):
     second = read_checkpoint(checkpoint.folder).source.fingerprint
     checkpoint.split()
     assert len({first, second, read_checkpoint(checkpoint.folder).source.fingerprint}) == 3
+
+
+def test_the_fingerprint_sees_other_weights_of_the_same_shapes(checkpoint):
+    first = read_checkpoint(checkpoint.folder)
+    tensor = next(iter(first.tensors.values()))
+    path = checkpoint.folder / tensor.file
+    data = bytearray(path.read_bytes())
+    data[tensor.offset + tensor.length - 1] ^= 1
+    path.write_bytes(data)
+    assert read_checkpoint(checkpoint.folder).source.fingerprint != first.source.fingerprint

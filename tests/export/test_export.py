@@ -24,7 +24,7 @@ def test_the_folder_holds_graph_weights_tokenizer_and_manifest(checkpoint, outpu
     (checkpoint.folder / "chat_template.jinja").write_text("{{ messages }}")
     (checkpoint.folder / "unrelated.txt").write_text("stays behind")
     report = export(checkpoint.folder, output)
-    names = {"decoder.onnx", "export.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    names = {"decoder.onnx", "export.json", "config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
     assert {path.name for path in output.iterdir()} == names
     assert report.files == {name: (output / name).stat().st_size for name in names}
     manifest = read_export(output)
@@ -36,7 +36,7 @@ def test_the_folder_holds_graph_weights_tokenizer_and_manifest(checkpoint, outpu
 def test_weights_cost_no_disk(checkpoint, output):
     report = export(checkpoint.folder, output)
     assert (output / "model.safetensors").samefile(checkpoint.folder / "model.safetensors")
-    assert report.new_bytes == report.files["decoder.onnx"] + report.files["export.json"]
+    assert report.new_bytes == sum(report.files[name] for name in ("config.json", "decoder.onnx", "export.json"))
 
 
 def test_shards_keep_their_index(checkpoint, output):

@@ -13,7 +13,8 @@ import onnx_ir as ir
 import pytest
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
-from llmc.optimize.lower.plan import Float32, Form, PerToken, Plan, WeightOnly
+from llmc.optimize.calibrated import Calibrated
+from llmc.optimize.lower.plan import Float32, Form, Forms, PerToken, Plan, Static, WeightOnly
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.rewrite import remove_dead
@@ -75,13 +76,13 @@ def ids() -> list[int]:
 class Lowering:
     """One export on its way through the passes of the CPU."""
 
-    def __init__(self, export: Path, folder: Path, body: Form, head: Form) -> None:
+    def __init__(self, export: Path, folder: Path, forms: Forms, calibrated: Calibrated, cache: str) -> None:
         self.folder = folder
         self.model = ir.load(export / DECODER_FILE)
         self.geometry = read_export(export).geometry
         self.weights = WeightFile(folder)
         limits = Limits(max_context=CAPACITY, max_batch=1, prefill_chunk=CAPACITY)
-        self.plan = Plan("prefill", self.geometry, limits, body, head, self.weights)
+        self.plan = Plan("prefill", self.geometry, limits, forms, self.weights, calibrated, cache)
         self._steps = list(PASSES["cpu"])
 
     @property
@@ -129,15 +130,24 @@ class Lowering:
 
 @pytest.fixture
 def lowering(tmp_path: Path) -> Callable[..., Lowering]:
-    """Starts the lowering of an export; int8 with a scale per token has a head of 8 bits in blocks of 32."""
+    """Starts the lowering of an export; a body of integer activations has a head of 8 bits in blocks of 32."""
     started: list[Lowering] = []
 
-    def start(export: Path, body: Form | None = None, head: Form | None = None) -> Lowering:
+    def start(
+        export: Path,
+        body: Form | None = None,
+        head: Form | None = None,
+        *,
+        layers: dict[str, Form] | None = None,
+        calibrated: Calibrated | None = None,
+        cache: str = "float32",
+    ) -> Lowering:
         body = body or Float32()
         folder = tmp_path / f"lowering-{len(started)}"
         folder.mkdir()
-        head = head or (WeightOnly(Grid(8, 32)) if isinstance(body, PerToken) else body)
-        started.append(Lowering(export, folder, body, head))
+        head = head or (WeightOnly(Grid(8, 32)) if isinstance(body, PerToken | Static) else body)
+        forms = Forms(body, head, tuple((layers or {}).items()))
+        started.append(Lowering(export, folder, forms, calibrated or Calibrated(), cache))
         return started[-1]
 
     yield start

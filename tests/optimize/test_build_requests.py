@@ -15,7 +15,7 @@ from llmc.optimize.build import build
     ("options", "sentence"),
     [
         ({"target": "tpu"}, "target 'tpu' is unknown; expected one of cpu"),
-        ({"precision": "int3"}, "precision is 'int3', expected one of fp32, int8, int4"),
+        ({"precision": "int3"}, "precision is 'int3', expected one of fp32, fp16, int8, int4"),
         ({"max_context": 129}, "max_context is 129, expected "),
         ({"max_context": -5}, "max_context is -5, expected "),
         ({"max_batch": 0}, "max_batch is 0, expected 1 ... 1024"),
@@ -90,7 +90,7 @@ def change_manifest(source: Path, **changes: object) -> None:
 
 def test_an_export_of_a_newer_llmc_is_refused(source, untouched):
     change_manifest(source, schema_version=99, llmc_version="9.9")
-    with pytest.raises(BundleError, match=r"schema version 99, written by llmc 9\.9; this llmc reads up to 1: upgrade"):
+    with pytest.raises(BundleError, match=r"schema version 99, written by llmc 9\.9; this llmc reads up to 2: upgrade"):
         build(source, untouched, force=True)
 
 

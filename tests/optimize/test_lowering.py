@@ -40,14 +40,15 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
 def dequantized(export: Path, folder: Path, plan: Plan) -> Path:
     """The portable decoder with the weights that the integers of ``plan`` stand for, in ``folder``."""
     model = ir.load(export / DECODER_FILE)
-    forms = {"model.embed_tokens.weight": plan.embedding, "lm_head.weight": plan.head}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if not isinstance(tensor, ir.ExternalTensor):
             continue
         array = rows_of(tensor)
         if array.ndim == 2:
-            array = rtn.quantize(array, forms.get(name, plan.body).grid).dequantize()
+            module = name.removesuffix(".weight")
+            form = plan.embedding if module == "model.embed_tokens" else plan.forms.of(module)
+            array = rtn.quantize(array, form.grid).dequantize()
         value.const_value, value.type = ir.tensor(array, name=name), ir.TensorType(ir.DataType.FLOAT)
         for reader, _ in value.uses():  # a Gather or Transpose hands the type on
             reader.outputs[0].type = value.type

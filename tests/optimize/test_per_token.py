@@ -82,8 +82,8 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.fixture
 def linear(exported, part):
     """The packed projection of a layer with biases: from its input to its output."""
-    start = f"{LAYER}.input_layernorm.0"
-    outputs = [f"{LAYER}.self_attn.qkv_proj.Reshape.0", f"{LAYER}.self_attn.qkv_proj.input.QuantizeLinear.0"]
+    start = f"{LAYER}.input_layernorm.out"
+    outputs = [f"{LAYER}.self_attn.qkv_proj.0", f"{LAYER}.self_attn.qkv_proj.input.QuantizeLinear.0"]
     run, constants = part(exported(BIASES).export, start, outputs)
     name = f"{LAYER}.self_attn.qkv_proj"
     return run, [constants[f"{name}.int8"], constants[f"{name}.int8.scales"], constants[f"{name}.bias.float32"]]
@@ -130,8 +130,8 @@ def feed_forward(request, exported, part):
     """From the input of gate and up to the output of down."""
     return part(
         exported(UNTIED).export,
-        f"{LAYER}.post_attention_layernorm_2.0",
-        [f"{LAYER}.mlp.down_proj.Reshape.0"],
+        f"{LAYER}.post_attention_layernorm.out",
+        [f"{LAYER}.mlp.down_proj.out"],
         request.param,
     )
 

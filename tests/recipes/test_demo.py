@@ -11,7 +11,7 @@ def test_demo_streams_from_every_bundle_and_compares_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path
 ):
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(tiny_checkpoint.parents[1] / "demo.py"), run_name="__main__")
+    runpy.run_path(str(tiny_checkpoint.parent / "demo.py"), run_name="__main__")
     out = capsys.readouterr().out
     table = out.rpartition("\nbundle ")[2].splitlines()
     assert out.count("\n    for i in range(") >= 3

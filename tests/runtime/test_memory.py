@@ -9,15 +9,30 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from llmc.bundle import MemoryPlan, read_bundle, write_manifest
+from llmc.bundle import Limits, Manifest, MemoryPlan, read_bundle, write_manifest
 from llmc.errors import BundleError, ResourceError, UsageError
 from llmc.runtime import load
-from llmc.runtime.memory import check_growth, check_load
+from llmc.runtime.machine import Available
+from llmc.runtime.memory import Plan, check_growth, check_load, memory_to_use, plan_run, usable_memory
 from llmc.runtime.sessions import onnxruntime
 
 MB = 1_000_000
-PLAN = MemoryPlan(weights=100 * MB, cache_per_token=10_000, workspace=20 * MB, workspace_per_token=2_000)
+LIMITS = Limits(max_context=8192, max_batch=4, prefill_chunk=256)
+PLAN = MemoryPlan(
+    engine=60 * MB,
+    tokenizer=5 * MB,
+    weights=100 * MB,
+    embedding=30 * MB,
+    workspace=20 * MB,
+    workspace_per_token=2_000,
+    cache_per_token=10_000,
+    logits=1 * MB,
+)
+# engine, tokenizer, weights, embedding, workspace and one row's logits
+FIXED = (60 + 5 + 100 + 30 + 20 + 1) * MB
 
 
 @pytest.fixture
@@ -43,29 +58,93 @@ def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
-def test_what_fits_exactly_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    available(monkeypatch, PLAN.total(1000))
-    check_load(tmp_path, PLAN, 1000)
+def run(context: int, batch: int = 1) -> Plan:
+    return plan_run(PLAN, LIMITS, context, batch)
 
 
-def test_a_bundle_that_does_not_fit_is_refused_with_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    available(monkeypatch, 126 * MB)
+def test_the_parts_follow_the_formula():
+    # 300 tokens take two steps of 256
+    assert run(300, 2).parts == {
+        "engine": 60 * MB,
+        "tokenizer": 5 * MB,
+        "weights": 100 * MB,
+        "embedding": 30 * MB,
+        "cache": 10_000 * 512 * 2,
+        "workspace": 20 * MB + 2_000 * 512,
+        "logits": 2 * MB,
+    }
+    assert run(300, 2).total == FIXED + 1 * MB + (2 * 10_000 + 2_000) * 512
+    assert plan_run(PLAN, LIMITS).context == 8192
+
+
+def test_what_fits_exactly_fits_and_a_byte_less_does_not(tmp_path: Path):
+    plan = run(1024, 2)
+    plan.check(tmp_path, plan.total)
+    assert plan.verdict(plan.total).fits
+    with pytest.raises(ResourceError):
+        plan.check(tmp_path, plan.total - 1)
+    assert plan.verdict(plan.total - 1).missing == 1
+
+
+def test_a_refusal_names_every_number_and_what_would_fit(tmp_path: Path):
+    # Needed: 217 + 22,000 x 1024 = 239.528 MB; in 230 MB there is room for 512 tokens x 2, and 1,024 x 1 (228.288 MB).
     with pytest.raises(ResourceError) as refused:
-        check_load(tmp_path, PLAN, 1000)
+        run(1024, 2).check(tmp_path, 230 * MB)
     assert str(refused.value) == (
-        f"{tmp_path} needs 132 MB (100 weights, 10 cache for 1000 tokens, 22 workspace), 126 MB are available; at most "
-        "500 tokens of context fit: free memory, lower --max-context or build a smaller precision"
+        f"{tmp_path}: to run it needs 240 MB (60 engine, 5 tokenizer, 100 weights, 30 embedding, 20 cache, "
+        "22 workspace, 2 logits), 230 MB are available, 10 MB are missing; a context of 512 tokens fits with a batch "
+        "of 2, a batch of 1 fits with a context of 1024: lower them, free memory or use a smaller precision"
     )
-    check_load(tmp_path, PLAN, 500)
 
 
-@pytest.mark.parametrize("size", [0, 100 * MB, 120 * MB])
-def test_no_context_is_promised_where_the_weights_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int
+@given(
+    context=st.integers(1, LIMITS.max_context), batch=st.integers(1, LIMITS.max_batch), spare=st.integers(0, 500 * MB)
+)
+def test_the_largest_context_and_batch_fit_and_the_next_do_not(context: int, batch: int, spare: int):
+    available = 200 * MB + spare
+    verdict = run(context, batch).verdict(available)
+    for n, limit, plan in (
+        (verdict.largest_context, LIMITS.max_context, lambda n: run(n, batch)),
+        (verdict.largest_batch, LIMITS.max_batch, lambda n: run(context, n)),
+    ):
+        assert n == 0 or plan(n).total <= available
+        assert n == limit or plan(n + 1).total > available
+    assert verdict.fits == (run(context, batch).total <= available)
+
+
+@pytest.mark.parametrize("size", [1, 100 * MB, FIXED])
+def test_nothing_is_promised_where_not_even_one_step_fits(tmp_path: Path, size: int):
+    with pytest.raises(ResourceError, match="no context or batch is small enough: free memory or use a smaller"):
+        run(256).check(tmp_path, size)
+
+
+def test_loading_needs_the_first_step_only_unless_memory_is_promised(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, manifest: Manifest
 ):
-    available(monkeypatch, size)
-    with pytest.raises(ResourceError, match=f"{size // MB} MB are available; not even the weights fit"):
-        check_load(tmp_path, PLAN, 256)
+    big = replace(manifest, memory=PLAN, limits=LIMITS)
+    monkeypatch.setattr("llmc.runtime.memory.resident_bytes", lambda: (0, 0))
+    available(monkeypatch, run(256).total)
+    check_load(tmp_path, big, 8192)
+    with pytest.raises(ResourceError, match="cache"):
+        check_load(tmp_path, big, 8192, memory=run(256).total)
+    available(monkeypatch, run(256).total - 1)
+    with pytest.raises(ResourceError, match="1 MB are missing"):
+        check_load(tmp_path, big, 8192)
+    check_load(tmp_path, big, 8192, memory=run(8192).total)  # what is asked for goes before what is available
+
+
+def test_what_this_process_holds_already_is_not_asked_for_twice(monkeypatch: pytest.MonkeyPatch):
+    available(monkeypatch, 100 * MB)
+    monkeypatch.setattr("llmc.runtime.memory.resident_bytes", lambda: (40 * MB, 50 * MB))
+    assert usable_memory(60 * MB) == 140 * MB
+    assert usable_memory(30 * MB) == 130 * MB
+    assert usable_memory(60 * MB, memory=1 * MB) == 1 * MB
+
+
+def test_memory_that_is_given_goes_before_what_the_machine_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: Available(7, "cgroup"))
+    assert memory_to_use(None) == Available(7, "cgroup")
+    assert memory_to_use(9) == Available(9, "--memory")
 
 
 def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
@@ -133,10 +212,12 @@ def test_not_enough_memory_is_refused_before_the_engine_opens_anything(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ):
     available(monkeypatch, 1 * MB)
-    with pytest.raises(ResourceError, match=r"cache for 256 tokens, .* 1 MB are available"):
+    monkeypatch.setattr("llmc.runtime.memory.resident_bytes", lambda: (0, 0))
+    with pytest.raises(ResourceError, match=r"to run it needs .* 1 MB are available, .* MB are missing; no context"):
         load(tiny_bundle)
-    with pytest.raises(ResourceError, match=r"cache for 100 tokens, .* 1 MB are available"):
-        load(tiny_bundle, max_context=100)
+    available(monkeypatch, 1000 * MB)
+    with pytest.raises(ResourceError, match=r" 2 MB are available"):
+        load(tiny_bundle, max_context=100, memory=2 * MB)
 
 
 def test_growth_refused_before_and_in_the_middle_of_a_stream_leaves_the_model_usable(

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.bundle import GoldenPrompt, file_entries, read_bundle, write_manifest
+from llmc.bundle import GoldenPrompt, read_bundle, write_manifest
 from llmc.errors import BundleError, UsageError
-from llmc.runtime import Model, load
-from llmc.runtime.selftest import LOGIT_TOLERANCE, replay, verify
+from llmc.publish import file_entries
+from llmc.runtime import Model, load, selftest
+from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay, verify
 
 BEYOND = 1.2 * LOGIT_TOLERANCE
 WITHIN = 0.8 * LOGIT_TOLERANCE
@@ -68,8 +69,8 @@ def test_one_changed_bit_anywhere_is_found(copied_bundle: Path, file: str):
 
 @pytest.mark.parametrize("file", ["prefill.onnx", "decode.onnx"])
 def test_loading_refuses_a_graph_of_the_right_size_but_other_content(copied_bundle: Path, file: str):
-    path = copied_bundle / file
-    path.write_bytes(b"\xff" * path.stat().st_size)
+    for path in (copied_bundle / file, copied_bundle / f"compiled-{file}"):
+        path.write_bytes(b"\xff" * path.stat().st_size)
     with pytest.raises(BundleError, match=rf"{file}: loading failed in ONNX Runtime \(.*\); build the bundle again"):
         load(copied_bundle)
 
@@ -199,3 +200,114 @@ def test_a_golden_prompt_that_makes_no_sense_is_corrupt(model: Model, changes: d
     record(model, **changes)
     with pytest.raises(BundleError, match="golden prompt 1 of the manifest is corrupt; build the bundle again"):
         replay(model)
+
+
+# ------------------------------------------------------------------------------------------------------------ at load
+
+
+@pytest.fixture
+def replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """With a cache of its own: the limits of all replays from here on."""
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
+    limits: list[int | None] = []
+
+    def counted(*arguments: Any, limit: int | None = None, **named: Any) -> VerifyReport:
+        limits.append(limit)
+        return replay(*arguments, limit=limit, **named)
+
+    monkeypatch.setattr(selftest, "replay", counted)
+    return limits
+
+
+def loaded(folder: Path, wanted: bool | None = None) -> None:
+    load(folder, threads=1, self_test=wanted).close()
+
+
+def test_the_first_load_tests_and_later_ones_remember(tiny_bundle: Path, replays: list[int | None]):
+    loaded(tiny_bundle)
+    assert replays == [selftest.QUICK_TOKENS]
+    loaded(tiny_bundle)
+    assert len(replays) == 1
+
+
+def test_a_test_that_is_asked_for_always_runs_and_one_that_is_not_wanted_never(
+    tiny_bundle: Path, replays: list[int | None]
+):
+    loaded(tiny_bundle, False)
+    assert replays == []
+    loaded(tiny_bundle, True)
+    loaded(tiny_bundle, True)
+    assert len(replays) == 2
+    loaded(tiny_bundle)
+    assert len(replays) == 2
+
+
+def test_another_bundle_engine_or_processor_is_tested_anew(
+    copied_bundle: Path, replays: list[int | None], monkeypatch: pytest.MonkeyPatch
+):
+    loaded(copied_bundle)
+    write_manifest(replace(read_bundle(copied_bundle), golden_tolerance=0.3), copied_bundle)
+    loaded(copied_bundle)
+    monkeypatch.setattr(selftest, "cpu_model", lambda: "another")
+    loaded(copied_bundle)
+    monkeypatch.setattr(selftest, "environment", lambda version: "another")
+    loaded(copied_bundle)
+    assert len(replays) == 4
+
+
+def test_files_that_changed_since_are_tested_anew(copied_bundle: Path, replays: list[int | None]):
+    loaded(copied_bundle)
+    weights = copied_bundle / "weights.bin"
+    weights.write_bytes(bytes(weights.stat().st_size))  # the size is right, and loading hashes nothing
+    with pytest.raises(BundleError, match=r"this machine computes something else|hold NaN"):
+        loaded(copied_bundle)
+    assert len(replays) == 2
+
+
+def test_a_machine_that_computes_something_else_is_refused_every_time(
+    copied_bundle: Path, replays: list[int | None], tmp_path: Path
+):
+    """The planted error: weights are wrong although every size and hash is right."""
+    weights = copied_bundle / "weights.bin"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    manifest = read_bundle(copied_bundle)
+    files = manifest.files | file_entries(copied_bundle, ["weights.bin"])
+    write_manifest(replace(manifest, files=files), copied_bundle)
+    for _ in range(2):
+        with pytest.raises(BundleError, match=r"this machine computes something else: build the bundle on it"):
+            loaded(copied_bundle)
+    assert len(replays) == 2
+    loaded(copied_bundle, False)
+    assert not list((tmp_path / "cache").rglob("report.json"))
+
+
+def test_the_recorded_tolerance_decides(copied_bundle: Path, replays: list[int | None]):
+    manifest = read_bundle(copied_bundle)
+    first, *rest = manifest.golden[0].top_logits
+    case = replace(manifest.golden[0], top_logits=(first + 0.5, *rest))
+    other = replace(manifest, golden=(case, *manifest.golden[1:]))
+    write_manifest(other, copied_bundle)
+    with pytest.raises(BundleError, match=r"logits differ by 0\.5.*, at most 0\.25 is expected"):
+        loaded(copied_bundle)
+    write_manifest(replace(other, golden_tolerance=0.8), copied_bundle)
+    loaded(copied_bundle)
+
+
+def test_a_bundle_without_golden_prompts_is_only_refused_when_asked(copied_bundle: Path, replays: list[int | None]):
+    write_manifest(replace(read_bundle(copied_bundle), golden=()), copied_bundle)
+    loaded(copied_bundle)
+    assert replays == []
+    with pytest.raises(BundleError, match="no golden prompts"):
+        loaded(copied_bundle, True)
+
+
+def test_without_a_cache_every_load_tests(
+    tiny_bundle: Path, replays: list[int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(path: Path) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(selftest.cache, "published", full)
+    loaded(tiny_bundle)
+    loaded(tiny_bundle)
+    assert len(replays) == 2

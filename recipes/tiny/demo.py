@@ -1,6 +1,6 @@
-"""The whole pipeline on the small model of recipes/tiny: export it, build bundles, stream text from each, compare them.
+"""The whole pipeline on the small model beside this file: export, build bundles, stream text from each, compare them.
 
-    make demo            # or, where llmc is installed: python recipes/demo.py
+    make demo            # or, where llmc is installed: python recipes/tiny/demo.py
 
 The bundles stay in build/demo, to play with.
 """
@@ -20,7 +20,7 @@ from llmc.runtime import Model, load
 from llmc.runtime.benchmark import benchmark
 from llmc.runtime.sessions import Phase
 
-RECIPES = Path(__file__).resolve().parent
+TINY = Path(__file__).resolve().parent
 FOLDER = Path("build/demo")
 PROMPT = "    for i in range("
 NEW_TOKENS = 96
@@ -32,8 +32,8 @@ UNSEEN_START, UNSEEN_TOKENS = 2000, 1024
 
 def main() -> None:
     """Run every step, and say which command would do the same."""
-    step("export", f"llmc export {RECIPES.name}/tiny/checkpoint -o {FOLDER}/export")
-    exported = export(RECIPES / "tiny" / "checkpoint", FOLDER / "export", force=True)
+    step("export", f"llmc export recipes/tiny/checkpoint -o {FOLDER}/export")
+    exported = export(TINY / "checkpoint", FOLDER / "export", force=True)
     print(f"{show.size(exported.new_bytes)} new on disk in {exported.seconds:.1f} s; the weights are linked")
     # fp32 is the unquantized model itself: what the others are measured against.
     rows = [bundle_row(precision) for precision in ("fp32", "int8", "int4")]
@@ -61,14 +61,14 @@ def bundle_row(precision: str) -> tuple[str, ...]:
         stream_completion(model)
         perplexity = unseen_perplexity(model)
     speed = benchmark(folder, prompt_length=256, new_tokens=64)
-    quality = report.manifest.quality
-    assert quality is not None
+    assert report.manifest.quality is not None
+    decode = report.manifest.quality.phases["decode"]
     return (
         precision,
         show.size(report.size),
         f"{perplexity:.2f}",
-        f"{quality.decode_mean_kl:.5f}",
-        f"{quality.decode_top1_agreement:.1%}",
+        f"{decode.mean_kl:.5f}",
+        f"{decode.top1_agreement:.1%}",
         f"{speed.prefill_tokens_per_s:.0f} tok/s",
         f"{speed.decode_tokens_per_s:.0f} tok/s",
     )
@@ -84,7 +84,7 @@ def stream_completion(model: Model) -> None:
 
 def unseen_perplexity(model: Model) -> float:
     """Perplexity of the decode path on text that was kept out of the training."""
-    text = (RECIPES / "tiny" / "validation.txt").read_text(encoding="utf-8")
+    text = (TINY / "validation.txt").read_text(encoding="utf-8")
     ids = model.tokenizer.encode(text)[UNSEEN_START : UNSEEN_START + UNSEEN_TOKENS + 1]
     loss = negative_log_likelihood(model.engine.logits(ids[:-1], Phase.DECODE), np.array(ids[1:]))
     return math.exp(loss / len(ids[1:]))

@@ -14,10 +14,14 @@ FLOAT32_SHARE = 1e-6
 # Mean square error over that of the best of 4,000 scales per group, on average over groups of normal weights: 1.042,
 # 1.005 and 1.28 (where the best of 4,000 happens to meet the weights; four ratios cannot), plain rounding's is above.
 SEARCH_TOLERANCE = {Grid(4, 32): 1.06, Grid(4, 128): 1.02, Grid(8, 32): 1.3}
+# The mean square error of an asymmetric grid over that of the symmetric one, for weights around 0.2 with deviation 0.1.
+SHIFTED_TOLERANCE = 0.5
 # |<w - s q, q>| over <w, w>: rounding of the sums in float32.
 NORMAL_EQUATION_TOLERANCE = 1e-5
 
-GRIDS = [Grid(4, 32), Grid(4, 128), Grid(8, 32), Grid(8)]
+SYMMETRIC = [Grid(4, 32), Grid(4, 128), Grid(8, 32), Grid(8)]
+ASYMMETRIC = [Grid(grid.bits, grid.block, symmetric=False) for grid in SYMMETRIC]
+GRIDS = [*SYMMETRIC, *ASYMMETRIC]
 
 
 def squared_error(weights: np.ndarray, q: Quantized) -> np.ndarray:
@@ -26,17 +30,25 @@ def squared_error(weights: np.ndarray, q: Quantized) -> np.ndarray:
 
 
 def plain(weights: np.ndarray, grid: Grid) -> Quantized:
-    """Round to nearest on the scale that puts the extreme weight at the end of the grid, as GGML's Q4_0 and Q8_0 do."""
-    rows, inputs = weights.shape
-    values, scales = np.zeros((rows, inputs), np.int8), np.zeros((rows, grid.groups(inputs)), np.float32)
-    for row in range(rows):
-        for group, start in enumerate(range(0, inputs, grid.width(inputs))):
-            part = weights[row, start : start + grid.width(inputs)].astype(np.float64)
-            scale = part[np.abs(part).argmax()] / grid.low
-            scales[row, group] = scale
-            if scale:
-                values[row, start : start + len(part)] = np.clip(np.rint(part / scale), grid.low, grid.high)
-    return Quantized(values, scales, grid)
+    """Round to nearest on the whole range, group by group in float64.
+
+    A symmetric grid puts the extreme weight at the end of the grid, as GGML's Q4_0 and Q8_0 do.
+    """
+    shape = len(weights), grid.groups(weights.shape[1])
+    values, scales = np.zeros(weights.shape, np.int8), np.zeros(shape, np.float32)
+    zeros = np.zeros(shape, np.int8)
+    width = grid.width(weights.shape[1])
+    for row, group in np.ndindex(shape):
+        part = weights[row, group * width : (group + 1) * width].astype(np.float64)
+        low, high = min(part.min(), 0), max(part.max(), 0)
+        scale = part[np.abs(part).argmax()] / grid.low if grid.symmetric else (high - low) / (grid.high - grid.low)
+        if scale:
+            zero = 0 if grid.symmetric else np.clip(np.rint(grid.low - low / scale), grid.low, grid.high)
+            scales[row, group], zeros[row, group] = scale, zero
+            values[row, group * width : group * width + len(part)] = np.clip(
+                np.rint(part / scale) + zero, grid.low, grid.high
+            )
+    return Quantized(values, scales, grid, None if grid.symmetric else zeros)
 
 
 def normal(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
@@ -73,6 +85,8 @@ def worst_normal_equation(weights: np.ndarray, q: Quantized) -> float:
     for group, start in enumerate(range(0, inputs, width)):
         w = weights[:, start : start + width].astype(np.float64)
         integers = q.values[:, start : start + width].astype(np.float64)
+        if q.zero_points is not None:
+            integers -= q.zero_points[:, [group]]
         rest = ((w - integers * q.scales[:, [group]]) * integers).sum(axis=1)
         size = np.linalg.norm(w, axis=1) * np.linalg.norm(integers, axis=1)
         worst = max(worst, float(np.divide(np.abs(rest), size, out=np.zeros_like(rest), where=size > 0).max()))
@@ -110,6 +124,59 @@ def test_a_group_of_zeros_has_scale_0(grid):
     assert not q.values[1].any()
     assert not q.scales[1].any()
     assert q.scales[[0, 2]].all()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_zero_stays_exactly_zero(grid):
+    weights = normal((4, 256)) + 0.01
+    weights[:, ::3] = 0
+    assert not rtn.quantize(weights, grid).dequantize()[:, ::3].any()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_zero_points_come_with_asymmetric_grids_only(grid):
+    q = rtn.quantize(normal((4, 256)), grid)
+    assert (q.zero_points is None) == grid.symmetric
+    if q.zero_points is not None:
+        assert (q.zero_points.dtype, q.zero_points.shape) == (np.int8, q.scales.shape)
+
+
+def test_without_clip_it_is_plain_rounding():
+    weights = normal((20, 300))
+    for grid in GRIDS:
+        found, wanted = rtn.quantize(weights, grid, clip=False), plain(weights, grid)
+        np.testing.assert_array_equal(found.values, wanted.values)
+        np.testing.assert_allclose(found.scales, wanted.scales, rtol=FLOAT32_SHARE)
+        np.testing.assert_array_equal(found.zero_points, wanted.zero_points)
+
+
+def shifted_share(grid: Grid) -> float:
+    """The error for weights that are mostly positive, over that of the symmetric grid of the same size."""
+    weights = normal((50, 256)) * 5 + np.float32(0.2)
+    return float(
+        squared_error(weights, rtn.quantize(weights, grid)).sum()
+        / squared_error(weights, rtn.quantize(weights, Grid(grid.bits, grid.block))).sum()
+    )
+
+
+@pytest.mark.parametrize("grid", ASYMMETRIC, ids=str)
+def test_zero_points_serve_weights_that_are_mostly_positive(grid):
+    assert shifted_share(grid) < SHIFTED_TOLERANCE
+
+
+def test_without_its_zero_points_the_asymmetric_grid_exceeds_the_tolerance(monkeypatch):
+    whole_range = rtn.whole_range
+    monkeypatch.setattr(rtn, "whole_range", lambda groups, grid: whole_range(groups, Grid(grid.bits, grid.block)))
+    assert shifted_share(ASYMMETRIC[0]) > SHIFTED_TOLERANCE
+
+
+@pytest.mark.parametrize("exponent", [-120, 100])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_weights_of_any_magnitude_round_alike(grid, exponent):
+    weights = normal((4, 256))
+    usual, unusual = rtn.quantize(weights, grid), rtn.quantize(np.ldexp(weights, exponent), grid)
+    np.testing.assert_array_equal(unusual.values, usual.values)
+    np.testing.assert_array_equal(unusual.scales, np.ldexp(usual.scales, exponent))
 
 
 @pytest.mark.parametrize(("extreme", "sign"), [(1.0, -1), (-1.0, 1)])
@@ -164,7 +231,7 @@ def test_a_clip_that_is_too_hard_has_a_larger_error_than_plain_rounding(monkeypa
     assert (found > allowed + slack).all()
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("grid", SYMMETRIC, ids=str)
 def test_the_scale_of_plain_rounding_is_not_the_best_for_its_integers(grid):
     weights = normal((10, 256))
     assert worst_normal_equation(weights, plain(weights, grid)) > NORMAL_EQUATION_TOLERANCE

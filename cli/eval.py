@@ -1,0 +1,104 @@
+"""``llmc eval``: how good a bundle is on a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmc.cli import output as show
+from llmc.cli.options import (
+    EXISTING_FILE,
+    EXISTING_FOLDER,
+    NEW_FILE,
+    bundle_argument,
+    debug_option,
+    json_option,
+    threads_option,
+)
+from llmc.errors import UsageError, require
+
+if TYPE_CHECKING:
+    from llmc.bundle import Quality
+    from llmc.optimize.layers import LayerError
+
+
+@click.command("eval")
+@bundle_argument
+@click.option("--text", type=EXISTING_FILE, help="Text, or JSONL of chats, to judge on.  [default: one of llmc's]")
+@click.option("--reference", type=EXISTING_FOLDER, help="Export that BUNDLE was built from, to compare with.")
+@click.option("--window", type=int, help="Tokens per window; each starts from an empty cache.  [default: 256]")
+@click.option("--max-windows", type=int, help="Windows at most, evenly spread over the text.  [default: 6]")
+@click.option("--layers", is_flag=True, help="Measure the error of each layer on its own, too.")
+@click.option("--plot", type=NEW_FILE, help="Draw errors of layers and the histogram of KL into this PNG file.")
+@threads_option
+@json_option
+@debug_option
+def eval_command(
+    bundle: Path,
+    text: Path | None,
+    reference: Path | None,
+    window: int | None,
+    max_windows: int | None,
+    layers: bool,
+    plot: Path | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Judge BUNDLE on a text, through prefill and through decode, for they are different graphs.
+
+    Perplexity is over windows of the text that do not overlap; the first token of each is not scored. With the
+    reference: KL(reference || bundle), how often both choose the same token, and how long greedy answers agree.
+    """
+    require("onnx_ir", "export")
+    if plot is not None:
+        require("matplotlib", "plot")
+        if not plot.absolute().parent.is_dir():
+            raise UsageError(f"{plot}: there is no folder {plot.absolute().parent}; make it first")
+    if reference is None and (layers or plot is not None):
+        raise click.UsageError("--layers and --plot compare with the unquantized model: give --reference EXPORT")
+    from llmc.optimize.evaluate import MAX_WINDOWS, evaluate, read_windows
+    from llmc.optimize.layers import WINDOWS, layer_errors
+    from llmc.optimize.plots import quality as draw
+    from llmc.optimize.reference import Reference
+    from llmc.runtime import load
+
+    with show.progress() as progress:
+        with load(bundle, threads=threads) as model:
+            windows = read_windows(text, model, window, MAX_WINDOWS if max_windows is None else max_windows)
+            found = evaluate(model, windows, reference=reference, progress=progress)
+            manifest, substitutes = model.manifest, model.engine.session.substitutes
+        errors: tuple[LayerError, ...] = ()
+        if reference is not None and (layers or plot is not None):
+            errors = layer_errors(bundle, manifest, Reference(reference), windows.ids[:WINDOWS], progress)
+        if plot is not None:
+            draw(plot, errors, found.divergences, f"{bundle.name} on {windows.name}")
+    if text is None:
+        click.echo("no --text was given: this is llmc's own text, not yours", err=True)
+    if substitutes:
+        click.echo("this CPU cannot run one of the graphs, so both paths ran on the other", err=True)
+    if as_json:
+        show.print_json(report(bundle, found.quality, errors))
+    else:
+        print_report(bundle, found.quality, errors)
+        if plot is not None:
+            click.echo(f"wrote {plot}")
+
+
+def report(bundle: Path, quality: Quality, errors: tuple[LayerError, ...]) -> dict[str, Any]:
+    """The figures as JSON: those of the worse path at the top, those of each path below ``phases``."""
+    return {"bundle": bundle, **show.as_dict(quality), "layers": errors}
+
+
+def print_report(bundle: Path, quality: Quality, errors: tuple[LayerError, ...]) -> None:
+    """One row for each path, and one for each layer if they were measured."""
+    show.print_rows([("bundle", str(bundle)), *show.quality_rows(quality)])
+    if not errors:
+        return
+    decibels: dict[str, dict[str, str]] = {}
+    for error in errors:
+        decibels.setdefault(error.name, {})[error.phase] = f"{error.decibels:.1f} dB"
+    click.echo()
+    rows = [(name, found["prefill"], found["decode"]) for name, found in decibels.items()]
+    show.print_table(("signal to noise", "prefill", "decode"), rows, numbers=True)

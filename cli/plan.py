@@ -1,0 +1,194 @@
+"""``llmc plan``: will it fit? Memory of each stage that lies ahead, before anything is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmc import bundle
+from llmc.cli import output as show
+from llmc.cli.build import chosen_precision, find_recipe
+from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option, memory_option
+from llmc.errors import BundleError, LlmcError, ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from llmc.bundle import Geometry
+    from llmc.runtime.memory import Plan, Verdict
+
+# torch, its graph exporter and onnxscript once imported, and what a layer's nodes take; weights are never read.
+EXPORTER, EXPORTED_LAYER = 380_000_000, 3_000_000
+LARGEST_BATCH = 1024  # what a build can be asked for
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A plan and whether it fits."""
+
+    plan: Plan
+    verdict: Verdict
+
+    def to_json(self) -> dict[str, object]:
+        """Numbers only."""
+        plan, verdict = self.plan, self.verdict
+        return {
+            "stage": plan.stage,
+            "context": plan.context,
+            "batch": plan.batch,
+            "parts": plan.parts,
+            "total": plan.total,
+            "fits": verdict.fits,
+            "missing": verdict.missing,
+            "largest_context": verdict.largest_context,
+            "largest_batch": verdict.largest_batch,
+        }
+
+
+@click.command("plan")
+@click.argument("path", type=EXISTING_FOLDER)
+@click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
+@click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
+@click.option("--fp32", is_flag=True, help="Plan a build in full precision.")
+@click.option("--fp16", is_flag=True, help="Plan a build in 16 bits.")
+@click.option("--int8", is_flag=True, help="Plan a build with 8-bit weights.  [default]")
+@click.option("--int4", is_flag=True, help="Plan a build with 4-bit weights.")
+@click.option("--recipe", help="Plan a build by this TOML file, or by a recipe that comes with llmc.")
+@memory_option
+@json_option
+@debug_option
+def plan_command(
+    path: Path,
+    context: int | None,
+    batch: int,
+    fp32: bool,
+    fp16: bool,
+    int8: bool,
+    int4: bool,
+    recipe: str | None,
+    memory: int | None,
+    as_json: bool,
+) -> None:
+    """Say what memory each stage from PATH, a checkpoint, an export or a bundle, to tokens takes at its peak.
+
+    Exits with 1 if a stage does not fit into what is available, or into --memory. Peaks are resident memory: of a
+    compiled bundle, weights and embedding are pages of its files, which processes share and the system may drop.
+    """
+    from llmc.runtime.memory import describe, memory_to_use
+
+    precision = chosen_precision((fp32, fp16, int8, int4))
+    here = memory_to_use(memory)
+    plans = plans_of(path, context, batch, precision, find_recipe(recipe))
+    stages = [Stage(plan, plan.verdict(here.bytes)) for plan in plans]
+    if as_json:
+        report = {"path": path, "available": here.bytes, "source": here.source}
+        show.print_json({**report, "stages": [stage.to_json() for stage in stages]})
+    else:
+        print_stages(stages, here.bytes, here.source)
+    refused = [describe(stage.plan, stage.verdict) for stage in stages if not stage.verdict.fits]
+    if refused:
+        raise ResourceError(f"{path}: {'; '.join(refused)}")
+
+
+def plans_of(path: Path, context: int | None, batch: int, precision: str | None, recipe: Path | None) -> list[Plan]:
+    """Plans of the stages that lie ahead of ``path``, in their order.
+
+    Raises:
+        UsageError: context or batch is beyond the bundle's, or the recipe is wrong.
+        LlmcError: the folder is none of llmc's, or broken.
+    """
+    if (path / bundle.BUNDLE_MANIFEST).exists():
+        if precision or recipe:
+            raise UsageError(f"{path} is built already, a precision or recipe is for an export or a checkpoint")
+        return [_run_plan(path, context, batch)]
+    if (path / bundle.EXPORT_MANIFEST).exists():
+        return _build_plans(path, bundle.read_export(path).geometry, context, batch, precision, recipe)
+    if (path / bundle.CONFIG_FILE).exists():
+        from llmc.export.checkpoint import read_checkpoint
+
+        geometry = read_checkpoint(path).config.geometry
+        return [export_plan(geometry), *_build_plans(path, geometry, context, batch, precision, recipe)]
+    raise BundleError(
+        f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
+        f"{bundle.CONFIG_FILE} (a Hugging Face checkpoint) is here"
+    )
+
+
+def _run_plan(path: Path, context: int | None, batch: int) -> Plan:
+    from llmc.runtime.memory import plan_load
+
+    manifest = bundle.read_bundle(path)
+    limits = manifest.limits
+    for flag, value, most in (("context", context, limits.max_context), ("batch", batch, limits.max_batch)):
+        if value is not None and value > most:
+            raise UsageError(f"--{flag} is {value}, the bundle was built for {most}; build with a larger --max-{flag}")
+    return plan_load(manifest, context, batch)
+
+
+def _build_plans(
+    path: Path, geometry: Geometry, context: int | None, batch: int, precision: str | None, recipe: Path | None
+) -> list[Plan]:
+    """Building with the defaults of a build, and running what it gives."""
+    from dataclasses import replace
+
+    from llmc.optimize.calibration import DEFAULT_LENGTH, DEFAULT_SAMPLES
+    from llmc.optimize.plan import memory_plan, plan_build
+    from llmc.optimize.recipe import Request, read_recipe, resolve
+    from llmc.optimize.targets import capabilities
+    from llmc.runtime.memory import plan_run
+
+    asked = Request(precision=precision, max_context=context, max_batch=batch)
+    asked = asked.over(read_recipe(recipe)) if recipe else asked
+    chosen, limits = resolve(asked, capabilities("cpu"), geometry.max_positions, "plan")
+    tokenizer = _tokenizer_bytes(path)
+    build = plan_build(geometry, chosen, limits, tokenizer, DEFAULT_SAMPLES, DEFAULT_LENGTH, bool(chosen.budget))
+    wider = replace(limits, max_batch=LARGEST_BATCH)
+    return [build, plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)]
+
+
+def _tokenizer_bytes(path: Path) -> int:
+    try:
+        return (path / bundle.TOKENIZER_FILE).stat().st_size
+    except OSError as error:
+        raise BundleError(f"{path / bundle.TOKENIZER_FILE} cannot be read ({error.strerror}); it is needed") from error
+
+
+def export_plan(geometry: Geometry) -> Plan:
+    """Exporting with fake tensors: libraries and the graph, whatever the weights weigh."""
+    from llmc.bundle import Limits
+    from llmc.runtime.memory import Plan
+
+    parts = {"exporter": EXPORTER, "graph": EXPORTED_LAYER * geometry.layers}
+    limits = Limits(geometry.max_positions, LARGEST_BATCH, 1)
+    total = sum(parts.values())
+    return Plan("export", parts, geometry.max_positions, 1, limits, lambda context, batch: total)
+
+
+def check_export(checkpoint: Path, memory: int | None = None) -> None:
+    """Refuse to export where memory does not suffice. A broken checkpoint is the exporter's to report.
+
+    Raises:
+        ResourceError: with the number missing.
+    """
+    from llmc.export.checkpoint import read_checkpoint
+    from llmc.runtime.memory import usable_memory
+
+    try:
+        geometry = read_checkpoint(checkpoint).config.geometry
+    except LlmcError:
+        return
+    plan = export_plan(geometry)
+    plan.check(checkpoint, usable_memory(0, memory))
+
+
+def print_stages(stages: list[Stage], available: int, source: str) -> None:
+    """A table of parts for each stage, and what is available."""
+    for stage in stages:
+        plan, verdict = stage.plan, stage.verdict
+        at = f" {plan.context} tokens x {plan.batch}" if plan.stage == "run" else ""
+        rows = [(name, show.size(count)) for name, count in plan.parts.items()]
+        state = "fits" if verdict.fits else f"{show.size(verdict.missing)} missing"
+        show.print_table((plan.stage + at, ""), [*rows, ("peak", f"{show.size(plan.total)}  {state}")])
+        click.echo()
+    click.echo(f"available: {show.size(available)} ({source})")

@@ -1,0 +1,107 @@
+"""The torch decoder of an export, one part at a time: only the weights of the part in use are in memory."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from llmc import bundle
+from llmc.errors import CheckpointError
+from llmc.export.checkpoint import EMBEDDING, HEAD, read_json
+from llmc.export.config import inverse_frequencies
+from llmc.export.decoder import DecoderLayer, RMSNorm
+from llmc.export.families import read_config
+from llmc.export.keys import Keys
+from llmc.export.shards import StoredTensor, read_shards
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class StreamedDecoder:
+    """The decoder of the folder that ``llmc export`` wrote. Weights are read when asked for, as float32.
+
+    Args:
+        folder: an export; its ``config.json`` and safetensors files are read.
+        device: where parts are put and run.
+
+    Raises:
+        CheckpointError: the folder's config or weights are missing or broken.
+    """
+
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        path = folder / bundle.CONFIG_FILE
+        self.config = read_config(Keys(read_json(path), str(path)))
+        self.geometry = self.config.geometry
+        self.device = torch.device(device)
+        self._stored = {
+            name: (folder / t.file, t) for shard in read_shards(folder) for name, t in shard.tensors.items()
+        }
+        self._inv_freq = torch.tensor(inverse_frequencies(self.config), device=self.device)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids (B, S) -> vectors (B, S, hidden); only the rows asked for are read."""
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        rows = torch.cat([self.rows(EMBEDDING, token, token + 1) for token in unique.tolist()])
+        return rows[inverse]
+
+    def layer(self, index: int) -> DecoderLayer:
+        """Decoder layer ``index`` with its weights."""
+        layer = DecoderLayer(self.config, self.config.windows[index])
+        self._fill(layer, f"model.layers.{index}.")
+        return layer
+
+    def run(self, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, S, hidden) through a layer from position 0 -> its output, and keys and values (B, KV, S, D)."""
+        g, (batch, length, _) = self.geometry, x.shape
+        empty = torch.zeros(batch, g.kv_heads, length, g.head_dim, device=self.device)
+        start = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        out, (keys, values) = layer(x, (empty, empty), start, self._inv_freq)
+        return out, keys, values
+
+    def norm(self) -> RMSNorm:
+        """The norm before the head."""
+        norm = RMSNorm(self.geometry.hidden_size, self.config.norm_eps)
+        self._fill(norm, "model.norm.")
+        return norm
+
+    @property
+    def head(self) -> str:
+        """Name of the tensor that the head multiplies with."""
+        return EMBEDDING if self.geometry.tied_head else HEAD
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows ``start`` to ``stop`` of a stored tensor as float32.
+
+        Raises:
+            CheckpointError: the file ends early, or a weight is NaN or infinite.
+        """
+        path, tensor = self._stored[name]
+        stop = tensor.shape[0] if stop is None else min(stop, tensor.shape[0])
+        row = tensor.length // tensor.shape[0]
+        data = _read(path, tensor, start * row, (stop - start) * row)
+        values = torch.frombuffer(data, dtype=_DTYPES[tensor.dtype]).float().to(self.device)
+        if not torch.isfinite(values).all():
+            raise CheckpointError(
+                f"{path}: {name} holds NaN or infinite weights between rows {start} and {stop}; the checkpoint is "
+                "broken, get or save it again"
+            )
+        return values.view(stop - start, *tensor.shape[1:])
+
+    def _fill(self, module: nn.Module, prefix: str) -> None:
+        weights = {name: self.rows(prefix + name) for name, _ in module.named_parameters()}
+        module.load_state_dict(weights, assign=True)
+        module.eval().requires_grad_(False)
+
+
+def _read(path: Path, tensor: StoredTensor, start: int, size: int) -> bytearray:
+    """Bytes of a tensor, read and not mapped: mapped pages would count as this process's memory."""
+    data = bytearray(size)
+    try:
+        with path.open("rb") as file:
+            found = os.preadv(file.fileno(), [data], tensor.offset + start)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); export the checkpoint again") from error
+    if found != size:
+        raise CheckpointError(f"{path}: ends early; the file is truncated, copy it again")
+    return data

@@ -1,0 +1,143 @@
+"""Attention for ONNX Runtime on CPUs: packed projections into GroupQueryAttention over shared buffers."""
+
+import numpy as np
+import onnx_ir as ir
+
+from llmc.errors import BuildError
+from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.raising import Linear
+from llmc.optimize.quantize import kv_cache
+from llmc.optimize.rewrite import (
+    LLMC,
+    MICROSOFT,
+    Emitter,
+    constant,
+    initializer,
+    nodes_of,
+    replace,
+    scalar,
+    vector,
+)
+
+QUANTIZED_CACHES = {"int8": "PER_TENSOR", "int8-channel": "PER_CHANNEL"}
+
+
+def pack_projections(graph: ir.Graph, plan: Plan) -> int:
+    """One linear and a Split for the query, key and value linears of each attention: one pass over the activation.
+
+    Where they are to be stored in different forms they stay apart. Returns how many attentions were looked at.
+    """
+    count = 0
+    for attention in nodes_of(graph, "CachedAttention", LLMC):
+        linears = [_linear_before(value) for value in attention.inputs[:3]]
+        if len({id(linear.node.inputs[0]) for linear in linears}) != 1:
+            raise BuildError(f"{attention.name}: query, key and value do not read the same activation")
+        if len({bool(linear.biases) for linear in linears}) != 1:
+            raise BuildError(f"{attention.name}: only some of query, key and value have a bias")
+        if len({plan.forms.of(linear.module) for linear in linears}) == 1:
+            _pack(graph, f"{attention.name}.qkv_proj", linears)
+        count += 1
+    return count
+
+
+def _pack(graph: ir.Graph, name: str, linears: list[Linear]) -> None:
+    first = min(linears, key=lambda linear: list(graph).index(linear.node))
+    emit = Emitter(first.node, name, main="Linear")
+    weights = [linear.node.inputs[1] for linear in linears]
+    biases = [linear.node.inputs[2] for linear in linears if linear.biases]
+    packed = emit("Linear", first.node.inputs[0], *weights, *biases, domain=LLMC, parts=len(weights))
+    sizes = vector(graph, [linear.outputs for linear in linears])
+    for linear, part in zip(linears, emit.many("Split", [packed, sizes], 3, axis=-1), strict=True):
+        replace(linear.node, part)
+
+
+def _linear_before(value: ir.Value | None) -> Linear:
+    """The linear that feeds ``value``, directly or through the reshapes and the norm of qk-norm."""
+    node = value.producer() if value is not None else None
+    while node is not None and node.op_type in ("Reshape", "RMSNormalization"):
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if node is None or node.op_type != "Linear":
+        raise BuildError(
+            f"{value.name if value else 'attention'}: expected a linear before attention, found {node and node.op_type}"
+        )
+    return Linear.of(node)
+
+
+def lower_attention(graph: ir.Graph, plan: Plan) -> int:
+    """llmc::CachedAttention -> GroupQueryAttention over the shared buffers, rotary tables as constants."""
+    positions: list[ir.Value] = []
+    attentions = list(nodes_of(graph, "CachedAttention", LLMC))
+    for layer, node in enumerate(attentions):
+        positions = positions or _positions(graph, node)
+        query, key, value, past_key, past_value, _past_lengths, inv_freq = node.inputs
+        packed = _split_source(query, key, value)
+        window = node.attributes["window"].as_int()
+        scales, attributes = _cache_scales(graph, layer, plan)
+        emit = Emitter(node, main="GroupQueryAttention")
+        outputs = emit.many(
+            "GroupQueryAttention",
+            [
+                *((packed, None, None) if packed else (query, key, value)),
+                *(past_key, past_value, *positions, *_rotary_tables(graph, inv_freq, plan), *scales),
+            ],
+            3,
+            MICROSOFT,
+            num_heads=node.attributes["num_heads"].as_int(),
+            kv_num_heads=node.attributes["kv_heads"].as_int(),
+            scale=node.attributes["scale"].as_float(),
+            local_window_size=window if window else -1,
+            do_rotary=1,
+            **attributes,
+        )
+        replace(node, *outputs)
+    return len(attentions)
+
+
+def _split_source(*parts: ir.Value | None) -> ir.Value | None:
+    """The packed value, if ``parts`` are the outputs of one Split in order and nothing else reads them."""
+    node = parts[0].producer() if parts[0] is not None else None
+    if node is not None and node.op_type == "Split" and tuple(node.outputs) == parts:
+        return node.inputs[0]
+    return None
+
+
+def _positions(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
+    """``seqlens_k`` int32 [B] (total length - 1 of each row) and ``total_sequence_length`` int32 [] for all layers."""
+    ids, past_lengths = (next(i for i in graph.inputs if i.name == name) for name in ("input_ids", "past_lengths"))
+    emit = Emitter(first, "positions")
+    sequence = emit("Shape", ids, start=1, end=2)
+    totals = emit("Cast", emit("Add", past_lengths, sequence), to=ir.DataType.INT32)
+    longest = emit("ReduceMax", totals, keepdims=0)
+    return [emit("Sub", totals, scalar(graph, 1, np.int32)), longest]
+
+
+def _rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, plan: Plan) -> tuple[ir.Value, ir.Value]:
+    """Cosine and sine float32 [max_context, head_dim / 2] for the planned context, shared by all graphs."""
+    assert inv_freq is not None and inv_freq.const_value is not None
+    frequencies = inv_freq.const_value.numpy().astype(np.float32)
+    angles = np.arange(plan.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
+    tables = plan.weights.add(("rotary_emb.cos", "rotary_emb.sin"), lambda: (np.cos(angles), np.sin(angles)))
+    cos, sin = (initializer(graph, table) for table in tables)
+    return cos, sin
+
+
+def _cache_scales(graph: ir.Graph, layer: int, plan: Plan) -> tuple[list[ir.Value | None], dict[str, str | int]]:
+    """Inputs of the attention after the rotary tables, and its attributes, for a quantized cache; else nothing."""
+    if plan.cache not in QUANTIZED_CACHES:
+        return [], {}
+    scales: list[ir.Value | None] = [None, None, None]  # no position ids, no bias, no sink
+    for part in ("key", "value"):
+        found = kv_cache.scales(plan.calibrated.cache_range(layer, part), per_channel=plan.cache == "int8-channel")
+        scales.append(constant(graph, f"model.layers.{layer}.self_attn.{part}.scale", found.ravel()))
+    kind = QUANTIZED_CACHES[plan.cache]
+    return scales, {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": 8}
+
+
+def type_cache(graph: ir.Graph, plan: Plan) -> int:
+    """Declare the cache's inputs and outputs in the type that they are kept in."""
+    if plan.cache not in QUANTIZED_CACHES:
+        return 0
+    values = [v for v in (*graph.inputs, *graph.outputs) if (v.name or "").startswith(("past_key_values.", "present."))]
+    for value in values:
+        value.type = ir.TensorType(ir.DataType.INT8)
+    return len(values)

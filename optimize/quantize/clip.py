@@ -1,0 +1,100 @@
+"""Clip search by the error of a layer's outputs, the part that AWQ and GPTQ share.
+
+For weights w of one group and the block B of the inputs' second moment H that belongs to the group, a change d of w
+costs d B d^T at the output (what other groups could make up for is left out). Among the clip ratios and rounding of
+:mod:`.rtn`, steps c explain <w, c>_B^2 / <c, c>_B of <w, w>_B with the scale <w, c>_B / <c, c>_B, where
+<a, b>_B = a B b^T; the ratio that explains most wins. With B = 1 this is the search of :mod:`.rtn`.
+
+Source: AWQ searches the clip of a group by the error of its output (Lin et al. 2023, arXiv:2306.00978, section 5.1).
+"""
+
+import torch
+from torch import Tensor
+
+from llmc.optimize.quantize.grid import Grid, Quantized
+from llmc.optimize.quantize.rtn import CLIP_RATIOS
+
+# Added to a block's diagonal, as a share of H's mean: where inputs were never seen, weights count as in plain rounding.
+FLOOR = 1e-6
+
+
+def search(weights: Tensor, second_moment: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers that round to nearest, with the scales and zero points of least output error.
+
+    Args:
+        weights: float32 [N, K]; a weight of 0 stays 0.
+        second_moment: X^T X / tokens, float32 [K, K].
+        grid: bits, block and symmetry.
+
+    Returns:
+        Steps q - z float32 [N, K], scales [N, groups] and zero points [N, groups], 0 on a symmetric grid.
+    """
+    width = grid.width(weights.shape[1])
+    starts = range(0, weights.shape[1], width)
+    floor = FLOOR * second_moment.diagonal().mean()
+    found = []
+    for start in starts:
+        span = slice(start, start + width)
+        block = second_moment[span, span].clone()
+        block.diagonal().add_(floor if floor > 0 else 1)
+        found.append(_search_group(weights[:, span], block, grid))
+    steps, scales, zeros = zip(*found, strict=True)
+    return torch.cat(steps, 1), torch.cat(scales, 1), torch.cat(zeros, 1)
+
+
+def _search_group(weights: Tensor, block: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """The best steps [N, W], scale [N, 1] and zero point [N, 1] of each row of a group [N, W]."""
+    unclipped, zeros = whole_range(weights, grid)
+    best_gain = torch.full_like(unclipped, -1)
+    best_scale, best_steps = torch.zeros_like(unclipped), torch.zeros_like(weights)
+    for ratio in CLIP_RATIOS[grid.bits]:
+        steps = nearest(weights, unclipped * ratio, zeros, grid)
+        weighted = steps @ block
+        projection, norm = ((side * weighted).sum(1, keepdim=True) for side in (weights, steps))
+        scale = torch.where(norm > 0, projection / norm, 0)
+        better = projection * scale > best_gain
+        best_gain = torch.where(better, projection * scale, best_gain)
+        best_scale = torch.where(better, scale, best_scale)
+        best_steps = torch.where(better, steps, best_steps)
+    return best_steps, best_scale, zeros
+
+
+def whole_range(weights: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Scales [N, 1] that clip no weight of a group [N, W], 0 where all are 0, and their zero points [N, 1]."""
+    if grid.symmetric:
+        extreme = weights.gather(1, weights.abs().argmax(1, keepdim=True))
+        return extreme / grid.low, torch.zeros_like(extreme)
+    lowest, highest = weights.amin(1, keepdim=True).clamp(max=0), weights.amax(1, keepdim=True).clamp(min=0)
+    scales = (highest - lowest) / (grid.high - grid.low)
+    zeros = (grid.low - lowest / scales).round().clamp(grid.low, grid.high)
+    return scales, torch.where(scales > 0, zeros, 0)
+
+
+def rounded(weights: Tensor, grid: Grid) -> Tensor:
+    """Weights [N, K] rounded to nearest on the whole range of each group, as they come back."""
+    parts = []
+    for group in torch.split(weights, grid.width(weights.shape[1]), dim=1):
+        scales, zeros = whole_range(group, grid)
+        parts.append(nearest(group, scales, zeros, grid) * scales)
+    return torch.cat(parts, 1)
+
+
+def nearest(weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:
+    """Steps c = q - z nearest to the weights; 0 where the scale is. Shapes broadcast."""
+    inverse = torch.where(scales == 0, 0, 1 / scales)
+    steps = (weights * inverse).round_()
+    if grid.symmetric:
+        return steps.clamp_(grid.low, grid.high)
+    return steps.clamp_(grid.low - zeros, grid.high - zeros)
+
+
+def quantized(steps: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Quantized:
+    """Steps c = q - z [N, K], scales and zero points [N, groups] as arrays on ``grid``."""
+    inputs = steps.shape[1]
+    values = steps + zeros.repeat_interleave(grid.width(inputs), 1)[:, :inputs]
+    return Quantized(
+        values.to(torch.int8).cpu().numpy(),
+        scales.cpu().numpy(),
+        grid,
+        None if grid.symmetric else zeros.to(torch.int8).cpu().numpy(),
+    )

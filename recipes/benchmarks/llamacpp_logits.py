@@ -1,0 +1,93 @@
+"""Write llama.cpp's logits of given windows of tokens, for quality.py. Needs llama-cpp-python and gguf.
+
+One line of JSON on standard output says what the file really holds: bits per weight, and the types of its matrices.
+"""
+
+# Lives in another interpreter than the one that type-checks:
+# mypy: disable-error-code=import-not-found
+
+import argparse
+import collections
+import ctypes
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+
+SILENT = llama_cpp.llama_log_callback(lambda level, text, data: None)  # global, for ctypes does not hold it
+
+
+def open_context(path: Path, length: int, threads: int) -> tuple[Any, int]:
+    """A context that holds one window, and the size of the vocabulary."""
+    llama_cpp.llama_backend_init()
+    llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    if not model:
+        raise SystemExit(f"{path}: llama.cpp cannot load it; write it with convert_gguf.py")
+    parameters = llama_cpp.llama_context_default_params()
+    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = length
+    parameters.n_threads = parameters.n_threads_batch = threads
+    context = llama_cpp.llama_init_from_model(model, parameters)
+    if not context:
+        raise SystemExit(f"{path}: llama.cpp cannot make a context of {length} tokens")
+    return context, llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+
+
+def window_logits(context: Any, vocabulary: int, tokens: list[int], step: int) -> Iterator[Any]:
+    """Logits [step, V] of one window, fed ``step`` tokens at a time; each array is overwritten by the next."""
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+    batch = llama_cpp.llama_batch_init(step, 0, 1)
+    for start in range(0, len(tokens), step):
+        batch.n_tokens = len(tokens[start : start + step])
+        for i, token in enumerate(tokens[start : start + step]):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, start + i, 1
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        if llama_cpp.llama_decode(context, batch) != 0:
+            raise SystemExit(f"llama_decode failed on {batch.n_tokens} tokens at position {start}")
+        yield np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (batch.n_tokens, vocabulary))
+    llama_cpp.llama_batch_free(batch)
+
+
+def description(path: Path) -> dict[str, Any]:
+    """What is in the matrices: bits per weight with scales, their types, those of embedding and head by name."""
+    matrices = [tensor for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1]
+    weights = sum(int(tensor.n_elements) for tensor in matrices)
+    types = collections.Counter(tensor.tensor_type.name for tensor in matrices)
+    tables = [tensor for tensor in matrices if not tensor.name.startswith("blk.")]
+    return {
+        "matrix_weights": weights,
+        "bits_per_weight": 8 * sum(int(tensor.n_bytes) for tensor in matrices) / weights,
+        "detail": ", ".join(
+            [f"{count} x {name}" for name, count in types.items()]
+            + [f"{tensor.name} {tensor.tensor_type.name}" for tensor in tables]
+        ),
+    }
+
+
+def main() -> None:
+    """Write the logits of all windows as one .npy file: float32 [windows, length, V]."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="GGUF file")
+    parser.add_argument("windows", type=Path, help=".npy file of token ids, [windows, length]")
+    parser.add_argument("output", type=Path, help=".npy file to write")
+    parser.add_argument("--phase", choices=("prefill", "decode"), default="prefill")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    windows = np.load(args.windows)
+    count, length = windows.shape
+    context, vocabulary = open_context(args.model, length, args.threads)
+    step = length if args.phase == "prefill" else 1
+    output = np.lib.format.open_memmap(args.output, "w+", np.float32, (count, length, vocabulary))
+    for row, tokens in zip(output, windows.tolist(), strict=True):
+        for i, logits in enumerate(window_logits(context, vocabulary, tokens, step)):
+            row[i * step : i * step + len(logits)] = logits
+    output.flush()
+    print(json.dumps(description(args.model)))
+
+
+if __name__ == "__main__":
+    main()

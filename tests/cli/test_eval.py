@@ -1,0 +1,96 @@
+"""``llmc eval``: the figures in a table, as JSON and as a plot, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+PATH_KEYS = {"perplexity", "mean_kl", "p99_kl", "top1_agreement"}
+WINDOW = 32
+LIMITS = ("--window", WINDOW, "--max-windows", 2, "--threads", 1)
+
+
+@pytest.fixture(scope="module")
+def text(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("eval") / "notes.txt"
+    path.write_text((tiny_checkpoint.parent / "validation.txt").read_text(encoding="utf-8")[:4000], encoding="utf-8")
+    return path
+
+
+def test_json_has_the_figures_of_the_worse_path_and_of_each(llmc, tiny_bundle, tiny_export, text):
+    ran = llmc("eval", tiny_bundle, "--text", text, "--reference", tiny_export, *LIMITS, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    report = json.loads(ran.out)
+    assert report.keys() >= PATH_KEYS | {"reference_perplexity", "phases", "greedy_match", "positions", "window"}
+    assert report["phases"].keys() == {"prefill", "decode"}
+    assert all(path.keys() == PATH_KEYS for path in report["phases"].values())
+    assert report["mean_kl"] == max(path["mean_kl"] for path in report["phases"].values())
+    assert (report["positions"], report["window"], report["text"]) == (2 * (WINDOW - 1), WINDOW, "notes.txt")
+    assert report["layers"] == []
+
+
+def test_the_table_names_text_paths_and_layers(llmc, tiny_bundle, tiny_export, text):
+    ran = llmc("eval", tiny_bundle, "--text", text, "--reference", tiny_export, *LIMITS, "--layers")
+    assert ran.code == 0
+    for words in ("notes.txt, 62 positions", "prefill quality", "decode quality", "p99", "unquantized model", "greedy"):
+        assert words in ran.out
+    rows = [line.split() for line in ran.out.splitlines() if line.startswith(("model.", "lm_head"))]
+    assert [row[0] for row in rows] == [
+        "model.embed_tokens",
+        *(f"model.layers.{i}" for i in range(6)),
+        "lm_head",
+    ]
+    assert all(float(row[1]) > 20 and float(row[3]) > 20 for row in rows)
+
+
+def test_a_plot_is_written(llmc, tiny_bundle, tiny_export, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    ran = llmc("eval", tiny_bundle, "--text", text, "--reference", tiny_export, *LIMITS, "--plot", tmp_path / "q.png")
+    assert ran.code == 0
+    assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
+    assert ran.out.endswith(f"wrote {tmp_path / 'q.png'}\n")
+
+
+def test_without_a_text_llmcs_own_is_used_and_said(llmc, tiny_bundle):
+    ran = llmc("eval", tiny_bundle, *LIMITS, "--json")
+    assert ran.code == 0
+    assert "no --text was given" in ran.err
+    report = json.loads(ran.out)
+    assert report["perplexity"] > 1
+    assert report["mean_kl"] is report["reference_perplexity"] is report["greedy_match"] is None
+
+
+@pytest.mark.parametrize("option", [("--layers",), ("--plot", "q.png")])
+def test_comparisons_need_a_reference(llmc, tiny_bundle, text, option):
+    if "--plot" in option:
+        pytest.importorskip("matplotlib")
+    ran = llmc("eval", tiny_bundle, "--text", text, *option)
+    assert ran.code == 2
+    assert "--reference" in ran.err
+
+
+def test_a_folder_for_the_plot_must_exist_before_work_begins(llmc, tiny_bundle, tiny_export, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "nowhere" / "q.png"
+    ran = llmc("eval", tiny_bundle, "--text", text, "--reference", tiny_export, "--plot", plot)
+    assert ran.code == 2
+    assert "make it first" in ran.err
+
+
+def test_a_reference_of_another_model_is_refused(llmc, tiny_bundle, tiny_export, text, tmp_path):
+    for path in tiny_export.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    manifest = json.loads((tiny_export / "export.json").read_text())
+    manifest["source"]["fingerprint"] = "0" * 64
+    (tmp_path / "export.json").unlink()
+    (tmp_path / "export.json").write_text(json.dumps(manifest))
+    ran = llmc("eval", tiny_bundle, "--text", text, "--reference", tmp_path, *LIMITS)
+    assert ran.code == 2
+    assert "give the export of the same checkpoint" in ran.err
+
+
+def test_a_text_that_is_too_short_is_refused(llmc, tiny_bundle, tmp_path):
+    (tmp_path / "short.txt").write_text("A few words only.")
+    ran = llmc("eval", tiny_bundle, "--text", tmp_path / "short.txt", *LIMITS)
+    assert ran.code == 2
+    assert "too short" in ran.err

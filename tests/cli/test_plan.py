@@ -1,0 +1,118 @@
+"""``llmc plan``: every stage that lies ahead, what is missing, and what would fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmc.runtime.machine import Available
+
+MB = 1_000_000
+
+
+def stages(out: str) -> dict[str, dict]:
+    return {stage["stage"]: stage for stage in json.loads(out)["stages"]}
+
+
+@pytest.fixture
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: Available(64_000 * MB, "cgroup"))
+
+
+@pytest.mark.usefixtures("roomy")
+def test_a_checkpoint_has_three_stages_ahead_an_export_two_a_bundle_one(
+    llmc, tiny_checkpoint: Path, tiny_export: Path, tiny_bundle: Path
+):
+    assert list(stages(llmc("plan", tiny_checkpoint, "--json").out)) == ["export", "build", "run"]
+    assert list(stages(llmc("plan", tiny_export, "--json").out)) == ["build", "run"]
+    assert list(stages(llmc("plan", tiny_bundle, "--json").out)) == ["run"]
+
+
+@pytest.mark.usefixtures("roomy")
+def test_a_bundles_plan_is_the_one_its_export_was_promised(llmc, tiny_export: Path, tiny_bundle: Path):
+    promised = stages(llmc("plan", tiny_export, "--json", "--int8").out)["run"]
+    built = stages(llmc("plan", tiny_bundle, "--json").out)["run"]
+    assert built["parts"] == promised["parts"]
+    assert built["total"] == sum(built["parts"].values())
+
+
+@pytest.mark.usefixtures("roomy")
+def test_context_batch_and_precision_change_their_parts(llmc, tiny_export: Path):
+    def run(*arguments: object) -> dict[str, int]:
+        return stages(llmc("plan", tiny_export, "--json", *arguments).out)["run"]["parts"]
+
+    base = run("--context", 1024)
+    assert base["cache"] == 2 * 6 * 4 * 32 * 1024 * 4
+    assert run("--context", 512)["cache"] == base["cache"] // 2
+    assert run("--context", 1024, "--batch", 3)["cache"] == base["cache"] * 3
+    assert run("--context", 1024, "--int4")["weights"] < base["weights"]
+    assert run("--context", 1024, "--recipe", "int4")["weights"] < base["weights"]
+
+
+@pytest.mark.usefixtures("roomy")
+def test_the_table_shows_parts_peak_and_where_the_limit_comes_from(llmc, tiny_bundle: Path):
+    ran = llmc("plan", tiny_bundle)
+    assert (ran.code, ran.err) == (0, "")
+    assert "run 2048 tokens x 1" in ran.out
+    assert all(
+        part in ran.out for part in ("engine", "tokenizer", "weights", "embedding", "cache", "workspace", "fits")
+    )
+    assert ran.out.endswith("available: 64.00 GB (cgroup)\n")
+    assert llmc("plan", tiny_bundle, "--memory", "2GB").out.endswith("available: 2.00 GB (--memory)\n")
+
+
+def test_what_does_not_fit_exits_with_1_and_says_what_would(llmc, tiny_bundle: Path):
+    needed = stages(llmc("plan", tiny_bundle, "--json", "--memory", "64GB").out)["run"]["total"]
+    assert llmc("plan", tiny_bundle, "--memory", needed).code == 0
+    ran = llmc("plan", tiny_bundle, "--json", "--memory", needed - 1)
+    verdict = stages(ran.out)["run"]
+    assert (ran.code, verdict["fits"], verdict["missing"]) == (1, False, 1)
+    assert verdict["largest_context"] == 1024  # the last step but one
+    assert ran.err.startswith(f"llmc: error: {tiny_bundle}: to run it needs ")
+    assert "MB are missing; a context of 1024 tokens fits with a batch of 1: lower" in ran.err
+
+
+def test_every_stage_that_does_not_fit_is_named(llmc, tiny_checkpoint: Path):
+    ran = llmc("plan", tiny_checkpoint, "--memory", "1MB")
+    assert ran.code == 1
+    assert all(f"to {stage} it needs" in ran.err for stage in ("export", "build", "run"))
+
+
+@pytest.mark.parametrize("size", ["", "0", "-1", "2ZB", "GB", "1e9", "1,5GB", "nan", "many", "1.GB"])
+def test_a_size_that_is_none_is_wrong_usage(llmc, tiny_checkpoint: Path, size: str):
+    ran = llmc("plan", tiny_checkpoint, f"--memory={size}")
+    assert (ran.code, ran.out) == (2, "")
+    assert "is no size, expected for example 2GB, 1.5GiB or 800MB" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("800MB", 800 * MB), ("1.5GiB", 3 << 29), ("2gb", 2000 * MB), ("123456789", 123_456_789)]
+)
+def test_sizes_are_read_as_people_write_them(llmc, tiny_checkpoint: Path, size: str, expected: int):
+    assert json.loads(llmc("plan", tiny_checkpoint, "--json", "--memory", size).out)["available"] == expected
+
+
+def test_more_than_a_bundle_was_built_for_is_wrong_usage(llmc, tiny_bundle: Path):
+    for arguments, sentence in (
+        (["--context", 2049], "--context is 2049, the bundle was built for 2048; build with a larger --max-context"),
+        (["--batch", 2], "--batch is 2, the bundle was built for 1; build with a larger --max-batch"),
+        (["--int4"], "is built already, a precision or recipe is for an export or a checkpoint"),
+    ):
+        ran = llmc("plan", tiny_bundle, *arguments)
+        assert ran.code == 2
+        assert sentence in ran.err
+
+
+def test_a_folder_of_something_else_is_refused(llmc, tmp_path: Path):
+    ran = llmc("plan", tmp_path)
+    assert ran.code == 1
+    assert all(name in ran.err for name in ("llmc.json", "export.json", "config.json"))
+
+
+def test_an_export_that_does_not_fit_is_refused_before_it_begins(
+    llmc, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("llmc.runtime.memory.available_memory", lambda: 100 * MB)
+    ran = llmc("export", tiny_checkpoint, "-o", tmp_path / "out")
+    assert (ran.code, list(tmp_path.iterdir())) == (1, [])
+    assert "to export it needs" in ran.err

@@ -1,0 +1,133 @@
+"""The streamed decoder is the whole one, a part at a time, and broken files are refused by name."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmc.errors import CheckpointError
+from llmc.export.checkpoint import read_checkpoint
+from llmc.export.decoder import load_decoder
+from llmc.export.streaming import StreamedDecoder
+
+# Largest absolute difference of logits (up to 20) from transformers, as for the exported graph: sums in another order.
+LOGIT_TOLERANCE = 2e-4
+TOKENS = 20
+
+
+def ids() -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(1).integers(0, 96, (2, TOKENS)))
+
+
+def empty(geometry) -> torch.Tensor:
+    return torch.zeros(2, geometry.kv_heads, TOKENS, geometry.head_dim)
+
+
+@torch.inference_mode()
+def test_parts_equal_the_whole_decoder(case):
+    """The same modules with the same weights, read another way: bit for bit."""
+    streamed, whole = StreamedDecoder(case.export), load_decoder(read_checkpoint(case.checkpoint))
+    assert streamed.geometry == whole.config.geometry
+    x = streamed.embed(ids())
+    torch.testing.assert_close(x, whole.model.embed_tokens(ids()), rtol=0, atol=0)
+    start = torch.zeros(2, dtype=torch.int64)
+    for index, layer in enumerate(whole.model.layers):
+        cache = (empty(streamed.geometry), empty(streamed.geometry))
+        wanted, (keys, values) = layer(x, cache, start, whole.rotary_emb.inv_freq)
+        part = streamed.layer(index)
+        assert {parameter.dtype for parameter in part.parameters()} == {torch.float32}
+        found = streamed.run(part, x)
+        for one, other in zip(found, (wanted, keys, values), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        x = wanted
+    norm = streamed.norm()(x)
+    torch.testing.assert_close(norm, whole.model.norm(x), rtol=0, atol=0)
+
+
+@torch.inference_mode()
+def test_the_head_completes_the_logits(case):
+    streamed = StreamedDecoder(case.export)
+    assert streamed.head == ("model.embed_tokens.weight" if streamed.geometry.tied_head else "lm_head.weight")
+    x = streamed.embed(ids())
+    for index in range(streamed.geometry.layers):
+        x, _, _ = streamed.run(streamed.layer(index), x)
+    logits = streamed.norm()(x) @ streamed.rows(streamed.head).T
+    np.testing.assert_allclose(logits.numpy(), case.reference(ids().numpy()), atol=LOGIT_TOLERANCE)
+
+
+def test_rows_are_those_of_the_whole_tensor(window_case):
+    streamed = StreamedDecoder(window_case.export)
+    whole = streamed.rows("lm_head.weight")
+    assert (whole.shape, whole.dtype) == ((96, 64), torch.float32)
+    for span in [(0, 96), (5, 7), (90, 1000)]:
+        torch.testing.assert_close(streamed.rows("lm_head.weight", *span), whole[slice(*span)], rtol=0, atol=0)
+
+
+def test_a_planted_error_exceeds_the_tolerance(window_case):
+    streamed = StreamedDecoder(window_case.export)
+    with torch.inference_mode():
+        x = streamed.embed(ids())
+        for index in (0, 0):  # the first layer twice
+            x, _, _ = streamed.run(streamed.layer(index), x)
+        logits = streamed.norm()(x) @ streamed.rows(streamed.head).T
+    assert np.abs(logits.numpy() - window_case.reference(ids().numpy())).max() > LOGIT_TOLERANCE
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def export(window_case, tmp_path) -> Path:
+    """A copy, to be broken."""
+    return Path(shutil.copytree(window_case.export, tmp_path / "export"))
+
+
+def offset(folder: Path, name: str) -> int:
+    data = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    return 8 + size + json.loads(data[8 : 8 + size])[name]["data_offsets"][0]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_no_number_is_refused_by_name(export, value):
+    name = "model.layers.1.mlp.up_proj.weight"
+    with (export / "model.safetensors").open("r+b") as file:
+        file.seek(offset(export, name) + 400)
+        file.write(np.float32(value).tobytes())
+    streamed = StreamedDecoder(export)
+    streamed.layer(0)
+    with pytest.raises(CheckpointError, match=rf"{name} holds NaN or infinite weights .* get or save it again"):
+        streamed.layer(1)
+
+
+def test_a_file_that_shrinks_is_refused(export):
+    streamed = StreamedDecoder(export)
+    os.truncate(export / "model.safetensors", offset(export, "model.norm.weight") + 10)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: ends early; the file is truncated, copy it again"):
+        streamed.norm()
+
+
+def test_a_file_that_vanishes_is_refused(export):
+    streamed = StreamedDecoder(export)
+    (export / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read .* export the checkpoint again"):
+        streamed.embed(ids())
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]"], ids=["missing", "empty", "half", "list"])
+def test_an_export_without_a_sound_config_is_refused(export, content):
+    (export / "config.json").unlink()
+    if content is not None:
+        (export / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        StreamedDecoder(export)
+
+
+def test_a_truncated_shard_is_refused_before_anything_is_read(export):
+    os.truncate(export / "model.safetensors", 1000)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        StreamedDecoder(export)

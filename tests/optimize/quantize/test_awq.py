@@ -1,0 +1,180 @@
+"""AWQ measures the error of real outputs, never loses by scaling, and its clip is the best it tried."""
+
+import numpy as np
+import pytest
+import torch
+
+from llmc.errors import BuildError
+from llmc.optimize.quantize import awq, clip, rtn
+from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.quantize.statistics import Accumulator, InputStatistics
+
+# The same sum of squares by way of second moments and float32, and from inputs and outputs in float64.
+ERROR_TOLERANCE = 1e-4
+# Output error with the scales that were found over that without, for a layer with an outlier channel.
+SCALE_TOLERANCE = 0.8
+# Output error with the clip by output over that with the clip by weights.
+CLIP_TOLERANCE = 0.95
+
+GRIDS = [Grid(4, 32), Grid(4), Grid(4, 32, False), Grid(8, 32)]
+
+
+def plain(weights: np.ndarray, grid: Grid) -> np.ndarray:
+    """Weights rounded to nearest by :mod:`rtn`, in float64."""
+    return rtn.quantize(weights.astype(np.float32), grid, clip=False).dequantize().astype(np.float64)
+
+
+def real_error(layer, grid: Grid, scales: np.ndarray) -> float:
+    """Mean square of (X / s) Q(W s)^T - X W^T, from inputs and outputs."""
+    x, weights = layer.x.double().numpy(), layer.weights.double().numpy()
+    got = (x / scales) @ plain((layer.weights * torch.from_numpy(scales).float()).numpy(), grid).T
+    return float(np.square(got - x @ weights.T).sum() / len(x))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("alpha", [0.0, 0.4])
+def test_the_measure_is_the_error_of_the_outputs(layer, grid, alpha):
+    scales = layer.statistics.mean_abs.clamp(min=0.1) ** alpha
+    got = awq.output_error([layer.weights], layer.moment, [grid], scales)
+    assert got == pytest.approx(real_error(layer, grid, scales.double().numpy()), rel=ERROR_TOLERANCE)
+
+
+def test_a_moment_of_other_inputs_exceeds_the_error_tolerance(layer):
+    ones, other = torch.ones(96), layer.x[1:]
+    got = awq.output_error([layer.weights], other.T @ other / len(other), [Grid(4, 32)], ones)
+    assert got != pytest.approx(real_error(layer, Grid(4, 32), np.ones(96)), rel=ERROR_TOLERANCE)
+
+
+def transcribed(layer, grid: Grid, steps: int) -> float:
+    """The least error over the grid of alphas, with raw inputs and outputs, as in the authors' search."""
+    magnitudes, weights = np.abs(layer.x.double().numpy()).mean(0), np.abs(layer.weights.double().numpy())
+    magnitudes = np.maximum(magnitudes, 1e-4 * magnitudes.max())
+    width = grid.width(96)
+    largest = np.stack([weights[:, k - k % width : k - k % width + width].max(1) for k in range(96)], 1)
+    shares = (weights / largest).mean(0)
+    alphas = np.arange(steps) / steps
+    tried = [magnitudes**alpha / shares ** ((1 - alpha) * power) for alpha in alphas for power in (0, 1)]
+    errors = [real_error(layer, grid, scales / np.sqrt(scales.max() * scales.min())) for scales in tried]
+    return min([real_error(layer, grid, np.ones(96)), *errors])
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_the_search_finds_the_least_error_on_its_way(layer, grid):
+    found = awq.search_scales([layer.weights], layer.statistics, [grid], steps=10)
+    error = real_error(layer, grid, found.double().numpy())
+    assert error == pytest.approx(transcribed(layer, grid, 10), rel=ERROR_TOLERANCE)
+
+
+def scaled_share(layer, scales: torch.Tensor) -> float:
+    return real_error(layer, Grid(4, 32), scales.double().numpy()) / real_error(layer, Grid(4, 32), np.ones(96))
+
+
+def test_scales_serve_a_layer_with_an_outlier(layer):
+    assert scaled_share(layer, awq.search_scales([layer.weights], layer.statistics, [Grid(4, 32)])) < SCALE_TOLERANCE
+
+
+def test_inverse_scales_exceed_the_tolerance(layer):
+    found = awq.search_scales([layer.weights], layer.statistics, [Grid(4, 32)])
+    assert scaled_share(layer, 1 / found) > SCALE_TOLERANCE
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_scaling_never_does_worse_by_its_own_measure(layer, grid):
+    both, grids = [layer.weights, layer.weights.flip(0) * 3], [grid, Grid(8, 32)]
+    found = awq.search_scales(both, layer.statistics, grids, steps=5)
+    assert found.shape == (96,)
+    assert (found > 0).all()
+    moment = layer.moment
+    assert awq.output_error(both, moment, grids, found) <= awq.output_error(both, moment, grids, torch.ones(96))
+
+
+def test_weights_that_rounding_leaves_alone_are_not_scaled():
+    weights = torch.full((4, 32), 0.5)
+    accumulator = Accumulator(32)
+    accumulator.update(torch.rand(50, 32, generator=torch.Generator().manual_seed(0)))
+    found = awq.search_scales([-weights], accumulator.finish(), [Grid(4, 32)])
+    assert torch.equal(found, torch.ones(32))
+
+
+def test_inputs_that_were_never_seen_get_finite_scales():
+    accumulator = Accumulator(32)
+    accumulator.update(torch.zeros(5, 32))
+    found = awq.search_scales([torch.randn(4, 32)], accumulator.finish(), [Grid(4, 32)])
+    assert torch.equal(found, torch.ones(32))
+
+
+def test_scales_need_second_moments(layer):
+    without = InputStatistics(None, *(torch.ones(96),) * 3, 5)
+    with pytest.raises(BuildError, match="second moments"):
+        awq.search_scales([layer.weights], without, [Grid(4, 32)])
+
+
+# ------------------------------------------------------------------------------------------------------ the clip search
+
+
+def best_of_ratios(layer, grid: Grid) -> np.ndarray:
+    """Squared error of each group [N, groups] in the metric of its block, by trying every ratio in float64."""
+    width = grid.width(96)
+    best = np.full((24, grid.groups(96)), np.inf)
+    for n, group in np.ndindex(best.shape):
+        span = slice(group * width, group * width + width)
+        w, block = layer.weights[n, span].double().numpy(), layer.moment[span, span].double().numpy()
+        low, high = min(w.min(), 0), max(w.max(), 0)
+        scale = w[np.abs(w).argmax()] / grid.low if grid.symmetric else (high - low) / (grid.high - grid.low)
+        zero = 0 if grid.symmetric else np.clip(np.rint(grid.low - low / scale), grid.low, grid.high)
+        for ratio in rtn.CLIP_RATIOS[grid.bits]:
+            steps = np.clip(np.rint(w / (scale * ratio)), grid.low - zero, grid.high - zero)
+            rest = w - steps * (steps @ block @ w) / (steps @ block @ steps)
+            best[n, group] = min(best[n, group], rest @ block @ rest)
+    return best
+
+
+def block_errors(layer, dequantized: np.ndarray, grid: Grid) -> np.ndarray:
+    width = grid.width(96)
+    change, moment = dequantized.astype(np.float64) - layer.weights.double().numpy(), layer.moment.double().numpy()
+    spans = [slice(start, start + width) for start in range(0, 96, width)]
+    return np.stack([((change[:, s] @ moment[s, s]) * change[:, s]).sum(1) for s in spans], 1)
+
+
+@pytest.mark.parametrize("grid", [*GRIDS, Grid(4, 64)], ids=str)
+def test_the_clip_of_each_group_is_the_best_of_all_ratios(layer, grid):
+    found = block_errors(layer, awq.quantize(layer.weights, layer.moment, grid).dequantize(), grid)
+    np.testing.assert_allclose(found.sum(), best_of_ratios(layer, grid).sum(), rtol=ERROR_TOLERANCE * 10)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_clip_by_weights_is_not_the_best(layer, grid):
+    found = block_errors(layer, rtn.quantize(layer.weights.numpy(), grid).dequantize(), grid)
+    assert found.sum() > (1 + ERROR_TOLERANCE * 10) * best_of_ratios(layer, grid).sum()
+
+
+@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 32, False)], ids=str)
+def test_the_clip_by_output_serves_outputs_better_than_that_by_weights(layer, grid):
+    by_output = awq.quantize(layer.weights, layer.moment, grid)
+    by_weights = rtn.quantize(layer.weights.numpy(), grid)
+    assert layer.error(by_output) < CLIP_TOLERANCE * layer.error(by_weights)
+    told_nothing = awq.quantize(layer.weights, torch.eye(96), grid)
+    assert layer.error(told_nothing) > CLIP_TOLERANCE * layer.error(by_weights)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_pruned_weights_stay_zero(layer, grid):
+    mask = (torch.arange(24)[:, None] + torch.arange(96)) % 4 < 2
+    found = awq.quantize(layer.weights, layer.moment, grid, mask=mask)
+    assert not found.dequantize()[~mask.numpy()].any()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_without_correlation_the_search_is_that_of_rounding_to_nearest(layer, grid):
+    steps, scales, zeros = clip.search(layer.weights, torch.eye(96), grid)
+    wanted = rtn.quantize(layer.weights.numpy(), grid)
+    found = clip.quantized(steps, scales, zeros, grid)
+    np.testing.assert_array_equal(found.values, wanted.values)
+    np.testing.assert_allclose(found.scales, wanted.scales, rtol=ERROR_TOLERANCE)
+    np.testing.assert_array_equal(found.zero_points, wanted.zero_points)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_rounding_on_the_whole_range_is_that_of_rounding_to_nearest(layer, grid):
+    wanted = plain(layer.weights.numpy(), grid)
+    np.testing.assert_allclose(clip.rounded(layer.weights, grid), wanted, rtol=ERROR_TOLERANCE)

@@ -1,0 +1,229 @@
+"""Integers are laid out as ONNX Runtime's kernels read them, and come back as they were."""
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from llmc.optimize.quantize.grid import (
+    Grid,
+    Quantized,
+    pack_blocks,
+    pack_zero_points,
+    unpack_blocks,
+    unpack_zero_points,
+)
+
+# MatMulNBits sums up to 300 products in float32 in an order of its own; by bits, as 8 give integers 16 times as large.
+SUM_TOLERANCE = {4: 1e-5, 8: 2e-4}
+
+GRIDS = [Grid(bits, block) for bits in (4, 8) for block in (32, 64, 128, 256)]
+ASYMMETRIC = [Grid(grid.bits, grid.block, symmetric=False) for grid in GRIDS]
+# Narrower than a block, several blocks, a short last block, an odd number of inputs.
+SHAPES = [(1, 1), (3, 31), (5, 33), (2, 128), (7, 257), (4, 300)]
+
+
+def integers(grid: Grid, shape: tuple[int, int], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(grid.low, grid.high + 1, shape).astype(np.int8)
+
+
+def quantized(grid: Grid, shape: tuple[int, int]) -> Quantized:
+    """Any integers and zero points, and scales of both signs, one of them 0."""
+    groups = (shape[0], grid.groups(shape[1]))
+    scales = np.random.default_rng(1).normal(0, 0.01, groups).astype(np.float32)
+    scales[0, 0] = 0
+    return Quantized(integers(grid, shape), scales, grid, None if grid.symmetric else integers(grid, groups, seed=2))
+
+
+# ----------------------------------------------------------------------------------------------------- what they mean
+
+
+@pytest.mark.parametrize(("bits", "low", "high"), [(4, -8, 7), (8, -128, 127)])
+def test_a_grid_has_one_more_negative_integer(bits, low, high):
+    assert (Grid(bits).low, Grid(bits).high) == (low, high)
+
+
+def test_block_0_is_a_whole_row():
+    assert (Grid(8).width(300), Grid(8).groups(300)) == (300, 1)
+    assert (Grid(4, 128).width(300), Grid(4, 128).groups(300)) == (128, 3)
+
+
+def meaning(q: Quantized, n: int, k: int) -> np.float32:
+    """What one integer stands for."""
+    group = k // q.grid.width(q.values.shape[1])
+    zero = 0 if q.zero_points is None else int(q.zero_points[n, group])
+    return np.float32(int(q.values[n, k]) - zero) * q.scales[n, group]
+
+
+@pytest.mark.parametrize("grid", [*GRIDS, *ASYMMETRIC, Grid(8), Grid(4), Grid(8, 0, False), Grid(4, 0, False)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dequantize_takes_scale_and_zero_point_of_each_integers_group(grid, shape):
+    q = quantized(grid, shape)
+    wanted = [[meaning(q, n, k) for k in range(shape[1])] for n in range(shape[0])]
+    assert q.dequantize().dtype == np.float32
+    np.testing.assert_array_equal(q.dequantize(), np.array(wanted, np.float32))
+
+
+# ---------------------------------------------------------------------------------------------------- how they are laid
+
+
+@st.composite
+def matrices(draw) -> tuple[Grid, np.ndarray]:
+    grid = draw(st.sampled_from(GRIDS))
+    shape = draw(st.tuples(st.integers(1, 5), st.integers(1, 2 * grid.block + 3)))
+    return grid, draw(arrays.arrays(np.int8, shape, elements=st.integers(grid.low, grid.high), fill=st.just(grid.low)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(matrices())
+def test_packing_and_unpacking_give_back_the_integers(case):
+    grid, values = case
+    packed = pack_blocks(values, grid)
+    rows, inputs = values.shape
+    assert packed.dtype == np.uint8
+    assert packed.shape == (rows, -(-inputs // grid.block), grid.block * grid.bits // 8)
+    np.testing.assert_array_equal(unpack_blocks(packed, grid, inputs), values)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from([4, 8]), st.integers(1, 5), st.integers(1, 9), st.data())
+def test_packing_and_unpacking_give_back_the_zero_points(bits, rows, groups, data):
+    grid = Grid(bits, 32, symmetric=False)
+    zeros = data.draw(arrays.arrays(np.int8, (rows, groups), elements=st.integers(grid.low, grid.high)))
+    packed = pack_zero_points(zeros, grid)
+    assert packed.dtype == np.uint8
+    assert packed.shape == (rows, -(-groups * bits // 8))
+    np.testing.assert_array_equal(unpack_zero_points(packed, grid, groups), zeros)
+
+
+def test_the_first_of_two_zero_points_is_the_low_nibble():
+    packed = pack_zero_points(np.array([[-8, 7, 1]], np.int8), Grid(4, 32, symmetric=False))
+    assert packed.tolist() == [[0xF0, 0x89]]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_padding_stands_for_zero(bits):
+    grid = Grid(bits, 32)
+    packed = pack_blocks(integers(grid, (3, 33)), grid)
+    assert not unpack_blocks(packed, grid, 64)[:, 33:].any()
+
+
+def test_the_first_of_two_nibbles_is_the_low_one():
+    packed = pack_blocks(np.array([[-8, 7, 0, -1]], np.int8), Grid(4, 32))
+    assert packed[0, 0, :3].tolist() == [0xF0, 0x78, 0x88]
+
+
+def test_bytes_are_offset_by_128():
+    assert pack_blocks(np.array([[-128, 0, 127]], np.int8), Grid(8, 32))[0, 0, :4].tolist() == [0, 128, 255, 128]
+
+
+# ----------------------------------------------------------------------------------------- as ONNX Runtime reads them
+
+
+def one_node(op_type: str, feeds: dict[str, np.ndarray], constants, open_session, **attributes) -> np.ndarray:
+    """Run a single operator of ONNX Runtime's on ``feeds`` and ``constants``, in order."""
+    helper = onnx.helper
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in feeds.items()
+    ]
+    output = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    node = helper.make_node(op_type, [*feeds, *constants], ["y"], domain="com.microsoft", **attributes)
+    held = [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph([node], "one_node", inputs, [output], held)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return open_session(model.SerializeToString()).run(None, feeds)[0]
+
+
+def product(q: Quantized, packed: np.ndarray, x: np.ndarray, session, accuracy_level: int) -> np.ndarray:
+    """x @ W.T by MatMulNBits, in float arithmetic (level 0) or in integers, with x as int8 in blocks (level 4)."""
+    rows, inputs = q.values.shape
+    sizes = {"K": inputs, "N": rows, "bits": q.grid.bits, "block_size": q.grid.block, "accuracy_level": accuracy_level}
+    constants = {"packed": packed, "scales": q.scales}
+    if q.zero_points is not None:
+        constants["zeros"] = pack_zero_points(q.zero_points, q.grid)
+    return one_node("MatMulNBits", {"x": x}, constants, session, **sizes)
+
+
+def activations(q: Quantized) -> np.ndarray:
+    """Inputs [2, K] that blocks of int8 hold exactly: integers of up to 127 over 64, with a 127 in each block."""
+    x = np.random.default_rng(2).integers(-127, 128, (2, q.values.shape[1])).astype(np.float32)
+    x[:, :: q.grid.block] = 127
+    return x / 64
+
+
+@pytest.mark.parametrize("level", [0, 4])
+@pytest.mark.parametrize("grid", [*GRIDS, *ASYMMETRIC], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matmulnbits_multiplies_by_what_the_integers_stand_for(session, grid, shape, level):
+    q = quantized(grid, shape)
+    x = activations(q)
+    np.testing.assert_allclose(
+        product(q, pack_blocks(q.values, grid), x, session, level),
+        x @ q.dequantize().T,
+        atol=SUM_TOLERANCE[grid.bits],
+        rtol=0,
+    )
+
+
+@pytest.mark.parametrize("grid", [*GRIDS, *ASYMMETRIC], ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] > 31], ids=str)
+def test_gatherblockquantized_reads_what_the_integers_stand_for(session, grid, shape):
+    q = quantized(grid, shape)
+    rows = np.array([shape[0] - 1, 0, 1], np.int64)
+    # Rows are flat: zero points of 4 bits, two to a byte, are taken in that form only.
+    flat = pack_blocks(q.values, grid).reshape(shape[0], -1)
+    constants = {"scales": q.scales}
+    if q.zero_points is not None:
+        constants["zeros"] = pack_zero_points(q.zero_points, grid)
+    options = {"bits": grid.bits, "block_size": grid.block, "gather_axis": 0, "quantize_axis": 1}
+    got = one_node("GatherBlockQuantized", {"packed": flat, "rows": rows} | constants, {}, session, **options)
+    np.testing.assert_array_equal(got[:, : shape[1]], q.dequantize()[rows])
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] > 31], ids=str)
+def test_gatherblockquantized_reads_symmetric_blocks_as_matmulnbits_holds_them(session, grid, shape):
+    q = quantized(grid, shape)
+    rows = np.array([shape[0] - 1, 0, 1], np.int64)
+    feeds = {"packed": pack_blocks(q.values, grid), "rows": rows, "scales": q.scales[..., None]}
+    options = {"bits": grid.bits, "block_size": grid.block, "gather_axis": 0, "quantize_axis": 2}
+    got = one_node("GatherBlockQuantized", feeds, {}, session, **options).reshape(3, -1)[:, : shape[1]]
+    np.testing.assert_array_equal(got, q.dequantize()[rows])
+
+
+def nibbles_exchanged(packed: np.ndarray) -> np.ndarray:
+    return packed >> 4 | packed << 4
+
+
+def off_by_one(packed: np.ndarray) -> np.ndarray:
+    return packed + np.uint8(1)
+
+
+def blocks_exchanged(packed: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(packed[:, ::-1])
+
+
+@pytest.mark.parametrize("plant", [nibbles_exchanged, off_by_one, blocks_exchanged])
+@pytest.mark.parametrize("level", [0, 4])
+def test_a_planted_error_exceeds_the_sum_tolerance(session, plant, level):
+    grid, shape = Grid(4, 32), (3, 64)
+    q = quantized(grid, shape)
+    x = activations(q)
+    got = product(q, plant(pack_blocks(q.values, grid)), x, session, level)
+    assert np.abs(got - x @ q.dequantize().T).max() > SUM_TOLERANCE[grid.bits]
+
+
+@pytest.mark.parametrize("plant", [nibbles_exchanged, off_by_one])
+@pytest.mark.parametrize("level", [0, 4])
+def test_a_planted_error_in_zero_points_exceeds_the_sum_tolerance(session, plant, level, monkeypatch):
+    grid, shape = Grid(4, 32, symmetric=False), (3, 64)
+    q = quantized(grid, shape)
+    x = activations(q)
+    planted = plant(pack_zero_points(q.zero_points, grid))
+    monkeypatch.setitem(product.__globals__, "pack_zero_points", lambda *_: planted)
+    got = product(q, pack_blocks(q.values, grid), x, session, level)
+    assert np.abs(got - x @ q.dequantize().T).max() > SUM_TOLERANCE[grid.bits]

@@ -1,0 +1,66 @@
+"""Scales of the int8 cache cover what calibration saw, and nothing senseless becomes one."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from llmc.errors import BuildError
+from llmc.optimize.quantize import kv_cache
+
+# Half a step, and the rounding of a product in float32.
+HALF_STEP = 0.50001
+
+ranges = arrays.arrays(
+    np.float32, st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.floats(0, 1024, width=32)
+)
+
+
+def round_trip_error(values: np.ndarray, scales: np.ndarray) -> float:
+    """Largest error of int8 values, in steps."""
+    integers = np.clip(np.rint(values / scales), -127, 127)
+    return float((np.abs(integers * scales - values) / scales).max())
+
+
+@settings(deadline=None)
+@given(ranges, st.booleans())
+def test_values_in_range_come_back_within_half_a_step(absmax, per_channel):
+    scales = kv_cache.scales(absmax, per_channel=per_channel)
+    assert scales.dtype == np.float32
+    assert scales.shape == (absmax.shape if per_channel else (1,))
+    for share in (1, -1, 0.3):
+        assert round_trip_error(absmax * np.float32(share), scales) <= HALF_STEP
+
+
+def test_a_scale_of_another_channel_exceeds_half_a_step():
+    absmax = np.array([[1.0, 10.0]], np.float32)
+    scales = kv_cache.scales(absmax, per_channel=True)
+    assert round_trip_error(absmax, scales[:, ::-1]) > HALF_STEP
+
+
+def test_each_channel_has_its_own_range_and_a_tensor_the_largest():
+    absmax = np.array([[127, 254], [12.7, 0.127]], np.float32)
+    np.testing.assert_allclose(kv_cache.scales(absmax, per_channel=True), [[1, 2], [0.1, 0.001]], rtol=1e-6)
+    assert kv_cache.scales(absmax, per_channel=False).tolist() == [2]
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_a_channel_that_was_zero_gets_a_scale_that_divides(per_channel):
+    scales = kv_cache.scales(np.zeros((2, 4), np.float32), per_channel=per_channel)
+    assert (scales > 0).all()
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+def test_senseless_ranges_are_refused(value, per_channel):
+    absmax = np.ones((2, 4), np.float32)
+    absmax[1, 2] = value
+    with pytest.raises(BuildError, match="calibrate again"):
+        kv_cache.scales(absmax, per_channel=per_channel)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_missing_ranges_are_refused(shape):
+    with pytest.raises(BuildError, match="calibrate again"):
+        kv_cache.scales(np.ones(shape, np.float32), per_channel=True)

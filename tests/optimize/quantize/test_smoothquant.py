@@ -1,0 +1,98 @@
+"""SmoothQuant changes no product of matrices, and takes the paper's scales."""
+
+import numpy as np
+import pytest
+import torch
+
+from llmc.errors import BuildError
+from llmc.optimize.quantize import smoothquant
+
+# A power and a quotient in float32.
+SCALE_TOLERANCE = 1e-5
+# Error of W8A8 with one activation scale, smoothed over unsmoothed, for one channel 50 times as large as the others.
+OUTLIER_TOLERANCE = 0.2
+
+
+def layer(seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Inputs [200, 64] with an outlier channel, and two weights that read them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(200, 64, generator=generator)
+    x[:, 5] *= 50
+    return x, [torch.randn(rows, 64, generator=generator) * 0.02 for rows in (48, 16)]
+
+
+def transcribed(x: torch.Tensor, weights: list[torch.Tensor], alpha: float) -> list[float]:
+    """Equation 4 of the paper, a channel at a time in Python's float64."""
+    found = []
+    for channel in range(x.shape[1]):
+        activation = max(abs(float(value)) for value in x[:, channel])
+        weight = max(abs(float(value)) for matrix in weights for value in matrix[:, channel])
+        found.append(activation**alpha / weight ** (1 - alpha))
+    return found
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.75, 1.0])
+def test_scales_are_the_papers(alpha):
+    x, weights = layer()
+    got = smoothquant.scales(x.abs().amax(0), weights, alpha=alpha)
+    np.testing.assert_allclose(got.numpy(), transcribed(x, weights, alpha), rtol=SCALE_TOLERANCE)
+
+
+def test_another_alpha_exceeds_the_scale_tolerance():
+    x, weights = layer()
+    got = smoothquant.scales(x.abs().amax(0), weights, alpha=0.5).numpy()
+    assert not np.allclose(got, transcribed(x, weights, 0.5001), rtol=SCALE_TOLERANCE)
+
+
+def w8a8_error(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> float:
+    """Mean square error of the output with int8 rows of the weight and one activation scale for all."""
+    smooth, scaled = x / scales, weight * scales
+    step, steps = smooth.abs().max() / 127, scaled.abs().amax(1, keepdim=True) / 127
+    y = (smooth / step).round() * step @ ((scaled / steps).round() * steps).T
+    return float((y - x @ weight.T).square().mean())
+
+
+def smoothed_share(scales: torch.Tensor) -> float:
+    x, weights = layer()
+    weight = torch.cat(weights)
+    return w8a8_error(x, weight, scales) / w8a8_error(x, weight, torch.ones(64))
+
+
+def test_smoothing_serves_activations_with_an_outlier():
+    x, weights = layer()
+    assert smoothed_share(smoothquant.scales(x.abs().amax(0), weights)) < OUTLIER_TOLERANCE
+
+
+def test_inverse_scales_exceed_the_outlier_tolerance():
+    x, weights = layer()
+    assert smoothed_share(1 / smoothquant.scales(x.abs().amax(0), weights)) > OUTLIER_TOLERANCE
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_dead_channels_keep_scale_1_and_none_goes_out_of_range(alpha):
+    x, weights = layer()
+    x[:, 3] = 0
+    weights = [weight.clone() for weight in weights]
+    for weight in weights:
+        weight[:, 7] = 0
+    x[:, 9] = 1e30
+    got = smoothquant.scales(x.abs().amax(0), weights, alpha=alpha)
+    assert got[3] == got[7] == 1
+    assert got.min() >= 1 / smoothquant.LARGEST_SCALE
+    assert got.max() <= smoothquant.LARGEST_SCALE
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_senseless_ranges_are_refused(value):
+    x, weights = layer()
+    absmax = x.abs().amax(0)
+    absmax[2] = value
+    with pytest.raises(BuildError, match="calibrate again"):
+        smoothquant.scales(absmax, weights)
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
+def test_an_alpha_out_of_range_is_refused(alpha):
+    x, weights = layer()
+    with pytest.raises(BuildError, match=r"expected 0 \.\.\. 1"):
+        smoothquant.scales(x.abs().amax(0), weights, alpha=alpha)

@@ -1,0 +1,140 @@
+"""A build that calibrates: stopped anywhere it publishes nothing, and the next one goes on and ends the same."""
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmc.bundle import verify_files
+from llmc.errors import ResourceError, UsageError
+from llmc.export.streaming import StreamedDecoder
+from llmc.optimize.build import BuildReport, build
+from llmc.optimize.calibrated import Store
+from llmc.optimize.calibration import CalibrationRequest
+from llmc.optimize.progress import Progress, silent
+from llmc.optimize.recipe import Request
+
+RECIPE = Request(
+    precision="int4",
+    scheme="gptq",
+    block_size=32,
+    symmetric=False,
+    head="int8",
+    smoothing=0.5,
+    activations="static",
+    layers={"*.v_proj": "int8"},
+    max_context=64,
+    compiled=False,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path) -> Path:
+    """A cache of this test's own, and one thread, since the machine may be shared."""
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("llmc.optimize.calibrate.usable_threads", lambda: 1)
+    return tmp_path / "cache"
+
+
+class Reads(StreamedDecoder):
+    """Notes which layers are read."""
+
+    layers: list[int] = []  # noqa: RUF012
+
+    def layer(self, index: int) -> Any:
+        self.layers.append(index)
+        return super().layer(index)
+
+
+@pytest.fixture
+def reads() -> list[int]:
+    """Layers that were read by any decoder since the test began."""
+    Reads.layers.clear()
+    return Reads.layers
+
+
+@pytest.fixture
+def start(tiny_export, tiny_checkpoint, tmp_path):
+    """Builds the small model with calibration."""
+    text = tiny_checkpoint.parent / "validation.txt"
+
+    def run(recipe: Request = RECIPE, progress: Progress = silent, name: str = "bundle") -> BuildReport:
+        calibration = CalibrationRequest(Reads, text, samples=2, length=32)
+        return build(tiny_export, tmp_path / "out" / name, recipe=recipe, calibration=calibration, progress=progress)
+
+    return run
+
+
+def interrupting(step: str, at: float) -> Progress:
+    def progress(name: str, fraction: float | None = None, /) -> None:
+        if name.startswith(step) and (fraction is None or fraction >= at):
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_a_build_that_is_stopped_publishes_nothing_and_the_next_one_goes_on(start, reads, tmp_path):
+    layers = 0
+    for step, at in [("calibrating", 0.3), ("calibrating", 0.6), ("lowering", 0.5), ("hashing", 0)]:
+        with pytest.raises(KeyboardInterrupt):
+            start(progress=interrupting(step, at))
+        assert not (tmp_path / "out").exists()
+        assert reads == list(range(len(reads)))  # no layer is decided twice
+        assert len(reads) >= layers
+        layers = len(reads)
+    resumed = start(name="resumed")
+    assert reads == list(range(resumed.manifest.geometry.layers))
+    Reads.layers.clear()
+    again = start(name="again")
+    assert reads == []
+    assert again.manifest.files == resumed.manifest.files
+    assert again.manifest.recipe.calibration == resumed.manifest.recipe.calibration
+    assert resumed.manifest.recipe.calibration.text == "validation.txt"
+    assert not resumed.manifest.recipe.calibration.default
+
+
+def test_a_resumed_build_is_the_one_that_was_never_stopped(start, monkeypatch, tmp_path, own_cache):
+    with pytest.raises(KeyboardInterrupt):
+        start(progress=interrupting("calibrating", 0.5))
+    resumed = start(name="resumed").manifest
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "another"))
+    assert start(name="whole").manifest.files == resumed.files
+    assert list(verify_files(tmp_path / "out" / "resumed", resumed)) == list(resumed.files)
+
+
+def test_a_full_disk_in_calibration_is_said_and_publishes_nothing(start, reads, monkeypatch, tmp_path):
+    write = Store.write
+
+    def full(store: Store, part: str, arrays: Any) -> None:
+        if part == "layer-001":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(store, part, arrays)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "write", full)
+        with pytest.raises(ResourceError, match="the disk of the cache is full; free some"):
+            start()
+    assert not (tmp_path / "out").exists()
+    reads.clear()
+    start()
+    assert reads[0] == 1
+
+
+def test_broken_results_are_calibrated_anew(start, own_cache, reads):
+    with pytest.raises(KeyboardInterrupt):
+        start(progress=interrupting("lowering", 0))
+    [folder] = (own_cache / "calibration").iterdir()
+    (folder / "layer-000.npz").write_bytes(b"broken")
+    reads.clear()
+    start()
+    assert reads  # layers were read again
+    assert (folder / "layer-000.npz").stat().st_size > len(b"broken")
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_calibration(start, reads, tmp_path):
+    with pytest.raises(UsageError, match=r"layers: '\*.w_proj' matches no linear of this model"):
+        start(replace(RECIPE, layers={"*.w_proj": "int8"}))
+    assert reads == []
+    assert not (tmp_path / "out").exists()

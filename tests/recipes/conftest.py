@@ -1,0 +1,66 @@
+"""What the tests of recipes need: benchmark scripts as modules, and an export of every family."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
+# Of the random checkpoints one per family: biases, wide heads in a window, a window in one layer, a tied head.
+CASE_OF_FAMILY = {
+    "llama": "llama-biases",
+    "mistral": "mistral-window-wide-heads",
+    "qwen2": "qwen2-window-in-second-layer",
+    "qwen3": "qwen3-tied-sharded",
+}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import a benchmark script; what it left in ``sys.modules`` is forgotten afterwards.
+
+    The benchmarks are plain scripts that import each other from their own folder.
+    """
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for path in BENCHMARKS.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return importlib.import_module
+
+
+def random_checkpoints() -> ModuleType:
+    """The random checkpoints of the export's tests; test folders are no packages, so a module is loaded by its path."""
+    name = "llmc_random_checkpoints"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "export" / "conftest.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def write_character_tokenizer(folder: Path, vocab_size: int) -> None:
+    """One token per character, so that a text can be read."""
+    from tokenizers import Tokenizer, models
+
+    characters = ["\n", *map(chr, range(32, 127))][:vocab_size]
+    Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="?")).save(
+        str(folder / "tokenizer.json")
+    )
+
+
+@pytest.fixture(scope="session", params=CASE_OF_FAMILY)
+def family_export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of random weights that can read text, for each family in turn."""
+    import torch
+
+    from llmc.export import export
+
+    torch.set_num_threads(1)  # the machine may be shared, and the models are tiny
+    folder, source = tmp_path_factory.mktemp(request.param), random_checkpoints()
+    source.write_random_checkpoint(source.CASES[CASE_OF_FAMILY[request.param]], folder / "checkpoint")
+    write_character_tokenizer(folder / "checkpoint", source.BASE["vocab_size"])
+    return export(folder / "checkpoint", folder / "export").output

@@ -1,0 +1,232 @@
+"""Recipes: each is understood, builds for every family, and costs on the small model what it says.
+
+The figures are of the first windows of the small model's validation text, after calibrating on its calibration text:
+the same windows that ``recipes/benchmarks/quality_per_bit.py`` compares with llama.cpp.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.bundle import Budget, Quality
+from llmc.errors import UsageError
+from llmc.optimize.build import build
+from llmc.optimize.calibration import CalibrationRequest
+from llmc.optimize.calibration_text import CalibrationSamples
+from llmc.optimize.evaluate import evaluate
+from llmc.optimize.recipe import Expected, needs_calibration, read_recipe, resolve
+from llmc.optimize.targets import capabilities
+from llmc.runtime import load
+from llmc.runtime.selftest import replay
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+RECIPES = sorted(FOLDER.glob("*.toml"))
+NAMES = {"int8", "int4", "int4-balanced", "int4-small-memory", "quality-first", "w8a8-static"}
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+def test_the_common_choices_have_a_recipe():
+    assert {path.stem for path in RECIPES} == NAMES
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_understood_and_says_what_it_is_for(path: Path):
+    request = read_recipe(path)
+    recipe, _ = resolve(request, capabilities("cpu"), 2048, path.stem, calibrated=True)
+    assert recipe.name == path.stem
+    assert request.description.endswith(".")
+    assert request.expected is not None
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_serves_every_model(path: Path):
+    """A budget or a limit that suits one model would fail the build of another one."""
+    request = read_recipe(path)
+    assert (request.budget or Budget()) == Budget()
+    assert (request.max_context, request.max_batch, request.prefill_chunk) == (None, None, None)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_whether_a_recipe_calibrates_does_not_depend_on_a_text(path: Path):
+    """A recipe that left its scheme open would build something else as soon as somebody gives a text."""
+    with_text, without = (resolve(read_recipe(path), capabilities("cpu"), 2048, "", flag)[0] for flag in (True, False))
+    assert with_text == without
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_misspelt_key_is_refused_with_the_right_one(path: Path, tmp_path: Path):
+    text = path.read_text(encoding="utf-8")
+    keys = re.findall(r"^(\w+) =", text, re.M)
+    assert len(keys) > 4
+    for key in keys:
+        wrong = tmp_path / "wrong.toml"
+        wrong.write_text(re.sub(rf"^{key} =", f"{key}x =", text, flags=re.M))
+        with pytest.raises(UsageError, match=rf"unknown key '{key}x'; did you mean '{key}'"):
+            read_recipe(wrong)
+
+
+def rows_of_the_table() -> dict[str, tuple[str, ...]]:
+    """The table of recipes in their README: name -> memory, prefill KL, decode KL and agreement, as printed."""
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| ([\d.]+ MB) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+ %) \|$", text, re.M)
+    return {name: tuple(figures) for name, *figures in rows}
+
+
+def printed(expected: Expected) -> tuple[str, ...]:
+    agreement = f"{100 * expected.decode_top1_agreement:.1f} %"
+    return f"{expected.prefill_mean_kl:.5f}", f"{expected.decode_mean_kl:.5f}", agreement
+
+
+def test_the_table_of_recipes_holds_what_the_recipes_expect():
+    figures = {name: row[1:] for name, row in rows_of_the_table().items()}
+    assert figures == {path.stem: printed(read_recipe(path).expected) for path in RECIPES}
+
+
+# ------------------------------------------------------------------------------------------------------- every family
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> Iterator[None]:
+    """On a shared machine torch's threads wait for each other most of the time, and the models are tiny."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmc.optimize.calibrate.usable_threads", lambda: 1)
+        yield
+
+
+def decoder(export: Path, device: str) -> Any:
+    from llmc.export.streaming import StreamedDecoder
+
+    return StreamedDecoder(export, device)
+
+
+def build_recipe(path: Path, export: Path, output: Path, calibration: CalibrationRequest) -> Path:
+    """Build a shipped recipe, calibrated if it wants to be."""
+    recipe, _ = resolve(read_recipe(path), capabilities("cpu"), 2048, path.stem)
+    return build(export, output, recipe=path, calibration=calibration if needs_calibration(recipe) else None).output
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_builds_verifies_and_generates_for_every_family(
+    path: Path, family_export: Path, tmp_path: Path, tiny_checkpoint: Path
+):
+    request = CalibrationRequest(decoder, tiny_checkpoint.parent / "calibration.txt", samples=8, length=16)
+    output = build_recipe(path, family_export, tmp_path / "bundle", request)
+    with load(output, threads=1) as model:
+        assert model.manifest.recipe.name == path.stem
+        report = replay(model)
+        assert report.equal_tokens == report.tokens > 0
+        assert len(model.generate("def f(x):", max_tokens=5, temperature=0, ignore_eos=True).token_ids) == 5
+
+
+# -------------------------------------------------------------------------------------------- costs, on the small model
+
+# What the figures in the recipes and in their README are of. 142 samples instead lower the KL of int4 by 2 %.
+CALIBRATION_SAMPLES, CALIBRATION_LENGTH = 32, 256
+WINDOWS, WINDOW = 24, 256
+
+# Another CPU adds float32 in another order and rounds activations in other places (a machine without VNNI has other
+# kernels), and GPTQ hands every rounding on to what follows. Calibrating with torch's AVX2 kernels instead of AVX-512
+# moved the KL by 3 % and the agreement by 0.004.
+SAME_KL = 0.10
+SAME_AGREEMENT = 0.01
+# The issue's bars, in nats per token. llama.cpp's Q4_0 with all matrices in 4.5 bits has 0.0274 on these windows
+# (recipes/benchmarks/quality_per_bit.py); four bits in blocks of 128 are 4.25 and may have 0.8 of that.
+INT8_KL = 0.0008
+INT4_KL = 0.8 * 0.0274
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A bundle of the small model: its quality, and the bytes of its graphs' weights."""
+
+    quality: Quality
+    weight_bytes: int
+
+
+Measure = Callable[[str], Measured]
+
+
+@pytest.fixture(scope="session")
+def measured(
+    tiny_export: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None
+) -> Measure:
+    """Builds the small model by the recipe of a name and judges it, once."""
+    folder, texts = tmp_path_factory.mktemp("recipes"), tiny_checkpoint.parent
+    text = (texts / "validation.txt").read_text(encoding="utf-8")
+    request = CalibrationRequest(decoder, texts / "calibration.txt", CALIBRATION_SAMPLES, CALIBRATION_LENGTH)
+
+    @cache
+    def measure(name: str) -> Measured:
+        output = build_recipe(FOLDER / f"{name}.toml", tiny_export, folder / name, request)
+        with load(output, threads=1, self_test=False) as model:
+            ids = model.tokenizer.encode(text, add_special_tokens=False)[: WINDOWS * WINDOW]
+            windows = CalibrationSamples(np.reshape(ids, (WINDOWS, WINDOW)), "validation", "", False, len(ids))
+            found = evaluate(model, windows, reference=tiny_export, cache=folder / "reference", greedy=False)
+            graphs = {graph.file: graph.weight_bytes for graph in model.manifest.graphs.values()}
+        return Measured(found.quality, sum(graphs.values()))
+
+    return measure
+
+
+def as_expected(quality: Quality, expected: Expected) -> bool:
+    prefill, decode = quality.phases["prefill"], quality.phases["decode"]
+    return (
+        prefill.mean_kl == pytest.approx(expected.prefill_mean_kl, rel=SAME_KL)
+        and decode.mean_kl == pytest.approx(expected.decode_mean_kl, rel=SAME_KL)
+        and decode.top1_agreement == pytest.approx(expected.decode_top1_agreement, abs=SAME_AGREEMENT)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_costs_what_it_says(measured: Measure, path: Path):
+    quality = measured(path.stem).quality
+    assert as_expected(quality, read_recipe(path).expected), quality.phases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_takes_the_memory_that_the_table_says(measured: Measure, path: Path):
+    assert rows_of_the_table()[path.stem][0] == f"{measured(path.stem).weight_bytes / 1e6:.1f} MB"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_expectations_of_another_recipe_are_not_met(measured: Measure, path: Path):
+    others = [read_recipe(other).expected for other in RECIPES if other != path]
+    assert [expected for expected in others if as_expected(measured(path.stem).quality, expected)] == []
+
+
+@pytest.mark.slow
+def test_int8_stays_within_its_bar_on_both_paths(measured: Measure):
+    assert measured("int8").quality.mean_kl <= INT8_KL
+
+
+@pytest.mark.slow
+def test_four_bits_everywhere_stay_within_eight_tenths_of_llama_cpp(measured: Measure):
+    request = read_recipe(FOLDER / "int4-small-memory.toml")
+    assert (request.precision, request.head, request.block_size, request.layers) == ("int4", "int4", 128, None)
+    assert measured("int4-small-memory").quality.mean_kl <= INT4_KL
+
+
+@pytest.mark.slow
+def test_rounding_to_nearest_breaks_that_bar(measured: Measure):
+    """So the bar can fail."""
+    request = read_recipe(FOLDER / "int4.toml")
+    assert (request.precision, request.scheme, request.block_size) == ("int4", "rtn", 128)
+    assert measured("int4").quality.phases["decode"].mean_kl > INT4_KL
+
+
+@pytest.mark.slow
+def test_recipes_rank_as_their_names_say(measured: Measure):
+    kl = {name: measured(name).quality.phases["decode"].mean_kl for name in NAMES}
+    assert min(kl, key=kl.get) == "quality-first"
+    assert kl["int4-balanced"] < kl["int4-small-memory"] < kl["int4"]
