@@ -68,7 +68,7 @@ def eval_command(
         with load(bundle, threads=threads) as model:
             windows = read_windows(text, model, window, MAX_WINDOWS if max_windows is None else max_windows)
             found = evaluate(model, windows, reference=reference, progress=progress)
-            manifest, substitutes = model.manifest, model.engine.session.substitutes
+            manifest, substitutes = model.manifest, model.runner.session.substitutes
         errors: tuple[LayerError, ...] = ()
         if reference is not None and (layers or plot is not None):
             errors = layer_errors(bundle, manifest, Reference(reference), windows.ids[:WINDOWS], progress)

@@ -50,7 +50,7 @@ def read_windows(
     Raises:
         UsageError: ``window`` or ``max_windows`` is out of range, or the text cannot be read or is too short.
     """
-    context = model.engine.max_context
+    context = model.runner.max_context
     window = min(WINDOW, context) if window is None else window
     if not 2 <= window <= context:
         raise UsageError(f"window is {window}, expected 2 ... {context}, the context that the bundle is loaded with")

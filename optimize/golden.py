@@ -68,7 +68,7 @@ def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> t
 
 def greedy_answers(model: Model) -> list[Answered]:
     """The golden prompts, and the tokens that the bundle chooses after each."""
-    new_tokens = max(1, min(NEW_TOKENS, model.engine.max_context - PROMPT_TOKENS))
+    new_tokens = max(1, min(NEW_TOKENS, model.runner.max_context - PROMPT_TOKENS))
     options = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     return [(prompt, model.generate(prompt, **options).token_ids) for prompt in _prompts(model)]
 
@@ -90,7 +90,7 @@ def path_logits(model: Model, ids: Sequence[int], phase: Phase) -> Float:
     Raises:
         BundleError: they are NaN or infinite.
     """
-    logits = model.engine.logits(ids, phase)
+    logits = model.runner.logits(ids, phase)
     if not np.isfinite(logits).all():
         raise BundleError(
             f"{model.folder}: the {phase.value} path computes NaN or infinite logits, so nothing can be said about its "
@@ -101,7 +101,7 @@ def path_logits(model: Model, ids: Sequence[int], phase: Phase) -> Float:
 
 def _prompts(model: Model) -> list[list[int]]:
     """Token ids of :data:`PROMPTS`; where the tokenizer makes nothing of them, ids spread over the vocabulary."""
-    vocab, length = model.manifest.geometry.vocab_size, min(PROMPT_TOKENS, max(1, model.engine.max_context - 1))
+    vocab, length = model.manifest.geometry.vocab_size, min(PROMPT_TOKENS, max(1, model.runner.max_context - 1))
     encoded = [model.tokenizer.encode(text)[:length] for text in PROMPTS]
     usable = [ids for ids in encoded if ids and max(ids) < vocab]
     return usable or [[(start + i * vocab // length) % vocab for i in range(length)] for start in range(len(PROMPTS))]

@@ -83,12 +83,12 @@ def _time_request(model: Model, prompt_length: int, new_tokens: int) -> tuple[fl
     vocab = model.manifest.geometry.vocab_size
     prompt = (np.arange(prompt_length) + 10) % vocab
     marks = [time.perf_counter()]
-    logits = model.engine.prefill(prompt.tolist())
+    logits = model.runner.prefill(prompt.tolist())
     for position in range(prompt_length, prompt_length + new_tokens):
         token = int(logits[0, -1].argmax())
         marks.append(time.perf_counter())
         if position < prompt_length + new_tokens - 1:
-            logits = model.engine.step(token, position)
+            logits = model.runner.step(token, position)
     steps = np.diff(marks).tolist()
     return steps[0], steps[1:]
 

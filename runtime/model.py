@@ -15,10 +15,10 @@ import numpy as np
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import RequestError, UsageError
 from llmc.runtime.chat import ChatTemplate
-from llmc.runtime.engine import Engine
 from llmc.runtime.machine import usable_threads
 from llmc.runtime.memory import check_load
 from llmc.runtime.results import GenerationResult, Timings, Usage
+from llmc.runtime.runner import Runner
 from llmc.runtime.sampling import SamplingParams, make_sampler
 from llmc.runtime.sessions import open_session
 from llmc.runtime.text import TextStream
@@ -67,8 +67,8 @@ def load(
     with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
         tokenizer = pool.submit(Tokenizer.from_folder, folder)
         session = open_session(folder, manifest, workers)
-        engine = Engine(session, manifest, context, chunk)
-        model = Model(folder, manifest, tokenizer.result(), engine, workers)
+        runner = Runner(session, manifest, context, chunk)
+        model = Model(folder, manifest, tokenizer.result(), runner, workers)
     try:
         check_once(model, self_test)
     except BaseException:
@@ -94,11 +94,11 @@ def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
 class Model:
     """A loaded bundle. Any thread may call it; requests take turns. Close it, or use it as a context manager."""
 
-    def __init__(self, folder: Path, manifest: Manifest, tokenizer: Tokenizer, engine: Engine, threads: int) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, tokenizer: Tokenizer, runner: Runner, threads: int) -> None:
         self.folder = folder
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self.engine = engine
+        self.runner = runner
         self.threads = threads
         self._chat_template: ChatTemplate | None = None
         self._lock = threading.Lock()
@@ -124,10 +124,10 @@ class Model:
         self._check_open()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if sampling.get("max_tokens") is None:  # nobody asked for more than fits
-            sampling["max_tokens"] = max(1, min(SamplingParams.max_tokens, self.engine.max_context - len(ids)))
+            sampling["max_tokens"] = max(1, min(SamplingParams.max_tokens, self.runner.max_context - len(ids)))
         params = SamplingParams.from_defaults(self.manifest.generation, **sampling)
-        self.engine.check_tokens("stop_token_ids holds", params.stop_token_ids)
-        self.engine.check_prompt(ids, params.max_tokens)
+        self.runner.check_tokens("stop_token_ids holds", params.stop_token_ids)
+        self.runner.check_prompt(ids, params.max_tokens)
         return Stream(self, ids, params)
 
     def chat(self, messages: Messages, **sampling: Any) -> GenerationResult:
@@ -143,7 +143,7 @@ class Model:
     @property
     def engine_version(self) -> str:
         """Version of the engine library in use."""
-        return self.engine.session.engine_version
+        return self.runner.session.engine_version
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -166,7 +166,7 @@ class Model:
         if not self._closed:
             with self._turn():
                 self._closed = True
-                self.engine.session.close()
+                self.runner.session.close()
 
     def __enter__(self) -> "Model":
         return self
@@ -286,7 +286,7 @@ class _Request:
             yield from self._run(start)
 
     def _run(self, start: float) -> Iterator[str]:
-        params, engine = self._params, self._model.engine
+        params, runner = self._params, self._model.runner
         sampler = make_sampler(params, self._model.manifest.geometry.vocab_size)
         text = TextStream(self._model.tokenizer, params.stop)
         ends = set(params.stop_token_ids) | (
@@ -295,7 +295,7 @@ class _Request:
         emitted: list[str] = []
         reason: Literal["stop", "length"] = "length"
         first = start
-        for token in engine.tokens(self._prompt, sampler):
+        for token in runner.tokens(self._prompt, sampler):
             self.token_ids.append(token)
             if len(self.token_ids) == 1:
                 first = time.perf_counter()

@@ -118,7 +118,7 @@ def replay(
     cases = model.manifest.golden
     if not cases:
         raise BundleError(f"{model.folder}: the manifest has no golden prompts; build the bundle again")
-    same_graphs = not model.engine.session.substitutes
+    same_graphs = not model.runner.session.substitutes
     largest, equal, compared = 0.0, 0, 0
     for number, case in enumerate(cases, 1):
         progress(f"golden prompt {number} of {len(cases)}")
@@ -146,7 +146,7 @@ def _check(model: Model, case: GoldenPrompt, number: int) -> None:
         and len(case.top_ids) == len(case.top_logits) == len(case.decode_logits) > 0
         and all(0 <= token < model.manifest.geometry.vocab_size for token in ids)
         and all(map(math.isfinite, numbers))
-        and len(case.prompt) + len(case.tokens) <= model.engine.max_context
+        and len(case.prompt) + len(case.tokens) <= model.runner.max_context
     )
     if not sound:
         raise BundleError(f"{model.folder}: golden prompt {number} of the manifest is corrupt; build the bundle again")
@@ -154,7 +154,7 @@ def _check(model: Model, case: GoldenPrompt, number: int) -> None:
 
 def _first_logits(model: Model, case: GoldenPrompt, recorded: tuple[float, ...]) -> float:
     """Largest difference of the recorded top logits after the prompt."""
-    logits = model.engine.prefill(case.prompt)[0, -1]
+    logits = model.runner.prefill(case.prompt)[0, -1]
     difference = float(np.abs(logits[list(case.top_ids)] - np.array(recorded, np.float32)).max())
     tolerance = model.manifest.golden_tolerance
     # NaN compares false with everything, so ask for what must hold.

@@ -32,9 +32,9 @@ def run(bundle: Path) -> None:
     with load(bundle, self_test=False) as model:
         vocab = model.manifest.geometry.vocab_size
         ids = [i * STRIDE % vocab for i in range(PROMPT_TOKENS + NEW_TOKENS)]
-        model.engine.prefill(ids[:PROMPT_TOKENS])
+        model.runner.prefill(ids[:PROMPT_TOKENS])
         for position in range(PROMPT_TOKENS, PROMPT_TOKENS + NEW_TOKENS):
-            model.engine.step(ids[position], position)
+            model.runner.step(ids[position], position)
 
 
 def build(export: Path, output: Path, precision: str) -> None:

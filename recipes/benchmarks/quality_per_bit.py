@@ -142,9 +142,9 @@ def bundles(folders: Sequence[Path], task: Task) -> Iterator[Measured]:
             recipe = model.manifest.recipe
             for phase in Phase:
                 # A machine that cannot run one graph runs the decode graph for both.
-                used = Phase.DECODE if model.engine.session.substitutes else phase
+                used = Phase.DECODE if model.runner.session.substitutes else phase
                 bits = graph_bits(folder / model.manifest.graphs[used.value].file, task.matrix_weights)
-                logits = (model.engine.logits(tokens.tolist(), phase) for tokens in task.windows)
+                logits = (model.runner.logits(tokens.tolist(), phase) for tokens in task.windows)
                 detail = f"{recipe.precision} {recipe.scheme}, block {recipe.block_size}, head {recipe.head}"
                 yield Measured(f"llmc {folder.name}", phase, bits, detail, task.score(logits))
 

@@ -86,7 +86,7 @@ def unseen_perplexity(model: Model) -> float:
     """Perplexity of the decode path on text that was kept out of the training."""
     text = (TINY / "validation.txt").read_text(encoding="utf-8")
     ids = model.tokenizer.encode(text)[UNSEEN_START : UNSEEN_START + UNSEEN_TOKENS + 1]
-    loss = negative_log_likelihood(model.engine.logits(ids[:-1], Phase.DECODE), np.array(ids[1:]))
+    loss = negative_log_likelihood(model.runner.logits(ids[:-1], Phase.DECODE), np.array(ids[1:]))
     return math.exp(loss / len(ids[1:]))
 
 

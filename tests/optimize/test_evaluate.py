@@ -103,7 +103,7 @@ def torch_figures(
 @pytest.fixture
 def wanted(model: Model, text: CalibrationSamples, original_logits: np.ndarray) -> Callable[[Phase], tuple[float, ...]]:
     def figures(phase: Phase) -> tuple[float, ...]:
-        got = np.stack([model.engine.logits(row, phase) for row in text.ids.tolist()])
+        got = np.stack([model.runner.logits(row, phase) for row in text.ids.tolist()])
         return torch_figures(original_logits, got, text.ids)
 
     return figures
@@ -121,7 +121,7 @@ def test_figures_equal_those_of_transformers_and_torch(qualities, wanted, phase)
 
 
 def test_tokens_scored_one_too_early_exceed_the_tolerances(qualities, model, text, original_logits):
-    got = np.stack([model.engine.logits(row) for row in text.ids.tolist()])
+    got = np.stack([model.runner.logits(row) for row in text.ids.tolist()])
     shifted = np.roll(text.ids, -1, axis=1)
     reference, perplexity, *_ = torch_figures(original_logits, got, shifted)
     found = qualities["int4"]
@@ -130,7 +130,7 @@ def test_tokens_scored_one_too_early_exceed_the_tolerances(qualities, model, tex
 
 
 def test_a_kl_the_other_way_round_exceeds_the_tolerance(qualities, model, text, original_logits):
-    got = np.stack([model.engine.logits(row) for row in text.ids.tolist()])
+    got = np.stack([model.runner.logits(row) for row in text.ids.tolist()])
     *_, mean_kl, _, _ = torch_figures(got, original_logits, text.ids)
     assert abs(qualities["int4"].phases["prefill"].mean_kl - mean_kl) > KL_TOLERANCE
 
@@ -151,8 +151,8 @@ def test_windows_do_not_overlap_and_lose_their_first_token(text, text_file, mode
 
 def test_each_path_is_fed_as_it_runs(model, text, monkeypatch):
     calls = []
-    run = model.engine.session.run
-    monkeypatch.setattr(model.engine.session, "run", lambda batch: calls.append(batch) or run(batch))
+    run = model.runner.session.run
+    monkeypatch.setattr(model.runner.session, "run", lambda batch: calls.append(batch) or run(batch))
     few = dataclasses.replace(text, ids=text.ids[:2])
     evaluate(model, few)
     prefill = [call for call in calls if call.phase is Phase.PREFILL]

@@ -19,7 +19,7 @@ from llmc.errors import BundleError, UsageError
 from llmc.optimize.build import build
 from llmc.publish import file_entries
 from llmc.runtime import cache, compiled, load
-from llmc.runtime.engine import Engine
+from llmc.runtime.runner import Runner
 from llmc.runtime.sessions import Phase, open_session
 from llmc.runtime.sessions import onnxruntime as sessions
 
@@ -73,8 +73,8 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def logits(folder: Path) -> list[np.ndarray]:
     manifest = read_bundle(folder)
-    engine = Engine(open_session(folder, manifest, 1), manifest, manifest.limits.max_context, 16)
-    return [engine.logits(IDS, phase) for phase in Phase]
+    runner = Runner(open_session(folder, manifest, 1), manifest, manifest.limits.max_context, 16)
+    return [runner.logits(IDS, phase) for phase in Phase]
 
 
 def entries(root: Path) -> list[Path]:

@@ -233,7 +233,7 @@ def test_growth_refused_before_and_in_the_middle_of_a_stream_leaves_the_model_us
         with pytest.raises(ResourceError, match="the cache for 512 tokens needs"):
             stream.finish()
         assert len(stream.token_ids) == 7  # positions 250 ... 255, and the token that found no room after it was chosen
-        assert model.engine.session.capacity == 256
+        assert model.runner.session.capacity == 256
         assert model.generate(short, max_tokens=8, temperature=0).token_ids == want
 
 
@@ -254,7 +254,7 @@ def test_memory_that_ends_while_the_cache_grows_leaves_the_model_usable(
             patch.setattr(onnxruntime, "np", SimpleNamespace(**{**vars(np), "zeros": zeros}))
             with pytest.raises(ResourceError, match="growing the cache ran out of memory"):
                 model.generate(long, max_tokens=8)
-        assert model.engine.session.capacity == 256
+        assert model.runner.session.capacity == 256
         assert model.generate(short, max_tokens=8, temperature=0).token_ids == want
         # A smaller growth than the one that failed halfway.
         assert model.generate(long[:300], max_tokens=8, temperature=0).usage.prompt_tokens == 300

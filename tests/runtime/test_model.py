@@ -14,7 +14,7 @@ import pytest
 from llmc.bundle import Manifest
 from llmc.errors import RequestError, UsageError
 from llmc.runtime import Model, load
-from llmc.runtime.engine import Engine
+from llmc.runtime.runner import Runner
 from llmc.runtime.sampling import GreedySampler, SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ def scripted(tiny_checkpoint: Path, manifest: Manifest, tokenizer: Tokenizer) ->
         generation = replace(manifest.generation, **{"eos_token_ids": (0, EOS), **defaults})
         here = replace(manifest, geometry=replace(manifest.geometry, vocab_size=4096), generation=generation)
         session = Scripted([*tokenizer.encode(text), *more])
-        return Model(tiny_checkpoint, here, tokenizer, Engine(session, here, 512, 512), 1)
+        return Model(tiny_checkpoint, here, tokenizer, Runner(session, here, 512, 512), 1)
 
     return make
 
@@ -93,7 +93,7 @@ def test_deltas_concatenate_to_the_text(scripted: Callable[..., Model], tokenize
 def test_a_request_ends_at_max_tokens_and_computes_no_more(scripted: Callable[..., Model], tokenizer: Tokenizer):
     model = scripted()
     result = model.generate(PROMPT, max_tokens=5)
-    assert (result.finish_reason, len(result.token_ids), model.engine.session.steps) == ("length", 5, 4)
+    assert (result.finish_reason, len(result.token_ids), model.runner.session.steps) == ("length", 5, 4)
     assert result.text == tokenizer.decode(result.token_ids)
     prompt_tokens = len(tokenizer.encode(PROMPT))
     assert (result.usage.prompt_tokens, result.usage.total_tokens) == (prompt_tokens, prompt_tokens + 5)
@@ -150,7 +150,7 @@ def test_a_stop_string_that_the_end_of_the_text_completes_is_the_reason(
 def test_a_stop_string_ends_the_computation(scripted: Callable[..., Model], tokenizer: Tokenizer):
     model = scripted()
     model.generate(PROMPT, stop="naïve")
-    assert model.engine.session.steps < len(tokenizer.encode("def naïve(x"))
+    assert model.runner.session.steps < len(tokenizer.encode("def naïve(x"))
 
 
 def test_a_result_before_the_end_is_refused(scripted: Callable[..., Model]):
@@ -232,7 +232,7 @@ def test_what_is_neither_text_nor_integers_is_refused_and_never_converted(script
     model = scripted()
     with pytest.raises(UsageError, match=r"(?s)the prompt is .*, expected text or a list of token ids \(integers\)"):
         model.generate(prompt, max_tokens=1)
-    assert model.engine.session.prompts == []
+    assert model.runner.session.prompts == []
 
 
 def test_chat_feeds_what_the_template_writes(scripted: Callable[..., Model], tokenizer: Tokenizer):
@@ -240,7 +240,7 @@ def test_chat_feeds_what_the_template_writes(scripted: Callable[..., Model], tok
     messages = [{"role": "user", "content": "Hello"}]
     assert model.chat(messages).text == "".join(model.stream_chat(messages)) == TEXT
     text = model.chat_template.render(messages, add_generation_prompt=True)
-    assert model.engine.session.prompts == [tokenizer.encode(text, add_special_tokens=False)] * 2
+    assert model.runner.session.prompts == [tokenizer.encode(text, add_special_tokens=False)] * 2
 
 
 def test_chat_without_a_template_is_refused(scripted: Callable[..., Model], tmp_path: Path):

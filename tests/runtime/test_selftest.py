@@ -116,7 +116,7 @@ def test_one_logit_beyond_the_tolerance_fails(model: Model, place: int, error: f
 
 def test_logits_that_are_no_numbers_fail(model: Model, monkeypatch: pytest.MonkeyPatch):
     vocab = model.manifest.geometry.vocab_size
-    monkeypatch.setattr(model.engine, "prefill", lambda prompt: np.full((1, 1, vocab), np.nan, np.float32))
+    monkeypatch.setattr(model.runner, "prefill", lambda prompt: np.full((1, 1, vocab), np.nan, np.float32))
     with pytest.raises(BundleError, match="logits differ by nan"):
         replay(model)
 

@@ -15,7 +15,7 @@ import pytest
 from llmc.bundle import Graph, Manifest, read_bundle
 from llmc.errors import BundleError, MissingExtraError, RequestError, ResourceError
 from llmc.runtime import load
-from llmc.runtime.engine import batch
+from llmc.runtime.runner import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 from llmc.runtime.sessions import onnxruntime as module
 from llmc.runtime.sessions.onnxruntime import _Binding, import_onnxruntime, usable_graphs

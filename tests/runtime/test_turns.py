@@ -128,14 +128,14 @@ def test_closing_a_stream_that_another_thread_runs_is_refused(
     model: Model, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ):
     running, closed = threading.Event(), threading.Event()
-    run = model.engine.session.run
+    run = model.runner.session.run
 
     def slow(batch: Batch) -> np.ndarray:
         running.set()
         closed.wait(PATIENCE)
         return run(batch)
 
-    monkeypatch.setattr(model.engine.session, "run", slow)
+    monkeypatch.setattr(model.runner.session, "run", slow)
     stream = model.stream(PROMPTS[0], **SAMPLING)
     result = in_thread(lambda: stream.finish().token_ids)
     running.wait(PATIENCE)
@@ -184,7 +184,7 @@ def test_a_closed_model_refuses_requests_and_may_be_closed_again(model: Model):
         model.chat([{"role": "user", "content": "Hello"}])
     with pytest.raises(RequestError, match="the model is closed"):
         next(started_late)
-    assert model.engine.session.capacity == 0
+    assert model.runner.session.capacity == 0
 
 
 def test_leaving_the_with_block_closes_the_model(tiny_bundle: Path):

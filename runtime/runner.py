@@ -13,7 +13,7 @@ from llmc.runtime.sampling import Sampler
 from llmc.runtime.sessions import Batch, Phase, Session
 
 
-class Engine:
+class Runner:
     """Runs one sequence at a time on a session. Not thread-safe; :class:`llmc.runtime.model.Model` takes turns.
 
     Args:

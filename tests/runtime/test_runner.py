@@ -14,7 +14,7 @@ import pytest
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import RequestError, ResourceError, UsageError
-from llmc.runtime.engine import Engine, chunks
+from llmc.runtime.runner import Runner, chunks
 from llmc.runtime.sampling import GreedySampler, SamplingParams, make_sampler
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 
@@ -69,8 +69,8 @@ def session() -> Remembering:
 
 
 @pytest.fixture
-def engine(session: Remembering, manifest: Manifest) -> Engine:
-    return Engine(session, manifest, max_context=512, prefill_chunk=32)
+def runner(session: Remembering, manifest: Manifest) -> Runner:
+    return Runner(session, manifest, max_context=512, prefill_chunk=32)
 
 
 @pytest.fixture(scope="session")
@@ -93,24 +93,24 @@ def opened(request: pytest.FixtureRequest) -> Iterator[tuple[str, Session, Manif
     session.close()
 
 
-def generated(engine: Engine, prompt: list[int], count: int, seed: int | None = None) -> list[int]:
+def generated(runner: Runner, prompt: list[int], count: int, seed: int | None = None) -> list[int]:
     params = SamplingParams(temperature=0.0 if seed is None else 1.5, seed=seed)
-    return list(islice(engine.tokens(prompt, make_sampler(params, engine._vocab_size)), count))
+    return list(islice(runner.tokens(prompt, make_sampler(params, runner._vocab_size)), count))
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
 
 
-def test_a_prompt_is_fed_in_chunks_and_only_the_last_gives_logits(engine: Engine, session: Remembering):
-    logits = engine.prefill(PROMPT)
+def test_a_prompt_is_fed_in_chunks_and_only_the_last_gives_logits(runner: Runner, session: Remembering):
+    logits = runner.prefill(PROMPT)
     assert session.calls == [*(("prefill", 32, start, 0) for start in (0, 32, 64)), ("prefill", 4, 96, 1)]
     assert np.array_equal(logits[0, 0], hashed(np.array(PROMPT)).astype(np.float32))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 49, 50, 99, 100, 101, 512])
 def test_any_chunk_size_gives_the_same_tokens(manifest: Manifest, chunk: int):
-    engine = Engine(Remembering(), manifest, 512, chunk)
-    assert generated(engine, PROMPT, 20) == generated(Engine(Remembering(), manifest, 512, 512), PROMPT, 20)
+    runner = Runner(Remembering(), manifest, 512, chunk)
+    assert generated(runner, PROMPT, 20) == generated(Runner(Remembering(), manifest, 512, 512), PROMPT, 20)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 64])
@@ -128,8 +128,8 @@ def test_chunks_follow_one_another_and_none_but_the_last_is_odd_or_single(size: 
 def test_the_real_engine_gives_the_same_logits_for_any_chunk_size(opened: tuple[str, Session, Manifest], chunk: int):
     """W8A8 is exact per token, so int8 is equal bit by bit, and so is MatMulNBits where even chunks come first."""
     precision, session, manifest = opened
-    whole = Engine(session, manifest, 512, 512).prefill(LONG).copy()
-    chunked = Engine(session, manifest, 512, chunk).prefill(LONG)
+    whole = Runner(session, manifest, 512, 512).prefill(LONG).copy()
+    chunked = Runner(session, manifest, 512, chunk).prefill(LONG)
     difference = float(np.abs(chunked - whole).max())
     assert difference <= (0.0 if precision == "int8" else FP32_TOLERANCE)
 
@@ -137,21 +137,21 @@ def test_the_real_engine_gives_the_same_logits_for_any_chunk_size(opened: tuple[
 def test_the_tolerance_for_chunks_notices_a_token_fed_twice(fp32_bundle: Path):
     manifest = read_bundle(fp32_bundle)
     session = open_session(fp32_bundle, manifest, 1)
-    engine = Engine(session, manifest, 512, 512)
-    right = engine.prefill(LONG).copy()
-    wrong = engine.prefill([*LONG[:100], LONG[99], *LONG[100:]])
+    runner = Runner(session, manifest, 512, 512)
+    right = runner.prefill(LONG).copy()
+    wrong = runner.prefill([*LONG[:100], LONG[99], *LONG[100:]])
     session.close()
     assert np.abs(wrong - right).max() > 10 * FP32_TOLERANCE
 
 
 def test_evaluation_logits_are_those_of_the_steps(opened: tuple[str, Session, Manifest]):
     _, session, manifest = opened
-    engine = Engine(session, manifest, 512, 16)
+    runner = Runner(session, manifest, 512, 16)
     ids = LONG[:40]
-    every = {phase: engine.logits(ids, phase) for phase in Phase}
+    every = {phase: runner.logits(ids, phase) for phase in Phase}
     # The head sees 16 rows instead of one, and adds in another order.
-    assert np.abs(every[Phase.PREFILL][-1] - engine.prefill(ids)[0, 0]).max() <= FP32_TOLERANCE
-    stepped = [engine.step(token, position)[0, 0].copy() for position, token in enumerate(ids)]
+    assert np.abs(every[Phase.PREFILL][-1] - runner.prefill(ids)[0, 0]).max() <= FP32_TOLERANCE
+    stepped = [runner.step(token, position)[0, 0].copy() for position, token in enumerate(ids)]
     assert np.array_equal(every[Phase.DECODE], np.array(stepped))
     assert {logits.shape for logits in every.values()} == {(40, manifest.geometry.vocab_size)}
 
@@ -161,15 +161,15 @@ def test_evaluation_logits_are_those_of_the_steps(opened: tuple[str, Session, Ma
 
 def test_the_cache_grows_in_steps_and_never_beyond_the_context(manifest: Manifest):
     session = Remembering()
-    engine = Engine(session, manifest, 600, 512)
-    generated(engine, PROMPT, 500)
+    runner = Runner(session, manifest, 600, 512)
+    generated(runner, PROMPT, 500)
     assert session.reserved == [256, 512, 600]
-    generated(engine, PROMPT, 500)
+    generated(runner, PROMPT, 500)
     assert session.reserved == [256, 512, 600]
 
 
 def test_growth_keeps_what_the_cache_holds(manifest: Manifest):
-    grown, roomy = (Engine(Remembering(), manifest, 512, 512) for _ in range(2))
+    grown, roomy = (Runner(Remembering(), manifest, 512, 512) for _ in range(2))
     roomy.reserve(512)
     assert generated(grown, PROMPT, 300) == generated(roomy, PROMPT, 300)
 
@@ -179,10 +179,10 @@ def test_crossing_a_growth_step_equals_all_room_from_the_start(tiny_bundle: Path
     logits, capacities = [], []
     for up_front in (1, manifest.limits.max_context):
         session = open_session(tiny_bundle, manifest, 1)
-        engine = Engine(session, manifest, manifest.limits.max_context, 512)
-        engine.reserve(up_front)
-        engine.prefill(LONG[:250])
-        logits.append([engine.step(token, 250 + i)[0, 0].copy() for i, token in enumerate(LONG[250:262])])
+        runner = Runner(session, manifest, manifest.limits.max_context, 512)
+        runner.reserve(up_front)
+        runner.prefill(LONG[:250])
+        logits.append([runner.step(token, 250 + i)[0, 0].copy() for i, token in enumerate(LONG[250:262])])
         capacities.append(session.capacity)
         session.close()
     assert capacities == [512, manifest.limits.max_context]
@@ -193,40 +193,40 @@ def test_what_an_earlier_request_left_in_the_cache_is_never_read(tiny_bundle: Pa
     """Not even times zero: NaN would show."""
     manifest = read_bundle(tiny_bundle)
     session = open_session(tiny_bundle, manifest, 1)
-    engine = Engine(session, manifest, 512, 16)
-    clean = generated(engine, LONG[:40], 8, seed=1)
+    runner = Runner(session, manifest, 512, 16)
+    clean = generated(runner, LONG[:40], 8, seed=1)
     for tensor in session._cache:
         tensor.fill(np.nan)
-    assert generated(engine, LONG[:40], 8, seed=1) == clean
+    assert generated(runner, LONG[:40], 8, seed=1) == clean
     session.close()
 
 
 def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(
-    engine: Engine, session: Remembering, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, session: Remembering, monkeypatch: pytest.MonkeyPatch
 ):
-    want = generated(engine, PROMPT, 5)
+    want = generated(runner, PROMPT, 5)
     monkeypatch.setattr("llmc.runtime.memory.available_memory", lambda: 100)
     with pytest.raises(ResourceError, match="cache for 512 tokens"):
-        generated(engine, PROMPT, 200)
+        generated(runner, PROMPT, 200)
     assert session.reserved == [256]
-    assert generated(engine, PROMPT, 5) == want
+    assert generated(runner, PROMPT, 5) == want
 
 
 # -------------------------------------------------------------------------------------------------------- generation
 
 
-def test_every_token_asked_for_costs_one_step_and_none_more(engine: Engine, session: Remembering):
-    generated(engine, PROMPT[:10], 4)
+def test_every_token_asked_for_costs_one_step_and_none_more(runner: Runner, session: Remembering):
+    generated(runner, PROMPT[:10], 4)
     assert session.calls == [("prefill", 10, 0, 1), *(("decode", 1, 10 + i, 1) for i in range(3))]
 
 
 def test_tokens_end_where_the_context_is_full(manifest: Manifest):
     session = Remembering()
-    assert len(generated(Engine(session, manifest, 110, 512), PROMPT, 1000)) == 10
+    assert len(generated(Runner(session, manifest, 110, 512), PROMPT, 1000)) == 10
     assert session.reserved == [110]
 
 
-def test_the_sampler_is_told_the_position_of_the_token_it_chooses(engine: Engine):
+def test_the_sampler_is_told_the_position_of_the_token_it_chooses(runner: Runner):
     positions: list[int] = []
 
     class Noting(GreedySampler):
@@ -234,48 +234,48 @@ def test_the_sampler_is_told_the_position_of_the_token_it_chooses(engine: Engine
             positions.append(position)
             return super().__call__(logits, position)
 
-    list(islice(engine.tokens(PROMPT[:10], Noting()), 3))
+    list(islice(runner.tokens(PROMPT[:10], Noting()), 3))
     assert positions == [10, 11, 12]
 
 
-def test_an_abandoned_request_leaves_no_trace_in_the_next(engine: Engine):
-    want = generated(engine, PROMPT[:10], 8)
-    abandoned = engine.tokens(PROMPT, GreedySampler())
+def test_an_abandoned_request_leaves_no_trace_in_the_next(runner: Runner):
+    want = generated(runner, PROMPT[:10], 8)
+    abandoned = runner.tokens(PROMPT, GreedySampler())
     next(abandoned)
     next(abandoned)
-    assert generated(engine, PROMPT[:10], 8) == want
+    assert generated(runner, PROMPT[:10], 8) == want
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_an_empty_prompt_is_refused(engine: Engine):
+def test_an_empty_prompt_is_refused(runner: Runner):
     with pytest.raises(RequestError, match="prompt is empty"):
-        engine.check_prompt([], 1)
+        runner.check_prompt([], 1)
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**70])
-def test_a_token_outside_the_vocabulary_is_refused_by_name(engine: Engine, token: int):
+def test_a_token_outside_the_vocabulary_is_refused_by_name(runner: Runner, token: int):
     with pytest.raises(UsageError, match=rf"token id {token}, .* expected 0 \.\.\. {VOCAB - 1}"):
-        engine.check_prompt([5, token, 6], 1)
+        runner.check_prompt([5, token, 6], 1)
 
 
-def test_the_first_and_the_last_token_of_the_vocabulary_are_accepted(engine: Engine):
-    engine.check_prompt([0, VOCAB - 1], 1)
+def test_the_first_and_the_last_token_of_the_vocabulary_are_accepted(runner: Runner):
+    runner.check_prompt([0, VOCAB - 1], 1)
 
 
-def test_a_request_beyond_the_context_is_refused_with_the_numbers(engine: Engine):
-    engine.check_prompt(PROMPT, 412)
+def test_a_request_beyond_the_context_is_refused_with_the_numbers(runner: Runner):
+    runner.check_prompt(PROMPT, 412)
     with pytest.raises(RequestError, match=r"100 tokens and 413 new ones .* holds 512; ask for at most 412 new"):
-        engine.check_prompt(PROMPT, 413)
+        runner.check_prompt(PROMPT, 413)
     with pytest.raises(RequestError, match=r"600 tokens and 1 new ones .* holds 512; shorten the prompt"):
-        engine.check_prompt(PROMPT * 6, 1)
+        runner.check_prompt(PROMPT * 6, 1)
 
 
-def test_the_engine_itself_goes_no_further_than_its_context(engine: Engine, session: Remembering):
+def test_the_engine_itself_goes_no_further_than_its_context(runner: Runner, session: Remembering):
     with pytest.raises(RequestError, match="position 513 is asked for, the context holds 512"):
-        engine.step(5, 512)
-    for call in (engine.logits, engine.prefill):
+        runner.step(5, 512)
+    for call in (runner.logits, runner.prefill):
         with pytest.raises(RequestError, match="position 600 is asked for, the context holds 512"):
             call(PROMPT * 6)
     assert session.calls == []
@@ -286,8 +286,8 @@ def test_a_refused_prompt_does_not_reach_the_session(tiny_bundle: Path, manifest
     from llmc.runtime.tokenizer import Tokenizer
 
     session = Remembering()
-    engine = Engine(session, manifest, 512, 32)
-    model = Model(tiny_bundle, manifest, Tokenizer.from_folder(tiny_bundle), engine, 1)
+    runner = Runner(session, manifest, 512, 32)
+    model = Model(tiny_bundle, manifest, Tokenizer.from_folder(tiny_bundle), runner, 1)
     for prompt in ([], "", [VOCAB], [-1], PROMPT * 6):
         with pytest.raises((RequestError, UsageError)):
             model.generate(prompt, max_tokens=1)
