@@ -8,6 +8,13 @@
     |-- BuildError           the compiler cannot do what the recipe asks
     |-- BundleError          a bundle is missing, corrupt, from another version or for another machine
     |-- RequestError         one request cannot be served; the model goes on
+    |   |-- CancelledError        its client cancelled it
+    |   |-- DeadlineError        its deadline passed
+    |   |-- QueueFullError       as many requests wait as may wait
+    |   |-- EngineClosedError    the engine was closed before the request ended
+    |   |-- ProcessorError       a function that came with the request raised, or returned nonsense
+    |   |-- GrammarError         its grammar cannot be compiled, or allows no token
+    |   `-- DraftError           a draft model has another tokenizer than the model
     |-- ResourceError        memory or disk does not suffice
     `-- MissingExtraError    an optional dependency is not installed
 
@@ -45,6 +52,34 @@ class BundleError(LlmcError):
 
 class RequestError(LlmcError):
     """A single request cannot be served as asked; the model stays usable."""
+
+
+class CancelledError(RequestError):
+    """The client cancelled the request."""
+
+
+class DeadlineError(RequestError):
+    """The request's deadline passed before it ended."""
+
+
+class QueueFullError(RequestError):
+    """As many requests wait as may wait; come back later."""
+
+
+class EngineClosedError(RequestError):
+    """The engine was closed before the request ended."""
+
+
+class ProcessorError(RequestError):
+    """A function that came with the request raised, or returned something that is no logits."""
+
+
+class GrammarError(RequestError):
+    """A grammar cannot be compiled, or leaves no token to choose."""
+
+
+class DraftError(RequestError):
+    """A draft model has another tokenizer than the model that it drafts for."""
 
 
 class ResourceError(LlmcError):
