@@ -287,7 +287,13 @@ class _Request:
 
     def _run(self, start: float) -> Iterator[str]:
         params, runner = self._params, self._model.runner
-        sampler = make_sampler(params, self._model.manifest.geometry.vocab_size)
+        manifest = self._model.manifest
+        sampler = make_sampler(
+            params,
+            manifest.geometry.vocab_size,
+            prompt_length=len(self._prompt),
+            eos_token_ids=manifest.generation.eos_token_ids,
+        )
         text = TextStream(self._model.tokenizer, params.stop)
         ends = set(params.stop_token_ids) | (
             set() if params.ignore_eos else set(self._model.manifest.generation.eos_token_ids)

@@ -34,11 +34,12 @@ class Runner:
 
     def tokens(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[int]:
         """Sample tokens after ``prompt`` for as long as the caller asks and the context has room."""
-        logits = self.prefill(prompt)
+        logits, tokens = self.prefill(prompt), list(prompt)
         for position in range(len(prompt), self.max_context):
-            token = sampler(logits[0, -1], position)
+            token = sampler(logits[0, -1], tokens).token
             yield token
             logits = self.step(token, position)
+            tokens.append(token)
 
     def prefill(self, prompt: Sequence[int]) -> NDArray[np.float32]:
         """Feed the prompt in chunks from an empty cache and return the logits after its last token [1, 1, V]."""

@@ -65,11 +65,12 @@ def measure_sampler(sampling: dict[str, Any], vocabulary: int, sharpness: float)
     """Median seconds per call of a sampler on normal logits with standard deviation ``sharpness``."""
     generator = np.random.default_rng(0)
     logits = generator.standard_normal((8, vocabulary), np.float32) * np.float32(sharpness)
-    sampler = make_sampler(SamplingParams(**sampling), vocabulary)
-    seconds = []
+    sampler = make_sampler(SamplingParams(**sampling), vocabulary, prompt_length=0)
+    seconds: list[float] = []
+    tokens: list[int] = []
     for position in range(SAMPLER_CALLS):
         started = time.perf_counter()
-        sampler(logits[position % len(logits)], position)
+        tokens.append(sampler(logits[position % len(logits)], tokens).token)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 

@@ -48,12 +48,13 @@ DISTRIBUTIONS = {"flat": flat, "peaked": peaked}
 
 def measure(sampling: dict[str, Any], rows: list[npt.NDArray[np.float32]], calls: int) -> dict[str, float]:
     """Median, 95th percentile and mean microseconds per call; the rows take turns, so the caches see fresh logits."""
-    sampler = make_sampler(SamplingParams(seed=0, **sampling), rows[0].size)
+    sampler = make_sampler(SamplingParams(seed=0, **sampling), rows[0].size, prompt_length=0)
     microseconds = []
+    tokens: list[int] = []
     for position in range(-20, calls):  # the first ones warm up
         logits = rows[position % len(rows)]
         started = time.perf_counter_ns()
-        sampler(logits, position + 20)
+        tokens.append(sampler(logits, tokens).token)
         microseconds.append((time.perf_counter_ns() - started) / 1e3)
     timed = microseconds[20:]
     return {

@@ -178,7 +178,9 @@ def test_the_checkpoint_and_the_caller_fill_the_sampling_parameters(
     scripted: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[SamplingParams] = []
-    monkeypatch.setattr("llmc.runtime.model.make_sampler", lambda params, _: seen.append(params) or GreedySampler())
+    monkeypatch.setattr(
+        "llmc.runtime.model.make_sampler", lambda params, *_, **__: seen.append(params) or GreedySampler()
+    )
     scripted(do_sample=True, temperature=0.7, top_k=50, min_p=None).generate(PROMPT, max_tokens=3, top_k=7, stop="x")
     assert seen == [SamplingParams(max_tokens=3, temperature=0.7, top_k=7, stop=("x",))]
 

@@ -4,7 +4,7 @@ Most tests run on a double whose logits depend on every token fed, so a lost, do
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import RequestError, ResourceError, UsageError
 from llmc.runtime.runner import Runner, chunks
-from llmc.runtime.sampling import GreedySampler, SamplingParams, make_sampler
+from llmc.runtime.sampling import Choice, GreedySampler, SamplingParams, make_sampler
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 
 # float32 sums over other shapes of call round otherwise: 2e-6 was seen on logits with a deviation of about 1.
@@ -95,7 +95,9 @@ def opened(request: pytest.FixtureRequest) -> Iterator[tuple[str, Session, Manif
 
 def generated(runner: Runner, prompt: list[int], count: int, seed: int | None = None) -> list[int]:
     params = SamplingParams(temperature=0.0 if seed is None else 1.5, seed=seed)
-    return list(islice(runner.tokens(prompt, make_sampler(params, runner._vocab_size)), count))
+    return list(
+        islice(runner.tokens(prompt, make_sampler(params, runner._vocab_size, prompt_length=len(prompt))), count)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
@@ -226,16 +228,16 @@ def test_tokens_end_where_the_context_is_full(manifest: Manifest):
     assert session.reserved == [110]
 
 
-def test_the_sampler_is_told_the_position_of_the_token_it_chooses(runner: Runner):
-    positions: list[int] = []
+def test_the_sampler_is_told_the_tokens_so_far(runner: Runner):
+    seen: list[list[int]] = []
 
     class Noting(GreedySampler):
-        def __call__(self, logits: np.ndarray, position: int) -> int:
-            positions.append(position)
-            return super().__call__(logits, position)
+        def __call__(self, logits: np.ndarray, tokens: Sequence[int]) -> Choice:
+            seen.append(list(tokens))
+            return super().__call__(logits, tokens)
 
-    list(islice(runner.tokens(PROMPT[:10], Noting()), 3))
-    assert positions == [10, 11, 12]
+    chosen = list(islice(runner.tokens(PROMPT[:10], Noting()), 3))
+    assert seen == [PROMPT[:10] + chosen[:count] for count in range(3)]
 
 
 def test_an_abandoned_request_leaves_no_trace_in_the_next(runner: Runner):

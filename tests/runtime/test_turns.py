@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillWaiting  # the built-in one only since Python 3.11
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 
 from llmc.errors import RequestError
 from llmc.runtime import Model, load
-from llmc.runtime.sampling import GreedySampler
+from llmc.runtime.sampling import Choice, GreedySampler
 from llmc.runtime.sessions import Batch
 
 PATIENCE = 60  # seconds after which a thread that waits counts as waiting for ever
@@ -158,13 +158,13 @@ def test_an_error_between_two_steps_leaves_the_model_usable(
     model: Model, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ):
     class Failing(GreedySampler):
-        def __call__(self, logits: np.ndarray, position: int) -> int:
-            if position > 14:
+        def __call__(self, logits: np.ndarray, tokens: Sequence[int]) -> Choice:
+            if len(tokens) > 14:
                 raise error
-            return super().__call__(logits, position)
+            return super().__call__(logits, tokens)
 
     with monkeypatch.context() as patch:
-        patch.setattr("llmc.runtime.model.make_sampler", lambda *_: Failing())
+        patch.setattr("llmc.runtime.model.make_sampler", lambda *_, **__: Failing())
         with pytest.raises(error):
             model.generate(PROMPTS[0], max_tokens=12)
     assert_usable(model, alone)

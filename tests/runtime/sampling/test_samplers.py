@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.bundle import Generation
-from llmc.errors import RequestError, UsageError
-from llmc.runtime.sampling import RandomSampler, SamplingParams, _Masses, make_sampler, uniform
+from llmc.errors import RequestError
+from llmc.runtime.sampling import GreedySampler, RandomSampler, SamplingParams, make_sampler, uniform
+from llmc.runtime.sampling.masses import Masses
 
 # transformers works in float32 throughout, with a cumulative sum over the sorted vocabulary.
 PROBABILITY_TOLERANCE = 2e-6
@@ -18,9 +18,6 @@ CHI_SQUARE_DEVIATIONS = 5.0
 EDGE_TOLERANCE = 1e-5
 # Difference of logits, as a share of their size, below which float32 may take two tokens for equally probable.
 TIE_TOLERANCE = 1e-6
-
-GREEDY_CHECKPOINT = Generation((2,), 1, False, None, None, None, None)
-SAMPLING_CHECKPOINT = Generation((2,), 1, True, 0.7, 20, 0.8, 0.05)
 
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.8},
@@ -34,12 +31,18 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+def fast_sampler(params: SamplingParams, vocab_size: int) -> GreedySampler | RandomSampler:
+    sampler = make_sampler(params, vocab_size, prompt_length=0)
+    assert isinstance(sampler, (GreedySampler, RandomSampler))
+    return sampler
+
+
 def random_logits(size: int, deviation: float = 2.0, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0.0, deviation, size).astype(np.float32)
 
 
 def draw_counts(sampler: Any, logits: np.ndarray, draws: int) -> np.ndarray:
-    return np.bincount([sampler(logits, position) for position in range(draws)], minlength=logits.size)
+    return np.bincount([sampler.choose(logits, position) for position in range(draws)], minlength=logits.size)
 
 
 def chi_square_deviations(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -60,7 +63,7 @@ class TestProbabilities:
     @pytest.mark.parametrize("size", [50, 1000, 4099])
     def test_equal_the_warpers_of_transformers(self, params: dict[str, Any], size: int) -> None:
         logits = random_logits(size)
-        found = make_sampler(SamplingParams(**params, seed=0), size).probabilities(logits)
+        found = fast_sampler(SamplingParams(**params, seed=0), size).probabilities(logits)
         expected = transformers_probabilities(logits, **params)
         assert found.dtype == np.float32
         assert np.array_equal(found > 0, expected > 0)
@@ -68,14 +71,14 @@ class TestProbabilities:
 
     def test_differ_when_a_parameter_differs(self) -> None:
         logits = random_logits(1000)
-        found = make_sampler(SamplingParams(temperature=0.8, top_p=0.9, seed=0), 1000).probabilities(logits)
+        found = fast_sampler(SamplingParams(temperature=0.8, top_p=0.9, seed=0), 1000).probabilities(logits)
         for other in ({"temperature": 0.81, "top_p": 0.9}, {"temperature": 0.8, "top_p": 0.91}):
             expected = transformers_probabilities(logits, **other)
             assert np.abs(found - expected).max() > PROBABILITY_TOLERANCE
 
     def test_of_greedy_are_all_on_one_token(self) -> None:
         logits = random_logits(100)
-        found = make_sampler(SamplingParams(temperature=0), 100).probabilities(logits)
+        found = fast_sampler(SamplingParams(temperature=0), 100).probabilities(logits)
         assert found.argmax() == logits.argmax() and found.sum() == 1.0 and np.count_nonzero(found) == 1
 
 
@@ -100,31 +103,31 @@ class TestDraws:
     @pytest.mark.parametrize("params", SETTINGS, ids=str)
     def test_follow_the_probabilities(self, params: dict[str, Any]) -> None:
         logits = random_logits(700)
-        sampler = make_sampler(SamplingParams(**params, seed=11), logits.size)
+        sampler = fast_sampler(SamplingParams(**params, seed=11), logits.size)
         counts = draw_counts(sampler, logits, 5000)
         assert chi_square_deviations(counts, sampler.probabilities(logits)) < CHI_SQUARE_DEVIATIONS
 
     @pytest.mark.parametrize("wrong", [{"temperature": 1.1}, {"top_p": 0.85}, {"min_p": 0.05}], ids=str)
     def test_of_other_parameters_fail_that_check(self, wrong: dict[str, Any]) -> None:
         logits = random_logits(700)
-        counts = draw_counts(make_sampler(SamplingParams(seed=11, top_p=0.9), logits.size), logits, 8000)
-        probabilities = make_sampler(SamplingParams(**{"top_p": 0.9, **wrong}), logits.size).probabilities(logits)
+        counts = draw_counts(fast_sampler(SamplingParams(seed=11, top_p=0.9), logits.size), logits, 8000)
+        probabilities = fast_sampler(SamplingParams(**{"top_p": 0.9, **wrong}), logits.size).probabilities(logits)
         assert chi_square_deviations(counts, probabilities) > CHI_SQUARE_DEVIATIONS
 
     @pytest.mark.parametrize(("exponential", "log_base"), [(np.exp, 1.0), (np.exp2, math.log(2))])
     def test_follow_the_probabilities_with_either_exponential(
         self, monkeypatch: pytest.MonkeyPatch, exponential: np.ufunc, log_base: float
     ) -> None:
-        monkeypatch.setattr(_Masses, "_EXPONENTIAL", exponential)
-        monkeypatch.setattr(_Masses, "_LOG_BASE", log_base)
+        monkeypatch.setattr(Masses, "_EXPONENTIAL", exponential)
+        monkeypatch.setattr(Masses, "_LOG_BASE", log_base)
         logits = random_logits(700)
-        sampler = make_sampler(SamplingParams(temperature=0.7, seed=12), logits.size)
+        sampler = fast_sampler(SamplingParams(temperature=0.7, seed=12), logits.size)
         counts = draw_counts(sampler, logits, 5000)
         assert chi_square_deviations(counts, sampler.probabilities(logits)) < CHI_SQUARE_DEVIATIONS
 
     def test_follow_the_probabilities_when_one_token_is_likely_and_the_tail_is_long(self) -> None:
         logits = np.concatenate([np.array([9.0, 8.0, 7.0], np.float32), random_logits(20_000, 0.6)])
-        sampler = make_sampler(SamplingParams(temperature=0.9, top_p=0.6, seed=5), logits.size)
+        sampler = fast_sampler(SamplingParams(temperature=0.9, top_p=0.6, seed=5), logits.size)
         counts = draw_counts(sampler, logits, 3000)
         assert chi_square_deviations(counts, sampler.probabilities(logits)) < CHI_SQUARE_DEVIATIONS
 
@@ -146,31 +149,31 @@ class TestDraws:
         if np.isneginf(values).all():
             values[seed % values.size] = 3.0
         widest = {"top_p": min(1.0, top_p + EDGE_TOLERANCE), "min_p": min_p * (1 - EDGE_TOLERANCE)}
-        support = make_sampler(SamplingParams(temperature=temperature, top_k=top_k, **widest), values.size)
-        sampler = make_sampler(SamplingParams(10, temperature, top_k, top_p, min_p, seed), values.size)
+        support = fast_sampler(SamplingParams(temperature=temperature, top_k=top_k, **widest), values.size)
+        sampler = fast_sampler(SamplingParams(10, temperature, top_k, top_p, min_p, seed), values.size)
         allowed = support._support(values)[0]  # probabilities() may round a weight of 1e-40 to 0
         tie = TIE_TOLERANCE * (np.abs(values[np.isfinite(values)]).max() + temperature)
         for position in range(5):
-            assert values[sampler(values, position)] >= values[allowed].min() - tie
+            assert values[sampler.choose(values, position)] >= values[allowed].min() - tie
 
     @pytest.mark.parametrize("params", SETTINGS, ids=str)
     @pytest.mark.parametrize("token", [0, 777, 999])
     def test_find_the_only_finite_logit(self, params: dict[str, Any], token: int) -> None:
         logits = np.full(1000, -np.inf, np.float32)
         logits[token] = -3.0
-        assert make_sampler(SamplingParams(**params), 1000)(logits, 0) == token
+        assert fast_sampler(SamplingParams(**params), 1000).choose(logits, 0) == token
 
     @pytest.mark.parametrize("params", SETTINGS, ids=str)
     def test_reach_all_of_many_equal_logits(self, params: dict[str, Any]) -> None:
         logits = np.full(33, -1e4, np.float32)
         logits[[3, 19, 32]] = 12.5
-        sampler = make_sampler(SamplingParams(**{**params, "top_k": min(1, params.get("top_k", 0))}, seed=1), 33)
-        assert {sampler(logits, position) for position in range(100)} == {3, 19, 32}
+        sampler = fast_sampler(SamplingParams(**{**params, "top_k": min(1, params.get("top_k", 0))}, seed=1), 33)
+        assert {sampler.choose(logits, position) for position in range(100)} == {3, 19, 32}
 
     @pytest.mark.parametrize("shift", [0.0, 300.0, -300.0, 1e5])
     def test_do_not_depend_on_a_shift_of_the_logits(self, shift: float) -> None:
         logits = np.round(random_logits(3000) * 64) / 64  # exact after the shift
-        sampler = make_sampler(SamplingParams(temperature=0.5, top_p=0.9, seed=3), logits.size)
+        sampler = fast_sampler(SamplingParams(temperature=0.5, top_p=0.9, seed=3), logits.size)
         shifted = (logits + np.float32(shift)).astype(np.float32)
         counts = draw_counts(sampler, shifted, 2000)
         assert chi_square_deviations(counts, sampler.probabilities(logits)) < CHI_SQUARE_DEVIATIONS
@@ -178,34 +181,34 @@ class TestDraws:
     @pytest.mark.parametrize("temperature", [5e-324, 1e-9, 1e-3])
     def test_are_greedy_when_the_temperature_is_tiny(self, temperature: float) -> None:
         logits = random_logits(3000)
-        assert make_sampler(SamplingParams(temperature=temperature), 3000)(logits, 0) == logits.argmax()
+        assert fast_sampler(SamplingParams(temperature=temperature), 3000).choose(logits, 0) == logits.argmax()
 
     def test_are_even_when_the_temperature_is_huge(self) -> None:
         logits = random_logits(64)
-        sampler = make_sampler(SamplingParams(temperature=1e300, seed=2), 64)
+        sampler = fast_sampler(SamplingParams(temperature=1e300, seed=2), 64)
         counts = draw_counts(sampler, logits, 6400)
         assert chi_square_deviations(counts, np.full(64, 1 / 64)) < CHI_SQUARE_DEVIATIONS
 
     def test_with_top_k_above_the_vocabulary_keep_it_all(self) -> None:
         logits = random_logits(300)
-        everything = make_sampler(SamplingParams(seed=4), 300)
-        assert_same_draws(everything, make_sampler(SamplingParams(top_k=1000, seed=4), 300), logits)
+        everything = fast_sampler(SamplingParams(seed=4), 300)
+        assert_same_draws(everything, fast_sampler(SamplingParams(top_k=1000, seed=4), 300), logits)
 
     @pytest.mark.parametrize("top_k", [1, 5, 100, 1500, 2999])
     def test_with_top_k_take_exactly_the_k_largest(self, top_k: int) -> None:
         logits = np.random.default_rng(1).permutation(np.arange(3000)).astype(np.float32)
-        found = make_sampler(SamplingParams(temperature=1000.0, top_k=top_k), 3000).probabilities(logits)
+        found = fast_sampler(SamplingParams(temperature=1000.0, top_k=top_k), 3000).probabilities(logits)
         assert np.array_equal(np.flatnonzero(found), np.flatnonzero(logits >= 3000 - top_k))
 
     def test_leave_the_logits_as_they_are(self) -> None:
         for params in SETTINGS:
             logits = random_logits(500)
-            make_sampler(SamplingParams(**params), 500)(logits, 0)
+            fast_sampler(SamplingParams(**params), 500).choose(logits, 0)
             assert np.array_equal(logits, random_logits(500))
 
     def test_of_a_large_vocabulary_follow_the_probabilities(self) -> None:
         logits = random_logits(151_936, 0.6)
-        sampler = make_sampler(SamplingParams(temperature=0.8, top_p=0.5, seed=9), logits.size)
+        sampler = fast_sampler(SamplingParams(temperature=0.8, top_p=0.5, seed=9), logits.size)
         probabilities = sampler.probabilities(logits)
         bins = np.digitize(logits, np.quantile(logits, np.linspace(0, 1, 60)[1:-1]))
         counts = np.bincount(bins, draw_counts(sampler, logits, 1000))
@@ -213,37 +216,41 @@ class TestDraws:
 
 
 def assert_same_draws(one: Any, other: Any, logits: np.ndarray) -> None:
-    assert [one(logits, position) for position in range(50)] == [other(logits, position) for position in range(50)]
+    assert [one.choose(logits, position) for position in range(50)] == [
+        other.choose(logits, position) for position in range(50)
+    ]
 
 
 class TestGreedy:
     def test_takes_the_largest_logit(self) -> None:
         logits = random_logits(5000)
-        sampler = make_sampler(SamplingParams(temperature=0, top_p=0.5, top_k=3), 5000)
-        assert sampler(logits, 0) == logits.argmax() and sampler.seed is None
+        sampler = fast_sampler(SamplingParams(temperature=0, top_p=0.5, top_k=3), 5000)
+        assert sampler.choose(logits, 0) == logits.argmax() and sampler.seed is None
 
     def test_takes_the_lowest_of_equal_tokens(self) -> None:
-        assert make_sampler(SamplingParams(temperature=0), 4)(np.array([1, 7, 7, 2], np.float32), 0) == 1
+        assert fast_sampler(SamplingParams(temperature=0), 4).choose(np.array([1, 7, 7, 2], np.float32), 0) == 1
 
 
 class TestSeeds:
     @pytest.mark.parametrize("params", SETTINGS, ids=str)
     def test_the_same_seed_gives_the_same_tokens_in_any_order(self, params: dict[str, Any]) -> None:
         logits = [random_logits(900, seed=position) for position in range(40)]
-        forward, backward = (make_sampler(SamplingParams(**params, seed=8), 900) for _ in range(2))
-        tokens = [forward(logits[position], position) for position in range(40)]
-        assert tokens == [backward(logits[position], position) for position in reversed(range(40))][::-1]
+        forward, backward = (fast_sampler(SamplingParams(**params, seed=8), 900) for _ in range(2))
+        tokens = [forward.choose(logits[position], position) for position in range(40)]
+        assert tokens == [backward.choose(logits[position], position) for position in reversed(range(40))][::-1]
 
     def test_other_seeds_and_positions_give_other_tokens(self) -> None:
         logits = random_logits(10_000, 0.1)
-        tokens = {make_sampler(SamplingParams(seed=seed), 10_000)(logits, p) for seed in range(5) for p in range(5)}
+        tokens = {
+            fast_sampler(SamplingParams(seed=seed), 10_000).choose(logits, p) for seed in range(5) for p in range(5)
+        }
         assert len(tokens) > 20
 
     def test_without_a_seed_one_is_drawn_and_reported(self) -> None:
         logits = random_logits(1000)
-        sampler = make_sampler(SamplingParams(), 1000)
-        assert isinstance(sampler, RandomSampler) and sampler.seed != make_sampler(SamplingParams(), 1000).seed
-        assert_same_draws(sampler, make_sampler(SamplingParams(seed=sampler.seed), 1000), logits)
+        sampler = fast_sampler(SamplingParams(), 1000)
+        assert isinstance(sampler, RandomSampler) and sampler.seed != fast_sampler(SamplingParams(), 1000).seed
+        assert_same_draws(sampler, fast_sampler(SamplingParams(seed=sampler.seed), 1000), logits)
 
     def test_numbers_are_those_of_splitmix64(self) -> None:
         # First outputs of https://prng.di.unimi.it/splitmix64.c from the states 0 and 1234567.
@@ -271,79 +278,13 @@ class TestBadLogits:
     def test_are_refused_by_name(self, params: dict[str, Any], value: float, message: str, token: int) -> None:
         logits = random_logits(1000)
         logits[token] = value
-        sampler = make_sampler(SamplingParams(**params), 1000)
-        for call in (lambda: sampler(logits, 0), lambda: sampler.probabilities(logits)):
+        sampler = fast_sampler(SamplingParams(**params), 1000)
+        for call in (lambda: sampler.choose(logits, 0), lambda: sampler.probabilities(logits)):
             with pytest.raises(RequestError, match=message):
                 call()
 
     @pytest.mark.parametrize("params", [{"temperature": 0}, *SETTINGS], ids=str)
     def test_without_any_token_are_refused(self, params: dict[str, Any]) -> None:
-        sampler = make_sampler(SamplingParams(**params), 1000)
+        sampler = fast_sampler(SamplingParams(**params), 1000)
         with pytest.raises(RequestError, match="all -inf"):
-            sampler(np.full(1000, -np.inf, np.float32), 0)
-
-
-class TestParams:
-    @pytest.mark.parametrize(
-        ("name", "value", "expected"),
-        [
-            ("max_tokens", 0, "an integer of at least 1"),
-            ("max_tokens", 2.0, "an integer of at least 1"),
-            ("max_tokens", True, "an integer of at least 1"),
-            ("temperature", -1.0, "a number of at least 0"),
-            ("temperature", math.nan, "a number of at least 0"),
-            ("temperature", math.inf, "a number of at least 0"),
-            ("temperature", "1", "a number of at least 0"),
-            ("temperature", False, "a number of at least 0"),
-            ("temperature", None, "a number of at least 0"),
-            ("top_k", -1, "an integer of at least 0 (0 keeps all)"),
-            ("top_k", 1.5, "an integer of at least 0 (0 keeps all)"),
-            ("top_p", 0, "a number above 0 and at most 1"),
-            ("top_p", 1.01, "a number above 0 and at most 1"),
-            ("top_p", math.nan, "a number above 0 and at most 1"),
-            ("min_p", -0.1, "a number from 0 to 1"),
-            ("min_p", 1.1, "a number from 0 to 1"),
-            ("min_p", math.nan, "a number from 0 to 1"),
-            ("seed", -1, "an integer from 0 to 2**64 - 1, or None"),
-            ("seed", 2**64, "an integer from 0 to 2**64 - 1, or None"),
-            ("seed", 1.0, "an integer from 0 to 2**64 - 1, or None"),
-            ("stop", "end", "a tuple of non-empty strings"),
-            ("stop", ("",), "a tuple of non-empty strings"),
-            ("stop", (3,), "a tuple of non-empty strings"),
-            ("stop_token_ids", [1], "a tuple of token ids"),
-            ("stop_token_ids", (-1,), "a tuple of token ids"),
-            ("ignore_eos", 1, "True or False"),
-        ],
-    )
-    def test_out_of_range_are_refused(self, name: str, value: Any, expected: str) -> None:
-        with pytest.raises(UsageError) as caught:
-            SamplingParams(**{name: value})
-        assert str(caught.value) == f"{name} is {value!r}, expected {expected}"
-
-    def test_at_the_edges_are_accepted(self) -> None:
-        SamplingParams(1, 0, 0, 1, 0, 0, (), (), True)
-        SamplingParams(1, 1e30, 10**9, 1e-9, 1, 2**64 - 1, ("a", "b"), (0, 5))
-
-    def test_left_out_come_from_the_checkpoint(self) -> None:
-        assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT) == SamplingParams(256, 0.7, 20, 0.8, 0.05)
-        assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT, top_k=0, seed=None) == SamplingParams(
-            256, 0.7, 0, 0.8, 0.05
-        )
-
-    def test_of_a_greedy_checkpoint_are_greedy_unless_sampling_is_asked_for(self) -> None:
-        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, max_tokens=5) == SamplingParams(5, 0.0)
-        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, top_p=0.5) == SamplingParams(top_p=0.5)
-
-    def test_stop_may_be_one_text_or_a_list(self) -> None:
-        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, stop="end").stop == ("end",)
-        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, stop=["a", "b"], stop_token_ids=[3]).stop_token_ids == (
-            3,
-        )
-
-    def test_unknown_names_are_refused_with_the_nearest_one(self) -> None:
-        with pytest.raises(UsageError, match="unknown sampling parameter 'temprature'; did you mean temperature"):
-            SamplingParams.from_defaults(GREEDY_CHECKPOINT, temprature=1.0)
-        with pytest.raises(
-            UsageError, match="unknown sampling parameter 'zzz'; expected one of max_tokens, temperature"
-        ):
-            SamplingParams.from_defaults(GREEDY_CHECKPOINT, zzz=1.0)
+            sampler.choose(np.full(1000, -np.inf, np.float32), 0)

@@ -1,0 +1,130 @@
+"""Unnormalised probabilities of a vocabulary, and the small arithmetic around them."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from llmc.errors import RequestError
+from llmc.runtime.sampling.draws import pick
+
+Logits = npt.NDArray[np.float32]
+
+
+def inverse(temperature: float) -> float:
+    """1 / temperature, within what float32 can multiply differences of logits by without making NaN."""
+    return min(max(1.0 / temperature, 1e-30), 1e30)
+
+
+def check_peak(peak: float) -> None:
+    """Refuse logits whose largest (NaN counts as the largest) is ``peak``, if it is not finite.
+
+    Raises:
+        RequestError: with what the logits hold.
+    """
+    if not math.isfinite(peak):
+        what = "hold NaN" if math.isnan(peak) else "hold +inf" if peak > 0 else "are all -inf"
+        raise RequestError(
+            f"the model's logits {what}, so no token can be chosen; check the bundle with: llmc verify BUNDLE"
+        )
+
+
+def _fast_exponential() -> tuple[np.ufunc, float]:
+    """The faster of exp and exp2 in float32, and the natural logarithm of its base.
+
+    On AVX-512, numpy's exp2 takes half the time of its exp; elsewhere exp2 is a scalar loop.
+    """
+    if hasattr(np.lib, "introspect"):
+        found = np.lib.introspect.opt_func_info(func_name="^exp2$", signature="float32")
+        if found and not any(loop["current"].startswith("baseline") for loop in found["exp2"].values()):
+            return np.exp2, math.log(2.0)
+    return np.exp, 1.0
+
+
+class Masses:
+    """Unnormalised probabilities of a vocabulary, with the sums that make drawing and removing cheap.
+
+    Tokens lie in a grid [slabs, rows, columns], in which sums add up whole rows, fast. A draw first finds a column,
+    that is all tokens some multiple of ``columns`` apart, then a place in it. Slabs let a removal stop early. The last
+    places of the grid are padding and stay 0.
+    """
+
+    _SLABS, _ROWS = 8, 32
+    _EXPONENTIAL, _LOG_BASE = _fast_exponential()
+    # Weights need no common factor if their total lies between these: float32 then holds all that matters.
+    _TOTALS = (2.0**-60, 2.0**120)
+    # Natural logarithms outside of which vector exponentials fall back to slow code, or overflow.
+    _LOGARITHMS = (-87.0, 83.0)
+
+    def __init__(self, vocab_size: int) -> None:
+        columns = -(-vocab_size // (self._SLABS * self._ROWS))
+        self._columns = max(1, -(-columns // 16)) * 16  # whole vectors in every row sum a third faster
+        self._grid = np.zeros((self._SLABS, self._ROWS, self._columns), np.float32)
+        self._by_column = self._grid.reshape(-1, self._columns)
+        self._flat = self._grid.reshape(-1)[:vocab_size]
+        self._sums = np.zeros((self._SLABS, self._columns), np.float32)
+        self._above = np.zeros((self._ROWS, self._columns), np.bool_)
+        self._cumulative = np.zeros(self._columns, np.float64)
+
+    @property
+    def total(self) -> float:
+        return float(self._cumulative[-1])
+
+    def peak(self) -> float:
+        return float(self._flat.max())
+
+    def fill(self, logits: Logits, temperature: float) -> None:
+        """Set every weight to exp(logit / temperature), times a common factor where float32 needs one.
+
+        Raises:
+            RequestError: the logits hold NaN or +inf, or nothing but -inf.
+        """
+        scale = inverse(temperature)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self._look_moderate(logits, scale):
+                np.multiply(logits, np.float32(scale / self._LOG_BASE), out=self._flat)
+                self._EXPONENTIAL(self._flat, out=self._flat)
+                self._sum()
+                if self._TOTALS[0] < self.total < self._TOTALS[1]:
+                    return
+            peak = logits.max()
+            check_peak(float(peak))
+            np.subtract(logits, peak, out=self._flat)
+            np.multiply(self._flat, np.float32(scale), out=self._flat)
+            np.exp(self._flat, out=self._flat)
+            self._sum()
+
+    def _look_moderate(self, logits: Logits, scale: float) -> bool:
+        """Guess cheaply whether no common factor is needed; a wrong guess costs time and nothing else."""
+        lowest, highest = self._LOGARITHMS
+        if not float(logits[::61].min()) * scale > lowest:
+            return False
+        return scale < 2.0 or float(logits.max()) * scale < highest
+
+    def pick(self, first: float, second: float) -> tuple[int, np.float32]:
+        """A token drawn in proportion to its weight, and the weight; two uniform numbers find its column and row."""
+        column = pick(self._cumulative, first)
+        row = pick(np.add.accumulate(self._by_column[:, column], dtype=np.float64), second)
+        token = row * self._columns + column
+        return token, self._flat[token]
+
+    def remove(self, pivot: np.float32, enough: float) -> float:
+        """Set weights up to ``pivot`` to 0 and return their mass, stopping halfway once it exceeds ``enough``."""
+        removed = 0.0
+        for weights, sums in zip(self._grid, self._sums, strict=True):
+            before = float(np.add.reduce(sums))
+            np.greater(weights, pivot, out=self._above)
+            np.multiply(weights, self._above, out=weights)
+            np.add.reduce(weights, axis=0, out=sums)
+            removed += before - float(np.add.reduce(sums))
+            if removed > enough:
+                return removed
+        self._accumulate()
+        return removed
+
+    def _sum(self) -> None:
+        np.add.reduce(self._grid, axis=1, out=self._sums)
+        self._accumulate()
+
+    def _accumulate(self) -> None:
+        np.add.accumulate(np.add.reduce(self._sums, axis=0), dtype=np.float64, out=self._cumulative)
