@@ -1,0 +1,91 @@
+"""What a session's calls cost, learnt while it runs: seconds by the shape of a call."""
+
+from bisect import bisect_left, insort
+from collections import deque
+
+WINDOW = 5
+"""Last observations of a shape, of which the median counts."""
+WEIGHT = 0.3
+"""Of the newest median in the moving average: speed that changes for good shows after some ten calls."""
+
+
+class StepCosts:
+    """An online model of seconds per call, by phase, rows and tokens per row. Not thread-safe.
+
+    Each shape keeps the moving average of the median of its last five observations, so a call that the operating
+    system interrupted does not show. Of an even number the lower median counts, for delays only ever add time. Shapes
+    never seen are read from the line through the nearest two known ones over the total number of tokens of the same
+    phase, held inside what any call keeps to: more tokens cost no less, and cost no more per token.
+
+    The phase is any name: what is no session's call, such as a drafter's work, may be kept beside it.
+    """
+
+    def __init__(self) -> None:
+        self._phases: dict[str, _Phase] = {}
+
+    def observe(self, phase: str, rows: int, tokens: int, seconds: float) -> None:
+        """Learn that a call of ``rows`` rows, each of ``tokens`` new tokens, took ``seconds``."""
+        assert rows > 0 and tokens > 0 and seconds >= 0
+        self._phases.setdefault(phase, _Phase()).observe(rows, tokens, seconds)
+
+    def predict(self, phase: str, rows: int, tokens: int) -> float | None:
+        """Seconds that a call of this shape will take; None as long as no call of the phase was seen."""
+        known = self._phases.get(phase)
+        return None if known is None else known.predict(rows, tokens)
+
+
+class _Shape:
+    """One shape's last observations, and what they say."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: deque[float] = deque(maxlen=WINDOW)
+
+    def observe(self, seconds: float) -> None:
+        self._last.append(seconds)
+        count = len(self._last)
+        median = sorted(self._last)[(count - 1) // 2]
+        # A first call pays for what later ones reuse: an average that began with it would remember that for long.
+        self.seconds = median if count < WINDOW else self.seconds + WEIGHT * (median - self.seconds)
+
+
+class _Phase:
+    """The shapes of one phase, and the same by their total number of tokens."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._latest: dict[int, _Shape] = {}
+        self._totals: list[int] = []
+
+    def observe(self, rows: int, tokens: int, seconds: float) -> None:
+        total = rows * tokens
+        shape = self._shapes.get((rows, tokens))
+        if shape is None:
+            shape = self._shapes[rows, tokens] = _Shape()
+            if total not in self._latest:
+                insort(self._totals, total)
+        shape.observe(seconds)
+        self._latest[total] = shape
+
+    def predict(self, rows: int, tokens: int) -> float:
+        shape = self._shapes.get((rows, tokens))
+        return shape.seconds if shape is not None else self._between(rows * tokens)
+
+    def _between(self, total: int) -> float:
+        if total in self._latest:
+            return self._latest[total].seconds
+        above = bisect_left(self._totals, total)
+        nearest = self._totals[above - 1] if above else self._totals[0]
+        seconds = self._latest[nearest].seconds
+        if len(self._totals) > 1:
+            line = self._line(min(max(above, 1), len(self._totals) - 1), total)
+        else:
+            line = seconds * total / nearest
+        proportional = seconds * total / nearest
+        return min(max(line, min(seconds, proportional)), max(seconds, proportional))
+
+    def _line(self, above: int, total: int) -> float:
+        """The line through the known totals ``above - 1`` and ``above`` of the sorted ones."""
+        low, high = self._totals[above - 1], self._totals[above]
+        first, last = self._latest[low].seconds, self._latest[high].seconds
+        return first + (last - first) * (total - low) / (high - low)

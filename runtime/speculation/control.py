@@ -1,0 +1,204 @@
+"""How many tokens to draft: as many as pay, none where none pay, and a look now and then whether that has changed."""
+
+from collections.abc import Sequence
+
+from llmc.errors import UsageError
+from llmc.runtime.costs import StepCosts
+from llmc.runtime.sessions.base import Phase
+
+LENGTHS = (1, 3, 5, 7, 11, 15)
+"""Draft lengths to choose from. A call has one token more, so calls are even, as kernels for pairs of rows like them,
+and of few shapes, as sessions that bind buffers per shape like them."""
+MARGIN = 1.05
+"""Speculation must be expected to win by this factor: costs are noisy, and rows that join a batch have a price."""
+
+MEMORY = 32
+"""Judged drafts over which acceptance is averaged."""
+PRIOR = (1.4, 2.0)
+"""Accepted and judged drafts assumed before the first: optimistic, and outvoted by two proposals."""
+AGED = 4.0
+"""Judged drafts that old acceptance still counts for when drafting is tried anew."""
+TRIAL = 3
+"""Drafts of a trial, which is made without knowing that it pays."""
+FIRST_BUDGET = 1.5
+"""Tokens' worth of time that the first trial may have lost and still go on; later ones end with any loss."""
+MAX_DEBT, MAX_CREDIT = 3.0, 6.0
+"""Tokens' worth of time: lost, after which drafting stops whatever the averages promise; won, that offset losses."""
+WAKING_DEBT = 1.0
+"""Tokens' worth of lost time up to which drafts that came true unverified may end a pause."""
+REPAYMENT = 0.015
+"""Share of the time that may go into trials: the debt that one token without drafts repays."""
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512
+"""Tokens between trials: doubled each time that one fails."""
+REMEASURE = 64
+"""Verifications in a row after which a step without drafts is made, for its cost grows with the context."""
+
+
+class DraftLength:
+    """Chooses how many tokens to draft for one sequence, from its acceptance so far and the measured costs.
+
+    If each draft is accepted with probability a, independently, a call that verifies k drafts commits E(k) = (1 -
+    a^(k+1)) / (1 - a) tokens (Leviathan et al., https://arxiv.org/abs/2211.17192, equation 1). The k with the most
+    tokens per second wins, if it wins by a margin over a step without drafts; otherwise drafting is off.
+
+    What is lost against steps without drafts is booked as a debt, in tokens' worth of time, and steps without drafts
+    repay 1.5 % of a token each. Trials (a few drafts without the promise of a gain) are made at the start and after
+    pauses of 32, 64, ... 512 tokens, but only free of debt, and go on while they lose nothing. So what text that nobody
+    can guess costs is bounded by that share and one trial.
+
+    Args:
+        costs: measured seconds of calls; may be shared by all sequences of a session.
+        drafter: the name under which ``costs`` knows the drafter's seconds, by number of drafts.
+        phase: of the calls that verify.
+        lengths: draft lengths to choose from, ascending.
+
+    Raises:
+        UsageError: ``lengths`` is empty, or not ascending from 1.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        drafter: str = "draft",
+        phase: str = Phase.PREFILL,
+        lengths: Sequence[int] = LENGTHS,
+    ) -> None:
+        if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 1:
+            raise UsageError(f"draft lengths are {list(lengths)}, expected ascending numbers from 1")
+        self._costs = costs
+        self._drafter = drafter
+        self._phase = phase
+        self._lengths = tuple(lengths)
+        self._trial_length = max((n for n in lengths if n <= TRIAL), default=lengths[0])
+        self._accepted, self._judged = PRIOR
+        self._on_trial = True
+        self._wait = 0.0
+        self._pause = FIRST_PAUSE
+        self._debt = 0.0
+        self._budget = FIRST_BUDGET
+        self._streak = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Probability that the next draft is accepted, from 0 to 1, as far as the past tells."""
+        return self._accepted / self._judged
+
+    @property
+    def active(self) -> bool:
+        """Whether drafts are wanted now, on trial or because they pay."""
+        return self._wait <= 0
+
+    def length(self, rows: int = 1) -> int:
+        """Drafts to ask for before the next step of a batch of ``rows`` sequences, this one included; 0 for none."""
+        return self.keep(self._lengths[-1], rows)
+
+    def keep(self, proposed: int, rows: int = 1) -> int:
+        """Of ``proposed`` drafts, how many to verify (the first ones): never more, and 0 where it does not pay."""
+        unknown = self._costs.predict(Phase.DECODE, rows, 1) is None
+        if not self.active or unknown or self._streak >= REMEASURE:
+            return 0
+        if self._on_trial:
+            return max((n for n in self._lengths if n <= min(proposed, self._trial_length)), default=0)
+        best, gain = self._best(proposed, rows)
+        return best if gain > MARGIN else 0
+
+    def verified(self, proposed: int, accepted: int, rows: int = 1, seconds: float | None = None) -> None:
+        """Learn how many of ``proposed`` > 0 drafts the model accepted, once ``costs`` knows what that took.
+
+        ``seconds`` that this drafting took, where it is known better than from ``costs``.
+        """
+        assert 0 <= accepted <= proposed and proposed > 0
+        self._streak += 1
+        self._count(proposed, accepted)
+        self._debt = max(-MAX_CREDIT, self._debt + self._lost(proposed, accepted, rows, seconds))
+        if self._debt > MAX_DEBT:
+            self._stop()
+        elif self._pays(rows):
+            self._on_trial, self._pause = False, FIRST_PAUSE
+        elif not self._on_trial or self._debt > self._budget:
+            self._stop()
+
+    def watched(self, proposed: int, accepted: int, rows: int = 1) -> None:
+        """Learn from drafts that were compared with what came instead of verified; drafting that would pay wakes up."""
+        assert 0 <= accepted <= proposed and proposed > 0
+        self._count(proposed, accepted)
+        if not self.active and self._debt <= WAKING_DEBT and self._pays(rows):
+            self._wait, self._on_trial = 0.0, False
+
+    def plain(self, rows: int = 1) -> None:
+        """Learn that a step without drafts committed one token."""
+        self._streak = 0
+        if self._debt > 0:
+            self._debt = max(0.0, self._debt - REPAYMENT)
+        if self._wait > 0:
+            self._wait -= 1
+            if self._wait <= 0:
+                self._try_again()
+        elif not self._on_trial and not self._pays(rows):
+            self._stop()
+
+    def _try_again(self) -> None:
+        share = min(1.0, AGED / self._judged)
+        self._accepted, self._judged = self._accepted * share, self._judged * share
+        self._on_trial, self._budget, self._debt = True, 0.0, max(0.0, self._debt)
+
+    def _stop(self) -> None:
+        self._wait = max(self._pause, self._debt / REPAYMENT)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._on_trial = False
+
+    def _count(self, proposed: int, accepted: int) -> None:
+        judged = min(accepted + 1, proposed)  # what follows the first wrong draft was never judged
+        kept = (1 - 1 / MEMORY) ** judged
+        self._accepted = kept * self._accepted + accepted
+        self._judged = kept * self._judged + judged
+
+    def _pays(self, rows: int) -> bool:
+        return self._best(self._lengths[-1], rows)[1] > MARGIN
+
+    def _best(self, proposed: int, rows: int) -> tuple[int, float]:
+        """The best length up to ``proposed``, and how many times faster than without drafts it is."""
+        best, gain = 0, 1.0
+        for length in self._lengths:
+            if length > proposed:
+                break
+            factor = self._gain(length, rows)
+            if factor > gain:
+                best, gain = length, factor
+        return best, gain
+
+    def _gain(self, length: int, rows: int) -> float:
+        """Tokens per second of the whole batch with ``length`` drafts for this sequence, over those without.
+
+        The sequence leaves the batch of ``rows`` for a call of its own, and the others go on without it.
+        """
+        both = self._seconds(length, rows)
+        if both is None:
+            return 1.0
+        plain, drafted = both
+        return (rows - 1 + self._expected(length)) / rows * plain / drafted
+
+    def _lost(self, proposed: int, accepted: int, rows: int, seconds: float | None) -> float:
+        """Tokens that steps without drafts would have made in the time of this one, over those that it made."""
+        both = self._seconds(proposed, rows, seconds)
+        if both is None:
+            return 0.0
+        plain, drafted = both
+        return rows * drafted / plain - (rows + accepted)
+
+    def _seconds(self, length: int, rows: int, drafting: float | None = None) -> tuple[float, float] | None:
+        """Seconds of a step of the batch without drafts, and with ``length`` for this sequence; None: not known yet."""
+        costs = self._costs
+        plain = costs.predict(Phase.DECODE, rows, 1)
+        call = costs.predict(self._phase, 1, length + 1)
+        others = costs.predict(Phase.DECODE, rows - 1, 1) if rows > 1 else 0.0
+        if not plain or call is None or others is None:
+            return None
+        if drafting is None:
+            drafting = costs.predict(self._drafter, 1, length) or 0.0
+        return plain, others + call + drafting
+
+    def _expected(self, length: int) -> float:
+        """Tokens that a call with ``length`` drafts commits on average."""
+        a = self.acceptance
+        return length + 1.0 if a >= 1.0 else (1.0 - a ** (length + 1)) / (1.0 - a)

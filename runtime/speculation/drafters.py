@@ -1,0 +1,99 @@
+"""What guesses the next tokens: the protocol, and prompt lookup, which needs no second model."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from llmc.errors import UsageError
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of sequences. Not thread-safe: the engine's thread alone calls it."""
+
+    @property
+    def name(self) -> str:
+        """What its costs are filed under."""
+
+    @property
+    def free(self) -> bool:
+        """Whether guessing costs so little that it may go on, unverified, just to see whether it would pay."""
+
+    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` tokens that may follow ``tokens`` (prompt and generated so far); none if it has no idea.
+
+        ``key`` names the sequence. From call to call its ``tokens`` only ever get longer.
+        """
+
+    def forget(self, key: int) -> None:
+        """The sequence has ended; unknown keys are ignored."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+class PromptLookup:
+    """Proposes what followed the last few tokens when they occurred before, in the prompt or in the output.
+
+    The longest match counts, and of several the most recent. What is proposed never goes beyond what is known to have
+    followed. An index over n-grams grows with the sequence, so a step costs the same however long it is. The index
+    takes roughly 150 bytes per token and n.
+
+    Saxena, Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding; the same as
+    transformers' ``prompt_lookup_num_tokens``, which takes the first match instead of the most recent.
+
+    Args:
+        max_ngram: tokens that a match has at most.
+        min_ngram: tokens that a match has at least, from 1; single tokens recur by chance all the time.
+
+    Raises:
+        UsageError: not 1 <= min_ngram <= max_ngram.
+    """
+
+    name = "prompt-lookup"
+    free = True
+
+    def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise UsageError(
+                f"min_ngram is {min_ngram} and max_ngram {max_ngram}, expected 1 <= min_ngram <= max_ngram"
+            )
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._indices: dict[int, _Index] = {}
+
+    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` tokens that followed the longest suffix of ``tokens`` that occurred before."""
+        index = self._indices.get(key)
+        if index is None:
+            index = self._indices[key] = _Index()
+        index.extend(tokens, self._sizes)
+        end = len(tokens)
+        for size in self._sizes:
+            start = index.after.get(tuple(tokens[end - size : end])) if size <= end else None
+            if start is not None:
+                return list(tokens[start : start + count])
+        return []
+
+    def forget(self, key: int) -> None:
+        """Drop the sequence's index."""
+        self._indices.pop(key, None)
+
+    def close(self) -> None:
+        """Drop all indices."""
+        self._indices.clear()
+
+
+class _Index:
+    """Where each n-gram of one sequence ended last, of those that something follows."""
+
+    def __init__(self) -> None:
+        self.after: dict[tuple[int, ...], int] = {}
+        self._done = 0
+
+    def extend(self, tokens: Sequence[int], sizes: range) -> None:
+        """Take in the n-grams that end before the last token."""
+        assert len(tokens) >= self._done, "a sequence only gets longer"
+        after = self.after
+        for end in range(self._done + 1, len(tokens)):
+            for size in sizes:
+                if size <= end:
+                    after[tuple(tokens[end - size : end])] = end
+        self._done = max(self._done, len(tokens) - 1)

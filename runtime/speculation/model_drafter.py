@@ -1,0 +1,219 @@
+"""A second, smaller model as drafter: any bundle with the same tokenizer."""
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import TOKENIZER_FILE, Manifest
+from llmc.errors import DraftError, ResourceError
+from llmc.runtime.kv_cache import next_capacity
+from llmc.runtime.machine import available_memory
+from llmc.runtime.memory import MB
+from llmc.runtime.runner import Runner, batch, chunks
+from llmc.runtime.sessions.base import Phase
+from llmc.runtime.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+STEPS = 2
+"""New tokens up to which a step for each is as fast as a call for all: after an accepted proposal there are two."""
+
+
+class Loaded(Protocol):
+    """What the drafter asks of a loaded bundle; :class:`llmc.runtime.Model` has it."""
+
+    @property
+    def folder(self) -> Path:
+        """The bundle."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its manifest."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer."""
+
+
+class DraftModel(Loaded, Protocol):
+    """And of the one that drafts."""
+
+    @property
+    def runner(self) -> Runner:
+        """What its session is reached by."""
+
+    def close(self) -> None:
+        """Free it."""
+
+
+class ModelDrafter:
+    """Proposes the tokens that a second model finds most probable.
+
+    Each sequence has a row of that model's cache, as many as its bundle's ``max_batch``; the one that was idle longest
+    makes room for a new one, and is read again when it comes back. The model reads what it has not seen: a prompt in
+    chunks, one or two tokens in steps. Rejected drafts are left in the cache and overwritten, for the length of the
+    past decides what counts.
+
+    Args:
+        model: a loaded bundle, which the drafter takes over: nothing else may use it, and :meth:`close` closes it.
+        target: the loaded bundle that is drafted for.
+
+    Raises:
+        DraftError: the two have different tokenizers.
+    """
+
+    def __init__(self, model: DraftModel, target: Loaded) -> None:
+        check_same_tokenizer(model, target)
+        self._model = model
+        self._session = model.runner.session
+        self._context = model.runner.max_context
+        self._chunk = model.runner.prefill_chunk
+        self._known_ids = model.manifest.geometry.vocab_size
+        # Either may be padded beyond the tokenizer; what the target lacks must not be proposed.
+        self._vocab_size = min(self._known_ids, target.manifest.geometry.vocab_size)
+        self._most_rows = model.manifest.limits.max_batch
+        self._rows: OrderedDict[int, _Row] = OrderedDict()
+        self._free: list[int] = []
+        self._reserved = 1
+        self._warned = False
+
+    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` tokens, each the most probable after ``tokens`` and those before it.
+
+        None where the draft model cannot go on: its context ends, its memory does, or it lacks one of the tokens.
+        """
+        count = min(count, self._context - len(tokens) + 1)  # the last draft is not fed
+        if count < 1 or not tokens:
+            return []
+        row = self._row(key)
+        row.agree(tokens)
+        new = tokens[row.known :]
+        if max(new) >= self._known_ids or not self._reserve(len(tokens) + count - 1):
+            return []
+        logits = self._read(row, new)
+        row.known = len(tokens)
+        while True:
+            token = int(logits[0, -1, : self._vocab_size].argmax())
+            if len(row.drafts) == count - 1:
+                return [*row.drafts, token]
+            logits = self._run(Phase.DECODE, row, [token], row.known + len(row.drafts), [0])
+            row.drafts.append(token)
+
+    def forget(self, key: int) -> None:
+        """Free the sequence's row."""
+        row = self._rows.pop(key, None)
+        if row is not None:
+            self._free.append(row.index)
+
+    def close(self) -> None:
+        """Close the draft model."""
+        self._rows.clear()
+        self._model.close()
+
+    def _row(self, key: int) -> "_Row":
+        if key not in self._rows:
+            if not self._free and len(self._rows) >= self._most_rows:
+                self.forget(next(iter(self._rows)))
+            index = self._free.pop() if self._free else len(self._rows)
+            self._rows[key] = _Row(index)
+        self._rows.move_to_end(key)
+        return self._rows[key]
+
+    def _reserve(self, positions: int) -> bool:
+        """Make room for ``positions`` in all rows in use; drafting is no reason to fail, so lack of memory ends it."""
+        session, plan = self._session, self._model.manifest.memory
+        rows = max(self._reserved, 1 + max(row.index for row in self._rows.values()))
+        capacity = max(session.capacity, next_capacity(positions, self._context))
+        if (rows, capacity) == (self._reserved, session.capacity):
+            return True
+        try:
+            needed = plan.total(capacity, rows) - plan.total(session.capacity, self._reserved)
+            if needed > available_memory():
+                raise ResourceError(f"its cache needs {needed // MB} MB more, {available_memory() // MB} are available")
+            session.reserve(rows, capacity)
+        except ResourceError as error:
+            if not self._warned:
+                log.warning("%s: the draft model does not go on with a sequence: %s", self._model.folder, error)
+            self._warned = True
+            return False
+        self._reserved = rows
+        return True
+
+    def _read(self, row: "_Row", new: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after the last of the ``new`` tokens [1, 1, V]."""
+        phase = Phase.DECODE if len(new) <= STEPS else Phase.PREFILL
+        parts = [(i, i + 1) for i in range(len(new))] if phase is Phase.DECODE else chunks(len(new), self._chunk)
+        for start, end in parts[:-1]:
+            self._run(phase, row, new[start:end], row.known + start, [])
+        start, end = parts[-1]
+        return self._run(phase, row, new[start:end], row.known + start, [end - start - 1])
+
+    def _run(
+        self, phase: Phase, row: "_Row", tokens: Sequence[int], past: int, indices: Sequence[int]
+    ) -> NDArray[np.float32]:
+        call = batch(phase, np.asarray(tokens, np.int64)[None], [past], np.asarray(indices, np.int64))
+        return self._session.run(replace(call, first_row=row.index))
+
+
+class _Row:
+    """One sequence's row of the cache: ``known`` tokens of the sequence, then drafts of which nobody knows yet."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.known = 0
+        self.drafts: list[int] = []
+
+    def agree(self, tokens: Sequence[int]) -> None:
+        """Keep the drafts that came true, and at least one token to read, for its logits are needed."""
+        for draft, token in zip(self.drafts, tokens[self.known : self.known + len(self.drafts)], strict=False):
+            if draft != token:
+                break
+            self.known += 1
+        self.drafts = []
+        self.known = min(self.known, len(tokens) - 1)
+
+
+def check_same_tokenizer(draft: Loaded, target: Loaded) -> None:
+    """Refuse a draft model whose token ids mean something else.
+
+    Raises:
+        DraftError: with the first difference. A vocabulary padded to another size is none.
+    """
+    files = [loaded.manifest.files.get(TOKENIZER_FILE) for loaded in (draft, target)]
+    if files[0] is None or files[1] is None or files[0].sha256 != files[1].sha256:
+        theirs, ours = (_vocabulary(loaded.folder) for loaded in (draft, target))
+        for token in sorted(theirs.keys() | ours.keys()):
+            if theirs.get(token) != ours.get(token):
+                _refuse(draft, target, f"token {token} is {_shown(theirs, token)}, there {_shown(ours, token)}")
+    special = [loaded.tokenizer.special_tokens for loaded in (draft, target)]
+    for name in sorted(special[0].keys() | special[1].keys()):
+        if special[0].get(name) != special[1].get(name):
+            _refuse(draft, target, f"{name} is {special[0].get(name)!r}, there {special[1].get(name)!r}")
+
+
+def _refuse(draft: Loaded, target: Loaded, difference: str) -> None:
+    raise DraftError(
+        f"{draft.folder} has another tokenizer than {target.folder}, expected the same one: {difference}; "
+        "draft with a model of the same family"
+    )
+
+
+def _shown(vocabulary: dict[int, str], token: int) -> str:
+    return repr(vocabulary[token]) if token in vocabulary else "missing"
+
+
+def _vocabulary(folder: Path) -> dict[int, str]:
+    """Text of each token id of a tokenizer.json, added ones included."""
+    content: dict[str, Any] = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+    listed = content["model"].get("vocab", {})
+    # A unigram model lists [text, score] pairs in the order of their ids, the others map text to id.
+    pairs = ((text, i) for i, (text, _) in enumerate(listed)) if isinstance(listed, list) else listed.items()
+    vocabulary = {token: text for text, token in pairs}
+    return vocabulary | {token["id"]: token["content"] for token in content.get("added_tokens") or []}
