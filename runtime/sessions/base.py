@@ -1,8 +1,9 @@
 """What the generation loop asks of an engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,14 +47,41 @@ class Session(Protocol):
         """Whether a phase runs on the other phase's graph, because this machine cannot run its own."""
 
     @property
+    def rows(self) -> int:
+        """Rows that the cache holds now."""
+
+    @property
     def capacity(self) -> int:
         """Positions that the cache holds now, per row."""
+
+    @property
+    def hidden(self) -> NDArray[np.float32] | None:
+        """What the head read in the last call, float32 [B, O, hidden]; reused as its logits are. None before it."""
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Grow the cache to at least ``rows`` rows of ``capacity`` positions; what it holds is kept."""
 
+    def resize(self, rows: int, capacity: int, used: Sequence[int] | None = None) -> None:
+        """Make the cache exactly ``rows`` x ``capacity``, smaller or larger; what is outside of it is lost.
+
+        ``used`` says how many positions of each row are still needed (default: all that were written): no others are
+        kept, so a cache that serves fewer requests than it did gives memory back.
+        """
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Copy positions ``start`` ... ``end - 1`` of the row ``source`` to the same ones of ``target``."""
+
+    def read(self, row: int, start: int, end: int) -> NDArray[Any]:
+        """A copy of the keys and values of positions ``start`` ... ``end - 1``, in the cache's type.
+
+        Its shape is [2 * layers, kv_heads, end - start, head_dim]: key and value of the first layer, of the next...
+        """
+
+    def write(self, row: int, start: int, values: NDArray[Any]) -> None:
+        """Put what :meth:`read` returned into the positions from ``start`` on."""
+
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits float32 [B, O, vocab]; the array is reused by the next call of the same shape."""
+        """Logits float32 [B, O, vocab]; the next call may reuse the array, so copy what must outlive it."""
 
     def close(self) -> None:
         """Free the engine and the cache."""

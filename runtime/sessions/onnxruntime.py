@@ -9,7 +9,11 @@ import os
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
 
 import logging
-from collections.abc import Iterator
+import math
+import mmap
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +23,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import BundleError, LlmcError, RequestError, ResourceError, require
+from llmc.errors import BundleError, LlmcError, RequestError, ResourceError, UsageError, require
 from llmc.runtime import cache, compiled
 from llmc.runtime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
 from llmc.runtime.machine import cpu_features
 from llmc.runtime.sessions.base import Batch, Phase
 
 log = logging.getLogger(__name__)
+
+# Bindings that are kept beside that of the last long call. A binding takes 0.4 ms to make for 24 layers, 2 % of a step
+# of a 0.5B model: worth keeping for every number of rows of a step and of drafted tokens, and not for a chunk's 90 ms.
+KEPT_BINDINGS = 32
+# Calls with at most this many rows of logits, or as many as the cache has rows, are kept and share memory for them.
+SHARED_OUTPUTS = 16
 
 
 class OnnxRuntimeSession:
@@ -42,8 +52,12 @@ class OnnxRuntimeSession:
         files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs = {phase: files[name] for phase, name in names.items()}
         self._cache: list[NDArray[Any]] = []
-        self._bound: dict[Any, _Binding] = {}
-        self._shape = (0, 0)
+        self._bound: OrderedDict[Any, _Binding] = OrderedDict()
+        self._long: tuple[Any, _Binding] | None = None
+        self._outputs: NDArray[np.float32] | None = None
+        self._written: list[int] = []  # of each row, the positions up to the last that was ever written
+        self._capacity = 0
+        self._hidden: NDArray[np.float32] | None = None
 
     @property
     def engine_version(self) -> str:
@@ -51,41 +65,129 @@ class OnnxRuntimeSession:
         return str(self._runtime.__version__)
 
     @property
+    def rows(self) -> int:
+        """Rows that the cache holds now."""
+        return len(self._written)
+
+    @property
     def capacity(self) -> int:
         """Positions that the cache holds now, per row."""
-        return self._shape[1]
+        return self._capacity
+
+    @property
+    def hidden(self) -> NDArray[np.float32] | None:
+        """What the head read in the last call, float32 [B, O, hidden]; None before the first."""
+        return self._hidden
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Grow the cache to at least ``rows`` x ``capacity``; contents are kept, bindings are made anew.
 
         Raises:
             RequestError: more than the bundle was built for.
+            ResourceError: memory does not suffice; the cache keeps its size.
         """
+        self._check_limits(rows, capacity)
+        self.resize(max(rows, self.rows), max(capacity, self._capacity))
+
+    def resize(self, rows: int, capacity: int, used: Sequence[int] | None = None) -> None:
+        """Make the cache exactly ``rows`` x ``capacity``; see :class:`llmc.runtime.sessions.base.Session`.
+
+        Positions that were never written take no memory, before and after.
+
+        Raises:
+            RequestError: more than the bundle was built for.
+            UsageError: ``used`` does not have one number for each row of the cache.
+            ResourceError: memory does not suffice; the cache keeps its size.
+        """
+        self._check_limits(rows, capacity)
+        if used is not None and len(used) != self.rows:
+            raise UsageError(f"used has {len(used)} numbers, expected one for each of the cache's {self.rows} rows")
+        known = self._written if used is None else list(map(min, self._written, used))
+        if (rows, capacity, known) == (self.rows, self._capacity, self._written):
+            return
+        written = [min(length, capacity) for length in known[:rows]]
+        shape = (rows, self._geometry.kv_heads, capacity, self._geometry.head_dim)
+        # All of the new before anything of the old goes, so a failure changes nothing: fresh pages take no memory.
+        with translated("growing the cache"):
+            room = [_fresh(shape, self._cache_type) for _ in range(2 * self._geometry.layers)]
+        self._unbind()
+        self._move(room, written)
+        self._written = written + [0] * (rows - len(written))
+        self._capacity = capacity
+
+    def _move(self, room: list[NDArray[Any]], written: list[int]) -> None:
+        """Take over ``written`` positions of each row, one tensor at a time, whose old memory goes at once."""
+        before, self._cache = self._cache, room
+        before.reverse()
+        for after in room if before else ():
+            tensor = before.pop()
+            for row, length in enumerate(written):
+                after[row, :, :length] = tensor[row, :, :length]
+
+    def _check_limits(self, rows: int, capacity: int) -> None:
         if rows > self._limits.max_batch or capacity > self._limits.max_context:
             raise RequestError(
                 f"a cache of {rows} rows x {capacity} positions is asked for, the bundle was built for "
                 f"{self._limits.max_batch} x {self._limits.max_context}; build with larger ones"
             )
-        rows, capacity = max(rows, self._shape[0]), max(capacity, self._shape[1])
-        if (rows, capacity) == self._shape:
-            return
-        self._bound.clear()
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Copy positions ``start`` ... ``end - 1`` of the row ``source`` to the same ones of ``target``.
+
+        Raises:
+            UsageError: a row or position that the cache does not have.
+        """
+        self._check_range(source, start, end)
+        self._check_range(target, start, end)
+        if source != target:
+            for tensor in self._cache:
+                tensor[target, :, start:end] = tensor[source, :, start:end]
+            self._written[target] = max(self._written[target], end)
+
+    def read(self, row: int, start: int, end: int) -> NDArray[Any]:
+        """A copy of keys and values [2 * layers, kv_heads, end - start, head_dim] of positions of a row.
+
+        Raises:
+            UsageError: a row or position that the cache does not have.
+        """
+        self._check_range(row, start, end)
+        return np.stack([tensor[row, :, start:end] for tensor in self._cache])
+
+    def write(self, row: int, start: int, values: NDArray[Any]) -> None:
+        """Put ``values``, as :meth:`read` returns them, into the positions from ``start`` on.
+
+        Raises:
+            UsageError: a row or position that the cache does not have, or values of another shape or type.
+        """
         g = self._geometry
-        empty = np.zeros((0, g.kv_heads, 0, g.head_dim), self._cache_type)
-        self._cache = self._cache or [empty] * (2 * g.layers)
-        # One tensor at a time, so that old and new together exceed the new cache by one tensor only. Where memory
-        # ends halfway, some tensors have more room than the rest, and keep it.
-        with translated("growing the cache"):
-            for i, before in enumerate(self._cache):
-                room = (max(rows, before.shape[0]), g.kv_heads, max(capacity, before.shape[2]), g.head_dim)
-                grown = np.zeros(room, self._cache_type)
-                grown[: before.shape[0], :, : before.shape[2]] = before
-                self._cache[i] = grown
-        self._shape = (rows, capacity)
+        end = start + (values.shape[2] if values.ndim == 4 else 0)
+        wanted = (2 * g.layers, g.kv_heads, end - start, g.head_dim)
+        if values.shape != wanted or values.dtype != self._cache_type:
+            raise UsageError(
+                f"cache contents of {values.dtype} {list(values.shape)} are given, expected {self._cache_type} "
+                f"[{wanted[0]}, {wanted[1]}, positions, {wanted[3]}]: they come from another bundle"
+            )
+        self._check_range(row, start, end)
+        for tensor, part in zip(self._cache, values, strict=True):
+            tensor[row, :, start:end] = part
+        self._written[row] = max(self._written[row], end)
+
+    def _check_range(self, row: int, start: int, end: int) -> None:
+        if not (0 <= row < self.rows and 0 <= start <= end <= self._capacity):
+            raise UsageError(
+                f"positions {start} ... {end} of row {row} are asked for, the cache has {self.rows} rows of "
+                f"{self._capacity}; reserve room first"
+            )
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
         rows, sequence = batch.input_ids.shape
+        ends = [past + sequence for past in batch.past_lengths.tolist()]
+        if batch.first_row + rows > self.rows or max(ends) > self._capacity:
+            raise UsageError(
+                f"rows {batch.first_row} ... {batch.first_row + rows - 1} up to position {max(ends)} are asked for, "
+                f"the cache has {self.rows} rows of {self._capacity}; reserve room first"
+            )
         if rows > 1 and sequence > 1 and not self._multi_row_prefill:
             return np.concatenate([self.run(row) for row in _row_by_row(batch)])
         binding = self._binding(batch)
@@ -94,36 +196,69 @@ class OnnxRuntimeSession:
         binding.logit_indices[:] = batch.logit_indices
         with translated("running the model"):
             binding.session.run_with_iobinding(binding.io)
+        for row, end in enumerate(ends, batch.first_row):
+            self._written[row] = max(self._written[row], end)
         return binding.logits
 
     def close(self) -> None:
         """Free the graphs and the cache."""
-        self._bound.clear()
+        self._unbind()
         self._cache.clear()
         self._graphs.clear()
-        self._shape = (0, 0)
+        self._written, self._capacity = [], 0
+
+    def _unbind(self) -> None:
+        self._bound.clear()
+        self._long, self._outputs = None, None
 
     def _binding(self, batch: Batch) -> "_Binding":
-        """Buffers bound for calls of this shape; decode keeps its own, a prefill shape replaces the one before."""
+        """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
         shape = (batch.phase, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row)
-        if shape not in self._bound:
-            for other in [key for key in self._bound if batch.phase is Phase.PREFILL and key[0] is Phase.PREFILL]:
-                del self._bound[other]
-            caches = [cache[batch.first_row : batch.first_row + batch.input_ids.shape[0]] for cache in self._cache]
-            self._bound[shape] = _Binding(self._graphs[batch.phase], batch, caches, self._geometry.vocab_size)
-        return self._bound[shape]
+        if shape in self._bound:
+            self._bound.move_to_end(shape)
+            return self._bound[shape]
+        if self._long is not None and self._long[0] == shape:
+            return self._long[1]
+        caches = [cache[batch.first_row : batch.first_row + batch.input_ids.shape[0]] for cache in self._cache]
+        graph, vocab_size = self._graphs[batch.phase], self._geometry.vocab_size
+        if batch.phase is Phase.DECODE and batch.logit_indices.size <= max(SHARED_OUTPUTS, self.rows):
+            if self._outputs is None:
+                self._outputs = np.empty((max(SHARED_OUTPUTS, self.rows), vocab_size), np.float32)
+            logits = self._outputs[: batch.logit_indices.size].reshape(*batch.logit_indices.shape, vocab_size)
+            self._bound[shape] = binding = _Binding(graph, batch, caches, logits)
+            if len(self._bound) > KEPT_BINDINGS:
+                self._bound.popitem(last=False)
+            return binding
+        self._long = None  # its logits go before new ones come
+        logits = np.empty((*batch.logit_indices.shape, vocab_size), np.float32)
+        self._long = (shape, _Binding(graph, batch, caches, logits))
+        return self._long[1]
+
+
+def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeros in pages that are taken when written and go back to the system with the array, which a heap may keep."""
+    count = math.prod(shape)
+    size = max(1, count * dtype.itemsize)
+    try:
+        if sys.platform == "win32":
+            pages = mmap.mmap(-1, size)
+        else:
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes for the cache") from error
+    return np.frombuffer(pages, dtype, count).reshape(shape)
 
 
 class _Binding:
     """Arrays for one shape of call, bound to a graph by address; ``caches`` alternate key and value, layer by layer."""
 
-    def __init__(self, session: Any, batch: Batch, caches: list[NDArray[Any]], vocab_size: int) -> None:
+    def __init__(self, session: Any, batch: Batch, caches: list[NDArray[Any]], logits: NDArray[np.float32]) -> None:
         self.session = session
         self.io = session.io_binding()
         self.input_ids = np.empty(batch.input_ids.shape, np.int64)
         self.past_lengths = np.empty(batch.past_lengths.shape, np.int64)
         self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
-        self.logits = np.empty((*batch.logit_indices.shape, vocab_size), np.float32)
+        self.logits = logits
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             self._bind(self.io.bind_input, name, getattr(self, name))

@@ -1,5 +1,7 @@
 """Loading and growing: arguments, the bundle and memory are checked first, and what is refused names the numbers."""
 
+import errno
+import mmap
 import shutil
 from dataclasses import replace
 from itertools import count
@@ -7,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -242,16 +243,16 @@ def test_memory_that_ends_while_the_cache_grows_leaves_the_model_usable(
 ):
     calls = count()
 
-    def zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    def pages(*arguments: int, **options: int) -> mmap.mmap:
         if next(calls) == 3:
-            raise MemoryError
-        return np.zeros(shape, dtype)
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return mmap.mmap(*arguments, **options)
 
     short, long = ([token % 4000 + 10 for token in range(length)] for length in (20, 1100))
     with load(tiny_bundle, threads=1) as model:
         want = model.generate(short, max_tokens=8, temperature=0).token_ids
         with monkeypatch.context() as patch:
-            patch.setattr(onnxruntime, "np", SimpleNamespace(**{**vars(np), "zeros": zeros}))
+            patch.setattr(onnxruntime, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": pages}))
             with pytest.raises(ResourceError, match="growing the cache ran out of memory"):
                 model.generate(long, max_tokens=8)
         assert model.runner.session.capacity == 256

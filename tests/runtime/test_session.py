@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llmc.bundle import Graph, Manifest, read_bundle
-from llmc.errors import BundleError, MissingExtraError, RequestError, ResourceError
+from llmc.errors import BundleError, MissingExtraError, RequestError, ResourceError, UsageError
 from llmc.runtime import load
 from llmc.runtime.runner import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
@@ -166,6 +166,173 @@ def test_reserving_less_changes_nothing(session: Session):
     prefill(session, PROMPTS[0], row=2)
 
 
+# ---------------------------------------------------------------------------------------------------- cache contents
+
+
+@pytest.fixture(scope="session")
+def int8_cache_bundle(tiny_export: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from llmc.export.streaming import StreamedDecoder
+    from llmc.optimize.build import build
+    from llmc.optimize.calibration import CalibrationRequest
+    from llmc.optimize.recipe import Request
+
+    pytest.importorskip("onnxruntime", "1.31", reason="older engines know no quantized cache")
+    text = tiny_checkpoint.parent / "validation.txt"
+    asked = CalibrationRequest(StreamedDecoder, text, samples=2, length=64)
+    recipe = Request(precision="fp32", cache="int8")
+    return build(tiny_export, tmp_path_factory.mktemp("session") / "cache", recipe=recipe, calibration=asked).output
+
+
+@pytest.fixture(params=["tiny_bundle", "int8_cache_bundle"])
+def filled(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """A session whose three rows hold the three prompts, with a float and an int8 cache."""
+    folder = request.getfixturevalue(request.param)
+    session = open_session(folder, with_rows(read_bundle(folder)), 1)
+    session.reserve(ROWS, 512)
+    for row, prompt in enumerate(PROMPTS):
+        prefill(session, prompt, row)
+    yield session
+    session.close()
+
+
+def contents(session: Session) -> list[np.ndarray]:
+    return [session.read(row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
+
+
+def test_contents_that_are_read_and_written_elsewhere_continue_alike(filled: Session):
+    want = decode(filled, [7], [37], first_row=2)
+    values = filled.read(2, 0, 37)
+    assert values.shape == (2 * 6, 4, 37, 32)
+    assert values.dtype == np.dtype(filled._cache_type)
+    filled.write(0, 0, values)
+    assert np.array_equal(decode(filled, [7], [37]), want)
+    values[:, :, 20] = 3  # a copy: what is done to it does not reach the cache
+    assert np.array_equal(decode(filled, [7], [37]), want)
+    filled.write(0, 0, values)
+    assert not np.array_equal(decode(filled, [7], [37]), want)  # one wrong position shows
+
+
+def test_contents_are_written_where_they_are_said_to_belong(filled: Session):
+    want = contents(filled)
+    filled.write(1, 30, want[2][:, :, 10:20])
+    assert np.array_equal(filled.read(1, 30, 40), want[2][:, :, 10:20])
+    assert np.array_equal(filled.read(1, 0, 30), want[1][:, :, :30])
+    assert np.array_equal(filled.read(1, 40, 260), want[1][:, :, 40:])
+    assert np.array_equal(filled.read(0, 0, 5), want[0])
+
+
+def test_a_copied_row_continues_like_its_source_and_leaves_it_alone(filled: Session):
+    want = decode(filled, [7], [37], first_row=2)
+    before = contents(filled)
+    filled.copy(2, 0, 0, 20)
+    filled.copy(2, 0, 20, 37)
+    filled.copy(1, 1, 0, 260)
+    assert np.array_equal(decode(filled, [7], [37]), want)
+    assert all(map(np.array_equal, contents(filled)[1:], before[1:]))
+
+
+def test_copying_one_position_too_few_is_noticed(filled: Session):
+    want = decode(filled, [7], [37], first_row=2)
+    filled.copy(2, 0, 0, 36)
+    assert not np.array_equal(decode(filled, [7], [37]), want)
+
+
+@pytest.mark.parametrize(
+    ("row", "start", "end"), [(3, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 2, 1), (0, 0, 513), (0, 513, 513)]
+)
+def test_rows_and_positions_outside_the_cache_are_refused(filled: Session, row: int, start: int, end: int):
+    def says(row: int) -> str:
+        return f"positions {start} ... {end} of row {row} .* 3 rows of 512; reserve"
+
+    with pytest.raises(UsageError, match=says(row)):
+        filled.read(row, start, end)
+    with pytest.raises(UsageError, match=says(row)):
+        filled.copy(row, 0, start, end)
+    with pytest.raises(UsageError, match=says(row if row else 1)):
+        filled.copy(1, row, start, end)
+    if start <= end:
+        values = np.zeros((12, 4, end - start, 32), filled._cache_type)
+        with pytest.raises(UsageError, match=says(row)):
+            filled.write(row, start, values)
+
+
+def test_contents_of_another_bundle_are_refused(filled: Session):
+    values = filled.read(0, 0, 5)
+    for wrong in (values[1:], values[:, :1], values[..., :16], values[0], values.astype(np.float16)):
+        with pytest.raises(UsageError, match=r"expected .* \[12, 4, positions, 32\]: they come from another bundle"):
+            filled.write(0, 0, wrong)
+
+
+def test_a_call_beyond_the_cache_is_refused_before_it_writes(filled: Session):
+    before = contents(filled)
+    for tokens, past, first_row in (([7], [512], 0), ([7, 7], [5, 5], 2), ([7] * 4, [5] * 4, 0)):
+        with pytest.raises(UsageError, match="the cache has 3 rows of 512; reserve room first"):
+            decode(filled, tokens, past, first_row)
+    assert all(map(np.array_equal, contents(filled), before))
+
+
+# ------------------------------------------------------------------------------------------------------------ resizing
+
+
+def test_a_smaller_cache_keeps_what_fits(filled: Session):
+    before = contents(filled)
+    filled.resize(2, 256)
+    assert (filled.rows, filled.capacity) == (2, 256)
+    assert np.array_equal(filled.read(0, 0, 5), before[0])
+    assert np.array_equal(filled.read(1, 0, 256), before[1][:, :, :256])
+    filled.resize(3, 300)
+    assert np.array_equal(filled.read(1, 0, 256), before[1][:, :, :256])
+    assert not filled.read(1, 256, 300).any()
+    assert not filled.read(2, 0, 300).any()
+
+
+def test_only_positions_in_use_are_moved(filled: Session):
+    before = contents(filled)
+    filled.resize(3, 1024, used=(0, 100, 37))
+    assert not filled.read(0, 0, 1024).any()
+    assert np.array_equal(filled.read(1, 0, 100), before[1][:, :, :100])
+    assert not filled.read(1, 100, 1024).any()
+    assert np.array_equal(filled.read(2, 0, 37), before[2])
+
+
+def test_what_was_written_copied_or_computed_survives_growth(filled: Session):
+    values = filled.read(1, 0, 260)
+    filled.write(0, 200, values[:, :, :50])
+    filled.copy(1, 2, 100, 260)
+    decode(filled, [7], [300], first_row=1)
+    kept = [filled.read(row, 0, 301) for row in range(ROWS)]
+    filled.reserve(ROWS, 700)
+    assert all(np.array_equal(filled.read(row, 0, 301), kept[row]) for row in range(ROWS))
+
+
+def test_a_wrong_number_of_used_rows_is_refused(filled: Session):
+    with pytest.raises(UsageError, match="used has 2 numbers, expected one for each of the cache's 3 rows"):
+        filled.resize(3, 1024, used=(5, 5))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_positions_that_were_never_written_take_no_memory_and_others_give_it_back(tiny_bundle: Path):
+    session = open_session(tiny_bundle, with_rows(read_bundle(tiny_bundle)), 1)
+    session.reserve(ROWS, 256)
+    start = resident()
+    session.reserve(ROWS, 1024)
+    session.reserve(ROWS, 2048)  # 6 layers x 2 x 3 rows x 4 heads x 2048 x 32 x 4 bytes = 38 MB
+    assert resident() - start < 4_000_000
+    session.write(0, 0, np.ones((12, 4, 2048, 32), np.float32))
+    session.copy(0, 1, 0, 2048)
+    session.copy(0, 2, 0, 2048)
+    assert resident() - start > 35_000_000  # the measure notices memory that is taken
+    session.resize(1, 256, used=(0, 0, 0))
+    assert resident() - start < 4_000_000
+    session.close()
+
+
+def resident() -> int:
+    """Bytes of this process in memory that belong to no file."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
 # ----------------------------------------------------------------------------------------------------------- bindings
 
 
@@ -182,6 +349,46 @@ def test_nothing_is_bound_again_from_step_to_step(session: Session, binds: list[
     binds.clear()
     decode(session, [5], [37])
     assert binds == []
+
+
+def test_short_calls_of_many_shapes_stay_bound_and_share_memory_for_their_logits(session: Session, binds: list[str]):
+    prefill(session, PROMPTS[2])
+
+    def verify(tokens: int) -> np.ndarray:
+        ids, indices = np.array([PROMPTS[0][:tokens]]), np.arange(tokens)[None]
+        return session.run(Batch(Phase.DECODE, ids, np.array([37]), indices))
+
+    all_logits = [verify(tokens) for tokens in (2, 3, 5)] + [decode_in_place(session, rows) for rows in (1, 2, 3)]
+    assert all(np.shares_memory(logits, all_logits[0]) for logits in all_logits)
+    binds.clear()
+    for _ in range(2):
+        for tokens in (2, 3, 5):
+            verify(tokens)
+        prefill(session, PROMPTS[2], row=1)
+        decode_in_place(session, 3)
+    assert "present.0.key" in binds
+    assert binds.count("logits") == 1  # the prefill's alone, once
+
+
+def decode_in_place(session: Session, rows: int) -> np.ndarray:
+    zeros = np.zeros((rows, 1), np.int64)
+    return session.run(Batch(Phase.DECODE, zeros + 7, zeros[:, 0] + 37, zeros))
+
+
+def test_of_many_short_calls_the_one_unused_for_longest_is_bound_again(session: Session, binds: list[str]):
+    shapes = [(row, tokens) for row in range(ROWS) for tokens in range(1, 13)]
+    assert len(shapes) > module.KEPT_BINDINGS
+
+    def call(row: int, tokens: int) -> None:
+        session.run(replace(batch(Phase.DECODE, np.full((1, tokens), 5), [0], [0]), first_row=row))
+
+    for shape in shapes:
+        call(*shape)
+    binds.clear()
+    call(*shapes[-module.KEPT_BINDINGS])
+    assert binds == []
+    call(*shapes[0])
+    assert binds.count("logits") == 1
 
 
 def test_logits_are_written_into_the_same_memory_at_every_step(session: Session):
