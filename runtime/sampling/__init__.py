@@ -1,6 +1,6 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p and min-p, on the host, per request.
+"""From logits to the next token, on the host, per request.
 
-The steps run in the order of transformers and vLLM: temperature, top-k, top-p, min-p. Three promises shape the code:
+The steps run in the order of :mod:`llmc.runtime.sampling.processors`. Three promises shape the code:
 
 * *Exact.* No step is approximated. Arithmetic is float32 over the vocabulary, with sums carried on in float64: a
   token's probability is right to about 1e-5 of itself, and only a token whose distance from the edge of the nucleus is
@@ -13,19 +13,25 @@ The steps run in the order of transformers and vLLM: temperature, top-k, top-p, 
 """
 
 from llmc.runtime.sampling.draws import uniform
-from llmc.runtime.sampling.logprobs import TokenLogprobs
+from llmc.runtime.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from llmc.runtime.sampling.masses import Logits
-from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.params import STEPS, SamplingParams
+from llmc.runtime.sampling.processors import Guide, Processor, build_processors
 from llmc.runtime.sampling.samplers import Choice, GreedySampler, RandomSampler, Sampler, make_sampler
 
 __all__ = [
+    "STEPS",
     "Choice",
     "GreedySampler",
+    "Guide",
     "Logits",
+    "Processor",
     "RandomSampler",
     "Sampler",
     "SamplingParams",
     "TokenLogprobs",
+    "build_processors",
     "make_sampler",
+    "prompt_logprobs",
     "uniform",
 ]

@@ -29,6 +29,20 @@ def check_peak(peak: float) -> None:
         )
 
 
+def largest(logits: Logits, k: int) -> npt.NDArray[np.intp]:
+    """Tokens whose logit is at least the k-th largest, in no particular order."""
+    rows = max(1, min(128, logits.size // (2 * k)))
+    columns = logits.size // rows
+    blocked = logits[: rows * columns].reshape(rows, columns)  # block c: tokens c, c + columns, ...
+    maxima = np.concatenate([np.maximum.reduce(blocked, axis=0), logits[rows * columns :]])
+    check_peak(float(maxima.max()))
+    bound = np.partition(maxima, maxima.size - k)[maxima.size - k]
+    candidates: npt.NDArray[np.intp] = np.flatnonzero(logits >= bound)
+    values = logits[candidates]
+    smallest = np.partition(values, values.size - k)[values.size - k]
+    return np.compress(values >= smallest, candidates)
+
+
 def _fast_exponential() -> tuple[np.ufunc, float]:
     """The faster of exp and exp2 in float32, and the natural logarithm of its base.
 

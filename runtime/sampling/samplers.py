@@ -9,10 +9,16 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from llmc.runtime.sampling.draws import pick, uniforms
-from llmc.runtime.sampling.logprobs import TokenLogprobs
-from llmc.runtime.sampling.masses import Logits, Masses, check_peak, inverse
+from llmc.errors import RequestError
+from llmc.runtime.sampling.draws import pick, uniform, uniforms
+from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from llmc.runtime.sampling.masses import Logits, Masses, check_peak, inverse, largest
+from llmc.runtime.sampling.mirostat import Mirostat1, Mirostat2
 from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import FILTERS, Guide, Processor, Setting, build_steps
+
+_FAST = ("temperature", "top_k", "top_p", "min_p")  # what RandomSampler does itself, in its order
+CUTS = FILTERS[FILTERS.index("top_k") :]
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,31 @@ class Sampler(Protocol):
         Call it once for each token, in order, with the tokens chosen before.
 
         Raises:
-            RequestError: the logits hold NaN or +inf, or nothing but -inf.
+            RequestError: the logits hold NaN or +inf, or nothing but -inf; or no token is allowed.
+            GrammarError: the guide allows no token.
+            ProcessorError: a processor of the request raised, or returned something that is no logits.
         """
 
-    def probabilities(self, logits: Logits) -> npt.NDArray[np.float32]:
-        """The distribution that is drawn from, float32 [V]; sorts the vocabulary, so it is slow.
+
+class Chooser:
+    """Base of samplers that choose from logits as they are.
+
+    Attributes:
+        seed: what makes the draws repeatable; None if nothing is drawn.
+    """
+
+    seed: int | None = None
+
+    def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
+        return Choice(self.choose(logits, len(tokens)))
+
+    def choose(self, logits: Logits, position: int) -> int:
+        """The token for ``position`` of the sequence, from ``logits`` (float32 [V], left as they are).
 
         Raises:
-            RequestError: as when called.
+            RequestError: the logits hold NaN or +inf, or nothing but -inf.
         """
+        raise NotImplementedError
 
 
 def make_sampler(
@@ -53,21 +75,65 @@ def make_sampler(
     *,
     prompt_length: int,
     eos_token_ids: Collection[int] = (),
+    processors: Sequence[Processor] = (),
+    guide: Guide | None = None,
+    breakers: Collection[int] = (),
+    index: int = 0,
 ) -> Sampler:
-    """The sampler for a request's parameters; ``vocab_size`` is the length of the logits it will see."""
-    return GreedySampler() if params.temperature == 0 else RandomSampler(params, vocab_size)
+    """The sampler of one sequence.
+
+    Args:
+        params: of the request.
+        vocab_size: V, the length of the logits it will see.
+        prompt_length: tokens of the prompt, which some penalties leave out.
+        eos_token_ids: the checkpoint's end-of-sequence tokens.
+        processors: the request's own, called in this order with (tokens so far, logits).
+        guide: what the request's grammar allows; it is told every token chosen.
+        breakers: ids of the tokens that ``dry_sequence_breakers`` end with.
+        index: which of a request's ``n`` sequences; it draws with seed + index, modulo 2**64.
+
+    Raises:
+        UsageError: a token id is outside the vocabulary.
+    """
+    seed = secrets.randbits(64) if params.seed is None else (params.seed + index) % 2**64
+    setting = Setting(params, vocab_size, prompt_length, eos_token_ids, processors, guide, breakers, seed)
+    steps, chooser, tail = _plan(build_steps(setting), setting)
+    top = 0 if params.logprobs is None and params.best_of is not None else params.logprobs
+    if not steps and top is None:
+        return chooser
+    return ProcessedSampler(steps, chooser, tail, guide, top)
 
 
-class GreedySampler:
+_Steps = list[tuple[str, Processor]]
+
+
+def _plan(steps: _Steps, setting: Setting) -> tuple[_Steps, Chooser, _Steps]:
+    """Steps to run, what chooses after them, and the steps that the chooser does itself, as they would be run."""
+    params, seed = setting.params, setting.seed
+    if params.temperature == 0:
+        return [(name, step) for name, step in steps if name not in FILTERS], GreedySampler(), []
+    if params.mirostat:
+        return steps, MirostatSampler(params, seed), []
+    head, tail = _split(steps)
+    if any(name in CUTS for name, _ in head):
+        return steps, SupportSampler(seed), []
+    named = {name: getattr(params, name) for name, _ in tail}
+    return head, RandomSampler(SamplingParams(**named, seed=seed), setting.vocab_size), tail
+
+
+def _split(steps: _Steps) -> tuple[_Steps, _Steps]:
+    """Split off the last steps that :class:`RandomSampler` does itself, which it does in a fixed order."""
+    start, limit = len(steps), len(_FAST)
+    while start and steps[start - 1][0] in _FAST[:limit]:
+        start -= 1
+        limit = _FAST.index(steps[start][0])
+    return steps[:start], steps[start:]
+
+
+class GreedySampler(Chooser):
     """The most probable token; of several, the one with the lowest id."""
 
-    seed: int | None = None
-
-    def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
-        return Choice(self.choose(logits, len(tokens)))
-
     def choose(self, logits: Logits, position: int) -> int:
-        """The token for ``position`` of the sequence."""
         token = int(logits.argmax())  # NaN counts as the largest
         check_peak(float(logits[token]))
         return token
@@ -78,7 +144,7 @@ class GreedySampler:
         return result
 
 
-class RandomSampler:
+class RandomSampler(Chooser):
     """Draws from the distribution that temperature, top-k, top-p and min-p leave.
 
     *With top-k*: the k-th largest of many block maxima bounds the k-th largest logit from below, which leaves few
@@ -100,11 +166,7 @@ class RandomSampler:
         self._uses_top_k = 0 < params.top_k < vocab_size
         self._masses = Masses(0 if self._uses_top_k else vocab_size)
 
-    def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
-        return Choice(self.choose(logits, len(tokens)))
-
     def choose(self, logits: Logits, position: int) -> int:
-        """The token for ``position`` of the sequence."""
         assert logits.shape == (self._vocab_size,) and logits.dtype == np.float32
         numbers = uniforms(self.seed, position)
         if not self._uses_top_k:
@@ -137,7 +199,7 @@ class RandomSampler:
 
     def _support(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         """The tokens that may be drawn, most probable first, and their weights."""
-        tokens = _top_k(logits, self._params.top_k if self._uses_top_k else logits.size)
+        tokens = largest(logits, self._params.top_k if self._uses_top_k else logits.size)
         values = logits[tokens].astype(np.float64)
         order = np.argsort(-values, kind="stable")
         tokens, values = tokens[order], values[order]
@@ -156,15 +218,112 @@ class RandomSampler:
         return max(least, float(weights[max(nucleus, 1) - 1]))
 
 
-def _top_k(logits: Logits, k: int) -> npt.NDArray[np.intp]:
-    """Tokens whose logit is at least the k-th largest, in no particular order."""
-    rows = max(1, min(128, logits.size // (2 * k)))
-    columns = logits.size // rows
-    blocked = logits[: rows * columns].reshape(rows, columns)  # block c: tokens c, c + columns, ...
-    maxima = np.concatenate([np.maximum.reduce(blocked, axis=0), logits[rows * columns :]])
-    check_peak(float(maxima.max()))
-    bound = np.partition(maxima, maxima.size - k)[maxima.size - k]
-    candidates: npt.NDArray[np.intp] = np.flatnonzero(logits >= bound)
-    values = logits[candidates]
-    smallest = np.partition(values, values.size - k)[values.size - k]
-    return np.compress(values >= smallest, candidates)
+class SupportSampler(Chooser):
+    """Draws from what truncations have left, which are few tokens as a rule."""
+
+    seed: int
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def choose(self, logits: Logits, position: int) -> int:
+        check_peak(float(logits.max()))
+        tokens = np.flatnonzero(logits > -np.inf)
+        values = logits[tokens].astype(np.float64)
+        weights = np.exp(values - values.max())
+        return int(tokens[pick(np.add.accumulate(weights), uniform(self.seed, position, 0))])
+
+
+class MirostatSampler(Chooser):
+    """Draws with mirostat's feedback: what it drew before decides what it may draw next."""
+
+    seed: int
+
+    def __init__(self, params: SamplingParams, seed: int) -> None:
+        self.seed = seed
+        version = Mirostat1 if params.mirostat == 1 else Mirostat2
+        self._mirostat = version(params.mirostat_tau, params.mirostat_eta)
+
+    def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
+        return Choice(self.choose(logits, len(tokens)))
+
+    def choose(self, logits: Logits, position: int) -> int:
+        return self._mirostat(logits, uniform(self.seed, position, 0))
+
+    def truncated(self, logits: Logits) -> Logits:
+        """What the next token will be drawn from, -inf where cut, as a new array."""
+        return self._mirostat.truncated(logits)
+
+
+class ProcessedSampler:
+    """Runs a request's steps on a copy of the logits, then chooses.
+
+    Args:
+        steps: by name, in order.
+        chooser: what chooses from the logits that the steps leave.
+        tail: the steps that the chooser does itself, to report the distribution that it draws from.
+        guide: told every token chosen.
+        top: how many of the most probable tokens to report; None reports no log-probabilities.
+    """
+
+    def __init__(self, steps: _Steps, chooser: Chooser, tail: _Steps, guide: Guide | None, top: int | None) -> None:
+        self._names = [name for name, _ in steps]
+        shaping = next((i for i, name in enumerate(self._names) if name in FILTERS), len(steps))
+        self._processors = [step for _, step in steps[:shaping]]
+        self._filters = [step for _, step in steps[shaping:]]
+        self._tail = [step for _, step in tail]
+        self._chooser, self._guide, self._top = chooser, guide, top
+        self._scratch = np.empty(0, np.float32)
+
+    @property
+    def seed(self) -> int | None:
+        return self._chooser.seed
+
+    def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
+        processed = self._run(logits, tokens)
+        drawn_from = self._drawn_from(processed, tokens) if self._top is not None else None
+        token = self._chooser.choose(processed, len(tokens))
+        if self._guide is not None:
+            self._guide.accept(token)
+        return Choice(token, None if drawn_from is None else self._logprobs(logits, drawn_from, token))
+
+    def _run(self, logits: Logits, tokens: Sequence[int]) -> Logits:
+        if not self._names:
+            return logits
+        if self._scratch.shape != logits.shape:
+            self._scratch = np.empty_like(logits)
+        current = self._scratch
+        np.copyto(current, logits)
+        for steps in (self._processors, self._filters):
+            for step in steps:
+                current = step(tokens, current)
+            if steps:
+                self._check(current, logits, len(tokens))
+        return current
+
+    def _check(self, current: Logits, logits: Logits, position: int) -> None:
+        peak = float(current.max())
+        if math.isfinite(peak):
+            return
+        check_peak(float(logits.max()))  # the model's own fault
+        what = "leave no token" if peak < 0 else "turn logits into NaN or +inf"
+        raise RequestError(f"{', '.join(self._names)} {what} at position {position}; loosen one of them")
+
+    def _drawn_from(self, processed: Logits, tokens: Sequence[int]) -> Logits:
+        if isinstance(self._chooser, MirostatSampler):
+            return self._chooser.truncated(processed)
+        if not self._tail:
+            return processed
+        current: Logits = processed.copy()
+        for step in self._tail:
+            current = step(tokens, current)
+        return current
+
+    def _logprobs(self, logits: Logits, drawn_from: Logits, token: int) -> TokenLogprobs:
+        assert self._top is not None
+        if drawn_from[token] == -np.inf:  # it lies on the edge of the nucleus, which two ways to sum see differently
+            drawn_from[token] = drawn_from[drawn_from > -np.inf].min()
+        logprob, top = token_logprobs(logits, token, self._top)
+        if drawn_from is logits:
+            return TokenLogprobs(token, logprob, top, logprob, top)
+        return TokenLogprobs(token, logprob, top, *token_logprobs(drawn_from, token, self._top))

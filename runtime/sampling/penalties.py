@@ -1,0 +1,153 @@
+"""Penalties for tokens that occurred before, kept up to date as the sequence grows.
+
+A step costs what its new tokens cost, however long the sequence is, plus one pass over the different tokens in it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from llmc.runtime.sampling.masses import Logits
+
+_FIRST_SIZE = 256
+
+
+class Follower:
+    """Base of processors that read each token of a growing sequence once.
+
+    Args:
+        start: first position that counts.
+        branching: successive calls may be of different sequences, as beams are. Every call then compares the tokens
+            read so far; otherwise only the last one, and the caller promises that sequences grow at the end.
+    """
+
+    def __init__(self, start: int = 0, branching: bool = False) -> None:
+        self._start = start
+        self._branching = branching
+        self._read = start
+        self._seen: list[int] = []
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Read what is new in ``tokens``; start over if they do not go on where the last call ended."""
+        if not self._goes_on(tokens):
+            self.restart()
+            self._read = self._start
+        if len(tokens) > self._read:
+            self.extend(tokens, self._read)
+            self._read = len(tokens)
+            self._seen = list(tokens) if self._branching else [tokens[-1]]
+
+    def restart(self) -> None:
+        """Forget everything."""
+        raise NotImplementedError
+
+    def extend(self, tokens: Sequence[int], start: int) -> None:
+        """Take in ``tokens[start:]``."""
+        raise NotImplementedError
+
+    def _goes_on(self, tokens: Sequence[int]) -> bool:
+        if self._read == self._start:
+            return True
+        if len(tokens) < self._read:
+            return False
+        known = tokens[: self._read] if self._branching else tokens[self._read - 1 : self._read]
+        return list(known) == self._seen
+
+
+class TokenCounts(Follower):
+    """The different tokens from a position on, and how often each of them occurred."""
+
+    def __init__(self, start: int = 0, branching: bool = False) -> None:
+        super().__init__(start, branching)
+        self.restart()
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Different token ids, in the order of their first occurrence [n]."""
+        return self._tokens[: len(self._places)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        """Occurrences of :attr:`tokens` [n]."""
+        return self._counts[: len(self._places)]
+
+    def restart(self) -> None:
+        """Forget all tokens."""
+        self._places: dict[int, int] = {}
+        self._tokens = np.zeros(_FIRST_SIZE, np.int64)
+        self._counts = np.zeros(_FIRST_SIZE, np.float32)
+
+    def extend(self, tokens: Sequence[int], start: int) -> None:
+        """Count ``tokens[start:]``."""
+        for token in tokens[start:]:
+            place = self._places.get(token)
+            self._counts[self._add(token) if place is None else place] += 1
+
+    def _add(self, token: int) -> int:
+        place = self._places[token] = len(self._places)
+        if place == self._tokens.size:
+            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._tokens[place] = token
+        return place
+
+
+class RepetitionPenalty:
+    """Divides the positive logits and multiplies the negative ones of every token of prompt and output.
+
+    Keskar et al., CTRL, https://arxiv.org/abs/1909.05858, with the case of negative logits as in transformers.
+    """
+
+    def __init__(self, penalty: float, branching: bool = False) -> None:
+        self._penalty = np.float32(penalty)
+        self._seen = TokenCounts(branching=branching)
+
+    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
+        self._seen.follow(tokens)
+        values = logits[self._seen.tokens]
+        logits[self._seen.tokens] = np.where(values < 0, values * self._penalty, values / self._penalty)
+        return logits
+
+
+class OutputPenalty:
+    """Takes ``presence + frequency * occurrences`` from the logit of every token of the output, the prompt left out.
+
+    https://platform.openai.com/docs/api-reference/chat/create
+    """
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int, branching: bool = False) -> None:
+        self._presence = np.float32(presence)
+        self._frequency = np.float32(frequency)
+        self._seen = TokenCounts(prompt_length, branching)
+
+    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
+        self._seen.follow(tokens)
+        logits[self._seen.tokens] -= self._presence + self._frequency * self._seen.counts
+        return logits
+
+
+class NoRepeatNGram(Follower):
+    """Forbids every token that would make an n-gram of prompt and output occur twice, as transformers does."""
+
+    def __init__(self, size: int, branching: bool = False) -> None:
+        super().__init__(branching=branching)
+        self._size = size
+        self.restart()
+
+    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
+        self.follow(tokens)
+        first = len(tokens) - self._size + 1
+        if first >= 0:
+            logits[self._next.get(tuple(tokens[first:]), [])] = -np.inf
+        return logits
+
+    def restart(self) -> None:
+        """Forget all n-grams."""
+        self._next: dict[tuple[int, ...], list[int]] = {}
+
+    def extend(self, tokens: Sequence[int], start: int) -> None:
+        """Remember the n-grams that end at ``start`` or later."""
+        for last in range(max(start, self._size - 1), len(tokens)):
+            head = tuple(tokens[last - self._size + 1 : last])
+            self._next.setdefault(head, []).append(tokens[last])

@@ -1,0 +1,362 @@
+"""The steps between the model's logits and the draw, in one fixed order.
+
+:data:`BUILDERS` is that order. A step runs only if its parameter asks for something. Biases and bans come first, as in
+transformers and OpenAI's servers, so that a penalty sees the logit that counts. Penalties follow, then what the request
+brings itself, which so sees what a penalty did. A grammar has the last word before the distribution is shaped: nothing
+after it can bring a forbidden token back. Temperature precedes the cuts, so that these see the distribution that is
+drawn from. XTC comes last, because it cuts the other way: it drops the most probable of what the others kept.
+
+Elsewhere: transformers has the same order (but forbids an early end after the penalties). vLLM masks by the grammar
+first, then allowed tokens, min_tokens, bias, penalties, temperature, min-p, and top-k with top-p at the end. llama.cpp
+runs bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, and temperature at the end: ask for that with
+``processor_order=("top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature")``.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llmc.errors import GrammarError, ProcessorError, UsageError
+from llmc.runtime.sampling import truncation
+from llmc.runtime.sampling.draws import uniform
+from llmc.runtime.sampling.dry import Dry
+from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.params import SamplingParams, step_order
+from llmc.runtime.sampling.penalties import NoRepeatNGram, OutputPenalty, RepetitionPenalty
+from llmc.runtime.sampling.temperature import dynamic_temperature, scaled
+from llmc.runtime.sampling.xtc import xtc
+
+# Edits the logits of one sequence, in place or by returning other ones [V]; -inf forbids a token. Arguments: the tokens
+# so far (prompt and output), and the logits of the token to come.
+Processor = Callable[[Sequence[int], Logits], Logits]
+
+# XTC's draw at a position, far from those that choose the token.
+_XTC_DRAW = 2**63
+
+
+class Guide(Protocol):
+    """What a grammar allows, one token after the other."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output is complete."""
+
+    def mask(self, logits: Logits) -> Logits:
+        """``logits`` [V] with -inf where the grammar forbids a token; the argument, or an array of its own."""
+
+    def accept(self, token: int) -> None:
+        """Go on by the token chosen."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that steps are built from.
+
+    Args:
+        params: of the request.
+        vocab_size: V, the length of the logits.
+        prompt_length: tokens of the prompt.
+        eos_token_ids: the checkpoint's end-of-sequence tokens.
+        processors: the request's own.
+        guide: of the request's grammar, if it has one.
+        breakers: ids of the tokens that DRY's sequence breakers end with.
+        seed: of the request, for XTC.
+        branching: calls may be of different sequences, as beams are.
+    """
+
+    params: SamplingParams
+    vocab_size: int
+    prompt_length: int
+    eos_token_ids: Collection[int] = ()
+    processors: Sequence[Processor] = ()
+    guide: Guide | None = None
+    breakers: Collection[int] = ()
+    seed: int = 0
+    branching: bool = False
+
+
+Builder = Callable[[Setting], Processor | None]
+
+
+def build_steps(setting: Setting) -> list[tuple[str, Processor]]:
+    """The steps that the request needs, by name, in the order in which they run.
+
+    Raises:
+        UsageError: a token id is outside the vocabulary.
+    """
+    _check_tokens(setting.params, setting.vocab_size)
+    built = ((name, BUILDERS[name](setting)) for name in step_order(setting.params.processor_order))
+    return [(name, step) for name, step in built if step is not None]
+
+
+def build_processors(
+    params: SamplingParams,
+    vocab_size: int,
+    prompt_length: int,
+    eos_token_ids: Collection[int] = (),
+    processors: Sequence[Processor] = (),
+    breakers: Collection[int] = (),
+) -> list[Processor]:
+    """The steps before the grammar's, for searches that score several sequences: calls may switch between these.
+
+    Raises:
+        UsageError: a token id is outside the vocabulary.
+    """
+    setting = Setting(params, vocab_size, prompt_length, eos_token_ids, processors, None, breakers, 0, branching=True)
+    return [step for name, step in build_steps(setting) if name not in FILTERS]
+
+
+# ------------------------------------------------------------------------------------------------------------- steps
+
+
+def _logit_bias(setting: Setting) -> Processor | None:
+    if not setting.params.logit_bias:
+        return None
+    tokens, biases = (np.array(column) for column in zip(*setting.params.logit_bias, strict=True))
+    return _Bias(tokens, biases.astype(np.float32))
+
+
+def _allowed_tokens(setting: Setting) -> Processor | None:
+    params = setting.params
+    if params.allowed_tokens is None:
+        return _Ban(sorted(set(params.banned_tokens))) if params.banned_tokens else None
+    return _Allow(sorted(set(params.allowed_tokens) - set(params.banned_tokens)))
+
+
+def _min_tokens(setting: Setting) -> Processor | None:
+    params = setting.params
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else setting.eos_token_ids)}
+    if not params.min_tokens or not ends:
+        return None
+    return _Ban(sorted(ends), until=setting.prompt_length + params.min_tokens)
+
+
+def _repetition_penalty(setting: Setting) -> Processor | None:
+    penalty = setting.params.repetition_penalty
+    return RepetitionPenalty(penalty, setting.branching) if penalty != 1 else None
+
+
+def _frequency_penalty(setting: Setting) -> Processor | None:
+    presence, frequency = setting.params.presence_penalty, setting.params.frequency_penalty
+    if not presence and not frequency:
+        return None
+    return OutputPenalty(presence, frequency, setting.prompt_length, setting.branching)
+
+
+def _dry(setting: Setting) -> Processor | None:
+    params = setting.params
+    if not params.dry_multiplier:
+        return None
+    return Dry(
+        params.dry_multiplier,
+        params.dry_base,
+        params.dry_allowed_length,
+        params.dry_range,
+        setting.breakers,
+        setting.branching,
+    )
+
+
+def _no_repeat_ngram_size(setting: Setting) -> Processor | None:
+    size = setting.params.no_repeat_ngram_size
+    return NoRepeatNGram(size, setting.branching) if size else None
+
+
+def _processors(setting: Setting) -> Processor | None:
+    return _Own(setting.processors) if setting.processors else None
+
+
+def _guide(setting: Setting) -> Processor | None:
+    return _Grammar(setting.guide) if setting.guide is not None else None
+
+
+def _temperature(setting: Setting) -> Processor | None:
+    temperature = setting.params.temperature
+    if temperature == 1 or setting.params.dynatemp_range:
+        return None
+    return lambda tokens, logits: scaled(logits, temperature)
+
+
+def _dynamic_temperature(setting: Setting) -> Processor | None:
+    centre, spread = setting.params.temperature, setting.params.dynatemp_range
+    exponent = setting.params.dynatemp_exponent
+    if not spread:
+        return None
+    return lambda tokens, logits: dynamic_temperature(logits, centre - spread, centre + spread, exponent)
+
+
+def _top_k(setting: Setting) -> Processor | None:
+    k = setting.params.top_k
+    return (lambda tokens, logits: truncation.top_k(logits, k)) if 0 < k < setting.vocab_size else None
+
+
+def _top_p(setting: Setting) -> Processor | None:
+    return _cut(truncation.top_p, setting.params.top_p, neutral=1)
+
+
+def _min_p(setting: Setting) -> Processor | None:
+    return _cut(truncation.min_p, setting.params.min_p)
+
+
+def _typical_p(setting: Setting) -> Processor | None:
+    return _cut(truncation.typical, setting.params.typical_p, neutral=1)
+
+
+def _epsilon_cutoff(setting: Setting) -> Processor | None:
+    return _cut(truncation.epsilon_cutoff, setting.params.epsilon_cutoff)
+
+
+def _eta_cutoff(setting: Setting) -> Processor | None:
+    return _cut(truncation.eta_cutoff, setting.params.eta_cutoff)
+
+
+def _top_n_sigma(setting: Setting) -> Processor | None:
+    return _cut(truncation.top_n_sigma, setting.params.top_n_sigma)
+
+
+def _xtc(setting: Setting) -> Processor | None:
+    probability, threshold = setting.params.xtc_probability, setting.params.xtc_threshold
+    seed, protected = setting.seed, frozenset(setting.eos_token_ids)
+    if not probability:
+        return None
+    return lambda tokens, logits: xtc(logits, probability, threshold, uniform(seed, len(tokens), _XTC_DRAW), protected)
+
+
+def _cut(truncate: Callable[[Logits, float], Logits], value: float, neutral: float = 0) -> Processor | None:
+    return (lambda tokens, logits: truncate(logits, value)) if value != neutral else None
+
+
+# Order matters: see above. llmc.runtime.sampling.params.STEPS names the same.
+BUILDERS: dict[str, Builder] = {
+    "logit_bias": _logit_bias,
+    "allowed_tokens": _allowed_tokens,  # and banned ones
+    "min_tokens": _min_tokens,
+    "repetition_penalty": _repetition_penalty,
+    "frequency_penalty": _frequency_penalty,  # and presence
+    "dry": _dry,
+    "no_repeat_ngram_size": _no_repeat_ngram_size,
+    "processors": _processors,
+    "guide": _guide,
+    "temperature": _temperature,
+    "dynamic_temperature": _dynamic_temperature,
+    "top_k": _top_k,
+    "top_p": _top_p,
+    "min_p": _min_p,
+    "typical_p": _typical_p,
+    "epsilon_cutoff": _epsilon_cutoff,
+    "eta_cutoff": _eta_cutoff,
+    "top_n_sigma": _top_n_sigma,
+    "xtc": _xtc,
+}
+# The steps that shape the distribution; greedy requests have no use for them.
+FILTERS = tuple(BUILDERS)[tuple(BUILDERS).index("temperature") :]
+
+
+class _Bias:
+    def __init__(self, tokens: npt.NDArray[np.int64], biases: Logits) -> None:
+        self._tokens, self._biases = tokens, biases
+
+    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
+        logits[self._tokens] += self._biases
+        return logits
+
+
+class _Ban:
+    """Forbids tokens, for sequences shorter than ``until`` if that is given."""
+
+    def __init__(self, banned: Sequence[int], until: int | None = None) -> None:
+        self._banned, self._until = np.array(banned, np.int64), until
+
+    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
+        if self._until is None or len(tokens) < self._until:
+            logits[self._banned] = -np.inf
+        return logits
+
+
+class _Allow:
+    def __init__(self, allowed: Sequence[int]) -> None:
+        self._allowed = np.array(allowed, np.int64)
+
+    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
+        kept = logits[self._allowed]
+        logits.fill(-np.inf)
+        logits[self._allowed] = kept
+        return logits
+
+
+class _Own:
+    """The request's own processors; whatever goes wrong in one is a ProcessorError."""
+
+    def __init__(self, processors: Sequence[Processor]) -> None:
+        self._processors = processors
+
+    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
+        if not _is_usable(logits):
+            return logits
+        frozen = tuple(tokens)  # not the engine's list
+        for processor in self._processors:
+            where = f"the logits processor {_name(processor)} at position {len(tokens)}"
+            try:
+                result = processor(frozen, logits)
+            except Exception as error:
+                raise ProcessorError(f"{where} raised {type(error).__name__}: {error}; correct it") from error
+            _check_result(where, result, logits)
+            if result is not logits:
+                np.copyto(logits, result)  # later steps write into it
+        return logits
+
+
+class _Grammar:
+    def __init__(self, guide: Guide) -> None:
+        self._guide = guide
+
+    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
+        if not _is_usable(logits):
+            return logits
+        masked = self._guide.mask(logits)
+        if masked.max() == -np.inf:
+            raise GrammarError(
+                f"the grammar leaves no token at position {len(tokens)} of those that the request's other settings "
+                "allow; loosen the grammar, min_tokens, allowed_tokens or banned_tokens"
+            )
+        return masked
+
+
+def _is_usable(logits: Logits) -> bool:
+    """Whether there is a token to choose; if not, the check after the steps says whose fault it is."""
+    return bool(np.isfinite(logits.max()))
+
+
+def _check_result(where: str, result: object, logits: Logits) -> None:
+    """Refuse what is no logits.
+
+    Raises:
+        ProcessorError: another type or shape, NaN, +inf, or nothing but -inf.
+    """
+    if not isinstance(result, np.ndarray) or result.dtype != np.float32 or result.shape != logits.shape:
+        found = f"{result.dtype} {list(result.shape)}" if isinstance(result, np.ndarray) else type(result).__name__
+        raise ProcessorError(f"{where} returned {found}, expected float32 {list(logits.shape)}; return the logits")
+    peak = float(result.max())  # NaN counts as the largest
+    if not np.isfinite(peak):
+        found = "NaN" if np.isnan(peak) else "+inf" if peak > 0 else "nothing but -inf"
+        raise ProcessorError(f"{where} returned {found}, expected at least one finite logit, and -inf to forbid tokens")
+
+
+def _name(processor: Processor) -> str:
+    return getattr(processor, "__qualname__", type(processor).__qualname__)
+
+
+def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
+    given = {
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "banned_tokens": params.banned_tokens,
+        "allowed_tokens": params.allowed_tokens or (),
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, tokens in given.items():
+        wrong = next((token for token in tokens if token >= vocab_size), None)
+        if wrong is not None:
+            raise UsageError(f"{name} holds token id {wrong}, expected 0 ... {vocab_size - 1}")
