@@ -1,0 +1,269 @@
+"""Truncations: each sets the logits of the tokens that it cuts to -inf, in place, and leaves the others as they are.
+
+All take float32 logits [V] and one number, and return the same array. Tokens that are already -inf count as impossible.
+Three promises hold for all of them:
+
+* *Something stays.* The most probable token always does, except under :func:`typical`, whose rule may cut it in favour
+  of others.
+* *Exact.* Arithmetic is float32 over the vocabulary, with sums in float64: only a token within about 1e-6 of an edge
+  (of probability or of mass) may fall on the other side of it. Nothing is sampled or approximated.
+* *Fair.* Tokens equally probable, to what float32 can tell, stay or go together.
+
+Every function raises RequestError if the logits hold NaN or +inf, or nothing but -inf.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from llmc.runtime.sampling.masses import Logits, check_peak
+
+# exp(-87) is the smallest power that float32 holds in full; beyond it vector exponentials fall back to slow code.
+_FARTHEST = 87.0
+# Below this many tokens, one sort is as fast as looking for candidates.
+_SORTED = 2048
+_ROWS = 64
+# Up to one token in so many is kept by writing it anew; more, by subtracting infinity from the others.
+_KEPT_APART = 16
+_BINS_PER_NAT = 32.0  # a power of two, so that a bin's ends are exact
+_PIECE = 16_000
+_PLUS_INFINITY = np.int32(0x7F800000)  # float32 +inf as bits
+
+
+class Distribution(NamedTuple):
+    """What logits say of the probabilities: token t has probability ``weights[t] / total``.
+
+    ``distances`` [V] are peak - logit, in nats, and stop at 87; ``weights`` [V] are exp(-distances), so a token that
+    is impossible counts for 1e-38 of the most probable one, which float64 sums do not see.
+    """
+
+    peak: float
+    distances: Logits
+    weights: Logits
+    total: float
+
+    def mean_distance(self) -> float:
+        """The expected distance of a token drawn, in nats: entropy less the surprise of the most probable token."""
+        return float(np.add.reduce(self.weights * self.distances, dtype=np.float64)) / self.total
+
+    def entropy(self) -> float:
+        """Shannon entropy in nats, from 0."""
+        return math.log(self.total) + self.mean_distance()
+
+    def distance_of(self, probability: float) -> float:
+        """How far from the peak tokens of this probability (from 0) lie; negative if the peak is less probable."""
+        return math.inf if probability == 0 else -math.log(probability) - math.log(self.total)
+
+
+def distribution(logits: Logits) -> Distribution:
+    """Weigh the tokens of ``logits`` (float32 [V], left as they are).
+
+    Raises:
+        RequestError: the logits hold NaN or +inf, or nothing but -inf.
+    """
+    peak = logits.max()
+    check_peak(float(peak))
+    with np.errstate(over="ignore"):  # logits at both ends of float32 are infinitely far apart
+        distances = peak - logits
+    if distances.max() > _FARTHEST:
+        np.minimum(distances, np.float32(_FARTHEST), out=distances)
+    weights = np.negative(distances)
+    np.exp(weights, out=weights)
+    return Distribution(float(peak), distances, weights, float(np.add.reduce(weights, dtype=np.float64)))
+
+
+# ------------------------------------------------------------------------------------------------------ truncations
+
+
+def top_k(logits: Logits, k: int) -> Logits:
+    """Keep the ``k`` most probable tokens and their equals; 0, or a k of at least V, keeps all."""
+    check_peak(float(logits.max()))
+    return logits if not 0 < k < logits.size else _keep(logits, logits >= kth_largest(logits, k))
+
+
+def top_p(logits: Logits, p: float) -> Logits:
+    """Keep a token if those strictly more probable hold less than the mass ``p``, above 0 and up to 1 (keeps all).
+
+    Holtzman et al., The Curious Case of Neural Text Degeneration, https://arxiv.org/abs/1904.09751
+    """
+    weighed = distribution(logits)
+    if p >= 1:
+        return logits
+    return _keep(logits, weighed.distances <= _edge(weighed, 0.0, p * weighed.total))
+
+
+def min_p(logits: Logits, ratio: float) -> Logits:
+    """Keep tokens at least ``ratio`` times as probable as the most probable one, from 0 (keeps all) to 1.
+
+    Nguyen et al., Turning Up the Heat, https://arxiv.org/abs/2407.01082
+    """
+    peak = float(logits.max())
+    check_peak(peak)
+    return logits if ratio == 0 else _keep(logits, logits >= _float32(peak + min(0.0, math.log(ratio))))
+
+
+def typical(logits: Logits, mass: float) -> Logits:
+    """Keep the tokens whose surprise is closest to the entropy, until they hold ``mass``; 1 keeps all.
+
+    A token stays if those strictly closer hold less than the mass, above 0 and up to 1. The most probable token goes
+    if it is too predictable, as the paper wants; the closest one always stays.
+    Meister et al., Locally Typical Sampling, https://arxiv.org/abs/2202.00666
+    """
+    weighed = distribution(logits)
+    if mass >= 1:
+        return logits
+    centre = weighed.mean_distance()  # the token whose surprise is the entropy lies here
+    edge = _edge(weighed, centre, mass * weighed.total)
+    return _keep(logits, _deviations(weighed.distances, centre) <= edge)
+
+
+def epsilon_cutoff(logits: Logits, epsilon: float) -> Logits:
+    """Keep tokens with a probability of at least ``epsilon``, from 0 (keeps all) to below 1, and the most probable.
+
+    Hewitt et al., Truncation Sampling as Language Model Desmoothing, https://arxiv.org/abs/2210.15191
+    """
+    return logits if epsilon == 0 else _keep_probable(logits, distribution(logits), epsilon)
+
+
+def eta_cutoff(logits: Logits, epsilon: float) -> Logits:
+    """Keep tokens with a probability of at least eta = min(epsilon, sqrt(epsilon) exp(-entropy)), and the most
+    probable; ``epsilon`` from 0 (keeps all) to below 1.
+
+    Hewitt et al., Truncation Sampling as Language Model Desmoothing, https://arxiv.org/abs/2210.15191
+    """
+    if epsilon == 0:
+        return logits
+    weighed = distribution(logits)
+    eta = min(epsilon, math.sqrt(epsilon) * math.exp(-weighed.entropy()))
+    return _keep_probable(logits, weighed, eta)
+
+
+def top_n_sigma(logits: Logits, n: float) -> Logits:
+    """Keep logits at most ``n`` standard deviations below the largest; 0 keeps all.
+
+    The deviation is that of the whole population of finite logits (dividing by their number), before any temperature
+    if the caller means the paper's rule, which temperature does not change.
+    Tang et al., Top-nσ: Not All Logits Are You Need, https://arxiv.org/abs/2411.07641
+    """
+    peak = float(logits.max())
+    check_peak(peak)
+    return logits if n == 0 else _keep(logits, logits >= _float32(peak - n * standard_deviation(logits)))
+
+
+# ------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def kth_largest(logits: Logits, k: int) -> np.float32:
+    """The ``k``-th largest logit, k from 1 to V.
+
+    The k-th largest of many block maxima bounds it from below, which leaves few candidates.
+    """
+    rows = max(1, min(128, logits.size // (2 * k)))
+    columns = logits.size // rows
+    blocked = logits[: rows * columns].reshape(rows, columns)  # block c: tokens c, c + columns, ...
+    maxima = np.concatenate([np.maximum.reduce(blocked, axis=0), logits[rows * columns :]])
+    bound = np.partition(maxima, maxima.size - k)[maxima.size - k]
+    values = logits.take(np.flatnonzero(logits >= bound)) if rows > 1 else logits
+    largest: np.float32 = np.partition(values, values.size - k)[values.size - k]
+    return largest
+
+
+def standard_deviation(logits: Logits) -> float:
+    """Of the finite logits, as a population; 0 for one."""
+    values = logits if math.isfinite(float(logits.min())) else logits.take(np.flatnonzero(np.isfinite(logits)))
+    mean = float(np.add.reduce(values, dtype=np.float64)) / values.size
+    # Differences of values near 1e38 overflow float32, and so would their squares far below that.
+    residuals = values.astype(np.float64)
+    residuals -= mean
+    np.square(residuals, out=residuals)
+    return math.sqrt(float(np.add.reduce(residuals)) / values.size)
+
+
+def _float32(threshold: float) -> np.float32:
+    """Rounded as logits are; thresholds below float32 become -inf, which keeps all."""
+    with np.errstate(over="ignore"):
+        rounded: np.float32 = np.float32(threshold)
+    return rounded
+
+
+def _keep_probable(logits: Logits, weighed: Distribution, least: float) -> Logits:
+    limit = max(0.0, weighed.distance_of(least))
+    return _keep(logits, weighed.distances <= np.float32(limit))
+
+
+def _keep(logits: Logits, kept: npt.NDArray[np.bool_]) -> Logits:
+    """Set the logits not ``kept`` to -inf.
+
+    Assigning through a mask takes 0.5 ms for 150,000 tokens, as branches on it are hard to predict; both ways here
+    take a tenth of that.
+    """
+    number = np.count_nonzero(kept)
+    if number == logits.size:
+        return logits
+    if number * _KEPT_APART < logits.size:
+        tokens = np.flatnonzero(kept)
+        values = logits.take(tokens)
+        logits.fill(-np.inf)
+        logits[tokens] = values
+        return logits
+    bits = np.logical_not(kept).astype(np.int32)
+    np.multiply(bits, _PLUS_INFINITY, out=bits)
+    np.subtract(logits, bits.view(np.float32), out=logits)
+    return logits
+
+
+def _deviations(distances: Logits, centre: float) -> Logits:
+    deviations: Logits = distances - np.float32(centre)
+    np.abs(deviations, out=deviations)
+    return deviations
+
+
+def _edge(weighed: Distribution, centre: float, needed: float) -> np.float32:
+    """The least deviation of distances from ``centre`` (from 0) within which tokens hold a mass of ``needed``.
+
+    Tokens near the peak are tried first: none of the others deviates by less than the farthest of them.
+    """
+    distances, weights = weighed.distances, weighed.weights
+    if distances.size > _SORTED:
+        rows = distances[: distances.size // _ROWS * _ROWS].reshape(_ROWS, -1)
+        closest = np.minimum.reduce(rows, axis=0)
+        reach = np.partition(closest, closest.size // 2)[closest.size // 2]  # takes in about one token in 90
+        near = np.flatnonzero(distances <= reach)
+        deviations = _deviations(distances.take(near), centre)
+        known = np.flatnonzero(deviations <= reach - np.float32(centre))
+        deviations, near_weights = deviations.take(known), weights.take(near.take(known))
+        if float(np.add.reduce(near_weights, dtype=np.float64)) >= needed:
+            return _edge_in_bins(deviations, near_weights, needed)
+    return _edge_in_bins(_deviations(distances, centre), weights, needed)
+
+
+def _edge_in_bins(deviations: Logits, weights: Logits, needed: float) -> np.float32:
+    """The least of ``deviations`` within which there is the mass ``needed``: a bin that it falls into, then a sort."""
+    if deviations.size > _SORTED:
+        cumulative = _masses_in_bins(deviations, weights).cumsum()
+        edge_bin = _crossing(cumulative, needed)
+        needed -= float(cumulative[edge_bin - 1]) if edge_bin else 0.0
+        low, high = np.float32(edge_bin / _BINS_PER_NAT), np.float32((edge_bin + 1) / _BINS_PER_NAT)
+        inside = np.flatnonzero((deviations >= low) & (deviations < high))
+        deviations, weights = deviations.take(inside), weights.take(inside)
+    order = np.argsort(deviations)
+    cumulative = weights.take(order).astype(np.float64).cumsum()
+    edge: np.float32 = deviations[order[_crossing(cumulative, needed)]]
+    return edge
+
+
+def _masses_in_bins(deviations: Logits, weights: Logits) -> npt.NDArray[np.float64]:
+    """Sums of weights, by deviation; a piece at a time, as large scratch arrays cost more than the sums."""
+    masses = np.zeros(int(_FARTHEST * _BINS_PER_NAT) + 1)
+    for start in range(0, deviations.size, _PIECE):
+        piece = slice(start, start + _PIECE)
+        bins = (deviations[piece] * np.float32(_BINS_PER_NAT)).astype(np.intp)
+        masses += np.bincount(bins, weights[piece], masses.size)
+    return masses
+
+
+def _crossing(cumulative: npt.NDArray[np.float64], needed: float) -> int:
+    """Where ``cumulative`` first reaches ``needed``; its end if rounding left it just below."""
+    return min(int(cumulative.searchsorted(needed)), cumulative.size - 1)
