@@ -82,7 +82,9 @@ class TokenCounts(Follower):
         """Count ``tokens[start:]``."""
         for token in tokens[start:]:
             place = self._places.get(token)
-            self._counts[self._add(token) if place is None else place] += 1
+            if place is None:
+                place = self._add(token)
+            self._counts[place] += 1
 
     def _add(self, token: int) -> int:
         place = self._places[token] = len(self._places)
