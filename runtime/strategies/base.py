@@ -56,8 +56,8 @@ class Strategy(Protocol):
     def start(self, prompt: Sequence[int], logits: Floats, hidden: Floats | None) -> list[Branch]:
         """The first rows, from the logits after the prompt [V] and its hidden states [len(prompt), H]; parents are 0.
 
-        A child stands in the place of its parent where it can, so that few rows of the cache are copied; this holds
-        for ``step`` too.
+        A row with children that is not beyond the end of the new ones keeps one child in its place. So few rows of the
+        cache are copied, and none that is still to be copied from is written over. This holds for ``step`` too.
         """
 
     def step(self, logits: Floats, hidden: Floats | None) -> list[Branch]:

@@ -190,7 +190,7 @@ class _Group:
         self.finished = sorted([*self.finished, *ended], key=_by_score)[:width]
         going = going[:width]
         self.beams = going if self._may_improve(going) else []
-        return [*(beam.tokens[-1] for beam in going), *(hypothesis.token_ids[-1] for hypothesis in ended)]
+        return [*(beam.tokens[-1] for beam in self.beams), *(hypothesis.token_ids[-1] for hypothesis in ended)]
 
     def _may_improve(self, beams: list[_Beam]) -> bool:
         if not beams or len(self.finished) < self.rules.width:

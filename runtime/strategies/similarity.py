@@ -45,4 +45,4 @@ def _ngrams(text: str, n: int) -> Counter[str]:
     return Counter(text[i : i + n] for i in range(len(text) - n + 1))
 
 
-SIMILARITIES: dict[str, Callable[[str, str], float]] = {"token_f1": token_f1, "chrf": chrf}
+SIMILARITIES: dict[str, Callable[[str, str], float]] = {"f1": token_f1, "chrf": chrf}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmc.runtime.strategies import Branch, Hypothesis, Strategy
+from llmc.runtime.strategies import Hypothesis, Strategy
 
 Floats = NDArray[np.float32]
 PROMPTS = 10
@@ -55,7 +55,6 @@ class MadeUpModel:
     vocab_size: int
     seed: int = 0
     rows: list[tuple[int, ...]] = field(default_factory=list)
-    copied: int = 0  # rows that were not in their parent's place
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Logits after ``tokens`` [V]."""
@@ -71,7 +70,6 @@ class MadeUpModel:
         return self._logits(), np.array(states, np.float32)
 
     def step(self, parents: Sequence[int], tokens: Sequence[int]) -> tuple[Floats, Floats | None]:
-        self.copied += sum(parent != row for row, parent in enumerate(parents))
         self.rows = [(*self.rows[parent], token) for parent, token in zip(parents, tokens, strict=True)]
         return self._logits(), np.array([self.hidden(row) for row in self.rows], np.float32)
 
@@ -147,9 +145,3 @@ def common_tokens(prompts: list[list[int]]) -> list[int]:
     """The most common tokens: taken for end-of-sequence tokens, they end outputs early and often."""
     ids, counts = np.unique(np.concatenate(prompts), return_counts=True)
     return ids[np.argsort(-counts, kind="stable")][:3].tolist()
-
-
-@pytest.fixture
-def in_place() -> Callable[[Sequence[Branch]], int]:
-    """Counts the branches that stand in the place of their parent."""
-    return lambda branches: sum(branch.parent == row for row, branch in enumerate(branches))
