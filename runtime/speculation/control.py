@@ -11,22 +11,24 @@ LENGTHS = (1, 3, 5, 7, 11, 15)
 and of few shapes, as sessions that bind buffers per shape like them."""
 MARGIN = 1.05
 """Speculation must be expected to win by this factor: costs are noisy, and rows that join a batch have a price."""
+LENIENCE = 0.9
+"""The same while past winnings pay for it: estimates of acceptance are noisy too, and a wrong stop costs much."""
 
-MEMORY = 32
+MEMORY = 64
 """Judged drafts over which acceptance is averaged."""
-PRIOR = (1.4, 2.0)
-"""Accepted and judged drafts assumed before the first: optimistic, and outvoted by two proposals."""
-AGED = 4.0
+PRIOR = (2.1, 3.0)
+"""Accepted and judged drafts assumed before the first: optimistic, and outvoted by three proposals."""
+AGED = 2.0
 """Judged drafts that old acceptance still counts for when drafting is tried anew."""
 TRIAL = 3
 """Drafts of a trial, which is made without knowing that it pays."""
-FIRST_BUDGET = 1.5
+FIRST_BUDGET = 2.0
 """Tokens' worth of time that the first trial may have lost and still go on; later ones end with any loss."""
-MAX_DEBT, MAX_CREDIT = 3.0, 6.0
+MAX_DEBT, MAX_CREDIT = 3.0, 10.0
 """Tokens' worth of time: lost, after which drafting stops whatever the averages promise; won, that offset losses."""
 WAKING_DEBT = 1.0
 """Tokens' worth of lost time up to which drafts that came true unverified may end a pause."""
-REPAYMENT = 0.015
+REPAYMENT = 0.02
 """Share of the time that may go into trials: the debt that one token without drafts repays."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512
 """Tokens between trials: doubled each time that one fails."""
@@ -42,7 +44,7 @@ class DraftLength:
     tokens per second wins, if it wins by a margin over a step without drafts; otherwise drafting is off.
 
     What is lost against steps without drafts is booked as a debt, in tokens' worth of time, and steps without drafts
-    repay 1.5 % of a token each. Trials (a few drafts without the promise of a gain) are made at the start and after
+    repay 2 % of a token each. Trials (a few drafts without the promise of a gain) are made at the start and after
     pauses of 32, 64, ... 512 tokens, but only free of debt, and go on while they lose nothing. So what text that nobody
     can guess costs is bounded by that share and one trial.
 
@@ -100,7 +102,7 @@ class DraftLength:
         if self._on_trial:
             return max((n for n in self._lengths if n <= min(proposed, self._trial_length)), default=0)
         best, gain = self._best(proposed, rows)
-        return best if gain > MARGIN else 0
+        return best if gain > self._bar else 0
 
     def verified(self, proposed: int, accepted: int, rows: int = 1, seconds: float | None = None) -> None:
         """Learn how many of ``proposed`` > 0 drafts the model accepted, once ``costs`` knows what that took.
@@ -113,16 +115,19 @@ class DraftLength:
         self._debt = max(-MAX_CREDIT, self._debt + self._lost(proposed, accepted, rows, seconds))
         if self._debt > MAX_DEBT:
             self._stop()
-        elif self._pays(rows):
+        elif self._pays(rows, MARGIN):
             self._on_trial, self._pause = False, FIRST_PAUSE
-        elif not self._on_trial or self._debt > self._budget:
+        elif self._on_trial:
+            if self._debt > self._budget:
+                self._stop()
+        elif not self._pays(rows, self._bar):
             self._stop()
 
     def watched(self, proposed: int, accepted: int, rows: int = 1) -> None:
         """Learn from drafts that were compared with what came instead of verified; drafting that would pay wakes up."""
         assert 0 <= accepted <= proposed and proposed > 0
         self._count(proposed, accepted)
-        if not self.active and self._debt <= WAKING_DEBT and self._pays(rows):
+        if not self.active and self._debt <= WAKING_DEBT and self._pays(rows, MARGIN):
             self._wait, self._on_trial = 0.0, False
 
     def plain(self, rows: int = 1) -> None:
@@ -134,7 +139,7 @@ class DraftLength:
             self._wait -= 1
             if self._wait <= 0:
                 self._try_again()
-        elif not self._on_trial and not self._pays(rows):
+        elif not self._on_trial and not self._pays(rows, self._bar):
             self._stop()
 
     def _try_again(self) -> None:
@@ -153,12 +158,17 @@ class DraftLength:
         self._accepted = kept * self._accepted + accepted
         self._judged = kept * self._judged + judged
 
-    def _pays(self, rows: int) -> bool:
-        return self._best(self._lengths[-1], rows)[1] > MARGIN
+    @property
+    def _bar(self) -> float:
+        """The gain that is enough to go on."""
+        return MARGIN if self._debt >= 0 else LENIENCE
+
+    def _pays(self, rows: int, bar: float) -> bool:
+        return self._best(self._lengths[-1], rows)[1] > bar
 
     def _best(self, proposed: int, rows: int) -> tuple[int, float]:
         """The best length up to ``proposed``, and how many times faster than without drafts it is."""
-        best, gain = 0, 1.0
+        best, gain = 0, 0.0
         for length in self._lengths:
             if length > proposed:
                 break

@@ -1,0 +1,273 @@
+"""Speculation loses nothing: the model's distribution whatever is drafted, and the very tokens that come without it.
+
+Most tests run on a toy model whose logits depend on the last two tokens.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from llmc.runtime.costs import StepCosts
+from llmc.runtime.sampling import Sampler, SamplingParams, make_sampler, uniform
+from llmc.runtime.sessions import Phase
+from llmc.runtime.speculation import Drafter, PromptLookup, Speculator, verify
+
+VOCAB = 5
+SEQUENCES = 6000
+# The 99.9 % quantile of chi-square with 24 degrees of freedom (5 x 5 pairs of tokens, less one).
+CHI_SQUARE_24 = 51.18
+
+RULES = np.random.default_rng(3).normal(size=(VOCAB, VOCAB, VOCAB)).astype(np.float32)
+REPEATING = np.where(np.eye(11, k=1) + np.eye(11, k=-10) > 0, 9, 0).astype(np.float32)
+
+
+def toy(tokens: Sequence[int]) -> np.ndarray:
+    return RULES[tokens[-2], tokens[-1]]
+
+
+def repeating(tokens: Sequence[int]) -> np.ndarray:
+    """A model that counts from 0 to 10 again and again, with a mistake now and then."""
+    return REPEATING[tokens[-1]]
+
+
+Model = Callable[[Sequence[int]], np.ndarray]
+Verify = Callable[[Sequence[int], Callable[[int], int]], Iterator[int]]
+
+
+def drawn(model: Model, sampler: Sampler, tokens: list[int]) -> int:
+    return sampler(model(tokens), tokens).token
+
+
+def plain(model: Model, sampler: Sampler, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(drawn(model, sampler, tokens))
+    return tokens[len(prompt) :]
+
+
+def step(model: Model, sampler: Sampler, tokens: list[int], drafts: Sequence[int], rule: Verify = verify) -> list[int]:
+    """One verification as an engine does it: all logits first, from the drafts that were fed; then the draws."""
+    fed = [model([*tokens, *drafts[:i]]) for i in range(len(drafts) + 1)]
+    committed: list[int] = []
+    for token in rule(drafts, lambda i: sampler(fed[i], [*tokens, *committed]).token):
+        committed.append(token)  # noqa: PERF402 - the draws see what was committed
+    return committed
+
+
+def random_sampler(seed: int, vocab_size: int = VOCAB) -> Sampler:
+    return make_sampler(SamplingParams(temperature=1.0, seed=seed), vocab_size, prompt_length=2)
+
+
+# --------------------------------------------------------------------------------------------------- the distribution
+
+ADVERSARIES: dict[str, Callable[[list[int], int], list[int]]] = {
+    "most probable": lambda tokens, _: [int(toy(tokens).argmax())] * 2,
+    "least probable": lambda tokens, _: [int(toy(tokens).argmin())] * 2,
+    "always the same": lambda _, __: [2, 2],
+    "at random": lambda _, seed: [int(VOCAB * uniform(99, seed, i)) for i in range(2)],
+}
+
+
+def pairs_drawn(adversary: str, rule: Verify = verify) -> Counter[tuple[int, int]]:
+    """The first two tokens of many sequences."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for seed in range(SEQUENCES):
+        tokens, sampler = [0, 1], random_sampler(seed)
+        while len(tokens) < 4:
+            tokens += step(toy, sampler, tokens, ADVERSARIES[adversary](tokens, seed), rule)
+        counts[tokens[2], tokens[3]] += 1
+    return counts
+
+
+def chi_square(counts: Counter[tuple[int, int]]) -> float:
+    """Against the product of the model's probabilities, in float64."""
+    total = 0.0
+    for first in range(VOCAB):
+        for second in range(VOCAB):
+            wanted = SEQUENCES * softmax(toy([0, 1]))[first] * softmax(toy([1, first]))[second]
+            total += (counts[first, second] - wanted) ** 2 / wanted
+    return total
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits.astype(np.float64))
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_whatever_is_drafted_the_output_has_the_distribution_of_the_model(adversary: str):
+    assert chi_square(pairs_drawn(adversary)) < CHI_SQUARE_24
+
+
+def lenient(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:
+    """A planted error: one rejection in ten is waived."""
+    for i, draft in enumerate(drafts):
+        token = draw(i)
+        if token != draft and uniform(next(WAIVED), 0, 0) < 0.1:
+            token = draft
+        yield token
+        if token != draft:
+            return
+    yield draw(len(drafts))
+
+
+WAIVED = itertools.count()
+
+
+def accepts_everything(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:
+    yield from drafts
+    yield draw(len(drafts))
+
+
+@pytest.mark.parametrize("rule", [lenient, accepts_everything])
+def test_another_rule_of_acceptance_shows_in_the_distribution(rule: Verify):
+    assert chi_square(pairs_drawn("always the same", rule)) > CHI_SQUARE_24
+
+
+# --------------------------------------------------------------------------------------------------- the same tokens
+
+
+def test_draws_stop_at_the_first_disagreement_which_is_committed():
+    calls: list[int] = []
+
+    def draw(i: int) -> int:
+        calls.append(i)
+        return [7, 8, 5, 4][i]
+
+    assert list(verify([7, 8, 9], draw)) == [7, 8, 5]
+    assert list(verify([7, 8, 5], draw)) == [7, 8, 5, 4]
+    assert list(verify([], draw)) == [7]
+    assert calls == [0, 1, 2, 0, 1, 2, 3, 0]
+
+
+def test_who_stops_early_has_drawn_nothing_beyond():
+    calls: list[int] = []
+    tokens = verify([0, 1, 2], lambda i: calls.append(i) or i)  # type: ignore[func-returns-value]
+    assert next(tokens) == 0
+    assert calls == [0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_tokens_are_those_that_come_without_speculation(temperature: float, adversary: str):
+    params = SamplingParams(temperature=temperature, top_p=0.95, seed=11)
+    wanted = plain(toy, make_sampler(params, VOCAB, prompt_length=2), [0, 1], 200)
+    sampler, tokens = make_sampler(params, VOCAB, prompt_length=2), [0, 1]
+    while len(tokens) < 202:
+        tokens += step(toy, sampler, tokens, ADVERSARIES[adversary](tokens, len(tokens)))
+    assert tokens[2:202] == wanted
+
+
+class Oracle:
+    """Knows what comes and is wrong every ``wrong``-th time."""
+
+    def __init__(self, answer: Sequence[int], wrong: int = 5) -> None:
+        self.answer = list(answer)
+        self.wrong = wrong
+        self.asked: list[int] = []
+        self.forgotten: list[int] = []
+
+    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
+        self.asked.append(count)
+        start = len(tokens)
+        coming = self.answer[start : start + count]
+        return [(token + 1) % VOCAB if (start + i) % self.wrong == 0 else token for i, token in enumerate(coming)]
+
+    def forget(self, key: int) -> None:
+        self.forgotten.append(key)
+
+    def close(self) -> None:
+        pass
+
+
+def speculated(
+    model: Model, sampler: Sampler, prompt: list[int], count: int, speculator: Speculator, costs: StepCosts
+) -> tuple[list[int], list[int]]:
+    """Tokens, and the number of drafts of each step, where a step takes 10 ms and a verification 20 and 0.5 each."""
+    tokens, lengths = list(prompt), []
+    while len(tokens) - len(prompt) < count:
+        drafts = speculator.drafts(tokens, count - (len(tokens) - len(prompt)) - 1)
+        committed = step(model, sampler, tokens, drafts)
+        if drafts:
+            costs.observe(Phase.PREFILL, 1, len(drafts) + 1, 0.020 + 0.0005 * (len(drafts) + 1))
+        else:
+            costs.observe(Phase.DECODE, 1, 1, 0.010)
+        speculator.committed(len(drafts), len(committed))
+        tokens += committed
+        lengths.append(len(drafts))
+    return tokens[len(prompt) :], lengths
+
+
+def test_a_good_oracle_is_used_and_changes_no_token():
+    wanted = plain(toy, random_sampler(5), [0, 1], 300)
+    oracle, costs = Oracle([0, 1, *wanted]), StepCosts()
+    speculator = Speculator(3, oracle, costs)
+    found, lengths = speculated(toy, random_sampler(5), [0, 1], 300, speculator, costs)
+    assert found == wanted
+    assert len(lengths) < 100
+    assert speculator.accepted == 300 - len(lengths)
+    assert sum(lengths) == speculator.proposed
+    speculator.close()
+    assert oracle.forgotten == [3]
+
+
+def test_an_oracle_that_is_always_wrong_is_hardly_asked_and_changes_no_token():
+    wanted = plain(toy, random_sampler(5), [0, 1], 300)
+    costs = StepCosts()
+    speculator = Speculator(3, Oracle([0, 1, *wanted], wrong=1), costs)
+    found, lengths = speculated(toy, random_sampler(5), [0, 1], 300, speculator, costs)
+    assert found == wanted
+    assert speculator.accepted == 0
+    assert sum(length > 0 for length in lengths) < 10
+
+
+def test_no_more_is_committed_than_there_is_room_for():
+    wanted = plain(toy, random_sampler(5), [0, 1], 303)
+    for count in range(1, 40):
+        costs = StepCosts()
+        speculator = Speculator(0, Oracle([0, 1, *wanted], wrong=1000), costs)
+        found, _ = speculated(toy, random_sampler(5), [0, 1], count, speculator, costs)
+        assert found == wanted[:count]
+
+
+def test_prompt_lookup_speeds_up_a_text_that_repeats_itself():
+    sampler = random_sampler(1, 11)
+    wanted = plain(repeating, sampler, [0, 1], 400)
+    costs = StepCosts()
+    speculator = Speculator(0, PromptLookup(), costs)
+    found, lengths = speculated(repeating, random_sampler(1, 11), [0, 1], 400, speculator, costs)
+    assert found == wanted
+    assert len(lengths) < 200
+
+
+class Slow(Oracle):
+    """Takes its time, on a clock that the test sets."""
+
+    def __init__(self, answer: Sequence[int], clock: list[float], seconds: float) -> None:
+        super().__init__(answer, wrong=1)
+        self.clock = clock
+        self.seconds = seconds
+
+    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
+        self.clock[0] += self.seconds
+        return super().propose(key, tokens, count)
+
+
+def asked(seconds: float, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a drafter that is always wrong is asked for drafts in 300 tokens."""
+    clock = [0.0]
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.perf_counter", lambda: clock[0])
+    wanted = plain(toy, random_sampler(5), [0, 1], 300)
+    drafter: Drafter = Slow([0, 1, *wanted], clock, seconds)
+    costs = StepCosts()
+    speculated(toy, random_sampler(5), [0, 1], 300, Speculator(0, drafter, costs), costs)
+    assert isinstance(drafter, Slow)
+    return len(drafter.asked)
+
+
+def test_while_drafting_is_off_only_a_drafter_that_costs_nothing_goes_on_guessing(monkeypatch: pytest.MonkeyPatch):
+    assert asked(1e-5, monkeypatch) > 200
+    assert asked(1e-3, monkeypatch) < 12

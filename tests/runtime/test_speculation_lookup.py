@@ -1,0 +1,91 @@
+"""Prompt lookup against a search of the whole text, written the plain way."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmc.errors import UsageError
+from llmc.runtime.speculation import PromptLookup
+
+# Few tokens, so that they recur.
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+# Times as long for a step of a sequence a hundred times longer; a search of the whole text takes a hundred.
+SLOWER = 5.0
+
+
+def searched(tokens: list[int], count: int, max_ngram: int, min_ngram: int) -> list[int]:
+    for size in range(max_ngram, min_ngram - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[len(tokens) - size :]:
+                return tokens[end : end + count]
+    return []
+
+
+@given(TEXTS, st.integers(1, 60), st.integers(0, 8), st.integers(1, 3), st.integers(0, 3))
+def test_it_proposes_what_a_search_of_the_whole_text_finds(
+    text: list[int], prompt: int, count: int, min_ngram: int, more: int
+):
+    lookup = PromptLookup(min_ngram + more, min_ngram)
+    for length in range(min(prompt, len(text)), len(text) + 1):
+        tokens = text[:length]
+        assert lookup.propose(7, tokens, count) == searched(tokens, count, min_ngram + more, min_ngram)
+
+
+@given(TEXTS, st.lists(st.integers(1, 9), min_size=1))
+def test_it_may_be_asked_after_any_number_of_new_tokens(text: list[int], jumps: list[int]):
+    lookup, length = PromptLookup(), 1
+    for jump in jumps:
+        length = min(length + jump, len(text))
+        assert lookup.propose(0, text[:length], 5) == searched(text[:length], 5, 4, 2)
+
+
+def test_the_longest_match_counts_and_of_those_the_last():
+    text = [1, 2, 3, 40, 1, 2, 3, 41, 9, 2, 3, 42, 1, 2, 3]
+    assert PromptLookup(3).propose(0, text, 2) == [41, 9]
+    assert PromptLookup(2).propose(0, text, 2) == [42, 1]  # planted: a shorter match finds something else
+
+
+def test_nothing_is_proposed_beyond_what_is_known_to_have_followed():
+    assert PromptLookup().propose(0, [5, 6, 7, 5, 6], 10) == [7, 5, 6]
+
+
+def test_a_text_that_never_repeats_gets_no_proposal():
+    assert PromptLookup().propose(0, list(range(100)), 4) == []
+
+
+def test_sequences_do_not_see_each_other_and_are_forgotten():
+    lookup = PromptLookup()
+    assert lookup.propose(1, [1, 2, 3, 1, 2], 1) == [3]
+    assert lookup.propose(2, [1, 2], 1) == []
+    lookup.forget(1)
+    lookup.forget(1)
+    assert lookup.propose(1, [1, 2], 1) == []
+    assert lookup.propose(1, [1, 2, 8, 1, 2], 1) == [8]
+    lookup.close()
+    assert lookup.propose(1, [1, 2], 1) == []
+
+
+def test_a_step_takes_as_long_in_a_long_text_as_in_a_short_one():
+    assert steps(40_000) < SLOWER * steps(400)
+
+
+def steps(length: int) -> float:
+    """Seconds of the fastest of a thousand steps in a text that long."""
+    lookup = PromptLookup()
+    tokens = [(i * i) % 1009 for i in range(length)]
+    lookup.propose(0, tokens, 4)
+    taken = []
+    for i in range(1000):
+        tokens.append(i % 7)
+        start = time.perf_counter()
+        lookup.propose(0, tokens, 4)
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+@pytest.mark.parametrize(("most", "least"), [(3, 0), (1, 2), (0, 0)])
+def test_sizes_that_are_none_are_refused(most: int, least: int):
+    with pytest.raises(UsageError, match="expected 1 <= min_ngram <= max_ngram"):
+        PromptLookup(most, least)
