@@ -22,6 +22,7 @@ from llmc.runtime.sampling.masses import Logits, check_peak
 
 # exp(-87) is the smallest power that float32 holds in full; beyond it vector exponentials fall back to slow code.
 _FARTHEST = 87.0
+_NEVER_IMPOSSIBLE = np.nextafter(np.float32(_FARTHEST), np.float32(0))
 # Below this many tokens, one sort is as fast as looking for candidates.
 _SORTED = 2048
 _ROWS = 64
@@ -143,8 +144,8 @@ def eta_cutoff(logits: Logits, epsilon: float) -> Logits:
 def top_n_sigma(logits: Logits, n: float) -> Logits:
     """Keep logits at most ``n`` standard deviations below the largest; 0 keeps all.
 
-    The deviation is that of the whole population of finite logits (dividing by their number), before any temperature
-    if the caller means the paper's rule, which temperature does not change.
+    The deviation is that of the whole population of finite logits (dividing by their number). Temperature, which scales
+    it as it scales distances, does not change what is kept.
     Tang et al., Top-nσ: Not All Logits Are You Need, https://arxiv.org/abs/2411.07641
     """
     peak = float(logits.max())
@@ -230,6 +231,7 @@ def _edge(weighed: Distribution, centre: float, needed: float) -> np.float32:
         rows = distances[: distances.size // _ROWS * _ROWS].reshape(_ROWS, -1)
         closest = np.minimum.reduce(rows, axis=0)
         reach = np.partition(closest, closest.size // 2)[closest.size // 2]  # takes in about one token in 90
+        reach = min(reach, _NEVER_IMPOSSIBLE)
         near = np.flatnonzero(distances <= reach)
         deviations = _deviations(distances.take(near), centre)
         known = np.flatnonzero(deviations <= reach - np.float32(centre))
@@ -259,7 +261,7 @@ def _masses_in_bins(deviations: Logits, weights: Logits) -> npt.NDArray[np.float
     masses = np.zeros(int(_FARTHEST * _BINS_PER_NAT) + 1)
     for start in range(0, deviations.size, _PIECE):
         piece = slice(start, start + _PIECE)
-        bins = (deviations[piece] * np.float32(_BINS_PER_NAT)).astype(np.intp)
+        bins = (deviations[piece] * np.float32(_BINS_PER_NAT)).astype(np.int32)
         masses += np.bincount(bins, weights[piece], masses.size)
     return masses
 

@@ -87,7 +87,8 @@ class TestBothVersions:
 
     def test_with_another_rate_fail_that_check(self, version: type[Sampler], kept: Callable[..., np.ndarray]) -> None:
         sampler, expected = version(3.0, 0.1), Transcription(kept, 3.0, 0.101)
-        assert run(sampler, 20, 500, 3.0, 1) is not None and run(expected, 20, 500, 3.0, 1) is not None
+        for draw in (sampler, expected):
+            run(draw, 20, 500, 3.0, 1)
         assert sampler.mu != pytest.approx(expected.mu, abs=MU_TOLERANCE)
 
     @settings(max_examples=60, deadline=None, derandomize=True)
