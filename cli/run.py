@@ -13,7 +13,7 @@ from llmc.cli.options import bundle_argument, debug_option, memory_option, threa
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmc.runtime import GenerationResult, Model, Stream
+    from llmc.runtime import GenerationResult, Handle, Model
 
 
 @click.command("run")
@@ -86,15 +86,16 @@ def read_prompt(prompt: str | None) -> str:
         ) from error
 
 
-def write(stream: Stream, stats: bool) -> GenerationResult:
+def write(stream: Handle, stats: bool) -> GenerationResult:
     """Print each piece of text as it comes, and the statistics after it."""
     with closing(stream):
         for text in stream:
             click.echo(text, nl=False)  # flushes
     click.echo()
+    result = stream.result()
     if stats:
-        click.echo(describe(stream.result), err=True)
-    return stream.result
+        click.echo(describe(result), err=True)
+    return result
 
 
 def describe(result: GenerationResult) -> str:

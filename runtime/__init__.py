@@ -3,8 +3,26 @@
 Needs numpy, tokenizers, jinja2 and the engine of the bundle's target; never torch or onnx.
 """
 
-from llmc.runtime.model import Model, Stream, load
-from llmc.runtime.results import GenerationResult, Timings, Usage
+from llmc.runtime.engine import Engine
+from llmc.runtime.handle import Handle
+from llmc.runtime.model import Model, load
+from llmc.runtime.options import Determinism, EngineOptions
+from llmc.runtime.request import Request
+from llmc.runtime.results import Delta, GenerationResult, Output, Timings, Usage
 from llmc.runtime.sampling import SamplingParams
 
-__all__ = ["GenerationResult", "Model", "SamplingParams", "Stream", "Timings", "Usage", "load"]
+__all__ = [
+    "Delta",
+    "Determinism",
+    "Engine",
+    "EngineOptions",
+    "GenerationResult",
+    "Handle",
+    "Model",
+    "Output",
+    "Request",
+    "SamplingParams",
+    "Timings",
+    "Usage",
+    "load",
+]

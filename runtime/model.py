@@ -1,27 +1,32 @@
 """The runtime's front door: load a bundle, generate text."""
 
+import hashlib
 import threading
-import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from llmc.bundle import Manifest, read_bundle
-from llmc.errors import RequestError, UsageError
+from llmc.errors import EngineClosedError, UsageError
 from llmc.runtime.chat import ChatTemplate
-from llmc.runtime.machine import usable_threads
+from llmc.runtime.engine import Engine
+from llmc.runtime.handle import Handle
+from llmc.runtime.intake import token_ids
+from llmc.runtime.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.memory import check_load
-from llmc.runtime.results import GenerationResult, Timings, Usage
+from llmc.runtime.options import EngineOptions, row_limit
+from llmc.runtime.prefix_cache import PrefixCache
+from llmc.runtime.prefix_store import PrefixStore
+from llmc.runtime.request import Request
+from llmc.runtime.results import GenerationResult
 from llmc.runtime.runner import Runner
-from llmc.runtime.sampling import SamplingParams, make_sampler
+from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import open_session
-from llmc.runtime.text import TextStream
+from llmc.runtime.speculation import Drafter, ModelDrafter, PromptLookup
 from llmc.runtime.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -35,6 +40,7 @@ def load(
     prefill_chunk: int | None = None,
     self_test: bool | None = None,
     memory: int | None = None,
+    **options: Any,
 ) -> "Model":
     """Load a bundle.
 
@@ -48,6 +54,7 @@ def load(
             bundle with this engine, as far as the cache remembers.
         memory: bytes that this process may take, in which the whole of ``max_context`` must fit; default: what is
             available, and the cache is held against it as it grows.
+        options: fields of :class:`llmc.runtime.options.EngineOptions`.
 
     Raises:
         BundleError: the folder is no whole bundle, or not for this machine or version, or fails the self-test.
@@ -61,6 +68,8 @@ def load(
     context = _in_range("max_context", max_context, limits.max_context, limits.max_context)
     chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
     workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
+    engine_options = _options(options, workers)
+    row_limit(manifest, engine_options)
     from llmc.runtime.selftest import check_once  # which needs a model
 
     check_load(folder, manifest, context, memory)
@@ -68,13 +77,20 @@ def load(
         tokenizer = pool.submit(Tokenizer.from_folder, folder)
         session = open_session(folder, manifest, workers)
         runner = Runner(session, manifest, context, chunk)
-        model = Model(folder, manifest, tokenizer.result(), runner, workers)
+        model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
     try:
         check_once(model, self_test)
     except BaseException:
         model.close()
         raise
     return model
+
+
+def _options(given: Mapping[str, Any], workers: int) -> EngineOptions:
+    known = [field.name for field in fields(EngineOptions)]
+    if unknown := sorted(given.keys() - set(known)):
+        raise UsageError(f"load has no argument {unknown[0]!r}; the engine's options are {', '.join(known)}")
+    return EngineOptions(**{"sampling_threads": min(workers, 16), **given})
 
 
 def _default_threads(measured: int | None) -> int:
@@ -92,53 +108,101 @@ def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
 
 
 class Model:
-    """A loaded bundle. Any thread may call it; requests take turns. Close it, or use it as a context manager."""
+    """A loaded bundle. Any thread may call it; requests share batches. Close it, or use it as a context manager.
 
-    def __init__(self, folder: Path, manifest: Manifest, tokenizer: Tokenizer, runner: Runner, threads: int) -> None:
+    Attributes:
+        runner: one sequence at a time, for benchmarks and evaluation; not while requests run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        runner: Runner,
+        threads: int,
+        options: EngineOptions | None = None,
+        memory: int | None = None,
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
         self.tokenizer = tokenizer
         self.runner = runner
         self.threads = threads
+        self._options = EngineOptions(sampling_threads=min(threads, 16)) if options is None else options
+        self._memory = memory
         self._chat_template: ChatTemplate | None = None
         self._lock = threading.Lock()
-        self._holder: int | None = None
-        self._running: _Request | None = None
+        self._engine: Engine | None = None
         self._closed = False
+
+    @property
+    def engine(self) -> Engine:
+        """What serves the requests; made when first asked for.
+
+        Raises:
+            RequestError: the model is closed.
+            DraftError, BundleError: the draft model does not fit or cannot be loaded.
+        """
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("the model is closed; load the bundle again")
+            if self._engine is None:
+                self._engine = make_engine(self, self._options, self._memory)
+                weakref.finalize(self, self._engine.close).atexit = False
+            return self._engine
+
+    def submit(self, request: Request) -> Handle:
+        """:meth:`llmc.runtime.engine.Engine.submit`."""
+        return self.engine.submit(request)
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationResult:
         """Complete ``prompt`` (text, or token ids taken as they are).
 
         Args:
-            sampling: fields of :class:`llmc.runtime.sampling.SamplingParams`; what is left out comes from the
-                checkpoint's generation defaults.
+            sampling: fields of :class:`llmc.runtime.sampling.SamplingParams`, where what is left out comes from the
+                checkpoint's generation defaults, and those of :class:`llmc.runtime.request.Request`.
 
         Raises:
             RequestError: the prompt is empty or too long, or is not valid text.
             UsageError: a sampling value is unknown or out of range, or the prompt is bytes.
         """
-        return self.stream(prompt, **sampling).finish()
+        return self.stream(prompt, **sampling).result()
 
-    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> "Stream":
-        """Like :meth:`generate`, as an iterator of text; its ``result`` is there once the iterator is used up."""
-        self._check_open()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-        if sampling.get("max_tokens") is None:  # nobody asked for more than fits
-            sampling["max_tokens"] = max(1, min(SamplingParams.max_tokens, self.runner.max_context - len(ids)))
-        params = SamplingParams.from_defaults(self.manifest.generation, **sampling)
-        self.runner.check_tokens("stop_token_ids holds", params.stop_token_ids)
-        self.runner.check_prompt(ids, params.max_tokens)
-        return Stream(self, ids, params)
+    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> Handle:
+        """Like :meth:`generate`, as an iterator of text; its ``result()`` is there at the end."""
+        return self.submit(self.request(prompt, **sampling))
 
     def chat(self, messages: Messages, **sampling: Any) -> GenerationResult:
         """Answer ``messages`` ([{"role": ..., "content": ...}, ...]) through the checkpoint's chat template."""
-        return self.stream_chat(messages, **sampling).finish()
+        return self.stream_chat(messages, **sampling).result()
 
-    def stream_chat(self, messages: Messages, **sampling: Any) -> "Stream":
+    def stream_chat(self, messages: Messages, **sampling: Any) -> Handle:
         """Like :meth:`chat`, as an iterator of text."""
         prompt = self.chat_template.render(messages, add_generation_prompt=True)
         # The template writes the special tokens itself.
         return self.stream(self.tokenizer.encode(prompt, add_special_tokens=False), **sampling)
+
+    def request(self, prompt: str | Sequence[int], **arguments: Any) -> Request:
+        """A request with the checkpoint's generation defaults for what ``arguments`` leave out.
+
+        Args:
+            arguments: fields of :class:`llmc.runtime.sampling.SamplingParams` and of
+                :class:`llmc.runtime.request.Request`.
+
+        Raises:
+            RequestError: the prompt is not valid text.
+            UsageError: an argument is unknown or out of range.
+        """
+        own = {name: arguments.pop(name) for name in REQUEST_FIELDS & arguments.keys()}
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=own.pop("add_special_tokens", True))
+        else:
+            prompt = token_ids(prompt)
+        if arguments.get("max_tokens") is None:  # nobody asked for more than fits
+            room = self.engine.max_context - len(prompt)
+            arguments["max_tokens"] = max(1, min(SamplingParams.max_tokens, room))
+        return Request(prompt, SamplingParams.from_defaults(self.manifest.generation, **arguments), **own)
 
     @property
     def engine_version(self) -> str:
@@ -156,17 +220,15 @@ class Model:
             self._chat_template = ChatTemplate.from_folder(self.folder, self.tokenizer)
         return self._chat_template
 
-    def close(self) -> None:
-        """Free the engine and its memory; further requests are refused.
-
-        A request that another thread runs is waited for; a stream that this thread left open ends here.
-        """
-        if self._holder == threading.get_ident() and self._running is not None:
-            self._running.stop()
-        if not self._closed:
-            with self._turn():
-                self._closed = True
-                self.runner.session.close()
+    def close(self, drain: bool = False) -> None:
+        """Free the engine and its memory; requests that run fail, or with ``drain`` are finished first."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._engine is not None:
+            self._engine.close(drain)
+        self.runner.session.close()
 
     def __enter__(self) -> "Model":
         return self
@@ -176,157 +238,57 @@ class Model:
     ) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RequestError("the model is closed; load the bundle again")
 
-    @contextmanager
-    def _turn(self, request: "_Request | None" = None) -> Iterator[None]:
-        """Hold the engine; a thread that already holds it would wait for itself."""
-        if self._holder == threading.get_ident():
-            raise RequestError("another stream of this thread is still open; use it up or close it first")
-        with self._lock:
-            self._holder, self._running = threading.get_ident(), request
-            try:
-                yield
-            finally:
-                self._holder = self._running = None
+REQUEST_FIELDS = {field.name for field in fields(Request)} - {"prompt", "params"}
+# What the prefix cache takes by default: a share of the memory there is, and a bound that suits small machines.
+PREFIX_SHARE, PREFIX_BYTES = 8, 256_000_000
 
 
-def _token_ids(prompt: object) -> list[int]:
-    """Token ids as plain integers.
+def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Engine:
+    """The engine of a loaded model.
 
     Raises:
-        UsageError: anything else, such as floats, which numpy would convert without a word.
+        DraftError: the draft model has another tokenizer.
+        BundleError, ResourceError: the draft model cannot be loaded.
     """
-    if isinstance(prompt, bytes | bytearray):
-        raise UsageError("the prompt is bytes, expected text or token ids; decode it first")
-    listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, memoryview)
-    ids: list[Any] = list(prompt) if listed else [None]  # type: ignore[call-overload]
-    if not all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in ids):
-        raise UsageError(f"the prompt is {prompt!r:.60}, expected text or a list of token ids (integers)")
-    return [int(token) for token in ids]
+    manifest, runner = model.manifest, model.runner
+    # What the process holds already counts in the plan; the rest is what there is.
+    limit = available_memory() + resident_bytes()[0] if memory is None else memory
+    size = options.prefix_cache_bytes
+    if size is None:
+        size = min(PREFIX_BYTES, (available_memory() if memory is None else memory) // PREFIX_SHARE)
+    store = None
+    if options.prefix_cache_folder is not None and size:
+        store = PrefixStore(Path(options.prefix_cache_folder), options.prefix_cache_disk_bytes)
+    return Engine(
+        runner.session,
+        manifest,
+        model.tokenizer,
+        max_context=runner.max_context,
+        prefill_chunk=runner.prefill_chunk,
+        options=options,
+        memory=limit,
+        prefixes=PrefixCache(prefix_key(manifest), max_bytes=size, store=store) if size else None,
+        store=store,
+        drafter=make_drafter(model, options),
+    )
 
 
-class Stream:
-    """An iterator over the text of one request. It holds the model from the first item until it ends or is closed."""
-
-    def __init__(self, model: Model, prompt: Sequence[int], params: SamplingParams) -> None:
-        # The generator knows the request and not the stream: a cycle would keep the model until garbage is collected.
-        self._request = _Request(model, prompt, params)
-        self._parts = self._request.parts()
-
-    def __iter__(self) -> Iterator[str]:
-        return self._parts
-
-    def __next__(self) -> str:
-        return next(self._parts)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Tokens sampled so far."""
-        return self._request.token_ids
-
-    @property
-    def result(self) -> GenerationResult:
-        """The whole request, once the stream is used up.
-
-        Raises:
-            RequestError: it is not.
-        """
-        if self._request.result is None:
-            raise RequestError("the stream is not used up, so it has no result yet")
-        return self._request.result
-
-    def finish(self) -> GenerationResult:
-        """Use the stream up and return its result."""
-        for _ in self._parts:
-            pass
-        return self.result
-
-    def close(self) -> None:
-        """Stop here and let the next request in.
-
-        Raises:
-            RequestError: another thread is computing the next item.
-        """
-        self._request.stop()
+def prefix_key(manifest: Manifest) -> str:
+    """Everything that cached keys and values depend on: the weights, the graphs, the cache's type."""
+    parts = [manifest.source.fingerprint, manifest.cache, *(file.sha256 for _, file in sorted(manifest.files.items()))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-class _Request:
-    """What a stream and its generator share."""
-
-    def __init__(self, model: Model, prompt: Sequence[int], params: SamplingParams) -> None:
-        self.token_ids: list[int] = []
-        self.result: GenerationResult | None = None
-        self._model = model
-        self._prompt = prompt
-        self._params = params
-        self._generator: weakref.ref[Generator[str, None, None]] | None = None
-
-    def parts(self) -> Generator[str, None, None]:
-        """The generator that does the work, made once."""
-        generator = self._generate()
-        self._generator = weakref.ref(generator)
-        return generator
-
-    def stop(self) -> None:
-        """Close the generator where it waits."""
-        generator = self._generator() if self._generator is not None else None
-        if generator is not None:
-            try:
-                generator.close()
-            except ValueError as error:  # it is running
-                raise RequestError("the stream is computing its next item; close it after that") from error
-
-    def _generate(self) -> Generator[str, None, None]:
-        start = time.perf_counter()
-        with self._model._turn(self):
-            self._model._check_open()
-            yield from self._run(start)
-
-    def _run(self, start: float) -> Iterator[str]:
-        params, runner = self._params, self._model.runner
-        manifest = self._model.manifest
-        sampler = make_sampler(
-            params,
-            manifest.geometry.vocab_size,
-            prompt_length=len(self._prompt),
-            eos_token_ids=manifest.generation.eos_token_ids,
-        )
-        text = TextStream(self._model.tokenizer, params.stop)
-        ends = set(params.stop_token_ids) | (
-            set() if params.ignore_eos else set(self._model.manifest.generation.eos_token_ids)
-        )
-        emitted: list[str] = []
-        reason: Literal["stop", "length"] = "length"
-        first = start
-        for token in runner.tokens(self._prompt, sampler):
-            self.token_ids.append(token)
-            if len(self.token_ids) == 1:
-                first = time.perf_counter()
-            if token in ends:
-                reason = "stop"
-                break
-            if delta := text.push(token):
-                emitted.append(delta)
-                yield delta
-            if text.stopped is not None:
-                reason = "stop"
-                break
-            if len(self.token_ids) == params.max_tokens:
-                break
-        end = time.perf_counter()
-        if rest := text.finish():
-            emitted.append(rest)
-            yield rest
-        if text.stopped is not None:  # the rest may complete a stop string
-            reason = "stop"
-        self.result = GenerationResult(
-            text="".join(emitted),
-            token_ids=tuple(self.token_ids),
-            finish_reason=reason,
-            usage=Usage(len(self._prompt), len(self.token_ids)),
-            timings=Timings(first - start, end - first, len(self._prompt), len(self.token_ids) - 1),
-            seed=sampler.seed,
-        )
+def make_drafter(model: Model, options: EngineOptions) -> Drafter | None:
+    """What guesses tokens: nothing, prompt lookup, or a second bundle with the same tokenizer."""
+    if options.draft is None:
+        return None
+    if options.draft == "lookup":
+        return PromptLookup()
+    draft = load(options.draft, threads=model.threads, self_test=False)
+    try:
+        return ModelDrafter(draft, model)
+    except BaseException:
+        draft.close()
+        raise

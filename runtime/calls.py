@@ -1,0 +1,148 @@
+"""How steps become calls of the session, and what each way of calling promises.
+
+Kernels choose other code for other shapes, and other code rounds otherwise; a quantized activation then flips to its
+neighbour, and logits change by about a hundredth of their spread. Measured on ONNX Runtime 1.31 (x86-64): tokens of one
+row give bit-identical results in calls of any even number of tokens; so do batches of one token per row for any even
+number of rows; one token alone differs from several (attention's product with the values), and where weights are
+unpacked in pairs of rows, the odd last row differs from the paired ones.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Manifest
+from llmc.runtime.costs import StepCosts
+from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.options import Determinism
+from llmc.runtime.rows import Rows
+from llmc.runtime.sequence import Strand
+from llmc.runtime.sessions import Batch, Phase, Session
+
+# From so many tokens in a call the W8A8 graph of prefill is faster than the weight-only graph of decode, by the bits of
+# the latter. Fixed, not timed, so that the same requests give the same tokens tomorrow.
+PREFILL_GRAPH_FROM = {"int8": 5, "int4": 10}
+# Tokens of a call that verifies drafts, usually: the one before them, and 3 to 7 of them.
+TYPICAL_VERIFICATION = 6
+# Tokens per call where every position's logits are asked for: 32 x 152k float32 are 20 MB.
+CHUNK_WITH_ALL_LOGITS = 32
+
+
+class Calls(Protocol):
+    """The three things that are run."""
+
+    def feed(self, strand: Strand, end: int, outputs: Sequence[int]) -> NDArray[np.float32]:
+        """Feed ``strand.context[strand.cached : end]``; logits [O, V] at ``outputs`` of the new positions."""
+
+    def decode(self, strands: Sequence[Strand]) -> NDArray[np.float32]:
+        """Feed each strand's last token; they hold neighbouring rows. Logits [B, V]."""
+
+    def verify(self, strand: Strand, drafts: Sequence[int]) -> NDArray[np.float32]:
+        """Feed the last token and ``drafts``; logits [1 + drafts, V]."""
+
+
+class FastCalls:
+    """The quickest way, see :class:`llmc.runtime.options.Determinism`."""
+
+    def __init__(
+        self, session: Session, manifest: Manifest, rows: Rows, costs: StepCosts, metrics: EngineMetrics
+    ) -> None:
+        self.session = session
+        self.rows = rows
+        self._costs = costs
+        self._metrics = metrics
+        graphs = manifest.graphs
+        split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file and not session.substitutes
+        self._prefill_graph_from = PREFILL_GRAPH_FROM.get(manifest.recipe.precision, 1 << 30) if split else 1 << 30
+
+    def feed(self, strand: Strand, end: int, outputs: Sequence[int]) -> NDArray[np.float32]:
+        """See :class:`Calls`."""
+        ids = np.array([strand.context[strand.cached : end]], np.int64)
+        logits: NDArray[np.float32] = self._run(Phase.PREFILL, ids, [strand.cached], [list(outputs)], strand.row)[0]
+        return logits
+
+    def decode(self, strands: Sequence[Strand]) -> NDArray[np.float32]:
+        """See :class:`Calls`."""
+        ids = np.array([[strand.context[strand.cached]] for strand in strands], np.int64)
+        past = [strand.cached for strand in strands]
+        phase = self.phase(len(strands))
+        return self._run(phase, ids, past, [[0]] * len(strands), strands[0].row)[:, 0]
+
+    def verify(self, strand: Strand, drafts: Sequence[int]) -> NDArray[np.float32]:
+        """See :class:`Calls`."""
+        return self._one_row(strand, self.verify_phase, [*strand.context[strand.cached :], *drafts])
+
+    @property
+    def verify_phase(self) -> Phase:
+        """The graph that verifies drafts: one for any number of them, so that costs can be compared."""
+        return self.phase(TYPICAL_VERIFICATION)
+
+    def phase(self, tokens: int) -> Phase:
+        """The graph for a step of so many tokens."""
+        return Phase.PREFILL if tokens >= self._prefill_graph_from else Phase.DECODE
+
+    def _one_row(self, strand: Strand, phase: Phase, tokens: list[int]) -> NDArray[np.float32]:
+        ids = np.array([tokens], np.int64)
+        logits: NDArray[np.float32] = self._run(phase, ids, [strand.cached], [list(range(len(tokens)))], strand.row)[0]
+        return logits
+
+    def _run(
+        self, phase: Phase, ids: NDArray[np.int64], past: list[int], outputs: list[list[int]], row: int
+    ) -> NDArray[np.float32]:
+        indices = np.array(outputs, np.int64).reshape(len(ids), -1)
+        start = time.perf_counter()
+        logits: NDArray[np.float32] = self.session.run(Batch(phase, ids, np.array(past, np.int64), indices, row))
+        seconds = time.perf_counter() - start
+        self._costs.observe(phase, len(ids), ids.shape[1], seconds)
+        self._metrics.step(phase.value, seconds, len(ids))
+        return logits
+
+
+class BatchCalls(FastCalls):
+    """One graph for decoding, and rows in pairs."""
+
+    def phase(self, tokens: int) -> Phase:
+        """Always the same."""
+        return Phase.DECODE
+
+    def decode(self, strands: Sequence[Strand]) -> NDArray[np.float32]:
+        """See :class:`Calls`. An odd batch runs with the row after it, of which nothing that counts is overwritten: its
+        next position is written again before it is read."""
+        ids = [[strand.context[strand.cached]] for strand in strands]
+        past = [strand.cached for strand in strands]
+        if len(strands) % 2:
+            neighbour = self.rows.at(strands[-1].row + 1)
+            ids.append([0])
+            past.append(0 if neighbour is None else neighbour.cached)
+        return self._run(Phase.DECODE, np.array(ids, np.int64), past, [[0]] * len(ids), strands[0].row)[:, 0]
+
+
+class StrictCalls(BatchCalls):
+    """Row by row, an even number of tokens each: the last may be a dummy, whose position is written again."""
+
+    def decode(self, strands: Sequence[Strand]) -> NDArray[np.float32]:
+        """See :class:`Calls`."""
+        return np.stack([self.verify(strand, ())[0].copy() for strand in strands])  # the next call overwrites them
+
+    def verify(self, strand: Strand, drafts: Sequence[int]) -> NDArray[np.float32]:
+        """See :class:`Calls`."""
+        tokens = [*strand.context[strand.cached :], *drafts]
+        padded = tokens + [0] * (len(tokens) % 2)
+        return self._one_row(strand, Phase.DECODE, padded)[: len(tokens)]
+
+
+def make_calls(
+    level: Determinism, session: Session, manifest: Manifest, rows: Rows, costs: StepCosts, metrics: EngineMetrics
+) -> FastCalls:
+    """The way of calling that keeps the promise of ``level``."""
+    kind = {Determinism.FAST: FastCalls, Determinism.BATCH: BatchCalls, Determinism.STRICT: StrictCalls}[level]
+    return kind(session, manifest, rows, costs, metrics)
+
+
+def next_end(start: int, total: int, size: int) -> int:
+    """Where the chunk from ``start`` ends: about ``size`` tokens on, an even number, and no single token is left."""
+    end = start + max(2, size - size % 2)
+    return total if total - end < 2 else end

@@ -1,0 +1,245 @@
+"""Many requests at once: one thread that works, and any number of threads that ask."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from llmc.bundle import Manifest
+from llmc.errors import CancelledError, DeadlineError, EngineClosedError, LlmcError, QueueFullError
+from llmc.runtime.continuous import ContinuousBatch
+from llmc.runtime.handle import Handle, Mailbox
+from llmc.runtime.intake import Intake
+from llmc.runtime.kv_cache import CacheBudget
+from llmc.runtime.metrics import EngineMetrics, Gauges
+from llmc.runtime.options import Determinism, EngineOptions, row_limit
+from llmc.runtime.prefix_cache import PrefixCache
+from llmc.runtime.prefix_store import PrefixStore
+from llmc.runtime.request import Request
+from llmc.runtime.results import Output
+from llmc.runtime.scheduler import Queue
+from llmc.runtime.sequence import Job, named
+from llmc.runtime.sessions import Session
+from llmc.runtime.speculation import Drafter
+from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.tracing import event, record_spans
+
+log = logging.getLogger(__name__)
+
+_OUTCOMES: dict[type[BaseException], str] = {CancelledError: "cancelled", DeadlineError: "deadline"}
+
+
+class Engine:
+    """Serves requests on a loaded model; :func:`llmc.runtime.load` makes one.
+
+    :meth:`submit` may be called from any thread or event loop. One thread of the engine's own does everything else, a
+    :meth:`step` at a time; it starts with the first request. What a request brings along (processors, criteria) runs
+    on that thread and its helpers; where it fails, its request fails, and all others go on.
+
+    Args:
+        session: the loaded graphs and their cache; nobody else may use it while requests run.
+        manifest, tokenizer: of the same bundle.
+        max_context: longest sequence, prompt and new tokens together.
+        prefill_chunk: prompt tokens per call.
+        options: see :class:`llmc.runtime.options.EngineOptions`.
+        memory: bytes that this process may take.
+        prefixes, store: the prefix cache and its disk tier, None for none; closed with the engine.
+        drafter: guesses tokens, None for none; closed with the engine.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        *,
+        max_context: int,
+        prefill_chunk: int,
+        options: EngineOptions,
+        memory: int,
+        prefixes: PrefixCache | None = None,
+        store: PrefixStore | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.options = options
+        self.metrics = EngineMetrics()
+        self.prefixes = prefixes
+        # A strict step feeds a dummy token after the last one, which wants a position of its own.
+        self.max_context = max_context - (options.determinism is Determinism.STRICT)
+        self._name = manifest.source.name
+        self._intake = Intake(manifest, tokenizer, self.max_context, row_limit(manifest, options))
+        self._pool = ThreadPoolExecutor(options.sampling_threads, "llmc-sampling")
+        self._waiting = Queue()
+        self._batch = ContinuousBatch(
+            session,
+            manifest,
+            self._intake,
+            self._waiting,
+            end=self._end,
+            fail=self._fail,
+            metrics=self.metrics,
+            options=options,
+            prefill_chunk=prefill_chunk,
+            budget=CacheBudget(manifest.memory, memory, 0 if prefixes is None else prefixes.max_bytes),
+            prefixes=prefixes,
+            drafter=drafter,
+            pool=self._pool if options.sampling_threads > 1 else None,
+        )
+        self._closeable = [part for part in (store, drafter) if part is not None]
+        self._jobs: dict[Job, None] = {}  # in the order in which they came
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._queued = 0
+        self._closing = False
+
+    # ------------------------------------------------------------------------------------------ any thread
+
+    def submit(self, request: Request) -> Handle:
+        """Take a request in.
+
+        Raises:
+            QueueFullError: ``options.max_queue`` requests wait already.
+            EngineClosedError: the engine is closed.
+            RequestError, UsageError, GrammarError: the request cannot be served.
+        """
+        try:
+            job = self._intake.job(request, mailbox := Mailbox(), self.metrics)
+            with self._lock:
+                self._accept(job)
+        except LlmcError:
+            self.metrics.refuse()
+            raise
+        return Handle(mailbox, partial(self._cancel, job), job.streams, keep=request.on_delta is not None)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on the engine's thread between two steps, and wait for it.
+
+        Raises:
+            EngineClosedError: the engine is closed; or whatever ``function`` raises.
+        """
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                function()
+            except BaseException as error:  # noqa: BLE001  # handed to the caller
+                done.put(error)
+            else:
+                done.put(None)
+
+        with self._lock:
+            self._start_thread()
+            self._inbox.put(run)
+        if (error := done.get()) is not None:
+            raise error
+
+    def close(self, drain: bool = False) -> None:
+        """Stop, and wait until the engine's thread has ended; with ``drain`` accepted requests are finished first,
+        without it they fail. Closing twice is allowed."""
+        with self._lock:
+            first, self._closing = not self._closing, True
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
+            thread.join()
+        if first:
+            self._pool.shutdown()
+            for part in self._closeable:
+                part.close()
+
+    def _accept(self, job: Job) -> None:
+        self._start_thread()
+        if self._queued >= self.options.max_queue:
+            raise QueueFullError(f"{self._queued} requests wait already, as many as may; try again later")
+        self._queued += 1
+        self._inbox.put(partial(self._enqueue, job))
+
+    def _start_thread(self) -> None:
+        if self._closing:
+            raise EngineClosedError("the engine is closed; load the bundle again")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="llmc-engine", daemon=True)
+            self._thread.start()
+
+    def _cancel(self, job: Job) -> bool:
+        """May be called by the garbage collector, anywhere: it only leaves a message."""
+        if job.mailbox.ended or job.cancelled:
+            return False
+        job.cancelled = True
+        self._inbox.put(partial(self._fail, job, CancelledError("the request was cancelled")))
+        return True
+
+    # ------------------------------------------------------------------------------------------ the engine's thread
+
+    def _serve(self) -> None:
+        while self._jobs or not self._closing or not self._inbox.empty():
+            try:
+                self.step()
+            except Exception as error:
+                log.exception("the engine failed in a step; every request that it had fails")
+                self._fail_all(named(error))
+
+    def step(self) -> None:
+        """One round: take messages, give rows to those who wait, feed a chunk of a prompt, decode everyone who can."""
+        self._receive()
+        self._batch.admit()
+        self._batch.feed()
+        self._batch.decode()
+
+    def _receive(self) -> None:
+        """Requests and cancellations that came; without anything to do, wait for one."""
+        self._gauge()
+        while not (self._jobs and self._inbox.empty()):
+            self._inbox.get()()
+            if self._closing and not self._jobs:
+                return
+        now = time.monotonic()
+        for job in [job for job in self._jobs if job.deadline <= now]:
+            self._fail(job, DeadlineError(f"the deadline of {job.request.deadline_s:g} s passed; {job.progress()}"))
+
+    def _enqueue(self, job: Job) -> None:
+        self._jobs[job] = None
+        job.ticket = self._waiting.push(job, job.request.priority)
+
+    def _end(self, job: Job, outputs: Sequence[Output]) -> None:
+        """A job is done."""
+        job.timeline.finish(outputs[0].finish_reason)
+        job.mailbox.end(job.result(outputs))
+        self._forget(job)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        """A job cannot go on; its rows are free at once."""
+        if job.mailbox.ended:
+            return
+        self._batch.drop(job)
+        job.timeline.finish(_OUTCOMES.get(type(error), "error"))
+        job.mailbox.end(None, error)
+        self._forget(job)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for job in list(self._jobs):
+            self._fail(job, error)
+
+    def _forget(self, job: Job) -> None:
+        """One line in the log and one span for a job that ended; both cost nothing where nobody wants them."""
+        self._jobs.pop(job, None)
+        if log.isEnabledFor(logging.DEBUG):
+            event(log, "request ended", level=logging.DEBUG, **vars(job.timeline.metrics()))
+        record_spans(job.timeline, model=self._name, parent=job.trace)
+
+    def _gauge(self) -> None:
+        """What holds now; and how many places in the queue are taken."""
+        with self._lock:
+            self._queued = self._inbox.qsize() + len(self._waiting)
+        prefixes = 0 if self.prefixes is None else self.prefixes.counters.bytes
+        self.metrics.gauges = Gauges(
+            waiting=len(self._waiting),
+            running=sum(bool(job.strands) for job in self._jobs),
+            kv_reserved_bytes=self._batch.reserved_bytes,
+            kv_used_bytes=self._batch.used_bytes,
+            prefix_cache_bytes=prefixes,
+        )

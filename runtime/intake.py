@@ -1,0 +1,201 @@
+"""From a request to a job: tokens, parameters, context, samplers; what can be refused is refused here."""
+
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from llmc.bundle import Manifest
+from llmc.errors import RequestError, UsageError
+from llmc.runtime.guided import Grammars
+from llmc.runtime.handle import Mailbox
+from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.request import Request
+from llmc.runtime.results import Output
+from llmc.runtime.sampling import Processor, SamplingParams, build_processors, make_sampler
+from llmc.runtime.sequence import Job, Sample
+from llmc.runtime.strategies import BeamSearch, Contrastive, Hypothesis, Strategy
+from llmc.runtime.text import TextStream
+from llmc.runtime.tokenizer import Tokenizer
+
+# Tokens at the start of the context that stay when the window slides: attention rests on them.
+# Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453
+SINK_TOKENS = 4
+
+
+class Intake:
+    """Prepares requests for a model.
+
+    Args:
+        max_context: longest sequence.
+        max_rows: rows that one request may hold at once.
+    """
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, max_context: int, max_rows: int) -> None:
+        self.max_context = max_context
+        self.max_rows = max_rows
+        self._tokenizer = tokenizer
+        self._vocab_size = manifest.geometry.vocab_size
+        self._eos = tuple(manifest.generation.eos_token_ids)
+        self._grammars = Grammars(tokenizer, self._vocab_size, self._eos)
+
+    def job(self, request: Request, mailbox: Mailbox, metrics: EngineMetrics) -> Job:
+        """Everything that can be refused is refused here.
+
+        Raises:
+            RequestError, UsageError, GrammarError: the request cannot be served.
+        """
+        params = self._seeded(request.params)
+        ids = self._ids(request)
+        prompt, cut = fit_prompt(ids, params, self.max_context)
+        if width(params) > self.max_rows:
+            raise RequestError(
+                f"{width(params)} rows are needed at once (beams or candidates), the engine has {self.max_rows}; "
+                "ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
+            )
+        self._grammars.guide(params)  # compiled, or refused, here
+        job = Job(request, params, prompt, mailbox, metrics.timeline(len(prompt)))
+        job.truncated_tokens = cut
+        job.width = width(params)
+        return job
+
+    def sample(self, job: Job, index: int) -> Sample:
+        """The ``index``-th sample of a job."""
+        params = job.params
+        ranked = params.best_of is not None and params.logprobs is None
+        sampler = make_sampler(
+            replace(params, logprobs=0) if ranked else params,
+            self._vocab_size,
+            prompt_length=len(job.prompt),
+            eos_token_ids=self._eos,
+            processors=job.request.logits_processors,
+            guide=self._grammars.guide(params),
+            breakers=self._breakers(params.dry_sequence_breakers) if params.dry_multiplier else (),
+            index=index,
+        )
+        return Sample(job, index, sampler, TextStream(self._tokenizer, params.stop), self._ends(params))
+
+    def strategy(self, job: Job) -> Strategy | None:
+        """Beam search or contrastive search, where the job asks for one."""
+        params, ends = job.params, self._ends(job.params)
+        if params.num_beams > 1:
+            return BeamSearch(
+                num_beams=params.num_beams,
+                num_beam_groups=params.num_beam_groups,
+                diversity_penalty=params.diversity_penalty,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                num_return_sequences=params.num_return_sequences or 1,
+                max_tokens=params.max_tokens,
+                eos_token_ids=ends,
+                processors=self._processors(job),
+            )
+        if params.penalty_alpha is not None:
+            return Contrastive(
+                top_k=params.top_k,
+                penalty_alpha=params.penalty_alpha,
+                max_tokens=params.max_tokens,
+                eos_token_ids=ends,
+                processors=self._processors(job),
+            )
+        return None
+
+    def output(self, job: Job, index: int, found: Hypothesis) -> Output:
+        """A finished hypothesis as the client sees it."""
+        tokens, ends = found.token_ids, self._ends(job.params)
+        text = self._tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in ends else tokens)
+        return Output(index, text, tokens, found.finish_reason, score=found.score)
+
+    def _processors(self, job: Job) -> list[Processor]:
+        return build_processors(
+            job.params,
+            self._vocab_size,
+            prompt_length=len(job.prompt),
+            eos_token_ids=self._eos,
+            processors=job.request.logits_processors,
+        )
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self._eos))
+
+    def _ids(self, request: Request) -> list[int]:
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        else:
+            ids = token_ids(prompt)
+        if not ids:
+            raise RequestError("the prompt is empty: it has no tokens; give at least one character")
+        check_tokens("the prompt holds", ids, self._vocab_size)
+        check_tokens("stop_token_ids holds", request.params.stop_token_ids, self._vocab_size)
+        return ids
+
+    def _breakers(self, texts: Collection[str]) -> set[int]:
+        """Tokens in which one of ``texts`` occurs or ends: where DRY's repetitions may not reach across."""
+        return {ids[-1] for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))}
+
+    @staticmethod
+    def _seeded(params: SamplingParams) -> SamplingParams:
+        return replace(params, seed=secrets.randbits(64)) if params.seed is None and draws(params) else params
+
+
+def draws(params: SamplingParams) -> bool:
+    """Whether anything is left to chance."""
+    return params.num_beams == 1 and params.penalty_alpha is None and (params.temperature > 0 or params.mirostat > 0)
+
+
+def width(params: SamplingParams) -> int:
+    """Rows that are needed at once."""
+    return params.top_k if params.penalty_alpha is not None else params.num_beams
+
+
+def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tuple[list[int], int]:
+    """The prompt as it will be fed, and how many tokens were left out, by ``params.on_overflow``.
+
+    Raises:
+        RequestError: prompt and new tokens exceed the context, and nothing may be left out.
+    """
+    room = max_context - params.max_tokens
+    if len(ids) <= room:
+        return ids, 0
+    if params.on_overflow == "truncate_left" and room > 0:
+        return ids[-room:], len(ids) - room
+    if params.on_overflow == "sink":
+        if len(ids) < max_context:
+            return ids, 0
+        kept = max_context // 2
+        return [*ids[:SINK_TOKENS], *ids[len(ids) - kept + SINK_TOKENS :]], len(ids) - kept
+    rest = max_context - len(ids)
+    advice = f"ask for at most {rest} new tokens" if rest > 0 else "shorten the prompt"
+    raise RequestError(
+        f"the prompt has {len(ids)} tokens and {params.max_tokens} new ones are asked for, but the context holds "
+        f"{max_context}; {advice}, set on_overflow, or build with a larger --max-context"
+    )
+
+
+def token_ids(prompt: object) -> list[int]:
+    """Token ids as plain integers.
+
+    Raises:
+        UsageError: anything else, such as floats, which numpy would convert without a word.
+    """
+    if isinstance(prompt, bytes | bytearray):
+        raise UsageError("the prompt is bytes, expected text or token ids; decode it first")
+    listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, memoryview)
+    ids: list[Any] = list(prompt) if listed else [None]  # type: ignore[call-overload]
+    if not all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in ids):
+        raise UsageError(f"the prompt is {prompt!r:.60}, expected text or a list of token ids (integers)")
+    return [int(token) for token in ids]
+
+
+def check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Raises:
+        UsageError: with the first such id.
+    """
+    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise UsageError(f"{where} token id {wrong}, which is out of range, expected 0 ... {vocab_size - 1}")

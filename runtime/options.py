@@ -1,0 +1,109 @@
+"""How an engine is set up."""
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from llmc.bundle import Manifest
+from llmc.errors import UsageError
+from llmc.runtime.scheduler import DECODE_STEPS_PER_CHUNK
+
+
+class Determinism(str, Enum):
+    """What the tokens of a request may depend on, beside its prompt, its parameters and its seed.
+
+    FAST: on the requests that share its batches, on prefixes cached while tokens were generated, and on speculation. A
+        request alone, without speculation, gives the same tokens every time. The fastest kernels run.
+    BATCH: on nothing; speculation is refused. Costs up to a fifth of a lone request's speed (README, "Determinism").
+    STRICT: on nothing, with speculation or without. Requests run one by one, so that batches gain nothing.
+    """
+
+    FAST = "fast"
+    BATCH = "batch"
+    STRICT = "strict"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Arguments of :func:`llmc.runtime.load` that concern the engine.
+
+    Args:
+        max_batch: rows that run at once; default and upper bound: what the bundle was built for.
+        max_queue: requests that may wait, from 1; one more is refused.
+        determinism: ``fast``, ``batch`` or ``strict``, see :class:`Determinism`.
+        decode_steps_per_chunk: steps between two chunks of a long prompt while others stream; 0 feeds prompts as fast
+            as possible, whatever that does to those who stream.
+        prefix_cache_bytes: memory for prefixes of former requests; 0 is none; default: an eighth of what is available,
+            at most 256 MB.
+        prefix_cache_folder: a folder that keeps prefixes across restarts; None keeps none.
+        prefix_cache_disk_bytes: what that folder may hold.
+        draft: ``"lookup"`` guesses tokens from what was said before, a path names a bundle with the same tokenizer that
+            guesses; None speculates not.
+        max_draft_tokens: guesses per step at most, from 1 to 15.
+        sampling_threads: threads that choose tokens; default: as many as the model has.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    max_batch: int | None = None
+    max_queue: int = 256
+    determinism: Determinism = Determinism.FAST
+    decode_steps_per_chunk: int = DECODE_STEPS_PER_CHUNK
+    prefix_cache_bytes: int | None = None
+    prefix_cache_folder: str | Path | None = None
+    prefix_cache_disk_bytes: int = 4 << 30
+    draft: str | Path | None = None
+    max_draft_tokens: int = 7
+    sampling_threads: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "determinism", _level(self.determinism))
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is None and name in ("max_batch", "prefix_cache_bytes"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise UsageError(f"{name} is {value!r}, expected {low} ... {high}")
+        for name in ("draft", "prefix_cache_folder"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str | os.PathLike) or not str(value)):
+                raise UsageError(f"{name} is {value!r}, expected a path or None")
+        if self.draft is not None and self.determinism is Determinism.BATCH:
+            raise UsageError(
+                "draft is set and determinism is 'batch', which cannot promise the same tokens with speculation as "
+                "without; use 'strict', or 'fast'"
+            )
+
+
+_RANGES = (
+    ("max_batch", 1, 1024),
+    ("max_queue", 1, 1_000_000),
+    ("decode_steps_per_chunk", 0, 1_000_000),
+    ("prefix_cache_bytes", 0, 1 << 50),
+    ("prefix_cache_disk_bytes", 0, 1 << 50),
+    ("max_draft_tokens", 1, 15),
+    ("sampling_threads", 1, 1024),
+)
+
+
+def _level(value: object) -> Determinism:
+    try:
+        return Determinism(value)
+    except ValueError as error:
+        known = ", ".join(level.value for level in Determinism)
+        raise UsageError(f"determinism is {value!r}, expected one of {known}") from error
+
+
+def row_limit(manifest: Manifest, options: EngineOptions) -> int:
+    """Rows that may run at once; even where rows are run in pairs, for the last one needs a neighbour.
+
+    Raises:
+        UsageError: more than the bundle was built for.
+    """
+    most = manifest.limits.max_batch
+    rows = most if options.max_batch is None else options.max_batch
+    if rows > most:
+        raise UsageError(f"max_batch is {rows}, the bundle was built for {most}; build with a larger --max-batch")
+    return rows - rows % 2 if options.determinism is Determinism.BATCH and rows > 1 else rows

@@ -1,0 +1,91 @@
+"""Who runs next: admission in a fair order, and prompts fed in chunks without starving those who already stream."""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+# What a step of priority is worth: a request overtakes those with a priority one worse that came at most so many
+# requests before it. Finite, so that nobody waits for ever.
+ARRIVALS_PER_PRIORITY = 64
+# Decode steps between two chunks of one prompt while others stream. One step in 25 is slow then, so that the 95th
+# percentile of the time between tokens does not see the chunks; a smaller share of larger chunks also feeds the prompt
+# faster than many small ones, for a chunk of one token costs almost as much as one of 32.
+DECODE_STEPS_PER_CHUNK = 24
+
+
+@dataclass(order=True)
+class Waiting:
+    """A request in the queue; the smallest goes first."""
+
+    rank: int
+    arrival: int
+    unit: Any = field(compare=False)
+
+
+class Queue:
+    """Requests that wait, by priority and arrival."""
+
+    def __init__(self) -> None:
+        self._heap: list[Waiting] = []
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, unit: Any, priority: int) -> Waiting:
+        """Let ``unit`` wait; the ticket puts it back where it was, with :meth:`again`."""
+        self._arrivals += 1
+        ticket = Waiting(self._arrivals + priority * ARRIVALS_PER_PRIORITY, self._arrivals, unit)
+        heapq.heappush(self._heap, ticket)
+        return ticket
+
+    def again(self, ticket: Waiting, unit: Any) -> None:
+        """Let ``unit`` wait in the place of ``ticket``: a further sample of a request that had its turn."""
+        heapq.heappush(self._heap, Waiting(ticket.rank, ticket.arrival, unit))
+
+    def peek(self) -> Any | None:
+        """Who is next."""
+        return self._heap[0].unit if self._heap else None
+
+    def pop(self) -> Any:
+        """Take the next one out."""
+        return heapq.heappop(self._heap).unit
+
+    def remove(self, where: Callable[[Any], bool]) -> list[Any]:
+        """Take out everyone for whom ``where`` holds."""
+        gone = [ticket.unit for ticket in self._heap if where(ticket.unit)]
+        if gone:
+            self._heap = [ticket for ticket in self._heap if not where(ticket.unit)]
+            heapq.heapify(self._heap)
+        return gone
+
+
+class ChunkPacer:
+    """When the next chunk of a prompt may be fed while others decode.
+
+    The first chunk of a prompt goes at once, so short prompts never wait. Each further chunk waits until
+    ``spacing`` decode steps have run since the last one, and until decoding had as much time as that chunk took.
+
+    Args:
+        spacing: decode steps between chunks; 0 feeds prompts as fast as possible.
+    """
+
+    def __init__(self, spacing: int = DECODE_STEPS_PER_CHUNK) -> None:
+        self._spacing = spacing
+        self._steps = spacing
+        self._owed = 0.0
+
+    def allows(self, first_chunk: bool, decoding: bool) -> bool:
+        """Whether a chunk may be fed now."""
+        return first_chunk or not decoding or not self._spacing or (self._steps >= self._spacing and self._owed <= 0)
+
+    def fed(self, seconds: float) -> None:
+        """A chunk was fed and took so long."""
+        self._steps = 0
+        self._owed = seconds
+
+    def decoded(self, seconds: float) -> None:
+        """A decode step ran and took so long."""
+        self._steps += 1
+        self._owed -= seconds
