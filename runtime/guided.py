@@ -5,8 +5,9 @@ Willard and Louf, Efficient Guided Generation for Large Language Models, https:/
 closed: what cannot be enforced is refused, and a guide that cannot go on raises. The library alone would not do: after
 an error its masks allow the end of the sequence, and unknown keywords of a schema go unnoticed.
 
-What is constrained is the text of the tokens. A tokenizer whose decoder drops a space at the start of a text (Llama 2)
-also drops it from guided output.
+What is constrained is the text of the tokens. Where only one text can come next, only the tokens that the tokenizer
+would make of it are allowed; elsewhere, every token whose text fits. A tokenizer whose decoder drops a space at the
+start of a text (Llama 2) also drops it from guided output.
 """
 
 import json
@@ -61,7 +62,10 @@ class GuidedParams(Protocol):
 
     @property
     def regex(self) -> str | None:
-        """A regular expression in the syntax of Rust's regex crate, which the whole output matches."""
+        """A regular expression that the whole output matches, without look-around and back-references.
+
+        In the syntax of Rust's regex crate, whose classes such as ``\\w`` and ``\\d`` are those of Unicode.
+        """
 
     @property
     def grammar(self) -> str | None:
@@ -96,10 +100,7 @@ class Guide(Protocol):
         """
 
     def forced(self) -> list[int]:
-        """Tokens of the only text that can come next, often none.
-
-        Other tokens may spell the same text, so these are drafts to verify, not tokens to append unseen.
-        """
+        """Tokens of the only text that can come next, often none: drafts of which the first is sure to be accepted."""
 
     def rollback(self, count: int) -> None:
         """Take back the last ``count`` tokens, from 0 to as many as were accepted.
