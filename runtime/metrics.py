@@ -35,7 +35,7 @@ class RequestMetrics:
     Attributes:
         queue_s: from submission to the first admission.
         ttft_s: time to first token, from submission.
-        tpot_s: time per output token, the mean gap between tokens; None below two tokens.
+        tpot_s: time per output token, the mean gap between the tokens of an output; None below two tokens.
         itl_p50_s: median inter-token latency. Tokens that one step commits share its time: the gaps between them are 0.
         itl_p95_s: its 95th percentile.
         itl_max_s: its maximum.
@@ -259,10 +259,13 @@ class EngineMetrics:
                 counters.prompt_tokens += prompt_tokens
                 self._queue.observe(queue_s)
 
-    def _tokens(self, seconds: float, first: bool, count: int) -> None:
+    def _tokens(self, count: int, ttft_s: float | None, gap_s: float | None) -> None:
         with self._lock:
             self._counters.output_tokens += count
-            (self._ttft if first else self._itl).observe(seconds)
+            if ttft_s is not None:
+                self._ttft.observe(ttft_s)
+            if gap_s is not None:
+                self._itl.observe(gap_s)
             if count > 1:
                 self._itl.observe(0.0, count - 1)
 
@@ -298,11 +301,6 @@ class RequestTimeline:
         clock: seconds that never go back.
     """
 
-    __slots__ = (
-        "_clock", "_engine", "_times", "accepted", "admitted", "cached_tokens", "drafted", "ended", "finish_reason",
-        "overflows", "preemptions", "prompt_tokens", "queued", "queued_unix_ns",
-    )  # fmt: skip
-
     def __init__(
         self,
         prompt_tokens: int,
@@ -312,6 +310,8 @@ class RequestTimeline:
         self._engine = engine
         self._clock = clock
         self._times = array("d")
+        self._gaps = array("d")
+        self._latest: dict[int, float] = {}  # output -> time of its latest token
         self.queued = clock()
         self.queued_unix_ns = time.time_ns()  # where the timeline lies on the calendar, for spans
         self.admitted: float | None = None
@@ -351,16 +351,23 @@ class RequestTimeline:
             queue_s = at - self.queued if first else None
             self._engine._admitted(queue_s, self.prompt_tokens, cached_tokens, held - cached_tokens)
 
-    def token(self, count: int = 1, now: float | None = None) -> None:
-        """A step committed ``count`` tokens, at least 1."""
+    def token(self, count: int = 1, now: float | None = None, output: int = 0) -> None:
+        """A step committed ``count`` tokens, at least 1, to one of the request's outputs.
+
+        Outputs grow side by side, so gaps are measured within each; the first token of a further one ends no gap.
+        """
         at = self._clock() if now is None else now
-        times = self._times
-        first = not times
-        since = self.queued if first else times[-1]
-        for _ in range(count):
-            times.append(at)
+        since, self._latest[output] = self._latest.get(output), at
+        ttft_s = None if self._times else at - self.queued
+        gap_s = None if since is None else at - since
+        if gap_s is not None:
+            self._gaps.append(gap_s)
+        self._times.append(at)
+        for _ in range(count - 1):
+            self._times.append(at)
+            self._gaps.append(0.0)
         if self._engine is not None:
-            self._engine._tokens(at - since, first, count)
+            self._engine._tokens(count, ttft_s, gap_s)
 
     def draft(self, proposed: int, accepted: int) -> None:
         """Speculation proposed tokens, and the model agreed with ``accepted`` of them."""
@@ -388,25 +395,23 @@ class RequestTimeline:
         self.ended = self._clock() if now is None else now
         self.finish_reason = reason
         if self._engine is not None:
-            self._engine._finished(reason, self.ended - self.queued, _mean_gap(self._times))
+            self._engine._finished(reason, self.ended - self.queued, _mean(self._gaps.tolist()))
 
     def metrics(self) -> RequestMetrics:
         """What the request cost so far."""
-        # A copy in one step of the interpreter: numpy would lock the array's size while it reads.
-        times = np.frombuffer(self._times.tobytes())
-        gaps = np.diff(times)
-        p50, p95, most = (float(value) for value in np.percentile(gaps, (50, 95, 100))) if len(gaps) else [None] * 3
+        gaps = self._gaps.tolist()  # a copy in one step of the interpreter: numpy would lock the array while it reads
+        p50, p95, most = (float(value) for value in np.percentile(gaps, (50, 95, 100))) if gaps else [None] * 3
         return RequestMetrics(
             queue_s=None if self.admitted is None else self.admitted - self.queued,
-            ttft_s=float(times[0]) - self.queued if len(times) else None,
-            tpot_s=_mean_gap(times.tolist()),
+            ttft_s=None if self.first_token is None else self.first_token - self.queued,
+            tpot_s=_mean(gaps),
             itl_p50_s=p50,
             itl_p95_s=p95,
             itl_max_s=most,
             e2e_s=None if self.ended is None else self.ended - self.queued,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
-            output_tokens=len(times),
+            output_tokens=len(self._times),
             drafted=self.drafted,
             accepted=self.accepted,
             preemptions=self.preemptions,
@@ -415,8 +420,8 @@ class RequestTimeline:
         )
 
 
-def _mean_gap(times: Sequence[float]) -> float | None:
-    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _count(counts: dict[_Key, int], key: _Key) -> None:

@@ -109,6 +109,30 @@ def test_a_first_step_of_many_tokens_counts_one_first_token(engine: EngineMetric
     assert (snapshot.ttft.count, snapshot.itl.count, snapshot.output_tokens) == (1, 3, 4)
 
 
+def test_gaps_are_measured_within_each_output(engine: EngineMetrics, clock: Clock):
+    timeline = engine.timeline(1)
+    clock.after(1)
+    for _ in range(4):
+        for output in range(3):
+            timeline.token(output=output)
+        clock.after(0.2)
+    timeline.finish("stop")
+    metrics, snapshot = timeline.metrics(), engine.snapshot()
+    assert (metrics.output_tokens, snapshot.output_tokens) == (12, 12)
+    assert (metrics.itl_p50_s, metrics.tpot_s) == (pytest.approx(0.2, abs=EXACT), pytest.approx(0.2, abs=EXACT))
+    assert (snapshot.ttft.count, snapshot.itl.count) == (1, 9)
+    assert snapshot.itl.mean == pytest.approx(0.2, abs=EXACT)
+
+
+def test_outputs_that_are_taken_for_one_are_noticed(engine: EngineMetrics, clock: Clock):
+    timeline = engine.timeline(1)
+    for _ in range(4):
+        for _ in range(3):
+            timeline.token()
+        clock.after(0.2)
+    assert timeline.metrics().tpot_s != pytest.approx(0.2, abs=EXACT)
+
+
 def test_events_may_be_recorded_after_they_happened(clock: Clock):
     timeline = RequestTimeline(1, clock=clock)
     clock.after(10)
