@@ -18,6 +18,7 @@ import errno
 import json
 import math
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ ALIGNMENT = 64
 DIGEST_BYTES = 16
 STAGING = ".staging-"
 
+_NUMBERS = re.compile(r"[<>|][iuf][1248]")  # numpy's dtype.str
 _LEAD = struct.Struct(f"<8sII{DIGEST_BYTES}s")
 
 
@@ -97,9 +99,11 @@ class Description:
         raw = json.loads(text)
         tokens = np.array(raw["tokens"], np.int64)
         digests = tuple(bytes.fromhex(digest) for digest in raw["digests"])
+        if not _NUMBERS.fullmatch(raw["dtype"]):
+            raise ValueError(f"its values are of type {raw['dtype']}")
         parent, dtype, shape = bytes.fromhex(raw["parent"]), np.dtype(raw["dtype"]), tuple(int(n) for n in raw["shape"])
         hashes = tuple(chain_hashes(parent, tokens, len(tokens) // len(digests)))
-        if dtype.kind not in "biuf" or min(shape) < 1 or not hashes or hashes[-1].hex() != raw["last"]:
+        if min(shape) < 1 or not hashes or hashes[-1].hex() != raw["last"]:
             raise ValueError("it contradicts itself")
         return cls(raw["kind"], bytes.fromhex(raw["key"]), parent, hashes, tokens, shape, dtype, digests)
 
