@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc.runtime.sampling.draws import pick
-from llmc.runtime.sampling.masses import Logits, check_peak
-from llmc.runtime.sampling.truncation import Distribution, distribution, kth_largest
+from llmc.runtime.sampling.masses import Logits, largest
+from llmc.runtime.sampling.truncation import Distribution, distribution
 
 _LOG_2 = math.log(2.0)
 
@@ -85,7 +85,7 @@ class Mirostat1(_Mirostat):
 
     def _kept(self, logits: Logits, weighed: Distribution) -> npt.NDArray[np.intp]:
         k = _zipf_k(self.mu, zipf_exponent(logits, self._m), logits.size)
-        return _possible(logits, kth_largest(logits, k))
+        return largest(logits, k) if k < logits.size else np.flatnonzero(logits > -np.inf)
 
 
 class Mirostat2(_Mirostat):
@@ -111,18 +111,11 @@ def zipf_exponent(logits: Logits, m: int) -> float:
     Raises:
         RequestError: the logits hold NaN or +inf, or nothing but -inf.
     """
-    check_peak(float(logits.max()))
-    head = logits.take(_possible(logits, kth_largest(logits, min(m, logits.size)))).astype(np.float64)
+    head = logits.take(largest(logits, min(m, logits.size))).astype(np.float64)
     head = np.sort(head)[::-1][:m]
     ranks = np.arange(1, head.size, dtype=np.float64)
     steps = np.log1p(1.0 / ranks)
     return float(steps @ (head[:-1] - head[1:])) / float(steps @ steps) if head.size > 1 else 0.0
-
-
-def _possible(logits: Logits, least: np.float32) -> npt.NDArray[np.intp]:
-    if math.isinf(least):
-        return np.flatnonzero(logits > -np.inf)
-    return np.flatnonzero(logits >= least)
 
 
 def _zipf_k(mu: float, exponent: float, vocab_size: int) -> int:

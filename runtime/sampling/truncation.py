@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmc.runtime.sampling.masses import Logits, check_peak
+from llmc.runtime.sampling.masses import Logits, check_peak, largest
 
 # exp(-87) is the smallest power that float32 holds in full; beyond it vector exponentials fall back to slow code.
 _FARTHEST = 87.0
@@ -80,8 +80,10 @@ def distribution(logits: Logits) -> Distribution:
 
 def top_k(logits: Logits, k: int) -> Logits:
     """Keep the ``k`` most probable tokens and their equals; 0, or a k of at least V, keeps all."""
+    if 0 < k < logits.size:
+        return _keep_tokens(logits, largest(logits, k))
     check_peak(float(logits.max()))
-    return logits if not 0 < k < logits.size else _keep(logits, logits >= kth_largest(logits, k))
+    return logits
 
 
 def top_p(logits: Logits, p: float) -> Logits:
@@ -156,21 +158,6 @@ def top_n_sigma(logits: Logits, n: float) -> Logits:
 # ------------------------------------------------------------------------------------------------------- arithmetic
 
 
-def kth_largest(logits: Logits, k: int) -> np.float32:
-    """The ``k``-th largest logit, k from 1 to V.
-
-    The k-th largest of many block maxima bounds it from below, which leaves few candidates.
-    """
-    rows = max(1, min(128, logits.size // (2 * k)))
-    columns = logits.size // rows
-    blocked = logits[: rows * columns].reshape(rows, columns)  # block c: tokens c, c + columns, ...
-    maxima = np.concatenate([np.maximum.reduce(blocked, axis=0), logits[rows * columns :]])
-    bound = np.partition(maxima, maxima.size - k)[maxima.size - k]
-    values = logits.take(np.flatnonzero(logits >= bound)) if rows > 1 else logits
-    largest: np.float32 = np.partition(values, values.size - k)[values.size - k]
-    return largest
-
-
 def standard_deviation(logits: Logits) -> float:
     """Of the finite logits, as a population; 0 for one."""
     values = logits if math.isfinite(float(logits.min())) else logits.take(np.flatnonzero(np.isfinite(logits)))
@@ -204,14 +191,17 @@ def _keep(logits: Logits, kept: npt.NDArray[np.bool_]) -> Logits:
     if number == logits.size:
         return logits
     if number * _KEPT_APART < logits.size:
-        tokens = np.flatnonzero(kept)
-        values = logits.take(tokens)
-        logits.fill(-np.inf)
-        logits[tokens] = values
-        return logits
+        return _keep_tokens(logits, np.flatnonzero(kept))
     bits = np.logical_not(kept).astype(np.int32)
     np.multiply(bits, _PLUS_INFINITY, out=bits)
     np.subtract(logits, bits.view(np.float32), out=logits)
+    return logits
+
+
+def _keep_tokens(logits: Logits, tokens: npt.NDArray[np.intp]) -> Logits:
+    values = logits.take(tokens)
+    logits.fill(-np.inf)
+    logits[tokens] = values
     return logits
 
 

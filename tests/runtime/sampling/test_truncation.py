@@ -13,7 +13,6 @@ from llmc.runtime.sampling.truncation import (
     distribution,
     epsilon_cutoff,
     eta_cutoff,
-    kth_largest,
     min_p,
     standard_deviation,
     top_k,
@@ -255,14 +254,6 @@ def test_top_n_sigma_is_of_the_whole_population() -> None:
     assert standard_deviation(logits) == 1.0
     assert truncate(top_n_sigma, logits, 1.9).tolist() == [True, False]
     assert truncate(top_n_sigma, logits, 2.0).tolist() == [True, True]
-
-
-@given(size=st.integers(1, 700), seed=st.integers(0, 9999), data=st.data())
-@settings(max_examples=50, deadline=None, derandomize=True)
-def test_the_kth_largest_is_that_of_a_sort(size: int, seed: int, data: st.DataObject) -> None:
-    logits = np.random.default_rng(seed).integers(-9, 9, size).astype(np.float32)
-    k = data.draw(st.integers(1, size))
-    assert kth_largest(logits, k) == np.sort(logits)[-k]
 
 
 class TestDistribution:
