@@ -6,12 +6,21 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from llmc.runtime.speculation.control import DraftLength
+from llmc.runtime.speculation.control import LENGTHS, DraftLength
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.model_drafter import ModelDrafter, check_same_tokenizer
 from llmc.runtime.speculation.speculator import Speculator
 
-__all__ = ["DraftLength", "Drafter", "ModelDrafter", "PromptLookup", "Speculator", "check_same_tokenizer", "verify"]
+__all__ = [
+    "LENGTHS",
+    "DraftLength",
+    "Drafter",
+    "ModelDrafter",
+    "PromptLookup",
+    "Speculator",
+    "check_same_tokenizer",
+    "verify",
+]
 
 
 def verify(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:

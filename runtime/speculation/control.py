@@ -1,6 +1,6 @@
 """How many tokens to draft: as many as pay, none where none pay, and a look now and then whether that has changed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llmc.errors import UsageError
 from llmc.runtime.costs import StepCosts
@@ -53,6 +53,8 @@ class DraftLength:
         drafter: the name under which ``costs`` knows the drafter's seconds, by number of drafts.
         phase: of the calls that verify.
         lengths: draft lengths to choose from, ascending.
+        step: seconds of a step without drafts of so many rows, None while that is unknown; default: what ``costs``
+            knows of decoding calls of that many rows with a token each. For whoever makes a step of other calls.
 
     Raises:
         UsageError: ``lengths`` is empty, or not ascending from 1.
@@ -64,9 +66,12 @@ class DraftLength:
         drafter: str = "draft",
         phase: str = Phase.PREFILL,
         lengths: Sequence[int] = LENGTHS,
+        step: Callable[[int], float | None] | None = None,
     ) -> None:
         if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 1:
             raise UsageError(f"draft lengths are {list(lengths)}, expected ascending numbers from 1")
+        self.step = step or (lambda rows: costs.predict(Phase.DECODE, rows, 1))
+        """Seconds of a step without drafts by its rows."""
         self._costs = costs
         self._drafter = drafter
         self._phase = phase
@@ -96,8 +101,7 @@ class DraftLength:
 
     def keep(self, proposed: int, rows: int = 1) -> int:
         """Of ``proposed`` drafts, how many to verify (the first ones): never more, and 0 where it does not pay."""
-        unknown = self._costs.predict(Phase.DECODE, rows, 1) is None
-        if not self.active or unknown or self._streak >= REMEASURE:
+        if not self.active or self.step(rows) is None or self._streak >= REMEASURE:
             return 0
         if self._on_trial:
             return max((n for n in self._lengths if n <= min(proposed, self._trial_length)), default=0)
@@ -199,9 +203,9 @@ class DraftLength:
     def _seconds(self, length: int, rows: int, drafting: float | None = None) -> tuple[float, float] | None:
         """Seconds of a step of the batch without drafts, and with ``length`` for this sequence; None: not known yet."""
         costs = self._costs
-        plain = costs.predict(Phase.DECODE, rows, 1)
+        plain = self.step(rows)
         call = costs.predict(self._phase, 1, length + 1)
-        others = costs.predict(Phase.DECODE, rows - 1, 1) if rows > 1 else 0.0
+        others = self.step(rows - 1) if rows > 1 else 0.0
         if not plain or call is None or others is None:
             return None
         if drafting is None:

@@ -1,6 +1,6 @@
 """One sequence's speculation: its drafter, how much of it pays, and what it costs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from llmc.runtime.costs import StepCosts
@@ -24,7 +24,7 @@ class Speculator:
     Args:
         key: names the sequence to the drafter.
         costs: seconds of the session's calls; the drafter's are kept there too, under the name of its class.
-        phase, lengths: see :class:`DraftLength`.
+        phase, lengths, step: see :class:`DraftLength`.
     """
 
     def __init__(
@@ -34,13 +34,14 @@ class Speculator:
         costs: StepCosts,
         phase: str = Phase.PREFILL,
         lengths: Sequence[int] = LENGTHS,
+        step: Callable[[int], float | None] | None = None,
     ) -> None:
         self._key = key
         self._drafter = drafter
         self._costs = costs
         self._name = type(drafter).__name__
         self._longest = max(lengths, default=0)
-        self.control = DraftLength(costs, self._name, phase, lengths)
+        self.control = DraftLength(costs, self._name, phase, lengths, step)
         self.proposed = 0
         """Drafts that were verified so far."""
         self.accepted = 0
@@ -91,7 +92,7 @@ class Speculator:
         return found
 
     def _watch(self, tokens: Sequence[int], rows: int) -> None:
-        plain = self._costs.predict(Phase.DECODE, rows, 1)
+        plain = self.control.step(rows)
         cost = self._costs.predict(self._name, 1, TRIAL)
         if plain is None or self._guess is not None:
             return

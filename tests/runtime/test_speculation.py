@@ -16,7 +16,7 @@ from llmc.runtime.sessions import Phase
 from llmc.runtime.speculation import Drafter, PromptLookup, Speculator, verify
 
 VOCAB = 5
-SEQUENCES = 6000
+SEQUENCES = 4000
 # The 99.9 % quantile of chi-square with 24 degrees of freedom (5 x 5 pairs of tokens, less one).
 CHI_SQUARE_24 = 51.18
 

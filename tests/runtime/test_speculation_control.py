@@ -200,6 +200,22 @@ def test_in_a_batch_that_costs_no_more_than_one_row_drafting_has_to_beat_the_bat
     assert control.length(8) == 0
 
 
+def test_a_step_that_is_made_of_other_calls_is_judged_by_their_cost():
+    """Rows in pairs, as where results must not depend on the batch: a row alone is a call of two."""
+    costs = StepCosts()
+    for _ in range(5):
+        costs.observe(Phase.DECODE, 2, 1, 20.0)
+        costs.observe(Phase.PREFILL, 1, 4, 24.0)
+        costs.observe(Phase.PREFILL, 1, 16, 30.0)
+    by_pairs = DraftLength(costs, step=lambda rows: costs.predict(Phase.DECODE, rows + rows % 2, 1))
+    by_rows = DraftLength(costs)  # which takes a row alone to cost half
+    for control in (by_pairs, by_rows):
+        for _ in range(10):
+            control.verified(3, 1)
+    assert by_pairs.length() > 0
+    assert by_rows.length() == 0
+
+
 def test_a_step_without_drafts_is_measured_now_and_then():
     costs = StepCosts()
     control = DraftLength(costs)
