@@ -1,0 +1,115 @@
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmc.runtime.sampling.dry import Dry
+
+# float32 of logits and penalties, where the reference works in float64.
+RELATIVE_TOLERANCE = 1e-6
+VOCABULARY = 12
+
+SEQUENCES = st.lists(st.integers(0, 3), min_size=1, max_size=50)
+
+
+def zeros() -> np.ndarray:
+    return np.zeros(VOCABULARY, np.float32)
+
+
+def penalties(
+    tokens: Sequence[int],
+    multiplier: float,
+    base: float = 1.75,
+    allowed_length: int = 2,
+    window: int = 0,
+    breakers: Collection[int] = (),
+) -> np.ndarray:
+    """By definition: for each token, the longest suffix of the text that occurred before and was followed by it."""
+    text = list(tokens)[-window:] if window else list(tokens)
+    result = np.zeros(VOCABULARY)
+    for token in set(range(VOCABULARY)) - set(breakers):
+        best = 0
+        for end in range(1, len(text)):
+            if text[end] != token:
+                continue
+            length = 0
+            while length < end and text[end - 1 - length] == text[-1 - length] and text[-1 - length] not in breakers:
+                length += 1
+            best = max(best, length)
+        if best >= allowed_length:
+            result[token] = multiplier * base ** (best - allowed_length)
+    return result
+
+
+@given(
+    tokens=SEQUENCES,
+    multiplier=st.floats(0.1, 5),
+    base=st.floats(1, 3),
+    allowed_length=st.integers(1, 5),
+    window=st.integers(0, 60),
+    breakers=st.sets(st.integers(0, 3), max_size=2),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_penalty_follows_the_definition(
+    tokens: list[int], multiplier: float, base: float, allowed_length: int, window: int, breakers: set[int]
+) -> None:
+    found = -Dry(multiplier, base, allowed_length, window, breakers)(tokens, zeros())
+    expected = np.minimum(penalties(tokens, multiplier, base, allowed_length, window, breakers), 1e9)
+    np.testing.assert_allclose(found, expected, rtol=RELATIVE_TOLERANCE)
+
+
+@pytest.mark.parametrize("wrong", [(0.81, 1.75, 2), (0.8, 1.76, 2), (0.8, 1.75, 3)], ids=str)
+def test_the_penalty_of_other_arguments_fails_that_check(wrong: tuple[float, float, int]) -> None:
+    tokens = [1, 2, 3, 4, 5, 1, 2, 3, 4]
+    found = -Dry(0.8)(tokens, zeros())
+    assert np.abs(found - penalties(tokens, *wrong)).max() > RELATIVE_TOLERANCE
+
+
+def test_the_example_of_its_author() -> None:
+    """Four tokens that were followed by 5 before: multiplier * base ** (4 - 2) from token 5 alone."""
+    found = Dry(0.8, 1.75, 2)([1, 2, 3, 4, 5, 9, 1, 2, 3, 4], zeros())
+    assert np.flatnonzero(found).tolist() == [5]
+    assert found[5] == np.float32(-0.8 * 1.75**2)
+
+
+def test_breakers_end_a_repetition_and_are_not_punished() -> None:
+    tokens = [1, 2, 0, 3, 4, 5, 9, 1, 2, 0, 3, 4]
+    across = Dry(1.0, 2.0, 2, breakers=[0])(tokens, zeros())
+    assert across[5] == -1.0  # two tokens repeat since the breaker, not five
+    assert Dry(1.0, 2.0, 2)(tokens, zeros())[5] == -8.0
+    assert not Dry(1.0, breakers=[5])(tokens, zeros()).any()
+    assert not Dry(1.0, breakers=[4])(tokens, zeros()).any()
+
+
+def test_only_the_window_is_looked_at() -> None:
+    tokens = [1, 2, 3, 4, 9, 9, 1, 2, 3]
+    assert Dry(1.0)(tokens, zeros())[4] < 0
+    assert Dry(1.0, window=8)(tokens, zeros())[4] == -1.0
+    assert not Dry(1.0, window=7)(tokens, zeros())[4]
+
+
+def test_a_very_long_repetition_forbids_without_overflow() -> None:
+    with np.errstate(all="raise"):
+        found = Dry(5.0, 1e300)([1] * 3000, zeros())
+        assert np.isfinite(found).all() and found[1] <= -1e8
+        assert Dry(0.8)([1] * 3000, zeros())[1] <= -1e8
+        assert Dry(0.8, 1.0)([1] * 3000, zeros())[1] == np.float32(-0.8)
+
+
+@given(tokens=SEQUENCES, cuts=st.lists(st.integers(1, 50), max_size=5), branching=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_growth_in_steps_of_any_size_changes_nothing(tokens: list[int], cuts: list[int], branching: bool) -> None:
+    grown = Dry(0.8, branching=branching)
+    for cut in sorted(cuts):
+        grown(tokens[:cut], zeros())
+    np.testing.assert_array_equal(grown(tokens, zeros()), Dry(0.8)(tokens, zeros()))
+
+
+@given(sequences=st.lists(SEQUENCES, min_size=2, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_branches_are_kept_apart(sequences: list[list[int]]) -> None:
+    branching = Dry(0.8, branching=True)
+    for tokens in sequences:
+        np.testing.assert_array_equal(branching(tokens, zeros()), Dry(0.8)(tokens, zeros()))

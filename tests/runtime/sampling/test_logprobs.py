@@ -1,0 +1,159 @@
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmc.errors import RequestError, UsageError
+from llmc.runtime.sampling import SamplingParams, TokenLogprobs, make_sampler, prompt_logprobs
+from llmc.runtime.sampling.logprobs import token_logprobs
+
+# float32 exponentials of float32 differences, summed in float64, against float64 throughout.
+LOGPROB_TOLERANCE = 2e-6
+# transformers computes temperature and cuts in float32: an error of 1e-6 of logits up to 20.
+PROCESSED_TOLERANCE = 2e-5
+SIZE = 500
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.4, "top_k": 20, "min_p": 0.05},
+    {"temperature": 0.7, "typical_p": 0.8},
+    {"top_p": 0.7, "repetition_penalty": 1.3, "eta_cutoff": 0.001},
+    {"repetition_penalty": 1.3, "temperature": 0.0},
+]
+
+
+def random_logits(seed: int = 0, size: int = SIZE) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0.0, 3.0, size).astype(np.float32)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    values = logits.astype(np.float64)
+    values = values - values.max()
+    result: np.ndarray = values - math.log(np.exp(values).sum())
+    return result
+
+
+def choose(logits: np.ndarray, tokens: list[int], **params: Any) -> TokenLogprobs:
+    choice = make_sampler(SamplingParams(**params), logits.size, prompt_length=2)(logits, tokens)
+    assert choice.logprobs is not None and choice.logprobs.token == choice.token
+    return choice.logprobs
+
+
+class TestTokens:
+    @given(
+        logits=st.lists(
+            st.one_of(st.floats(-200, 200, width=32), st.sampled_from([0.0, 1.0, -math.inf])), min_size=1, max_size=300
+        ),
+        top=st.integers(0, 20),
+    )
+    @settings(max_examples=200, deadline=None)
+    def test_have_the_log_probabilities_of_a_softmax(self, logits: list[float], top: int) -> None:
+        values = np.array([*logits, 0.0], np.float32)
+        expected = log_softmax(values)
+        found, most = token_logprobs(values, len(logits), top)
+        assert found == pytest.approx(expected[-1], abs=LOGPROB_TOLERANCE)
+        ranked = sorted(np.flatnonzero(values > -np.inf).tolist(), key=lambda token: (-values[token], token))[:top]
+        assert [token for token, _ in most] == ranked
+        np.testing.assert_allclose([p for _, p in most], expected[ranked], atol=LOGPROB_TOLERANCE, rtol=1e-6)
+
+    def test_of_slightly_other_logits_fail_that_check(self) -> None:
+        other = random_logits() * np.float32(1.00001)
+        difference = token_logprobs(other, 7, 0)[0] - log_softmax(random_logits())[7]
+        assert abs(difference) > LOGPROB_TOLERANCE
+
+    def test_of_a_large_vocabulary_are_as_exact(self) -> None:
+        logits = random_logits(size=151_936)
+        found, most = token_logprobs(logits, 5, 20)
+        expected = log_softmax(logits)
+        assert found == pytest.approx(expected[5], abs=LOGPROB_TOLERANCE)
+        assert [token for token, _ in most] == np.argsort(-logits, kind="stable")[:20].tolist()
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_of_broken_logits_are_refused(self, value: float) -> None:
+        logits = random_logits()
+        logits[3] = value
+        with pytest.raises(RequestError, match="the model's logits hold"):
+            token_logprobs(logits, 0, 5)
+
+
+class TestChoices:
+    @pytest.mark.parametrize("params", SETTINGS, ids=str)
+    def test_report_both_distributions(self, params: dict[str, Any]) -> None:
+        logits, tokens = random_logits(1), [3, 4, 5, 4]
+        found = choose(logits, tokens, **params, seed=3, logprobs=4)
+        raw, processed = log_softmax(logits), log_softmax(transformers_scores(logits, tokens, **params))
+        assert found.logprob == pytest.approx(raw[found.token], abs=LOGPROB_TOLERANCE)
+        assert [token for token, _ in found.top] == np.argsort(-raw)[:4].tolist()
+        assert found.processed_logprob == pytest.approx(processed[found.token], abs=PROCESSED_TOLERANCE)
+        likely = np.argsort(-processed, kind="stable")[: min(4, np.count_nonzero(processed > -np.inf))]
+        assert [token for token, _ in found.processed_top] == likely.tolist()
+        np.testing.assert_allclose([p for _, p in found.processed_top], processed[likely], atol=PROCESSED_TOLERANCE)
+
+    def test_of_other_settings_fail_that_check(self) -> None:
+        found = choose(random_logits(1), [3, 4], temperature=0.8, top_p=0.9, seed=3, logprobs=0)
+        other = log_softmax(transformers_scores(random_logits(1), [3, 4], temperature=0.8, top_p=0.91))
+        assert abs(found.processed_logprob - other[found.token]) > PROCESSED_TOLERANCE
+
+    @pytest.mark.parametrize("params", [*SETTINGS, {"mirostat": 1}, {"mirostat": 2}, {"xtc_probability": 0.5}], ids=str)
+    def test_are_the_same_tokens_as_without_log_probabilities(self, params: dict[str, Any]) -> None:
+        tokens: list[list[int]] = []
+        for logprobs in (None, 5):
+            sampler = make_sampler(SamplingParams(**params, seed=6, logprobs=logprobs), SIZE, prompt_length=1)
+            chosen = [1]
+            for position in range(40):
+                chosen.append(sampler(random_logits(position), chosen).token)
+            tokens.append(chosen)
+        assert tokens[0] == tokens[1]
+
+    def test_always_give_the_chosen_token_a_probability(self) -> None:
+        sampler = make_sampler(SamplingParams(top_p=0.3, seed=1, logprobs=0), SIZE, prompt_length=0)
+        for position in range(200):
+            choice = sampler(random_logits(position), [0] * position)
+            assert choice.logprobs is not None and -math.inf < choice.logprobs.processed_logprob <= 1e-9
+
+    def test_of_best_of_are_scored_without_being_asked(self) -> None:
+        assert choose(random_logits(), [1], seed=1, best_of=3).top == ()
+
+    def test_report_none_unless_asked(self) -> None:
+        for params in ({}, {"temperature": 0.0}, {"repetition_penalty": 1.2}):
+            sampler = make_sampler(SamplingParams(**params), SIZE, prompt_length=0)
+            assert sampler(random_logits(), [1]).logprobs is None
+
+
+class TestPrompts:
+    def test_are_scored_by_the_logits_before_each_token(self) -> None:
+        logits = np.stack([random_logits(seed) for seed in range(4)])
+        found = prompt_logprobs(logits, [9, 8, 7, 6], 2)
+        for row, token, entry in zip(logits, [9, 8, 7, 6], found, strict=True):
+            assert entry.token == token
+            assert entry.logprob == entry.processed_logprob
+            assert entry.logprob == pytest.approx(log_softmax(row)[token], abs=LOGPROB_TOLERANCE)
+            assert [t for t, _ in entry.top] == np.argsort(-row)[:2].tolist()
+
+    def test_need_a_token_for_every_row(self) -> None:
+        with pytest.raises(UsageError, match="2 rows of logits and 1 tokens"):
+            prompt_logprobs(np.zeros((2, 5), np.float32), [1], 0)
+
+
+def transformers_scores(logits: np.ndarray, tokens: list[int], **params: Any) -> np.ndarray:
+    import torch
+    from transformers.generation import logits_process as processors
+
+    chain = {
+        "repetition_penalty": processors.RepetitionPenaltyLogitsProcessor,
+        "temperature": processors.TemperatureLogitsWarper,
+        "top_k": processors.TopKLogitsWarper,
+        "top_p": processors.TopPLogitsWarper,
+        "min_p": processors.MinPLogitsWarper,
+        "typical_p": processors.TypicalLogitsWarper,
+        "eta_cutoff": processors.EtaLogitsWarper,
+    }
+    scores = torch.from_numpy(logits.copy())[None]
+    for name, make in chain.items():
+        if params.get(name):
+            scores = make(params[name])(torch.tensor([tokens]), scores)
+    result: np.ndarray = scores[0].numpy()
+    return result

@@ -1,0 +1,261 @@
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.errors import GrammarError, ProcessorError, RequestError, UsageError
+from llmc.runtime.sampling import SamplingParams, build_processors, make_sampler
+
+SIZE = 60
+EOS = (7, 9)
+# Both add float32 numbers of a size of 100.
+BIAS_TOLERANCE = 1e-5
+
+
+def random_logits(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0.0, 3.0, SIZE).astype(np.float32)
+
+
+def processed(params: dict[str, Any], tokens: Sequence[int], prompt_length: int = 0, **more: Any) -> np.ndarray:
+    """What the steps before the grammar make of the logits."""
+    logits = random_logits()
+    for step in build_processors(SamplingParams(**params), SIZE, prompt_length, EOS, **more):
+        logits = step(tokens, logits)
+    return logits
+
+
+def of_transformers(name: str, tokens: Sequence[int], *args: Any) -> np.ndarray:
+    import torch
+    from transformers.generation import logits_process
+
+    processor = getattr(logits_process, name)(*args)
+    result: np.ndarray = processor(torch.tensor([list(tokens)]), torch.from_numpy(random_logits())[None])[0].numpy()
+    return result
+
+
+class TestTokens:
+    def test_biased_equal_transformers(self) -> None:
+        biases = {3: 2.5, 50: -100.0, 4: 0.125}
+        expected = of_transformers("SequenceBiasLogitsProcessor", [1, 2], {(t,): b for t, b in biases.items()})
+        found = processed({"logit_bias": tuple(biases.items())}, [1, 2])
+        np.testing.assert_allclose(found, expected, atol=BIAS_TOLERANCE)
+
+    def test_biased_otherwise_fail_that_check(self) -> None:
+        expected = of_transformers("SequenceBiasLogitsProcessor", [1, 2], {(3,): 2.5})
+        found = processed({"logit_bias": ((3, 2.4999),)}, [1, 2])
+        assert np.abs(found - expected).max() > BIAS_TOLERANCE
+
+    def test_banned_equal_transformers(self) -> None:
+        expected = of_transformers("SuppressTokensLogitsProcessor", [1], [3, 5])
+        np.testing.assert_array_equal(processed({"banned_tokens": (3, 5, 3)}, [1]), expected)
+
+    def test_allowed_equal_transformers(self) -> None:
+        expected = of_transformers("PrefixConstrainedLogitsProcessor", [1], lambda batch, ids: [3, 5, 11], 1)
+        np.testing.assert_array_equal(processed({"allowed_tokens": (11, 3, 5)}, [1]), expected)
+
+    def test_allowed_and_banned_are_forbidden(self) -> None:
+        found = processed({"allowed_tokens": (11, 3, 5), "banned_tokens": (3, 4)}, [1])
+        assert np.flatnonzero(found > -np.inf).tolist() == [5, 11]
+
+    @pytest.mark.parametrize("length", [2, 4, 5, 6, 9])
+    def test_that_end_the_output_too_early_equal_transformers(self, length: int) -> None:
+        tokens = [1] * length
+        expected = of_transformers("MinNewTokensLengthLogitsProcessor", tokens, 2, 3, [*EOS, 12])
+        found = processed({"min_tokens": 3, "stop_token_ids": (12,)}, tokens, prompt_length=2)
+        np.testing.assert_array_equal(found, expected)
+
+    def test_that_end_the_output_may_come_early_if_they_do_not_end_it(self) -> None:
+        found = processed({"min_tokens": 3, "stop_token_ids": (12,), "ignore_eos": True}, [1])
+        assert np.flatnonzero(found == -np.inf).tolist() == [12]
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {"logit_bias": ((SIZE, 1.0),)},
+            {"banned_tokens": (1, SIZE)},
+            {"allowed_tokens": (SIZE,)},
+            {"stop_token_ids": (SIZE,)},
+        ],
+        ids=str,
+    )
+    def test_outside_the_vocabulary_are_refused(self, params: dict[str, Any]) -> None:
+        with pytest.raises(UsageError, match=rf"{next(iter(params))} holds token id 60, expected 0 \.\.\. 59"):
+            make_sampler(SamplingParams(**params), SIZE, prompt_length=0)
+
+
+class TestOwnProcessors:
+    def test_run_in_order_with_the_tokens_so_far(self) -> None:
+        seen: list[tuple[int, ...]] = []
+
+        def note(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+            seen.append(tuple(tokens))
+            return logits
+
+        def only_five(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+            result = np.full_like(logits, -np.inf)
+            result[5] = 1.0
+            return result
+
+        def rather_six(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+            logits[6] = logits[5] + 1
+            return logits
+
+        processors = [note, only_five, rather_six]
+        sampler = make_sampler(SamplingParams(temperature=0), SIZE, prompt_length=0, processors=processors)
+        assert [sampler(random_logits(), tokens).token for tokens in ([1, 2], [1, 2, 6])] == [6, 6]
+        assert seen == [(1, 2), (1, 2, 6)]
+
+    def test_cannot_reach_the_tokens_or_the_logits_of_the_caller(self) -> None:
+        kept = np.full(SIZE, 2.0, np.float32)
+
+        def greedy_writer(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+            assert not hasattr(tokens, "append")
+            logits[:] = 0.0
+            return kept
+
+        logits, tokens = random_logits(), [1, 2]
+        params = SamplingParams(temperature=0.5, typical_p=0.5, processor_order=("temperature", "typical_p"))
+        make_sampler(params, SIZE, prompt_length=0, processors=[greedy_writer])(logits, tokens)
+        np.testing.assert_array_equal(logits, random_logits())
+        np.testing.assert_array_equal(kept, np.full(SIZE, 2.0, np.float32))
+
+    @pytest.mark.parametrize(
+        ("result", "message"),
+        [
+            (None, r"returned NoneType, expected float32 \[60\]"),
+            (np.zeros(SIZE, np.float64), r"returned float64 \[60\], expected float32 \[60\]"),
+            (np.zeros(SIZE + 1, np.float32), r"returned float32 \[61\], expected float32 \[60\]"),
+            (np.zeros((1, SIZE), np.float32), r"returned float32 \[1, 60\], expected"),
+            (np.full(SIZE, np.nan, np.float32), "returned NaN, expected at least one finite logit"),
+            (np.append(np.zeros(SIZE - 1, np.float32), np.float32(math.nan)), "returned NaN"),
+            (np.append(np.zeros(SIZE - 1, np.float32), np.float32(math.inf)), r"returned \+inf"),
+            (np.full(SIZE, -np.inf, np.float32), "returned nothing but -inf"),
+        ],
+        ids=str,
+    )
+    def test_that_return_nonsense_are_named(self, result: Any, message: str) -> None:
+        def broken(tokens: Sequence[int], logits: np.ndarray) -> Any:
+            return result
+
+        for params in ({"temperature": 0.0}, {"top_p": 0.9}, {"typical_p": 0.5}):
+            sampler = make_sampler(SamplingParams(**params), SIZE, prompt_length=0, processors=[broken])
+            with pytest.raises(ProcessorError, match=rf"processor .*broken at position 2 {message}"):
+                sampler(random_logits(), [1, 2])
+
+    def test_that_raise_are_named_with_their_error(self) -> None:
+        class Broken:
+            def __call__(self, tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+                raise KeyError("no such state")
+
+        sampler = make_sampler(SamplingParams(), SIZE, prompt_length=0, processors=[Broken()])
+        with pytest.raises(ProcessorError, match="Broken at position 1 raised KeyError: 'no such state'") as caught:
+            sampler(random_logits(), [1])
+        assert isinstance(caught.value.__cause__, KeyError)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_are_not_blamed_for_the_model(self, value: float) -> None:
+        logits = random_logits()
+        logits[4] = value
+        sampler = make_sampler(SamplingParams(), SIZE, prompt_length=0, processors=[lambda tokens, logits: logits])
+        with pytest.raises(RequestError, match="the model's logits hold") as caught:
+            sampler(logits, [1])
+        assert type(caught.value) is RequestError
+
+
+class OnlyTokens:
+    """A guide that allows a set of tokens, and remembers what it accepted."""
+
+    finished = False
+
+    def __init__(self, *allowed: int) -> None:
+        self._allowed = list(allowed)
+        self.accepted: list[int] = []
+
+    def mask(self, logits: np.ndarray) -> np.ndarray:
+        result = np.full_like(logits, -np.inf)
+        result[self._allowed] = logits[self._allowed]
+        return result
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+
+class TestGuide:
+    @pytest.mark.parametrize(
+        "params", [{"temperature": 0}, {}, {"top_k": 1}, {"top_p": 0.2}, {"xtc_probability": 1.0}, {"mirostat": 2}]
+    )
+    def test_has_the_last_word_on_what_is_allowed(self, params: dict[str, Any]) -> None:
+        def flood(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+            return np.where(np.arange(SIZE) == 3, np.float32(30), logits)
+
+        guide = OnlyTokens(5, 8, 13)
+        sampler = make_sampler(SamplingParams(**params, seed=1), SIZE, prompt_length=0, processors=[flood], guide=guide)
+        tokens: list[int] = []
+        for position in range(60):
+            tokens.append(sampler(random_logits(position), tokens).token)
+        assert guide.accepted == tokens and set(tokens) <= {5, 8, 13}
+
+    def test_that_leaves_nothing_fails(self) -> None:
+        for params in ({"banned_tokens": (5,)}, {"allowed_tokens": (6, 7)}):
+            sampler = make_sampler(SamplingParams(**params), SIZE, prompt_length=0, guide=OnlyTokens(5))
+            with pytest.raises(GrammarError, match="the grammar leaves no token at position 3"):
+                sampler(random_logits(), [1, 2, 3])
+
+    def test_is_told_nothing_when_the_step_fails(self) -> None:
+        guide = OnlyTokens(5)
+        sampler = make_sampler(SamplingParams(), SIZE, prompt_length=0, guide=guide)
+        with pytest.raises(RequestError, match="the model's logits are all -inf"):
+            sampler(np.full(SIZE, -np.inf, np.float32), [1])
+        assert guide.accepted == []
+
+
+def test_settings_that_leave_no_token_are_named() -> None:
+    logits = np.full(SIZE, -np.inf, np.float32)
+    logits[EOS[0]] = 1.0
+    for params in ({"temperature": 0}, {"top_p": 0.5}, {"typical_p": 0.5}):
+        sampler = make_sampler(SamplingParams(min_tokens=2, **params), SIZE, prompt_length=1, eos_token_ids=EOS)
+        with pytest.raises(RequestError, match=r"min_tokens.* leave no token at position 2; loosen"):
+            sampler(logits, [1, 2])
+        assert sampler(logits, [1, 2, 3]).token == EOS[0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0, "repetition_penalty": 1.5},
+        {"top_p": 0.9, "frequency_penalty": 1.0, "logit_bias": ((3, 4.0),)},
+        {"typical_p": 0.5, "temperature": 0.3},
+        {"mirostat": 2, "banned_tokens": (1,)},
+        {"allowed_tokens": (1, 2, 3), "logprobs": 3},
+    ],
+    ids=str,
+)
+def test_the_callers_logits_stay_as_they_are(params: dict[str, Any]) -> None:
+    logits = random_logits()
+    logits.flags.writeable = False
+    make_sampler(SamplingParams(**params), SIZE, prompt_length=0)(logits, [1, 2, 3, 1, 2])
+    np.testing.assert_array_equal(logits, random_logits())
+
+
+def test_processors_for_searches_may_switch_between_sequences() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.3, presence_penalty=0.5, dry_multiplier=0.8, no_repeat_ngram_size=2, num_beams=2
+    )
+    shared = build_processors(params, SIZE, 1)
+    assert len(shared) == 4
+    for tokens in ([1, 2, 3, 1], [1, 2, 4, 1, 2], [1, 2, 3, 1, 2], [1, 5]):
+        found, expected = random_logits(), random_logits()
+        for step, fresh in zip(shared, build_processors(params, SIZE, 1), strict=True):
+            found, expected = step(tokens, found), fresh(tokens, expected)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_sequences_of_one_request_draw_differently_and_repeatably() -> None:
+    def draws(seed: int, index: int) -> list[int]:
+        sampler = make_sampler(SamplingParams(seed=seed), SIZE, prompt_length=0, index=index)
+        return [sampler(np.zeros(SIZE, np.float32), [0] * position).token for position in range(20)]
+
+    assert draws(4, 2) == draws(6, 0) != draws(4, 0)
+    assert draws(2**64 - 1, 1) == draws(0, 0)
