@@ -23,13 +23,13 @@ from llmc.runtime.sampling.masses import Logits, check_peak, largest
 # exp(-87) is the smallest power that float32 holds in full; beyond it vector exponentials fall back to slow code.
 _FARTHEST = 87.0
 _NEVER_IMPOSSIBLE = np.nextafter(np.float32(_FARTHEST), np.float32(0))
-# Below this many tokens, one sort is as fast as looking for candidates.
+# Up to this many tokens, one sort is as fast as looking for candidates.
 _SORTED = 2048
-_ROWS = 64
+_ROWS = 64  # of the grid whose columns' peaks say where candidates begin
 # Up to one token in so many is kept by writing it anew; more, by subtracting infinity from the others.
 _KEPT_APART = 16
 _BINS_PER_NAT = 32.0  # a power of two, so that a bin's ends are exact
-_PIECE = 16_000
+_PIECE = 16_000  # tokens
 _PLUS_INFINITY = np.int32(0x7F800000)  # float32 +inf as bits
 
 
@@ -257,5 +257,5 @@ def _masses_in_bins(deviations: Logits, weights: Logits) -> npt.NDArray[np.float
 
 
 def _crossing(cumulative: npt.NDArray[np.float64], needed: float) -> int:
-    """Where ``cumulative`` first reaches ``needed``; its end if rounding left it just below."""
-    return min(int(cumulative.searchsorted(needed)), cumulative.size - 1)
+    """Where ``cumulative`` first reaches ``needed``, or its end if rounding left that just below."""
+    return int(cumulative.searchsorted(min(needed, float(cumulative[-1]))))

@@ -243,6 +243,24 @@ def test_the_peak_survives_all_but_typical(rule: Truncation, logits: np.ndarray,
     assert truncate(rule, logits, value)[logits.argmax()]
 
 
+@pytest.mark.parametrize("rule", [top_p, typical])
+@pytest.mark.parametrize("size", [10, 2049, 20_000])
+@pytest.mark.parametrize("deviation", [0.0, 1.0, 40.0])
+@pytest.mark.parametrize("missing", [2.0**-53, 1e-12, 1e-8])
+def test_a_mass_just_below_1_keeps_all_that_holds_it(
+    rule: Truncation, size: int, deviation: float, missing: float
+) -> None:
+    logits = make_logits(size, deviation, 2)
+    p = probabilities64(logits)
+    assert p[~truncate(rule, logits, 1 - missing)].sum() <= missing + EDGE_TOLERANCE * missing + 2.0**-50
+
+
+@pytest.mark.parametrize("rule", [top_p, typical])
+@pytest.mark.parametrize("size", [10, 2049, 20_000])
+def test_a_mass_just_above_0_keeps_one(rule: Truncation, size: int) -> None:
+    assert truncate(rule, make_logits(size, 1.0, 2), 1e-300).sum() == 1
+
+
 def test_typical_cuts_a_peak_that_is_too_predictable() -> None:
     p = np.array([0.3] + [0.07] * 10)  # entropy 2.22, surprises 1.20 and 2.66
     kept = truncate(typical, np.log(p).astype(np.float32), 0.5)
