@@ -145,3 +145,34 @@ def common_tokens(prompts: list[list[int]]) -> list[int]:
     """The most common tokens: taken for end-of-sequence tokens, they end outputs early and often."""
     ids, counts = np.unique(np.concatenate(prompts), return_counts=True)
     return ids[np.argsort(-counts, kind="stable")][:3].tolist()
+
+
+@pytest.fixture(scope="session")
+def transformers_beams(torch_model: TorchModel) -> Callable[..., list[list[tuple[tuple[int, ...], float]]]]:
+    """Tokens and score of every output of every prompt, as transformers' beam search has them."""
+    import torch
+
+    def until_end(tokens: list[int], eos: list[int]) -> tuple[int, ...]:
+        end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
+        return tuple(tokens[:end])
+
+    def generate(prompts: list[list[int]], max_tokens: int, eos: list[int], **options: Any) -> list[Any]:
+        ids = torch.tensor(prompts)
+        torch_model.model.generation_config.eos_token_id = None
+        answer = torch_model.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=eos or None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+        new = [until_end(row, eos) for row in answer.sequences[:, ids.shape[1] :].tolist()]
+        pairs = list(zip(new, answer.sequences_scores.tolist(), strict=True))
+        count = len(pairs) // len(prompts)
+        return [pairs[i : i + count] for i in range(0, len(pairs), count)]
+
+    return generate

@@ -60,34 +60,6 @@ def ours(case: dict[str, Any], prompts, eos: list[int], model, lockstep) -> list
     return lockstep([BeamSearch(**options) for _ in prompts], prompts, model)
 
 
-def theirs(case: dict[str, Any], prompts, eos: list[int], model) -> list[list[tuple[tuple[int, ...], float]]]:
-    """Tokens and score of every output of every prompt."""
-    import torch
-
-    ids = torch.tensor(prompts)
-    model.generation_config.eos_token_id = None
-    answer = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=NEW_TOKENS,
-        eos_token_id=eos or None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **case,
-    )
-    new = answer.sequences[:, ids.shape[1] :].tolist()
-    pairs = [(until_end(row, eos), score) for row, score in zip(new, answer.sequences_scores.tolist(), strict=True)]
-    count = len(pairs) // len(prompts)
-    return [pairs[i : i + count] for i in range(0, len(pairs), count)]
-
-
-def until_end(tokens: list[int], eos: list[int]) -> tuple[int, ...]:
-    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
-    return tuple(tokens[:end])
-
-
 def differences(case: dict[str, Any], wanted: list, outputs: list[list[Hypothesis]]) -> list[str]:
     """What is not equal, prompt by prompt."""
     found = []
@@ -103,16 +75,18 @@ def differences(case: dict[str, Any], wanted: list, outputs: list[list[Hypothesi
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_hypotheses_and_scores_equal_those_of_transformers(case, prompts, common_tokens, torch_model, lockstep):
-    wanted = theirs(case, prompts, common_tokens, torch_model.model)
+def test_hypotheses_and_scores_equal_those_of_transformers(
+    case, prompts, common_tokens, torch_model, lockstep, transformers_beams
+):
+    wanted = transformers_beams(prompts, NEW_TOKENS, common_tokens, **case)
     outputs = ours(case, prompts, common_tokens, torch_model, lockstep)
     assert differences(case, wanted, outputs) == []
 
 
-def test_one_end_token_or_none_is_as_in_transformers(prompts, common_tokens, torch_model, lockstep):
+def test_one_end_token_or_none_is_as_in_transformers(prompts, common_tokens, torch_model, lockstep, transformers_beams):
     case = {"num_beams": 3, "num_return_sequences": 3}
     for eos in ([], common_tokens[:1]):
-        wanted = theirs(case, prompts, eos, torch_model.model)
+        wanted = transformers_beams(prompts, NEW_TOKENS, eos, **case)
         assert differences(case, wanted, ours(case, prompts, eos, torch_model, lockstep)) == []
 
 
@@ -129,15 +103,15 @@ def test_the_cases_end_early_and_late(prompts, common_tokens, torch_model, locks
     [{"length_penalty": 1.001}, {"length_penalty": 0.9}, {"num_beams": 5}, {"early_stopping": True}, {"eos": True}],
     ids=str,
 )
-def test_a_planted_error_is_noticed(planted, prompts, common_tokens, torch_model, lockstep):
+def test_a_planted_error_is_noticed(planted, prompts, common_tokens, torch_model, lockstep, transformers_beams):
     case = {"num_beams": 4, "num_return_sequences": 4}
-    wanted = theirs(case, prompts, common_tokens, torch_model.model)
+    wanted = transformers_beams(prompts, NEW_TOKENS, common_tokens, **case)
     eos = common_tokens[1:] if planted.get("eos") else common_tokens
     changed = {**case, **{name: value for name, value in planted.items() if name != "eos"}}
     assert differences(case, wanted, ours(changed, prompts, eos, torch_model, lockstep))
 
 
-def test_a_row_with_the_wrong_parent_is_noticed(prompts, common_tokens, torch_model, lockstep):
+def test_a_row_with_the_wrong_parent_is_noticed(prompts, common_tokens, torch_model, lockstep, transformers_beams):
     class Confused:
         start = staticmethod(torch_model.start)
 
@@ -146,5 +120,5 @@ def test_a_row_with_the_wrong_parent_is_noticed(prompts, common_tokens, torch_mo
             return torch_model.step([parents[0], *parents[:-1]], tokens)
 
     case = {"num_beams": 4, "num_return_sequences": 4}
-    wanted = theirs(case, prompts, common_tokens, torch_model.model)
+    wanted = transformers_beams(prompts, NEW_TOKENS, common_tokens, **case)
     assert differences(case, wanted, ours(case, prompts, common_tokens, Confused, lockstep))

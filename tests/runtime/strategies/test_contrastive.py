@@ -9,9 +9,9 @@ from llmc.errors import ProcessorError, RequestError, UsageError
 from llmc.runtime.strategies import Branch, Contrastive
 
 PROMPT = [3, 1, 4]
-NEW_TOKENS = 8
+NEW_TOKENS = 6
 REAL_PROMPTS = 2
-# Sums of up to 8 float32 log-probabilities of a float32 model against a float64 one.
+# Sums of up to 6 float32 log-probabilities of a float32 model against a float64 one.
 SCORE_TOLERANCE = 1e-4
 
 
