@@ -196,6 +196,8 @@ def test_an_engine_counts_what_its_requests_do(engine: EngineMetrics, clock: Clo
     counts = [getattr(snapshot, name).count for name in ("queue", "ttft", "itl", "tpot", "e2e")]
     assert counts == [3, 3, 4, 2, 3]
     assert snapshot.ttft.mean == pytest.approx(3.0)
+    assert snapshot.queue.mean == pytest.approx(1.0)
+    assert snapshot.tpot.mean == pytest.approx(0.1)
     assert snapshot.e2e.sum == pytest.approx(3 * 3.5 + 0.4)
     assert snapshot.uptime_s == pytest.approx(3 * 3.5 + 0.4)
 
@@ -203,6 +205,14 @@ def test_an_engine_counts_what_its_requests_do(engine: EngineMetrics, clock: Clo
 def test_an_outcome_of_its_own_is_listed_once_it_happened(engine: EngineMetrics):
     engine.timeline(1).finish("grammar")
     assert engine.snapshot().requests == {**dict.fromkeys(OUTCOMES, 0), "grammar": 1}
+
+
+def test_a_snapshot_does_not_follow_its_engine(engine: EngineMetrics):
+    before = engine.snapshot()
+    engine.refuse()
+    engine.timeline(1).token()
+    engine.step("verify", 0.1, 1)
+    assert (before.requests["refused"], before.output_tokens, set(before.step)) == (0, 0, {"prefill", "decode"})
 
 
 def test_calls_are_counted_by_phase(engine: EngineMetrics):
