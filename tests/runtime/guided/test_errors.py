@@ -1,0 +1,177 @@
+"""What is refused, and what one request must not do to another."""
+
+import itertools
+import json
+import re
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.errors import GrammarError, MissingExtraError, UsageError
+from llmc.runtime import guided
+from llmc.runtime.guided import Guide
+
+# A stack below which the library's recursion over the deepest inputs overflows by far.
+SMALL_STACK = 256 * 1024
+MOST_TOKENS = 600
+
+
+def references(count: int) -> dict[str, Any]:
+    """A schema that nests as many others by reference."""
+    nested = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "null"}]} for i in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**nested, f"d{count}": {"type": "string"}}}
+
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}}
+CIRCULAR: dict[str, Any] = {"type": "array"}
+CIRCULAR["items"] = CIRCULAR
+
+USAGE = [
+    ({"regex": "a", "choice": ("a",)}, "regex and choice are given together"),
+    ({"choice": ()}, "one or more texts"),
+    ({"choice": ("a", "")}, "none of them empty"),
+    ({"choice": "abc"}, "choice is str, expected a tuple"),
+    ({"choice": ("a", 3)}, "choice is int, expected str"),
+    ({"regex": 3}, "regex is int, expected str"),
+    ({"regex": "a\ud800"}, "character 1 is a lone surrogate"),
+    ({"grammar": b"start: A"}, "grammar is bytes, expected str"),
+    ({"json_schema": 3}, "json_schema is int"),
+    ({"json_schema": "{"}, "no JSON: Expecting property name"),
+    ({"json_schema": "[1]"}, "JSON of type list, expected an object"),
+    ({"json_schema": '{"a":' * 100_000}, "no JSON: maximum recursion depth"),
+    ({"json_schema": {"enum": {1, 2}}}, "no JSON: Object of type set"),
+    ({"json_schema": {"minimum": float("nan")}}, "no JSON"),
+    ({"json_schema": CIRCULAR}, "no JSON: Circular reference"),
+]
+GRAMMAR = [
+    ({"regex": "(a"}, "unclosed group"),
+    ({"regex": r"(a)\1"}, "backreferences are not supported"),
+    ({"regex": "(?=a)b"}, "look-around"),
+    ({"regex": r"(?-u:\xff)"}, "invalid UTF-8"),
+    ({"regex": "a?" * 100_000}, "200000 characters, expected at most 16384"),
+    ({"regex": "(a|bc)?" * 2000}, "lexer"),
+    ({"regex": r"[^\x00-\U0010FFFF]"}, "it allows no text"),
+    ({"grammar": "start: foo"}, "unknown name"),
+    ({"grammar": "root ::= foo\n"}, "Rule 'foo' not found"),
+    ({"grammar": "start: start"}, "it allows no text"),
+    ({"grammar": ""}, "No 'root' rule"),
+    ({"grammar": "start: " + "(" * 20_000}, "deeply nested|lexer error"),
+    ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'}, 'cannot be enforced.*"not"'),
+    ({"json_schema": {"$ref": "https://example.com/schema"}}, "does not fetch"),
+    ({"json_schema": {"$ref": "#/$defs/none"}}, "none"),
+    ({"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "it allows no text"),
+    ({"json_schema": {"enum": []}}, "Unsatisfiable"),
+    ({"json_schema": {"enum": ["x" * 300_000]}}, "expected at most 262144"),
+    ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
+    ({"json_schema": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "oneOf"),
+    ({"json_schema": {"type": "string", "format": "colour"}}, "Unknown format: colour"),
+]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(("form", "message"), USAGE)
+    def test_name_what_is_wrong_with_an_argument(self, tiny: Any, form: dict[str, Any], message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            tiny.ask(**form)
+
+    @pytest.mark.parametrize(("form", "message"), GRAMMAR)
+    def test_say_why_a_grammar_is_refused(self, tiny: Any, form: dict[str, Any], message: str) -> None:
+        with pytest.raises(GrammarError, match=message):
+            tiny.ask(**form)
+
+    def test_name_the_choice_that_no_tokens_spell(self, words: Any) -> None:
+        words.start(choice=("ab", "abc", "xbc"))
+        with pytest.raises(GrammarError, match="spell 'maybe'"):
+            words.ask(choice=("ab", "maybe"))
+
+    def test_say_which_extra_is_missing(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        with pytest.raises(MissingExtraError, match=r"llmc\[guided\]"):
+            tiny.ask(tiny.grammars(), regex="a")
+
+    def test_do_not_come_where_no_form_is_asked_for(self, tiny: Any) -> None:
+        assert tiny.ask() is None
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            {"json_schema": references(3000)},
+            {"grammar": "\n".join(["start: r0", *(f"r{i:x}: r{i + 1:x}" for i in range(5000)), 'r1388: "a"'])},
+        ],
+        ids=["json_schema", "grammar"],
+    )
+    def test_do_not_come_from_a_caller_with_a_small_stack(self, tiny: Any, form: dict[str, Any]) -> None:
+        """The library recurses; a stack that overflows would end the process."""
+        grammars = tiny.grammars()
+        found: list[Guide] = []
+        before = threading.stack_size(SMALL_STACK)
+        try:
+            caller = threading.Thread(target=lambda: found.append(tiny.start(grammars, **form)))
+            caller.start()
+        finally:
+            threading.stack_size(before)
+        caller.join()
+        assert tiny.allowed(found[0])
+
+
+# A lexer with up to 2**12 states, of which a request meets some dozens.
+MANY_STATES = "[ab]*a[ab]{12}"
+FEW_STATES = 300
+FEW_TOKENS = 25
+
+
+class TestLexerStates:
+    def test_used_up_by_requests_do_not_end_another(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(guided, "_MOST_LEXER_STATES", FEW_STATES)
+        grammars = tiny.grammars()
+        for seed in range(30):
+            tokens = tiny.walk(tiny.start(grammars, regex=MANY_STATES), seed, most=FEW_TOKENS)
+            assert re.fullmatch("[ab]+", tiny.text(tokens))
+
+    def test_would_end_another_if_nothing_were_built_anew(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(guided, "_MOST_LEXER_STATES", FEW_STATES)
+        monkeypatch.setattr(guided._GrammarGuide, "_renew", lambda self: None)
+        grammars = tiny.grammars()
+        with pytest.raises(GrammarError, match="too many states"):
+            for seed in range(30):
+                tiny.walk(tiny.start(grammars, regex=MANY_STATES), seed, most=FEW_TOKENS)
+
+    def test_used_up_by_one_request_end_it_with_an_error(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The library's mask would then allow the end of the sequence, and nothing else."""
+        monkeypatch.setattr(guided, "_MOST_LEXER_STATES", FEW_STATES)
+        guide = tiny.start(regex=MANY_STATES)
+        random = np.random.default_rng(0)
+        with pytest.raises(GrammarError, match="too many states"):
+            for _ in range(MOST_TOKENS):
+                logits = random.normal(0, 3, tiny.size).astype(np.float32)
+                logits[list(tiny.eos)] = -np.inf
+                guide.accept(int(guide.mask(logits).argmax()))
+
+
+class TestCache:
+    def test_compiles_equal_grammars_once(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        compiled: list[str] = []
+        build = guided._Compiled._build
+        monkeypatch.setattr(guided._Compiled, "_build", lambda self: compiled.append(self.kind) or build(self))
+        grammars = tiny.grammars()
+        for form in [{"json_schema": SCHEMA}, {"regex": "a"}, {"choice": ("a", "b")}, {"choice": ["a", "b", "a"]}] * 3:
+            tiny.start(grammars, **form)
+        tiny.start(grammars, json_schema=json.dumps(SCHEMA))
+        assert compiled == ["json_schema", "regex", "choice"]
+
+    def test_keeps_the_last_used(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(guided, "_MOST_GRAMMARS", 2)
+        grammars = tiny.grammars()
+        for regex in ("a", "b", "a", "c"):
+            tiny.start(grammars, regex=regex)
+        assert [source.text for source in grammars._compiled] == ["a", "c"]
+
+    def test_keeps_no_grammar_that_failed(self, tiny: Any) -> None:
+        grammars = tiny.grammars()
+        for _, regex in itertools.product(range(2), ["(", "start"]):
+            with pytest.raises(GrammarError) if regex == "(" else pytest.MonkeyPatch.context():
+                tiny.start(grammars, regex=regex)
+        assert [source.text for source in grammars._compiled] == ["start"]

@@ -1,0 +1,220 @@
+"""Masks against brute force over the vocabulary, and the steps between them."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.errors import GrammarError, UsageError
+from llmc.runtime.guided import Grammars
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "kind": {"enum": ["cat", "dog", 7]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+CHOICES = ("yes", "no", "not yet", "né 🎉", 'say "hi"\\\n', "北京")
+
+# What may be read of an output before it is complete, derived by hand.
+PARTIAL = {
+    r"(ab|c)*d": r"(ab|c)*(a|d)?",
+    r"the [a-z]{2,4}": r"(t|th|the|the [a-z]{0,4})?",
+    r"x{0,9}": r"x{0,9}",
+}
+
+
+class TestMask:
+    @pytest.mark.parametrize("regex", PARTIAL)
+    def test_allows_just_what_can_still_match(self, vocabulary: Any, regex: str) -> None:
+        grammars = vocabulary.grammars()
+        for seed in range(4):
+            guide = vocabulary.start(grammars, regex=regex)
+            read = b""
+            for token in vocabulary.walk(vocabulary.start(grammars, regex=regex), seed):
+                assert vocabulary.agrees(guide, self.expected(vocabulary, regex, read))
+                guide.accept(token)
+                read += vocabulary.spellings[token] or b""
+
+    @staticmethod
+    def expected(vocabulary: Any, regex: str, read: bytes) -> set[int]:
+        ends = set(vocabulary.eos) if re.fullmatch(regex.encode(), read) else set()
+        partial = re.compile(PARTIAL[regex].encode())
+        spelled = ((token, spelling) for token, spelling in enumerate(vocabulary.spellings) if spelling)
+        return ends | {token for token, spelling in spelled if partial.fullmatch(read + spelling)}
+
+    def test_allows_just_the_tokens_of_a_choice(self, vocabulary: Any) -> None:
+        grammars = vocabulary.grammars()
+        texts = [text.encode() for text in CHOICES]
+        for text in CHOICES:
+            guide = vocabulary.start(grammars, choice=CHOICES)
+            read = b""
+            while read != text.encode():
+                spelled = ((i, read + spelling) for i, spelling in enumerate(vocabulary.spellings) if spelling)
+                expected = {i for i, spelling in spelled if any(choice.startswith(spelling) for choice in texts)}
+                expected |= set(vocabulary.eos) if read in texts else set()
+                assert vocabulary.agrees(guide, expected)
+                token = vocabulary.longest(text.encode()[len(read) :], vocabulary.allowed(guide))
+                guide.accept(token)
+                read += vocabulary.spellings[token] or b""
+
+    def test_brute_force_notices_a_token_too_many(self, tiny: Any) -> None:
+        """The planted error: another regex, which differs in its last character only."""
+        guide = tiny.start(regex=r"(ab|c)*[de]")
+        assert not tiny.agrees(guide, self.expected(tiny, r"(ab|c)*d", b""))
+
+    def test_leaves_the_logits_and_keeps_those_allowed(self, tiny: Any) -> None:
+        logits = np.random.default_rng(0).normal(0, 3, tiny.size).astype(np.float32)
+        before = logits.copy()
+        guide = tiny.start(regex="[a-z]+")
+        masked = guide.mask(logits)
+        kept = np.isfinite(masked)
+        np.testing.assert_array_equal(logits, before)
+        np.testing.assert_array_equal(masked[kept], logits[kept])
+        assert set(masked[~kept]) == {-np.inf}
+        assert masked.dtype == np.float32
+
+    def test_never_allows_special_tokens_nor_padding(self, vocabulary: Any) -> None:
+        guide = vocabulary.start(regex=r"(?s:.*)")
+        ordinary = {token for token, spelling in enumerate(vocabulary.spellings) if spelling is not None}
+        assert vocabulary.allowed(guide) - set(vocabulary.eos) <= ordinary
+
+    def test_allows_no_padding_by_its_number(self, tiny: Any) -> None:
+        with pytest.raises(GrammarError, match="no token"):
+            tiny.ask(grammar=f"start: <[{len(tiny.spellings) + 1}]>")
+
+    def test_allows_a_special_token_that_the_grammar_names(self, byte_level: Any) -> None:
+        guide = byte_level.start(byte_level.grammars(eos=(0,)), grammar='start: <|turn|> "x"')
+        assert byte_level.allowed(guide) == {1}
+
+    def test_fits_a_model_with_fewer_tokens_than_the_tokenizer(self, tiny: Any) -> None:
+        size = len(tiny.spellings) - 1003
+        guide = tiny.start(Grammars(tiny.tokenizer, size, (0,)), regex="[a-z ]+")
+        logits = np.random.default_rng(0).normal(0, 3, size).astype(np.float32)
+        for _ in range(20):
+            guide.accept(int(guide.mask(logits).argmax()))
+            assert all(token < size for token in guide.forced())
+
+    def test_is_the_same_for_every_thread(self, tiny: Any) -> None:
+        alone = list(tiny.outputs(walks=8, json_schema=SCHEMA))
+        grammars = tiny.grammars()
+
+        def run(seed: int) -> str:
+            return tiny.text(tiny.walk(tiny.start(grammars, json_schema=SCHEMA), seed))
+
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(run, range(8))) == alone
+
+
+class TestEnd:
+    def test_is_every_end_of_sequence_token_where_the_output_is_complete(self, byte_level: Any) -> None:
+        guide = byte_level.start(byte_level.grammars(eos=(0, 1)), regex="ab?")
+        first, second = byte_level.spell(b"a") + byte_level.spell(b"b")
+        assert not byte_level.allowed(guide) & {0, 1}
+        guide.accept(first)
+        assert byte_level.allowed(guide) == {0, 1, second}
+        assert not guide.finished
+        guide.accept(second)
+        assert byte_level.allowed(guide) == {0, 1}
+        assert guide.finished
+
+    @pytest.mark.parametrize("eos", [0, 1])
+    def test_comes_once(self, byte_level: Any, eos: int) -> None:
+        guide = byte_level.start(byte_level.grammars(eos=(0, 1)), regex="a+")
+        guide.accept(*byte_level.spell(b"a"))
+        guide.accept(eos)
+        assert guide.finished
+        assert byte_level.allowed(guide) == {0, 1}
+        assert guide.forced() == []
+        with pytest.raises(GrammarError, match="after its end"):
+            guide.accept(0)
+
+    def test_ignores_ids_that_have_no_token(self, tiny: Any) -> None:
+        guide = tiny.start(tiny.grammars(eos=(0, tiny.size - 1, 10**6)), regex="a?")
+        assert tiny.allowed(guide) & {0, tiny.size - 1} == {0}
+
+    @pytest.mark.parametrize("eos", [(), (10**6,)])
+    def test_is_needed(self, tiny: Any, eos: tuple[int, ...]) -> None:
+        with pytest.raises(GrammarError, match="end-of-sequence"):
+            tiny.ask(tiny.grammars(eos=eos), regex="a")
+
+    def test_is_never_text_even_if_it_has_one(self, tiny: Any) -> None:
+        (comma,) = tiny.spell(b",")
+        guide = tiny.start(tiny.grammars(eos=(comma,)), regex="a?,?")
+        guide.accept(comma)
+        assert guide.finished
+        with pytest.raises(GrammarError, match="no token"):
+            tiny.ask(tiny.grammars(eos=(comma,)), regex=",")
+
+
+class TestSteps:
+    def test_refuse_a_token_outside_the_mask_and_stay(self, tiny: Any) -> None:
+        guide = tiny.start(regex="a+")
+        before = tiny.allowed(guide)
+        for token in (*tiny.spell(b"b"), 0, -1, tiny.size - 1, tiny.size, 10**9):
+            with pytest.raises(GrammarError, match=f"token {token} is not allowed after 0 tokens by regex"):
+                guide.accept(token)
+        assert tiny.allowed(guide) == before
+        guide.accept(*tiny.spell(b"a"))
+
+    @pytest.mark.parametrize("count", [1, 2, 5])
+    def test_taken_back_leave_no_trace(self, vocabulary: Any, count: int) -> None:
+        grammars = vocabulary.grammars()
+        guide, other = vocabulary.start(grammars, json_schema=SCHEMA), vocabulary.start(grammars, json_schema=SCHEMA)
+        tokens = vocabulary.walk(vocabulary.start(grammars, json_schema=SCHEMA), 3)
+        for index, token in enumerate(tokens):
+            guide.accept(token)
+            if index >= count:
+                guide.rollback(count)
+                other.accept(tokens[index - count])
+                assert vocabulary.allowed(guide) == vocabulary.allowed(other)
+                for again in tokens[index - count + 1 : index + 1]:
+                    guide.accept(again)
+
+    def test_taken_back_include_the_end(self, tiny: Any) -> None:
+        guide = tiny.start(regex="a+")
+        guide.accept(*tiny.spell(b"a"))
+        guide.accept(0)
+        guide.rollback(1)
+        assert not guide.finished
+        guide.accept(2)
+        guide.rollback(2)
+        assert not tiny.allowed(guide) & {0, 2}
+
+    @pytest.mark.parametrize("count", [-1, 3])
+    def test_taken_back_are_at_most_those_accepted(self, tiny: Any, count: int) -> None:
+        guide = tiny.start(regex="a+")
+        guide.accept(*tiny.spell(b"a"))
+        guide.accept(0)
+        with pytest.raises(UsageError, match=f"cannot take back {count} tokens of 2"):
+            guide.rollback(count)
+
+    def test_of_a_fork_are_its_own(self, tiny: Any) -> None:
+        guide = tiny.start(regex="(ab|cd)+")
+        guide.accept(*tiny.spell(b"a"))
+        fork = guide.fork()
+        fork.accept(*tiny.spell(b"b"))
+        fork.accept(0)
+        assert fork.finished and not guide.finished
+        assert 0 not in tiny.allowed(guide)
+        guide.accept(*tiny.spell(b"b"))
+        fork.rollback(2)
+        assert 0 in tiny.allowed(guide) and 0 not in tiny.allowed(fork)
+
+    def test_forced_spell_the_only_text_left(self, vocabulary: Any) -> None:
+        guide = vocabulary.start(regex="(x|y)over the fox")
+        assert guide.forced() == []
+        guide.accept(*vocabulary.spell(b"x"))
+        drafts = guide.forced()
+        assert "over the fox".startswith(vocabulary.text(drafts)) and drafts
+        for token in drafts:
+            guide.accept(token)
+
+    def test_end_with_an_error_where_no_token_spells_the_rest(self, words: Any) -> None:
+        guide = words.start(regex="(a|ab)c|x")
+        assert words.allowed(guide) == {1, 2, 4}
+        guide.accept(1)
+        with pytest.raises(GrammarError, match="regex allows no token of the vocabulary after 1 tokens"):
+            words.allowed(guide)
