@@ -22,6 +22,8 @@ from llmc.runtime.rows import Rows
 from llmc.runtime.sequence import Strand
 from llmc.runtime.sessions import Batch, Phase, Session
 
+Floats = NDArray[np.float32]
+
 # From so many tokens in a call the W8A8 graph of prefill is faster than the weight-only graph of decode, by the bits of
 # the latter. Fixed, not timed, so that the same requests give the same tokens tomorrow.
 PREFILL_GRAPH_FROM = {"int8": 5, "int4": 10}
@@ -34,13 +36,13 @@ CHUNK_WITH_ALL_LOGITS = 32
 class Calls(Protocol):
     """The three things that are run."""
 
-    def feed(self, strand: Strand, end: int, outputs: Sequence[int]) -> NDArray[np.float32]:
+    def feed(self, strand: Strand, end: int, outputs: Sequence[int]) -> Floats:
         """Feed ``strand.context[strand.cached : end]``; logits [O, V] at ``outputs`` of the new positions."""
 
-    def decode(self, strands: Sequence[Strand]) -> NDArray[np.float32]:
-        """Feed each strand's last token; they hold neighbouring rows. Logits [B, V]."""
+    def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
+        """Feed each strand's last token; they hold neighbouring rows. Logits [B, V], hidden states [B, H]."""
 
-    def verify(self, strand: Strand, drafts: Sequence[int]) -> NDArray[np.float32]:
+    def verify(self, strand: Strand, drafts: Sequence[int]) -> Floats:
         """Feed the last token and ``drafts``; logits [1 + drafts, V]."""
 
 
@@ -58,20 +60,19 @@ class FastCalls:
         split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file and not session.substitutes
         self._prefill_graph_from = PREFILL_GRAPH_FROM.get(manifest.recipe.precision, 1 << 30) if split else 1 << 30
 
-    def feed(self, strand: Strand, end: int, outputs: Sequence[int]) -> NDArray[np.float32]:
+    def feed(self, strand: Strand, end: int, outputs: Sequence[int]) -> Floats:
         """See :class:`Calls`."""
         ids = np.array([strand.context[strand.cached : end]], np.int64)
-        logits: NDArray[np.float32] = self._run(Phase.PREFILL, ids, [strand.cached], [list(outputs)], strand.row)[0]
+        logits: Floats = self._run(Phase.PREFILL, ids, [strand.cached], [list(outputs)], strand.row)[0]
         return logits
 
-    def decode(self, strands: Sequence[Strand]) -> NDArray[np.float32]:
+    def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
         """See :class:`Calls`."""
-        ids = np.array([[strand.context[strand.cached]] for strand in strands], np.int64)
+        ids = [[strand.context[strand.cached]] for strand in strands]
         past = [strand.cached for strand in strands]
-        phase = self.phase(len(strands))
-        return self._run(phase, ids, past, [[0]] * len(strands), strands[0].row)[:, 0]
+        return self._one_token_each(self.phase(len(strands)), ids, past, strands[0].row)
 
-    def verify(self, strand: Strand, drafts: Sequence[int]) -> NDArray[np.float32]:
+    def verify(self, strand: Strand, drafts: Sequence[int]) -> Floats:
         """See :class:`Calls`."""
         return self._one_row(strand, self.verify_phase, [*strand.context[strand.cached :], *drafts])
 
@@ -84,17 +85,22 @@ class FastCalls:
         """The graph for a step of so many tokens."""
         return Phase.PREFILL if tokens >= self._prefill_graph_from else Phase.DECODE
 
-    def _one_row(self, strand: Strand, phase: Phase, tokens: list[int]) -> NDArray[np.float32]:
+    def _one_token_each(
+        self, phase: Phase, ids: list[list[int]], past: list[int], row: int
+    ) -> tuple[Floats, Floats | None]:
+        logits = self._run(phase, np.array(ids, np.int64), past, [[0]] * len(ids), row)
+        hidden = self.session.hidden
+        return logits[:, 0], None if hidden is None else hidden[:, 0]
+
+    def _one_row(self, strand: Strand, phase: Phase, tokens: list[int]) -> Floats:
         ids = np.array([tokens], np.int64)
-        logits: NDArray[np.float32] = self._run(phase, ids, [strand.cached], [list(range(len(tokens)))], strand.row)[0]
+        logits: Floats = self._run(phase, ids, [strand.cached], [list(range(len(tokens)))], strand.row)[0]
         return logits
 
-    def _run(
-        self, phase: Phase, ids: NDArray[np.int64], past: list[int], outputs: list[list[int]], row: int
-    ) -> NDArray[np.float32]:
+    def _run(self, phase: Phase, ids: NDArray[np.int64], past: list[int], outputs: list[list[int]], row: int) -> Floats:
         indices = np.array(outputs, np.int64).reshape(len(ids), -1)
         start = time.perf_counter()
-        logits: NDArray[np.float32] = self.session.run(Batch(phase, ids, np.array(past, np.int64), indices, row))
+        logits: Floats = self.session.run(Batch(phase, ids, np.array(past, np.int64), indices, row))
         seconds = time.perf_counter() - start
         self._costs.observe(phase, len(ids), ids.shape[1], seconds)
         self._metrics.step(phase.value, seconds, len(ids))
@@ -108,7 +114,7 @@ class BatchCalls(FastCalls):
         """Always the same."""
         return Phase.DECODE
 
-    def decode(self, strands: Sequence[Strand]) -> NDArray[np.float32]:
+    def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
         """See :class:`Calls`. An odd batch runs with the row after it, of which nothing that counts is overwritten: its
         next position is written again before it is read."""
         ids = [[strand.context[strand.cached]] for strand in strands]
@@ -117,17 +123,21 @@ class BatchCalls(FastCalls):
             neighbour = self.rows.at(strands[-1].row + 1)
             ids.append([0])
             past.append(0 if neighbour is None else neighbour.cached)
-        return self._run(Phase.DECODE, np.array(ids, np.int64), past, [[0]] * len(ids), strands[0].row)[:, 0]
+        return self._one_token_each(Phase.DECODE, ids, past, strands[0].row)
 
 
 class StrictCalls(BatchCalls):
     """Row by row, an even number of tokens each: the last may be a dummy, whose position is written again."""
 
-    def decode(self, strands: Sequence[Strand]) -> NDArray[np.float32]:
+    def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
         """See :class:`Calls`."""
-        return np.stack([self.verify(strand, ())[0].copy() for strand in strands])  # the next call overwrites them
+        logits, states = [], []
+        for strand in strands:  # copies, for the next call overwrites them
+            logits.append(self.verify(strand, ())[0].copy())
+            states += [] if self.session.hidden is None else [self.session.hidden[0, 0].copy()]
+        return np.stack(logits), np.stack(states) if states else None
 
-    def verify(self, strand: Strand, drafts: Sequence[int]) -> NDArray[np.float32]:
+    def verify(self, strand: Strand, drafts: Sequence[int]) -> Floats:
         """See :class:`Calls`."""
         tokens = [*strand.context[strand.cached :], *drafts]
         padded = tokens + [0] * (len(tokens) % 2)

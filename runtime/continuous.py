@@ -248,6 +248,8 @@ class ContinuousBatch:
                 self._fail(job, named(error))
             return
         self._pacer.decoded(time.perf_counter() - begun)
+        for item in drawn:  # all of them before anyone leaves: whoever leaves has rows moved
+            item.strand.cached += max(1, len(item.choices))
         for job in {strand.job: None for strand in strands}:
             with self._guarded(job):
                 self._take(job, [item for item in drawn if item.strand.job is job], len(strands))
@@ -257,8 +259,8 @@ class ContinuousBatch:
         guesses = drafts[strands[0].key]
         if guesses:
             return [draw(strands[0], guesses, self._calls.verify(strands[0], guesses))]
-        logits, hidden = self._calls.decode(strands), self._session.hidden
-        states = [None] * len(strands) if hidden is None else [hidden[i, 0] for i in range(len(strands))]
+        logits, hidden = self._calls.decode(strands)
+        states = [None] * len(strands) if hidden is None else hidden
         work = zip(strands, logits, states, strict=False)  # a call may have a dummy row more
         return list(self._pool.map(draw_one, work) if self._pool and len(strands) > 1 else map(draw_one, work))
 
@@ -284,8 +286,6 @@ class ContinuousBatch:
     def _take(self, job: Job, drawn: Sequence[Drawn], rows: int) -> None:
         """What a job's strands drew becomes part of them."""
         if job in self._lockstep:
-            for item in drawn:
-                item.strand.cached += 1
             self._reserve(len(self._rows) + job.width - len(drawn), drawn[0].strand.cached + 1)
             logits = np.stack([item.logits for item in drawn if item.logits is not None])
             hidden = [item.hidden for item in drawn if item.hidden is not None]
@@ -295,7 +295,6 @@ class ContinuousBatch:
             if item.error is not None:
                 raise item.error
             assert isinstance(item.strand, Sample)
-            item.strand.cached += len(item.choices)
             if item.drafted:
                 job.timeline.draft(item.drafted, len(item.choices) - 1)
             if (speculator := self._speculators.get(item.strand.key)) is not None:
