@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from llmc.bundle import Generation
 from llmc.errors import UsageError
 from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import _RULES
 
 GREEDY_CHECKPOINT = Generation((2,), 1, False, None, None, None, None)
 SAMPLING_CHECKPOINT = Generation((2,), 1, True, 0.7, 20, 0.8, 0.05)
@@ -75,3 +77,176 @@ class TestParams:
             UsageError, match="unknown sampling parameter 'zzz'; expected one of max_tokens, temperature"
         ):
             SamplingParams.from_defaults(GREEDY_CHECKPOINT, zzz=1.0)
+
+
+class TestRanges:
+    @pytest.mark.parametrize(
+        ("name", "value", "expected"),
+        [
+            ("min_tokens", -1, "an integer of at least 0"),
+            ("dynatemp_range", -0.1, "a number of at least 0"),
+            ("dynatemp_exponent", 0, "a number above 0"),
+            ("typical_p", 0, "a number above 0 and at most 1"),
+            ("epsilon_cutoff", 1, "a number of at least 0 and below 1 (0 is off)"),
+            ("eta_cutoff", -1e-9, "a number of at least 0 and below 1 (0 is off)"),
+            ("top_n_sigma", math.inf, "a number of at least 0 (0 is off)"),
+            ("xtc_probability", 1.1, "a number from 0 to 1"),
+            ("xtc_threshold", -0.1, "a number from 0 to 1"),
+            ("mirostat", 3, "0, 1 or 2"),
+            ("mirostat", True, "0, 1 or 2"),
+            ("mirostat_tau", 0.0, "a number above 0"),
+            ("mirostat_eta", 1.5, "a number above 0 and at most 1"),
+            ("repetition_penalty", 0, "a number from 0.01 to 100"),
+            ("presence_penalty", 2.1, "a number from -2 to 2"),
+            ("frequency_penalty", -2.1, "a number from -2 to 2"),
+            ("dry_multiplier", -1, "a number of at least 0 (0 is off)"),
+            ("dry_base", 0.9, "a number of at least 1"),
+            ("dry_allowed_length", 0, "an integer of at least 1"),
+            ("dry_range", -1, "an integer of at least 0 (0 looks at all)"),
+            ("dry_sequence_breakers", ["x"], "a tuple of non-empty strings"),
+            ("no_repeat_ngram_size", -1, "an integer of at least 0 (0 is off)"),
+            ("logit_bias", {1: 2.0}, "a tuple of (token id, number from -100 to 100) with different ids"),
+            ("logit_bias", ((1, 101.0),), "a tuple of (token id, number from -100 to 100) with different ids"),
+            ("logit_bias", ((1, 1.0), (1, 2.0)), "a tuple of (token id, number from -100 to 100) with different ids"),
+            ("logit_bias", ((-1, 1.0),), "a tuple of (token id, number from -100 to 100) with different ids"),
+            ("banned_tokens", (1.5,), "a tuple of token ids"),
+            ("allowed_tokens", (), "a non-empty tuple of token ids, or None"),
+            ("logprobs", 21, "an integer from 0 to 20, or None"),
+            ("prompt_logprobs", True, "an integer from 0 to 20, or None"),
+            ("n", 0, "an integer of at least 1"),
+            ("best_of", 0, "an integer of at least 1, or None"),
+            ("num_beams", 0, "an integer of at least 1"),
+            ("diversity_penalty", -0.5, "a number of at least 0"),
+            ("length_penalty", math.nan, "a finite number"),
+            ("early_stopping", "always", "True or False or 'never'"),
+            ("early_stopping", 1, "True or False or 'never'"),
+            ("penalty_alpha", 1.5, "a number from 0 to 1, or None"),
+            ("consensus", "bleu", "'f1' or 'chrf', or None"),
+            ("json_schema", "", "a JSON schema as a mapping or a text, or None"),
+            ("regex", "", "a non-empty string, or None"),
+            ("choice", (), "a non-empty tuple of non-empty strings, or None"),
+            ("on_overflow", "wrap", "'refuse' or 'truncate_left' or 'sink'"),
+            ("speculate", 1, "True or False, or None"),
+        ],
+    )
+    def test_are_enforced_by_name(self, name: str, value: Any, expected: str) -> None:
+        with pytest.raises(UsageError) as caught:
+            SamplingParams(**{name: value})
+        assert str(caught.value) == f"{name} is {value!r}, expected {expected}"
+
+    @pytest.mark.parametrize(
+        "order", [("top_k", "top_k"), ("top_q",), ["top_k"], ("guide", "processors"), ("temperature", "processors")]
+    )
+    def test_of_the_order_are_enforced(self, order: Any) -> None:
+        with pytest.raises(UsageError, match=r"processor_order is .*, expected a tuple of different names"):
+            SamplingParams(processor_order=order)
+
+    def test_exist_for_every_parameter(self) -> None:
+        assert list(_RULES) == [field.name for field in fields(SamplingParams)]
+
+
+class TestCombinations:
+    @pytest.mark.parametrize(
+        ("params", "message"),
+        [
+            ({"num_beams": 2, "n": 2}, "beam search cannot be combined with n=2; leave one of them out"),
+            ({"num_beams": 2, "best_of": 2}, "beam search cannot be combined with best_of=2"),
+            ({"num_beams": 2, "mirostat": 2}, "beam search cannot be combined with mirostat=2"),
+            ({"num_beams": 2, "top_p": 0.9}, "beam search cannot be combined with top_p=0.9"),
+            ({"num_beams": 2, "top_k": 5}, "beam search cannot be combined with top_k=5"),
+            ({"num_beams": 2, "stop": ("x",)}, r"beam search cannot be combined with stop=\('x',\)"),
+            ({"num_beams": 2, "regex": "a*"}, r"beam search cannot be combined with regex='a\*'"),
+            ({"num_beams": 2, "logprobs": 0}, "beam search cannot be combined with logprobs=0"),
+            ({"num_beams": 2, "on_overflow": "sink"}, "beam search cannot be combined with on_overflow='sink'"),
+            ({"num_beams": 2, "temperature": 0.7}, "beam search draws nothing, so temperature=0.7 cannot be used"),
+            ({"num_beams": 2, "speculate": True}, "beam search cannot be combined with speculate=True"),
+            ({"num_beams": 2, "penalty_alpha": 0.6}, "beam search cannot be combined with penalty_alpha=0.6"),
+            ({"penalty_alpha": 0.6}, "penalty_alpha=0.6 needs top_k of at least 2"),
+            ({"penalty_alpha": 0.6, "top_k": 4, "min_p": 0.1}, "contrastive search cannot be combined with min_p=0.1"),
+            ({"penalty_alpha": 0.6, "top_k": 4, "choice": ("a",)}, "contrastive search cannot be combined with choice"),
+            ({"mirostat": 1, "top_k": 5}, "mirostat cannot be combined with top_k=5"),
+            ({"mirostat": 1, "temperature": 0}, "mirostat=1 needs temperature above 0"),
+            ({"regex": "a", "choice": ("a",)}, "regex and choice are given, expected at most one of json_schema"),
+            ({"n": 3, "best_of": 2}, "best_of=2 needs n of at most as many"),
+            ({"n": 2, "temperature": 0}, "n=2 needs temperature above 0"),
+            ({"consensus": "f1"}, "consensus='f1' needs n of at least 2"),
+            ({"consensus": "f1", "n": 3, "best_of": 5}, "consensus decoding cannot be combined with best_of=5"),
+            ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 needs max_tokens of at least as many"),
+            ({"allowed_tokens": (1, 2), "banned_tokens": (2, 1, 3)}, "needs a token that is not among banned_tokens"),
+            ({"num_beam_groups": 2, "diversity_penalty": 1.0}, "num_beam_groups=2 needs num_beams above 1"),
+            (
+                {"num_beams": 3, "num_beam_groups": 2, "diversity_penalty": 1.0},
+                "num_beam_groups=2 needs num_beams to be a multiple of it",
+            ),
+            ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups=2 needs diversity_penalty above 0"),
+            ({"num_beams": 4, "diversity_penalty": 1.0}, "diversity_penalty=1.0 needs num_beam_groups above 1"),
+            ({"length_penalty": 2.0}, "length_penalty=2.0 needs num_beams above 1"),
+            ({"early_stopping": True}, "early_stopping=True needs num_beams above 1"),
+            ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3 needs num_beams of at least as many"),
+            ({"dynatemp_range": 1.5}, "dynatemp_range=1.5 needs temperature of at least as much, or 0"),
+        ],
+        ids=str,
+    )
+    def test_that_contradict_are_refused_by_name(self, params: dict[str, Any], message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            SamplingParams(**params)
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {
+                "num_beams": 4,
+                "num_return_sequences": 4,
+                "length_penalty": -1.0,
+                "early_stopping": "never",
+                "repetition_penalty": 1.2,
+                "no_repeat_ngram_size": 3,
+                "min_tokens": 2,
+                "temperature": 0.0,
+            },
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "logit_bias": ((1, 2.0),)},
+            {"penalty_alpha": 0.6, "top_k": 4, "repetition_penalty": 1.2, "stop_token_ids": (3,)},
+            {"mirostat": 2, "temperature": 0.7, "repetition_penalty": 1.2, "n": 2, "regex": "a+"},
+            {"n": 4, "consensus": "chrf", "top_p": 0.9, "json_schema": {"type": "object"}},
+            {"n": 2, "best_of": 4, "logprobs": 5, "speculate": True},
+            {"temperature": 0, "top_p": 0.5, "dynatemp_range": 0.5, "grammar": "start: 'a'"},
+            {"processor_order": ("top_p", "temperature"), "on_overflow": "sink"},
+        ],
+        ids=str,
+    )
+    def test_that_make_sense_are_accepted(self, params: dict[str, Any]) -> None:
+        assert SamplingParams(**params).max_tokens == 256
+
+
+class TestDefaults:
+    @pytest.mark.parametrize(
+        "asked", [{"n": 2}, {"best_of": 2}, {"mirostat": 2}, {"typical_p": 0.5}, {"xtc_probability": 0.5}], ids=str
+    )
+    def test_of_a_greedy_checkpoint_give_way_to_what_only_sampling_can_give(self, asked: dict[str, Any]) -> None:
+        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, **asked) == SamplingParams(**asked)
+
+    def test_of_a_greedy_checkpoint_stay_for_what_is_neutral(self) -> None:
+        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, n=1, typical_p=1.0, mirostat=0).temperature == 0
+
+    @pytest.mark.parametrize("asked", [{"num_beams": 2}, {"penalty_alpha": 0.5, "top_k": 4}], ids=str)
+    def test_to_sample_are_left_out_of_searches(self, asked: dict[str, Any]) -> None:
+        assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT, **asked) == SamplingParams(**asked)
+
+    def test_to_cut_are_left_out_of_mirostat(self) -> None:
+        found = SamplingParams.from_defaults(SAMPLING_CHECKPOINT, mirostat=2)
+        assert found == SamplingParams(mirostat=2, temperature=0.7)
+
+    def test_take_lists_and_mappings_for_tuples(self) -> None:
+        found = SamplingParams.from_defaults(
+            GREEDY_CHECKPOINT,
+            logit_bias={5: -100, 7: 1.5},
+            banned_tokens=[1],
+            allowed_tokens=[2, 3],
+            choice=["a", "b"],
+            dry_sequence_breakers=["."],
+            processor_order=["top_p", "temperature"],
+        )
+        assert found.logit_bias == ((5, -100), (7, 1.5))
+        assert (found.banned_tokens, found.allowed_tokens, found.choice) == ((1,), (2, 3), ("a", "b"))
+        assert found.dry_sequence_breakers == (".",) and found.processor_order == ("top_p", "temperature")
+        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, logit_bias=[[5, 1.0]]).logit_bias == ((5, 1.0),)
