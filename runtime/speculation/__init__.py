@@ -6,7 +6,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from llmc.runtime.speculation.control import LENGTHS, DraftLength
+from llmc.runtime.speculation.control import LENGTHS, DraftLength, Ledger
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.model_drafter import ModelDrafter, check_same_tokenizer
 from llmc.runtime.speculation.speculator import Speculator
@@ -15,6 +15,7 @@ __all__ = [
     "LENGTHS",
     "DraftLength",
     "Drafter",
+    "Ledger",
     "ModelDrafter",
     "PromptLookup",
     "Speculator",

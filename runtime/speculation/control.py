@@ -36,6 +36,26 @@ REMEASURE = 64
 """Verifications in a row after which a step without drafts is made, for its cost grows with the context."""
 
 
+class Ledger:
+    """What drafting has lost (above 0) or won (below) in all sequences of an engine, in tokens' worth of time.
+
+    Shared by their :class:`DraftLength`, it keeps many short requests from each paying for a trial of its own: while it
+    is above 0 no sequence begins one.
+    """
+
+    def __init__(self) -> None:
+        self.debt = 0.0
+
+    def book(self, lost: float) -> None:
+        """Add what a verification lost or, below 0, won."""
+        self.debt = max(-MAX_CREDIT, self.debt + lost)
+
+    def repay(self) -> None:
+        """A token came without drafts."""
+        if self.debt > 0:
+            self.debt = max(0.0, self.debt - REPAYMENT)
+
+
 class DraftLength:
     """Chooses how many tokens to draft for one sequence, from its acceptance so far and the measured costs.
 
@@ -55,6 +75,7 @@ class DraftLength:
         lengths: draft lengths to choose from, ascending.
         step: seconds of a step without drafts of so many rows, None while that is unknown; default: what ``costs``
             knows of decoding calls of that many rows with a token each. For whoever makes a step of other calls.
+        ledger: shared with the other sequences; default: one of its own.
 
     Raises:
         UsageError: ``lengths`` is empty, or not ascending from 1.
@@ -67,6 +88,7 @@ class DraftLength:
         phase: str = Phase.PREFILL,
         lengths: Sequence[int] = LENGTHS,
         step: Callable[[int], float | None] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 1:
             raise UsageError(f"draft lengths are {list(lengths)}, expected ascending numbers from 1")
@@ -78,10 +100,11 @@ class DraftLength:
         self._lengths = tuple(lengths)
         self._trial_length = max((n for n in lengths if n <= TRIAL), default=lengths[0])
         self._accepted, self._judged = PRIOR
+        self._ledger = ledger or Ledger()
+        self._own = Ledger()
         self._on_trial = True
-        self._wait = 0.0
+        self._wait = FIRST_PAUSE if self._ledger.debt > 0 else 0.0
         self._pause = FIRST_PAUSE
-        self._debt = 0.0
         self._budget = FIRST_BUDGET
         self._streak = 0
 
@@ -116,13 +139,15 @@ class DraftLength:
         assert 0 <= accepted <= proposed and proposed > 0
         self._streak += 1
         self._count(proposed, accepted)
-        self._debt = max(-MAX_CREDIT, self._debt + self._lost(proposed, accepted, rows, seconds))
-        if self._debt > MAX_DEBT:
+        lost = self._lost(proposed, accepted, rows, seconds)
+        self._own.book(lost)
+        self._ledger.book(lost)
+        if self._own.debt > MAX_DEBT:
             self._stop()
         elif self._pays(rows, MARGIN):
             self._on_trial, self._pause = False, FIRST_PAUSE
         elif self._on_trial:
-            if self._debt > self._budget:
+            if self._own.debt > self._budget:
                 self._stop()
         elif not self._pays(rows, self._bar):
             self._stop()
@@ -131,14 +156,14 @@ class DraftLength:
         """Learn from drafts that were compared with what came instead of verified; drafting that would pay wakes up."""
         assert 0 <= accepted <= proposed and proposed > 0
         self._count(proposed, accepted)
-        if not self.active and self._debt <= WAKING_DEBT and self._pays(rows, MARGIN):
+        if not self.active and self._own.debt <= WAKING_DEBT and self._pays(rows, MARGIN):
             self._wait, self._on_trial = 0.0, False
 
     def plain(self, rows: int = 1) -> None:
         """Learn that a step without drafts committed one token."""
         self._streak = 0
-        if self._debt > 0:
-            self._debt = max(0.0, self._debt - REPAYMENT)
+        self._own.repay()
+        self._ledger.repay()
         if self._wait > 0:
             self._wait -= 1
             if self._wait <= 0:
@@ -147,12 +172,15 @@ class DraftLength:
             self._stop()
 
     def _try_again(self) -> None:
+        if self._ledger.debt > 0:
+            self._wait = FIRST_PAUSE
+            return
         share = min(1.0, AGED / self._judged)
         self._accepted, self._judged = self._accepted * share, self._judged * share
-        self._on_trial, self._budget, self._debt = True, 0.0, max(0.0, self._debt)
+        self._on_trial, self._budget, self._own.debt = True, 0.0, max(0.0, self._own.debt)
 
     def _stop(self) -> None:
-        self._wait = max(self._pause, self._debt / REPAYMENT)
+        self._wait = max(self._pause, self._own.debt / REPAYMENT)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self._on_trial = False
 
@@ -165,7 +193,7 @@ class DraftLength:
     @property
     def _bar(self) -> float:
         """The gain that is enough to go on."""
-        return MARGIN if self._debt >= 0 else LENIENCE
+        return MARGIN if self._own.debt >= 0 else LENIENCE
 
     def _pays(self, rows: int, bar: float) -> bool:
         return self._best(self._lengths[-1], rows)[1] > bar

@@ -5,7 +5,7 @@ from time import perf_counter
 
 from llmc.runtime.costs import StepCosts
 from llmc.runtime.sessions.base import Phase
-from llmc.runtime.speculation.control import LENGTHS, TRIAL, DraftLength
+from llmc.runtime.speculation.control import LENGTHS, TRIAL, DraftLength, Ledger
 from llmc.runtime.speculation.drafters import Drafter
 
 WATCH_SHARE = 0.005
@@ -24,7 +24,7 @@ class Speculator:
     Args:
         key: names the sequence to the drafter.
         costs: seconds of the session's calls; the drafter's are kept there too, under the name of its class.
-        phase, lengths, step: see :class:`DraftLength`.
+        phase, lengths, step, ledger: see :class:`DraftLength`.
     """
 
     def __init__(
@@ -35,13 +35,14 @@ class Speculator:
         phase: str = Phase.PREFILL,
         lengths: Sequence[int] = LENGTHS,
         step: Callable[[int], float | None] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._key = key
         self._drafter = drafter
         self._costs = costs
         self._name = type(drafter).__name__
         self._longest = max(lengths, default=0)
-        self.control = DraftLength(costs, self._name, phase, lengths, step)
+        self.control = DraftLength(costs, self._name, phase, lengths, step, ledger)
         self.proposed = 0
         """Drafts that were verified so far."""
         self.accepted = 0

@@ -10,7 +10,7 @@ import pytest
 from llmc.errors import UsageError
 from llmc.runtime.costs import StepCosts
 from llmc.runtime.sessions import Phase
-from llmc.runtime.speculation import DraftLength
+from llmc.runtime.speculation import DraftLength, Ledger
 from llmc.runtime.speculation.control import LENGTHS
 
 # Share of the time without speculation that may be lost on text that nobody can guess: what issue 4 asks for.
@@ -145,6 +145,25 @@ def test_text_that_nobody_can_guess_costs_less_than_three_percent(machine: Machi
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_controller_that_never_stops_loses_more_than_three_percent(machine: Machine):
     assert speed(machine, simulate(machine, lambda _: 0.1, 1000, 0, NeverStops)) < 1 - MOST_LOST
+
+
+def of_short_requests(machine: Machine, acceptance: float, ledger: Ledger | None) -> float:
+    """Speed over requests of 32 tokens, which share the ledger if there is one."""
+    runs = [
+        simulate(machine, lambda _: acceptance, 32, seed, lambda costs: DraftLength(costs, ledger=ledger))
+        for seed in range(40)
+    ]
+    return sum(run.tokens for run in runs) * machine.plain / sum(run.seconds for run in runs)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_many_short_requests_pay_for_their_trials_together(machine: Machine):
+    assert of_short_requests(machine, 0.1, Ledger()) > 1 - MOST_LOST
+    assert of_short_requests(machine, 0.1, None) < 1 - MOST_LOST  # planted: each for itself
+
+
+def test_what_short_requests_win_together_is_not_less_than_what_each_wins_alone():
+    assert of_short_requests(INT8, 0.9, Ledger()) > NEARLY_BEST * of_short_requests(INT8, 0.9, None) > 1.5
 
 
 @pytest.mark.parametrize("machine", [INT4_ON_W8A8, INT8, DRAFT_MODEL])
