@@ -19,6 +19,8 @@ from llmc.runtime.sampling import SamplingParams, make_sampler
 
 VOCABULARY = 151_936  # of Qwen2.5
 CALLS = 1000
+PROMPT = 1000  # tokens that penalties look at
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature 0.8": {"temperature": 0.8},
@@ -27,6 +29,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 0.8, min-p 0.05": {"temperature": 0.8, "min_p": 0.05},
     "temperature 0.8, top-k 50, top-p 0.95": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
     "temperature 0.2, top-p 0.95": {"temperature": 0.2, "top_p": 0.95},
+    "greedy, repetition penalty": {"temperature": 0.0, "repetition_penalty": 1.1},
+    "top-p 0.95, penalties": {"top_p": 0.95, **PENALTIES},
+    "top-k 50, top-p 0.95, penalties": {"top_k": 50, "top_p": 0.95, **PENALTIES},
+    "top-k 50, DRY, no repeated 3-gram": {"top_k": 50, "dry_multiplier": 0.8, "no_repeat_ngram_size": 3},
+    "top-p 0.95, 5 log-probabilities": {"top_p": 0.95, "logprobs": 5},
+    "typical 0.95": {"typical_p": 0.95},
+    "min-p 0.05, XTC": {"min_p": 0.05, "xtc_probability": 0.5},
+    "top-p 0.95, dynamic temperature": {"top_p": 0.95, "dynatemp_range": 0.5},
+    "mirostat 2": {"mirostat": 2},
 }
 
 
@@ -48,9 +59,9 @@ DISTRIBUTIONS = {"flat": flat, "peaked": peaked}
 
 def measure(sampling: dict[str, Any], rows: list[npt.NDArray[np.float32]], calls: int) -> dict[str, float]:
     """Median, 95th percentile and mean microseconds per call; the rows take turns, so the caches see fresh logits."""
-    sampler = make_sampler(SamplingParams(seed=0, **sampling), rows[0].size, prompt_length=0)
+    sampler = make_sampler(SamplingParams(seed=0, **sampling), rows[0].size, prompt_length=PROMPT)
     microseconds = []
-    tokens: list[int] = []
+    tokens = list(range(PROMPT))
     for position in range(-20, calls):  # the first ones warm up
         logits = rows[position % len(rows)]
         started = time.perf_counter_ns()
