@@ -7,7 +7,8 @@ an error its masks allow the end of the sequence, and unknown keywords of a sche
 
 What is constrained is the text of the tokens. Where only one text can come next, only the tokens that the tokenizer
 would make of it are allowed; elsewhere, every token whose text fits. A tokenizer whose decoder drops a space at the
-start of a text (Llama 2) also drops it from guided output.
+start of a text (Llama 2) also drops it from guided output. An output cut off by ``max_tokens`` is the beginning of one
+that follows the grammar, and a grammar that recurses without an end is followed until then.
 """
 
 import json
@@ -485,7 +486,7 @@ class _GrammarGuide:
     def _next_bits(self) -> bytes:
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self._renew()
+            self._recover()
             bits = self._matcher.compute_bitmask()
             if self._matcher.is_error():
                 raise self._compiled.failure(self._matcher)
@@ -496,10 +497,15 @@ class _GrammarGuide:
 
     def _advance(self, token: int) -> None:
         if not self._matcher.consume_token(token):
-            self._renew()
+            self._recover()
             if not self._matcher.consume_token(token):
                 raise self._compiled.failure(self._matcher)
         self._accepted.append(token)
+
+    def _recover(self) -> None:
+        if "lexer" not in self._matcher.get_error():  # the rest is not shared, so the request itself is to blame
+            raise self._compiled.failure(self._matcher)
+        self._renew()
 
     def _renew(self) -> None:
         self._matcher = self._compiled.renew()

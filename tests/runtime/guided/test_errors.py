@@ -151,6 +151,17 @@ class TestLexerStates:
                 guide.accept(int(guide.mask(logits).argmax()))
 
 
+class TestParser:
+    def test_that_finds_a_grammar_too_complex_ends_the_request_at_once(
+        self, tiny: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(guided._Compiled, "renew", lambda self: pytest.fail("compiled again, in vain"))
+        guide = tiny.start(tiny.grammars(), grammar='start: ((("a"~1..1000)~1..1000)~1..1000)')
+        with pytest.raises(GrammarError, match="max is 2000"):
+            for _ in range(100):
+                guide.accept(*tiny.spell(b"a"))
+
+
 class TestCache:
     def test_compiles_equal_grammars_once(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         compiled: list[str] = []
