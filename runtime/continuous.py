@@ -49,7 +49,8 @@ class ContinuousBatch:
         manifest: of the bundle.
         intake: makes samples and strategies.
         waiting: who waits for rows.
-        end, fail: told what became of a job.
+        end: told that a job is done, with what makes its outputs.
+        fail: told that it is not, and why.
         metrics: told of every call.
         options: of the engine.
         prefill_chunk: prompt tokens per call.
@@ -66,7 +67,7 @@ class ContinuousBatch:
         intake: Intake,
         waiting: Queue,
         *,
-        end: Callable[[Job, Sequence[Output]], None],
+        end: Callable[[Job, Callable[[], Sequence[Output]]], None],
         fail: Callable[[Job, BaseException], None],
         metrics: EngineMetrics,
         options: EngineOptions,
@@ -325,7 +326,7 @@ class ContinuousBatch:
         self._free(sample)
         job.finished.append(sample)
         if len(job.finished) == job.draws:
-            self._end(job, ranked(job))
+            self._end(job, partial(ranked, job))
 
     def _advanced(self, job: Job, done: bool) -> None:
         """A strategy made a step."""
@@ -335,7 +336,7 @@ class ContinuousBatch:
         outputs = [self._intake.output(job, index, item) for index, item in enumerate(found)]
         for output in outputs:
             job.emit(Delta(output.index, output.text, output.token_ids))
-        self._end(job, outputs)
+        self._end(job, lambda: outputs)
 
     def drop(self, job: Job) -> None:
         """Take a job out of the queue and off its rows."""

@@ -19,7 +19,7 @@ from llmc.runtime.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.prefix_store import PrefixStore
 from llmc.runtime.request import Request
-from llmc.runtime.results import Output
+from llmc.runtime.results import GenerationResult, Output
 from llmc.runtime.scheduler import Queue
 from llmc.runtime.sequence import Job, named
 from llmc.runtime.sessions import Session
@@ -205,28 +205,39 @@ class Engine:
         self._jobs[job] = None
         job.ticket = self._waiting.push(job, job.request.priority)
 
-    def _end(self, job: Job, outputs: Sequence[Output]) -> None:
-        """A job is done."""
-        job.timeline.finish(outputs[0].finish_reason)
-        job.mailbox.end(job.result(outputs))
-        self._forget(job)
+    def _end(self, job: Job, outputs: Callable[[], Sequence[Output]]) -> None:
+        """A job is done. Comparing samples with one another may take long, so that is left to another thread."""
+        self._jobs.pop(job, None)
+        if job.draws > 1:
+            self._pool.submit(self._deliver, job, outputs)
+        else:
+            self._deliver(job, outputs)
+
+    def _deliver(self, job: Job, outputs: Callable[[], Sequence[Output]]) -> None:
+        try:
+            made = outputs()
+            self._close(job, made[0].finish_reason, lambda: job.result(made))
+        except Exception as error:  # noqa: BLE001  # it reaches the client
+            self._close(job, "error", None, named(error))
 
     def _fail(self, job: Job, error: BaseException) -> None:
         """A job cannot go on; its rows are free at once."""
         if job.mailbox.ended:
             return
         self._batch.drop(job)
-        job.timeline.finish(_OUTCOMES.get(type(error), "error"))
-        job.mailbox.end(None, error)
-        self._forget(job)
+        self._jobs.pop(job, None)
+        self._close(job, _OUTCOMES.get(type(error), "error"), None, error)
 
     def _fail_all(self, error: BaseException) -> None:
         for job in list(self._jobs):
             self._fail(job, error)
 
-    def _forget(self, job: Job) -> None:
-        """One line in the log and one span for a job that ended; both cost nothing where nobody wants them."""
-        self._jobs.pop(job, None)
+    def _close(
+        self, job: Job, reason: str, result: Callable[[], GenerationResult] | None, error: BaseException | None = None
+    ) -> None:
+        """Tell the client, and leave a line in the log and a span, which cost nothing where nobody wants them."""
+        job.timeline.finish(reason)
+        job.mailbox.end(result() if result else None, error)
         if log.isEnabledFor(logging.DEBUG):
             event(log, "request ended", level=logging.DEBUG, **vars(job.timeline.metrics()))
         record_spans(job.timeline, model=self._name, parent=job.trace)

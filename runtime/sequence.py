@@ -205,7 +205,7 @@ class Job:
             ProcessorError: the client's function raised.
         """
         if delta.token_ids:
-            self.timeline.token(len(delta.token_ids))
+            self.timeline.token(len(delta.token_ids), output=delta.index)
         if self.request.on_delta is not None:
             try:
                 self.request.on_delta(delta)
