@@ -19,6 +19,7 @@ from llmc.runtime.sampling.processors import FILTERS, Guide, Processor, Setting,
 
 _FAST = ("temperature", "top_k", "top_p", "min_p")  # what RandomSampler does itself, in its order
 CUTS = FILTERS[FILTERS.index("top_k") :]
+_MANY = 8192  # candidates, above which a pass over the vocabulary in float32 beats one over them in float64
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _plan(steps: _Steps, setting: Setting) -> tuple[_Steps, Chooser, _Steps]:
         return steps, MirostatSampler(params, seed), []
     head, tail = _split(steps)
     if any(name in CUTS for name, _ in head):
-        return steps, SupportSampler(seed), []
+        return steps, SupportSampler(seed, setting.vocab_size), []
     named = {name: getattr(params, name) for name, _ in tail}
     return head, RandomSampler(SamplingParams(**named, seed=seed), setting.vocab_size), tail
 
@@ -223,12 +224,17 @@ class SupportSampler(Chooser):
 
     seed: int
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, vocab_size: int) -> None:
         self.seed = seed
+        self._masses = Masses(vocab_size)
 
     def choose(self, logits: Logits, position: int) -> int:
+        possible = logits > -np.inf
+        if np.count_nonzero(possible) > _MANY:
+            self._masses.fill(logits, 1.0)
+            return self._masses.pick(uniform(self.seed, position, 0), uniform(self.seed, position, 1))[0]
         check_peak(float(logits.max()))
-        tokens = np.flatnonzero(logits > -np.inf)
+        tokens = np.flatnonzero(possible)
         values = logits[tokens].astype(np.float64)
         weights = np.exp(values - values.max())
         return int(tokens[pick(np.add.accumulate(weights), uniform(self.seed, position, 0))])

@@ -222,6 +222,18 @@ class TestDraws:
             counts[sampler(logits, history).token] += 1
         return chi_square_deviations(counts, softmax(run(history, logits, **expected)))
 
+    @pytest.mark.parametrize("epsilon", [0.0, 3e-5], ids=["right", "wrong"])
+    def test_from_many_tokens_follow_the_distribution(self, epsilon: float) -> None:
+        logits = random_logits(4, 30_000) / 4
+        sampler: Any = make_sampler(SamplingParams(top_n_sigma=4.5, seed=0), logits.size, prompt_length=0)
+        tokens = [sampler(logits, [0] * position).token for position in range(1500)]
+        expected = softmax(run([], logits, top_n_sigma=4.5, epsilon_cutoff=epsilon))
+        bins = np.digitize(logits, np.quantile(logits, np.linspace(0, 1, 40)[1:-1]))
+        counts = np.bincount(bins[tokens], minlength=40)
+        assert np.count_nonzero(run([], logits, top_n_sigma=4.5) > -np.inf) > 10_000
+        deviations = chi_square_deviations(counts, np.bincount(bins, expected, minlength=40))
+        assert (deviations < CHI_SQUARE_DEVIATIONS) == (epsilon == 0)
+
     @staticmethod
     def history() -> list[int]:
         """Some of the most probable tokens, with repetitions, so that penalties matter."""
