@@ -8,16 +8,20 @@ atomically by :mod:`llmc.publish`, so a folder with a manifest is complete.
 import hashlib
 import json
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llmc.errors import BundleError, LlmcError
+from llmc.measured import NOTHING_KNOWN
+from llmc.measured import Invariance as Invariance
+from llmc.measured import PhaseQuality as PhaseQuality
+from llmc.measured import Quality as Quality
 from llmc.strict import decode as decode
 
-SCHEMA_VERSION = 2
-GRAPH_CONTRACT_VERSION = 1
+SCHEMA_VERSION = 3
+GRAPH_CONTRACT_VERSION = 2
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
 DECODER_FILE = "decoder.onnx"
@@ -110,6 +114,7 @@ class Graph:
     step_weight_bytes: int
     cpu_features: tuple[str, ...]
     multi_row_prefill: bool
+    invariance: Invariance = NOTHING_KNOWN
 
 
 @dataclass(frozen=True)
@@ -271,73 +276,6 @@ class GoldenPrompt:
 
 
 @dataclass(frozen=True)
-class PhaseQuality:
-    """One path of a bundle, prefill or decode, on a text; None where there was no unquantized model to compare with.
-
-    Attributes:
-        perplexity: exp of the mean negative log-likelihood of the scored tokens.
-        mean_kl, p99_kl: mean and 99th percentile of KL(reference || bundle) in nats over positions.
-        top1_agreement: share of positions with the same most likely token, 0 ... 1.
-    """
-
-    perplexity: float
-    mean_kl: float | None
-    p99_kl: float | None
-    top1_agreement: float | None
-
-
-@dataclass(frozen=True)
-class Quality:
-    """Bundle against the unquantized model on a text. The properties are those of the worse of the two paths.
-
-    Attributes:
-        text: what it was measured on: a file's name, or "golden prompts".
-        sha256: of the file, empty for golden prompts.
-        positions: scored positions of each path.
-        window: tokens per window, each of which starts from an empty cache; 0 for golden prompts.
-        reference_perplexity: of the unquantized model.
-        phases: by the path's name, prefill and decode: they are different graphs.
-        greedy_match: mean number of the bundle's greedy tokens after a golden prompt before the first one that the
-            unquantized model, given the same tokens before it, would not have chosen.
-        greedy_tokens: how many tokens were generated after each golden prompt, so the largest possible greedy_match.
-    """
-
-    text: str
-    sha256: str
-    positions: int
-    window: int
-    reference_perplexity: float | None
-    phases: dict[str, PhaseQuality]
-    greedy_match: float | None
-    greedy_tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        """The larger perplexity."""
-        return max(phase.perplexity for phase in self.phases.values())
-
-    @property
-    def mean_kl(self) -> float | None:
-        """The larger mean KL."""
-        return self._worst(max, [phase.mean_kl for phase in self.phases.values()])
-
-    @property
-    def p99_kl(self) -> float | None:
-        """The larger 99th percentile of KL."""
-        return self._worst(max, [phase.p99_kl for phase in self.phases.values()])
-
-    @property
-    def top1_agreement(self) -> float | None:
-        """The smaller agreement."""
-        return self._worst(min, [phase.top1_agreement for phase in self.phases.values()])
-
-    @staticmethod
-    def _worst(choose: Callable[[list[float]], float], values: list[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return choose(known) if known else None
-
-
-@dataclass(frozen=True)
 class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
@@ -403,6 +341,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "limits": 0 < limits.prefill_chunk <= limits.max_context <= g.max_positions and limits.max_batch > 0,
         "memory": min(asdict(memory).values()) >= 0,
         "graphs": "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
+        "invariance": all(graph.invariance.is_sound for graph in manifest.graphs.values()),
         "cache": manifest.cache in CACHE_BYTES,
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
         "recipe": manifest.recipe.threads is None or 0 < manifest.recipe.threads <= 1024,

@@ -149,7 +149,7 @@ class Stack(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Contract 1: new tokens and a cache in, logits at the asked positions and the updated cache out."""
+    """Contract 1: new tokens and a cache in; logits, what they are made of, and the updated cache out."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -162,8 +162,8 @@ class Decoder(nn.Module):
 
     def forward(
         self, input_ids: Tensor, past_lengths: Tensor, logit_indices: Tensor, pasts: Sequence[Cache]
-    ) -> tuple[Tensor, list[Cache]]:
-        """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), caches."""
+    ) -> tuple[Tensor, Tensor, list[Cache]]:
+        """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), (B, O, N), caches."""
         x = self.model.embed_tokens(input_ids)  # (B, S, N)
         presents = []
         for layer, past in zip(self.model.layers, pasts, strict=True):
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
             presents.append(present)
         x = self.model.norm(self.logit_rows(x, logit_indices))  # (B, O, N)
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
-        return self.lm_head(x, *tied_weight), presents
+        return self.lm_head(x, *tied_weight), x, presents
 
 
 def load_decoder(checkpoint: Checkpoint) -> Decoder:

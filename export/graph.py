@@ -119,7 +119,7 @@ def _name_contract(graph: ir.Graph, config: DecoderConfig) -> None:
     """Give inputs, outputs and symbolic dimensions the names of contract 1."""
     caches = [f"{i}.{part}" for i in range(config.layers) for part in ("key", "value")]
     inputs = ["input_ids", "past_lengths", "logit_indices", *(f"past_key_values.{cache}" for cache in caches)]
-    outputs = ["logits", *(f"present.{cache}" for cache in caches)]
+    outputs = ["logits", "hidden_states", *(f"present.{cache}" for cache in caches)]
     shapes = [[str(dim) for dim in value.shape or ()] for value in graph.inputs]
     dims = {shapes[0][0]: "batch", shapes[0][1]: "sequence", shapes[2][1]: "outputs", shapes[3][2]: "capacity"}
     for value in _values(graph):

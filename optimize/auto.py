@@ -226,7 +226,8 @@ def _measure(
         with cache.published(target.parent) as room:  # of two searches the first one to finish serves both
             make(candidate, room / target.name)
         manifest = read_bundle(target)
-    return [_timed(name, folder, manifest, threads, progress) for threads in _thread_counts()]
+    rows = candidate.max_batch or 1  # a bundle may serve more rows than are asked for
+    return [_timed(name, folder, manifest, threads, rows, progress) for threads in _thread_counts()]
 
 
 def _thread_counts() -> list[int]:
@@ -235,7 +236,7 @@ def _thread_counts() -> list[int]:
     return sorted({most, max(1, most // 2)}, reverse=True)
 
 
-def _timed(name: str, folder: Path, manifest: Manifest, threads: int, progress: Progress) -> Trial:
+def _timed(name: str, folder: Path, manifest: Manifest, threads: int, rows: int, progress: Progress) -> Trial:
     """What is known of this machine, or else measured now."""
     machine = sha256(f"{cpu_model()} {manifest.target.engine_version} {threads}".encode()).hexdigest()[:12]
     path = folder / f"trial-{machine}.json"
@@ -257,7 +258,7 @@ def _timed(name: str, folder: Path, manifest: Manifest, threads: int, progress: 
         threads=threads,
         prefill_tokens_per_s=report.prefill_tokens_per_s,
         decode_tokens_per_s=report.decode_tokens_per_s,
-        memory=manifest.memory.total(manifest.limits.max_context, manifest.limits.max_batch),
+        memory=manifest.memory.total(manifest.limits.max_context, rows),
         size=sum(entry.size for entry in manifest.files.values()),
         mean_kl=quality.mean_kl,
         top1_agreement=quality.top1_agreement,

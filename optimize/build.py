@@ -34,6 +34,7 @@ from llmc.optimize.calibration import KEPT_BYTES, CalibrationRequest, calibrated
 from llmc.optimize.evaluate import evaluate, read_windows
 from llmc.optimize.gate import advise, check
 from llmc.optimize.golden import golden_prompts
+from llmc.optimize.invariance import measured
 from llmc.optimize.lower.plan import Form, Forms, PerToken, Plan, Static, check_patterns, forms
 from llmc.optimize.passes import lower
 from llmc.optimize.plan import memory_plan, plan_build
@@ -105,7 +106,7 @@ def build(
         target: cpu.
         precision: fp32, fp16, int8 (default) or int4; overrides the recipe's.
         max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768.
-        max_batch: cache rows; default 1.
+        max_batch: requests that may run at once; default 8.
         budget: quality that the bundle must keep; its limits override the recipe's.
         recipe: TOML file or its contents, see :class:`llmc.optimize.recipe.Request`.
         calibration: text and decoder for recipes that look at activations.
@@ -281,4 +282,6 @@ def _judge(order: _Order, folder: Path, manifest: Manifest) -> Manifest:
             seen = partial(advise, folder, manifest, order.source, quality, text.ids, order.progress)
             check(quality, order.recipe.budget, seen)
             cache.prune("reference", KEPT_BYTES)
+        order.progress("comparing calls of different sizes")
+        manifest = measured(model.runner.session, manifest)
     return replace(manifest, golden=golden, quality=quality)

@@ -36,7 +36,7 @@ def folder(whole: Manifest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def export_manifest(manifest: Manifest) -> ExportManifest:
-    return ExportManifest(bundle.SCHEMA_VERSION, "0.1.0", 1, manifest.geometry, manifest.source, manifest.generation)
+    return ExportManifest(bundle.SCHEMA_VERSION, "0.1.0", 2, manifest.geometry, manifest.source, manifest.generation)
 
 
 def edit(folder: Path, change: Any, name: str = BUNDLE_MANIFEST) -> None:
@@ -174,14 +174,14 @@ def test_a_value_of_any_length_is_quoted_in_part(folder: Path):
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    with pytest.raises(BundleError, match=r"schema version 3, written by llmc 9.9.9.*up to 2.*pip install -U llmc"):
+    with pytest.raises(BundleError, match=r"schema version 4, written by llmc 9.9.9.*up to 3.*pip install -U llmc"):
         bundle.read_bundle(folder)
 
 
 def test_a_newer_schema_is_refused_before_its_unknown_fields_are(folder: Path):
     edit(folder, put("new", "novelty"))
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
-    with pytest.raises(BundleError, match="schema version 3"):
+    with pytest.raises(BundleError, match="schema version 4"):
         bundle.read_bundle(folder)
 
 
@@ -189,7 +189,7 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
     with pytest.raises(
-        BundleError, match=r"schema version 1 of an older llmc \(0.1.0\), this one reads 2; make it again"
+        BundleError, match=r"schema version 2 of an older llmc \(0.1.0\), this one reads 3; make it again"
     ):
         bundle.read_bundle(folder)
 
@@ -216,7 +216,7 @@ def test_numbers_that_no_build_writes_are_refused(folder: Path, change: Any, par
 
 def test_another_graph_contract_is_refused(folder: Path):
     edit(folder, put(bundle.GRAPH_CONTRACT_VERSION + 1, "graph_contract"))
-    with pytest.raises(BundleError, match="graph contract 2, not 1; make it again with: llmc build"):
+    with pytest.raises(BundleError, match="graph contract 3, not 2; make it again with: llmc build"):
         bundle.read_bundle(folder)
 
 

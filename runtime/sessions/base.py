@@ -56,7 +56,7 @@ class Session(Protocol):
 
     @property
     def hidden(self) -> NDArray[np.float32] | None:
-        """What the head read in the last call, float32 [B, O, hidden]; reused as its logits are. None before it."""
+        """What the head read in the last call, float32 [B, O, hidden], reused as logits are; None if unknown."""
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Grow the cache to at least ``rows`` rows of ``capacity`` positions; what it holds is kept."""

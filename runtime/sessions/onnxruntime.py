@@ -54,10 +54,10 @@ class OnnxRuntimeSession:
         self._cache: list[NDArray[Any]] = []
         self._bound: OrderedDict[Any, _Binding] = OrderedDict()
         self._long: tuple[Any, _Binding] | None = None
-        self._outputs: NDArray[np.float32] | None = None
+        self._outputs: list[NDArray[np.float32]] = []
         self._written: list[int] = []  # of each row, the positions up to the last that was ever written
         self._capacity = 0
-        self._hidden: NDArray[np.float32] | None = None
+        self._hidden = np.empty((0, 0, manifest.geometry.hidden_size), np.float32)
 
     @property
     def engine_version(self) -> str:
@@ -75,8 +75,8 @@ class OnnxRuntimeSession:
         return self._capacity
 
     @property
-    def hidden(self) -> NDArray[np.float32] | None:
-        """What the head read in the last call, float32 [B, O, hidden]; None before the first."""
+    def hidden(self) -> NDArray[np.float32]:
+        """What the head read in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
         return self._hidden
 
     def reserve(self, rows: int, capacity: int) -> None:
@@ -189,7 +189,7 @@ class OnnxRuntimeSession:
                 f"the cache has {self.rows} rows of {self._capacity}; reserve room first"
             )
         if rows > 1 and sequence > 1 and not self._multi_row_prefill:
-            return np.concatenate([self.run(row) for row in _row_by_row(batch)])
+            return self._run_row_by_row(batch)
         binding = self._binding(batch)
         binding.input_ids[:] = batch.input_ids
         binding.past_lengths[:] = batch.past_lengths
@@ -198,7 +198,13 @@ class OnnxRuntimeSession:
             binding.session.run_with_iobinding(binding.io)
         for row, end in enumerate(ends, batch.first_row):
             self._written[row] = max(self._written[row], end)
+        self._hidden = binding.hidden
         return binding.logits
+
+    def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
+        parts = [(self.run(row).copy(), self._hidden.copy()) for row in _row_by_row(batch)]
+        logits, self._hidden = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return logits
 
     def close(self) -> None:
         """Free the graphs and the cache."""
@@ -209,7 +215,7 @@ class OnnxRuntimeSession:
 
     def _unbind(self) -> None:
         self._bound.clear()
-        self._long, self._outputs = None, None
+        self._long, self._outputs = None, []
 
     def _binding(self, batch: Batch) -> "_Binding":
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
@@ -220,19 +226,26 @@ class OnnxRuntimeSession:
         if self._long is not None and self._long[0] == shape:
             return self._long[1]
         caches = [cache[batch.first_row : batch.first_row + batch.input_ids.shape[0]] for cache in self._cache]
-        graph, vocab_size = self._graphs[batch.phase], self._geometry.vocab_size
-        if batch.phase is Phase.DECODE and batch.logit_indices.size <= max(SHARED_OUTPUTS, self.rows):
-            if self._outputs is None:
-                self._outputs = np.empty((max(SHARED_OUTPUTS, self.rows), vocab_size), np.float32)
-            logits = self._outputs[: batch.logit_indices.size].reshape(*batch.logit_indices.shape, vocab_size)
-            self._bound[shape] = binding = _Binding(graph, batch, caches, logits)
-            if len(self._bound) > KEPT_BINDINGS:
-                self._bound.popitem(last=False)
+        kept = batch.phase is Phase.DECODE and batch.logit_indices.size <= max(SHARED_OUTPUTS, self.rows)
+        if not kept:
+            self._long = None  # its outputs go before new ones come
+        binding = _Binding(self._graphs[batch.phase], batch, caches, *self._outputs_for(batch, shared=kept))
+        if not kept:
+            self._long = (shape, binding)
             return binding
-        self._long = None  # its logits go before new ones come
-        logits = np.empty((*batch.logit_indices.shape, vocab_size), np.float32)
-        self._long = (shape, _Binding(graph, batch, caches, logits))
-        return self._long[1]
+        self._bound[shape] = binding
+        if len(self._bound) > KEPT_BINDINGS:
+            self._bound.popitem(last=False)
+        return binding
+
+    def _outputs_for(self, batch: Batch, *, shared: bool) -> list[NDArray[np.float32]]:
+        """Room for logits and hidden states of a call."""
+        shape, widths = batch.logit_indices.shape, (self._geometry.vocab_size, self._geometry.hidden_size)
+        if not shared:
+            return [np.empty((*shape, width), np.float32) for width in widths]
+        most = max(SHARED_OUTPUTS, self.rows)
+        self._outputs = self._outputs or [np.empty((most, width), np.float32) for width in widths]
+        return [memory[: shape[0] * shape[1]].reshape(*shape, memory.shape[1]) for memory in self._outputs]
 
 
 def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -252,17 +265,25 @@ def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 class _Binding:
     """Arrays for one shape of call, bound to a graph by address; ``caches`` alternate key and value, layer by layer."""
 
-    def __init__(self, session: Any, batch: Batch, caches: list[NDArray[Any]], logits: NDArray[np.float32]) -> None:
+    def __init__(
+        self,
+        session: Any,
+        batch: Batch,
+        caches: list[NDArray[Any]],
+        logits: NDArray[np.float32],
+        hidden: NDArray[np.float32],
+    ) -> None:
         self.session = session
         self.io = session.io_binding()
         self.input_ids = np.empty(batch.input_ids.shape, np.int64)
         self.past_lengths = np.empty(batch.past_lengths.shape, np.int64)
         self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
-        self.logits = logits
+        self.logits, self.hidden = logits, hidden
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             self._bind(self.io.bind_input, name, getattr(self, name))
         self._bind(self.io.bind_output, "logits", self.logits)
+        self._bind(self.io.bind_output, "hidden_states", self.hidden)
         for i, tensor in enumerate(caches):
             layer, part = i // 2, ("key", "value")[i % 2]
             self._bind(self.io.bind_input, f"past_key_values.{layer}.{part}", tensor)

@@ -95,7 +95,7 @@ def test_sizes_are_read_as_people_write_them(llmc, tiny_checkpoint: Path, size: 
 def test_more_than_a_bundle_was_built_for_is_wrong_usage(llmc, tiny_bundle: Path):
     for arguments, sentence in (
         (["--context", 2049], "--context is 2049, the bundle was built for 2048; build with a larger --max-context"),
-        (["--batch", 2], "--batch is 2, the bundle was built for 1; build with a larger --max-batch"),
+        (["--batch", 9], "--batch is 9, the bundle was built for 8; build with a larger --max-batch"),
         (["--int4"], "is built already, a precision or recipe is for an export or a checkpoint"),
     ):
         ran = llmc("plan", tiny_bundle, *arguments)

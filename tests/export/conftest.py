@@ -74,12 +74,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A random checkpoint, its export, and its logits by transformers in float32."""
+    """A random checkpoint, its export, and transformers running it in float32."""
 
     name: str
     checkpoint: Path
     export: Path
-    reference: Callable[..., np.ndarray]
+    reference: "Reference"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -96,7 +96,7 @@ def make_case(name: str, folder: Path) -> Case:
     checkpoint, output = folder / "checkpoint", folder / "export"
     write_random_checkpoint(CASES[name], checkpoint)
     export(checkpoint, output)
-    return Case(name, checkpoint, output, reference_logits(checkpoint))
+    return Case(name, checkpoint, output, Reference(checkpoint))
 
 
 def write_random_checkpoint(case: dict[str, Any], folder: Path) -> None:
@@ -114,18 +114,35 @@ def write_random_checkpoint(case: dict[str, Any], folder: Path) -> None:
     write_tokenizer(folder)
 
 
-def reference_logits(folder: Path) -> Callable[..., np.ndarray]:
-    import torch
-    from transformers import AutoModelForCausalLM
+class Reference:
+    """transformers in float32, on the CPU."""
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
 
-    def logits(ids: np.ndarray, start: int = 0) -> np.ndarray:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def __call__(self, ids: np.ndarray, start: int = 0) -> np.ndarray:
+        """Logits [B, S, V] of tokens whose first position is ``start``."""
+        import torch
+
         positions = torch.arange(start, start + ids.shape[1])[None]
         with torch.no_grad():
-            return model(torch.from_numpy(ids), position_ids=positions).logits.numpy()
+            return self.model(torch.from_numpy(ids), position_ids=positions).logits.numpy()
 
-    return logits
+    def hidden(self, ids: np.ndarray, normed: bool = True) -> np.ndarray:
+        """The last hidden states [B, S, H], after the last norm or before it."""
+        import torch
+
+        seen = []
+        hook = self.model.model.norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+        with torch.no_grad():
+            states = self.model(torch.from_numpy(ids), output_hidden_states=True).hidden_states
+        hook.remove()
+        return (states[-1] if normed else seen[0]).numpy()
 
 
 @pytest.fixture(scope="session", params=CASES)

@@ -148,6 +148,12 @@ def search(tiny_export, tiny_checkpoint, tmp_path, counted):
     return run
 
 
+def test_memory_is_that_of_as_many_rows_as_are_asked_for(search):
+    found = search(max_batch=3)
+    assert found.manifest.limits.max_batch == 3
+    assert found.chosen.memory == found.manifest.memory.total(128, 3)
+
+
 def test_a_search_publishes_the_fastest_and_a_repeated_one_builds_nothing(search, counted, tmp_path):
     first = search("first")
     assert [trial.name for trial in first.trials] == ["int4", "fp32"]
@@ -158,6 +164,11 @@ def test_a_search_publishes_the_fastest_and_a_repeated_one_builds_nothing(search
     assert (manifest.recipe.name, manifest.recipe.threads) == (f"auto: {first.chosen.name}", 1)
     assert manifest.recipe.budget == LOOSE
     assert first.trials[0].mean_kl > 100 * first.trials[1].mean_kl
+
+    assert manifest.limits.max_batch == 8
+    assert first.chosen.memory == manifest.memory.total(
+        128, 1
+    )  # of the one row that is served unless more are asked for
 
     assert search("again") == replace(first, output=tmp_path / "again")
 

@@ -153,7 +153,7 @@ def test_defaults_are_int8_in_blocks_of_128_with_a_graph_for_each_phase():
         budget=Budget(),
         calibration=None,
     )
-    assert (limits.max_context, limits.max_batch) == (2048, 1)
+    assert (limits.max_context, limits.max_batch) == (2048, 8)
     assert limits.prefill_chunk <= 512
 
 
@@ -163,7 +163,7 @@ def test_the_context_is_the_checkpoints_up_to_a_bound_unless_asked_for():
 
 
 def test_a_chunk_is_no_longer_than_the_context():
-    assert resolve(Request(max_context=100), CPU, 2048, "x")[1] == Limits(100, 1, 100)
+    assert resolve(Request(max_context=100), CPU, 2048, "x")[1] == Limits(100, 8, 100)
 
 
 @pytest.mark.parametrize(("precision", "form"), [("fp32", Float32()), ("fp16", Float16())])

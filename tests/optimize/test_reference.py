@@ -190,6 +190,6 @@ def test_a_folder_that_is_no_export_is_refused(tmp_path):
 
 def test_an_export_of_another_graph_contract_is_refused(copied):
     manifest = json.loads((copied / "export.json").read_text())
-    (copied / "export.json").write_text(json.dumps(manifest | {"graph_contract": 2}))
-    with pytest.raises(BundleError, match="follows graph contract 2, not 1"):
+    (copied / "export.json").write_text(json.dumps(manifest | {"graph_contract": 1}))
+    with pytest.raises(BundleError, match="follows graph contract 1, not 2"):
         Reference(copied)

@@ -1,24 +1,19 @@
 """ONNX Runtime behind the seam: rows, bindings, fallbacks, and every way in which it refuses."""
 
-import logging
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from llmc.bundle import Graph, Manifest, read_bundle
-from llmc.errors import BundleError, MissingExtraError, RequestError, ResourceError, UsageError
-from llmc.runtime import load
+from llmc.bundle import Manifest, read_bundle
+from llmc.errors import RequestError, UsageError
 from llmc.runtime.runner import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 from llmc.runtime.sessions import onnxruntime as module
-from llmc.runtime.sessions.onnxruntime import _Binding, import_onnxruntime, usable_graphs
+from llmc.runtime.sessions.onnxruntime import _Binding
 
 # Largest difference of logits between a row of a batch and the same row alone, in standard deviations of the logits.
 # MatMulNBits adds the products of two rows at once in another order than those of one; where that moves an activation
@@ -134,6 +129,21 @@ def test_padded_prompts_in_one_call_equal_each_in_its_row(opened: tuple[Session,
     alone = np.array([prefill(session, prompt, row) for row, prompt in enumerate(PROMPTS)])
     assert np.array_equal(at_once, alone)
     assert np.array_equal(steps, decode(session, [answer[0] for answer in ANSWERS], list(map(len, PROMPTS))))
+
+
+def test_rows_of_several_tokens_each_are_decoded_as_each_alone(opened: tuple[Session, Manifest]):
+    session, _ = opened
+    for row in range(ROWS):
+        prefill(session, PROMPTS[2], row)
+    ids = np.array([answer[:2] for answer in ANSWERS])
+    indices = np.tile(np.arange(2), (ROWS, 1))
+    past = np.full(ROWS, len(PROMPTS[2]))
+    logits, hidden = session.run(Batch(Phase.DECODE, ids, past, indices)).copy(), session.hidden.copy()
+    for row in range(ROWS):
+        alone = session.run(Batch(Phase.DECODE, ids[row : row + 1], past[:1], indices[:1], row))
+        assert np.array_equal(logits[row], alone[0])
+        assert np.array_equal(hidden[row], session.hidden[0])
+    assert not np.array_equal(hidden[0], hidden[1])
 
 
 def test_a_row_does_not_touch_its_neighbours(session: Session):
@@ -404,104 +414,3 @@ def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[
     session.reserve(ROWS, 512)
     assert np.array_equal(decode(session, [7], [37], first_row=1), want)
     assert len(binds) == len(set(binds)) > 4
-
-
-# --------------------------------------------------------------------------------------------------- what a CPU lacks
-
-
-def test_without_its_cpu_features_prefill_runs_on_the_decode_graph(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    manifest = read_bundle(tiny_bundle)
-    wanting = replace(manifest.graphs["prefill"], cpu_features=("vnni",))  # on Arm the builder asks for nothing
-    manifest = replace(manifest, graphs=manifest.graphs | {"prefill": wanting})
-    monkeypatch.setattr(module, "cpu_features", frozenset)
-    with caplog.at_level(logging.WARNING):
-        session = open_session(tiny_bundle, manifest, 1)
-    assert "lacks vnni: the prefill graph is not used" in caplog.text
-    session.reserve(1, 256)
-    ids = np.array([PROMPTS[2]])
-    found = session.run(batch(Phase.PREFILL, ids, [0], [36])).copy()
-    assert np.array_equal(found, session.run(batch(Phase.DECODE, ids, [0], [36])))
-    session.close()
-
-
-def graph(file: str, *features: str) -> Graph:
-    return Graph(file, 1, 1, features, False)
-
-
-def test_each_phase_uses_its_graph_where_the_cpu_can_run_it(manifest: Manifest, monkeypatch: pytest.MonkeyPatch):
-    graphs = {"prefill": graph("p.onnx", "vnni"), "decode": graph("d.onnx")}
-    monkeypatch.setattr(module, "cpu_features", lambda: frozenset({"vnni", "more"}))
-    assert usable_graphs(replace(manifest, graphs=graphs)) == {Phase.PREFILL: "p.onnx", Phase.DECODE: "d.onnx"}
-    monkeypatch.setattr(module, "cpu_features", frozenset)
-    assert usable_graphs(replace(manifest, graphs=graphs)) == {Phase.PREFILL: "d.onnx", Phase.DECODE: "d.onnx"}
-
-
-def test_a_bundle_without_a_usable_graph_is_refused(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "cpu_features", frozenset)
-    graphs = {"prefill": graph("p", "vnni"), "decode": graph("d", "amx")}
-    with pytest.raises(BundleError, match="this CPU lacks amx, vnni; build the bundle for it"):
-        open_session(tiny_bundle, replace(read_bundle(tiny_bundle), graphs=graphs), 1)
-
-
-# ----------------------------------------------------------------------------------------------- refusals and the end
-
-
-@pytest.mark.parametrize("version", ["1.22.2", "0.99.0", "1.9.1"])
-def test_an_engine_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str):
-    monkeypatch.setattr(module, "require", lambda *names: SimpleNamespace(__version__=version))
-    with pytest.raises(BundleError, match=f"{version} is too old, 1.23 or newer is needed: pip install -U onnxruntime"):
-        import_onnxruntime("1.23")
-
-
-@pytest.mark.parametrize("version", ["1.23.0", "1.24.0.dev20260101", "2.0.0", "1.100.1"])
-def test_an_engine_that_is_new_enough_is_taken(monkeypatch: pytest.MonkeyPatch, version: str):
-    monkeypatch.setattr(module, "require", lambda *names: SimpleNamespace(__version__=version))
-    assert import_onnxruntime("1.23").__version__ == version
-
-
-def test_a_missing_engine_is_one_sentence_with_the_command(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingExtraError, match=r"onnxruntime is not installed; .*: pip install 'llmc\[cpu\]'"):
-        load(tiny_bundle)
-
-
-def test_an_unknown_engine_is_refused_by_name(tiny_bundle: Path):
-    manifest = read_bundle(tiny_bundle)
-    manifest = replace(manifest, target=replace(manifest.target, engine="abacus"))
-    with pytest.raises(BundleError, match="built for the engine 'abacus', this llmc has onnxruntime; upgrade llmc"):
-        open_session(tiny_bundle, manifest, 1)
-
-
-def test_closing_twice_is_allowed_and_frees_the_cache(tiny_bundle: Path):
-    session = open_session(tiny_bundle, read_bundle(tiny_bundle), 1)
-    session.reserve(1, 256)
-    session.close()
-    session.close()
-    assert session.capacity == 0
-
-
-def test_telemetry_is_off_before_the_library_is_imported():
-    code = (
-        "import os, sys, llmc.runtime.sessions.onnxruntime\n"
-        "assert os.environ['ORT_DISABLE_TELEMETRY'] == '1' and 'onnxruntime' not in sys.modules"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "ORT_DISABLE_TELEMETRY"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-
-
-@pytest.mark.parametrize(
-    ("foreign", "ours"),
-    [
-        (MemoryError(), ResourceError),
-        (RuntimeError("Error in execution: bad_alloc"), ResourceError),
-        (RuntimeError("Error in execution: invalid index"), BundleError),
-        (RequestError("ours already"), RequestError),
-        (ValueError("a bug of ours"), ValueError),
-    ],
-)
-def test_only_errors_of_the_engine_are_translated(foreign: Exception, ours: type[Exception]):
-    with pytest.raises(ours) as caught, module.translated("loading"):
-        raise foreign
-    assert caught.type is ours

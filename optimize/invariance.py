@@ -1,0 +1,111 @@
+"""Which calls of a finished bundle compute the same bits for a token, whatever is computed beside it: measured.
+
+Kernels may round otherwise for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs, and its attention
+takes another product for a single token. What a runtime may rely on is therefore found by running the bundle.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Invariance, Manifest
+from llmc.runtime.sessions import Batch, Phase, Session
+
+# Calls of so many rows, new tokens or logits are compared with the largest: odd and even, within and beyond the 4 rows
+# that MatMulNBits' kernels take at once.
+SIZES = (1, 2, 3, 4, 5, 6, 8)
+# Cached positions of the first row, and how many more each following row has: all even, and different.
+PREFIX, LONGER = 12, 2
+# Contexts in which prefixes and calls find no room are not measured.
+SMALLEST_CONTEXT = PREFIX + LONGER * max(SIZES) + max(SIZES)
+
+Same = Callable[[int], bool]
+Values = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.generic]]
+
+
+def measured(session: Session, manifest: Manifest) -> Manifest:
+    """The manifest with what each graph of the loaded bundle guarantees; the session's cache is overwritten.
+
+    Nothing is guaranteed of a graph that this machine cannot run, nor in contexts below :data:`SMALLEST_CONTEXT`.
+    """
+    if manifest.limits.max_context < SMALLEST_CONTEXT:
+        return manifest
+    probe = _Probe(session, manifest)
+    phases = [phase for phase in Phase if phase is Phase.DECODE or not session.substitutes]
+    found = {phase.value: probe.invariance(phase) for phase in phases}
+    graphs = {
+        name: replace(graph, invariance=found.get(name, graph.invariance)) for name, graph in manifest.graphs.items()
+    }
+    return replace(manifest, graphs=graphs)
+
+
+class _Probe:
+    """Rows with different prefixes in the cache, and calls that continue them."""
+
+    def __init__(self, session: Session, manifest: Manifest) -> None:
+        self._session = session
+        self._rows = [rows for rows in SIZES if rows <= manifest.limits.max_batch]
+        session.reserve(max(self._rows), SMALLEST_CONTEXT)
+        generator = np.random.default_rng(0)
+        vocab_size = manifest.geometry.vocab_size
+        self._prefixes = [
+            generator.integers(0, vocab_size, PREFIX + LONGER * row).tolist() for row in range(max(self._rows))
+        ]
+        self._next = generator.integers(0, vocab_size, (max(self._rows), max(SIZES)))
+
+    def invariance(self, phase: Phase) -> Invariance:
+        """What the graph of ``phase`` guarantees."""
+        for row, prefix in enumerate(self._prefixes):
+            ids = np.array([prefix], np.int64)
+            self._session.run(Batch(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row))
+        most = max(SIZES)
+        steps = {rows: self._step(phase, rows) for rows in self._rows}
+        pieces = {tokens: self._piece(phase, tokens, most) for tokens in SIZES[1:]}
+        outputs = {count: self._piece(phase, most, count) for count in SIZES}
+        one, many = steps[_reference(self._rows)], pieces[most]
+        return Invariance(
+            rows=_multiple(self._rows, lambda rows: _same(steps[rows], steps[_reference(self._rows)], rows)),
+            tokens=_multiple(SIZES[1:], lambda tokens: _same(pieces[tokens], many, tokens)),
+            outputs=_multiple(SIZES, lambda count: _same(outputs[count], many, count)),
+            single=_same((one[0][:1], one[1][:1], one[2][:1]), many, 1),
+        )
+
+    def _step(self, phase: Phase, rows: int) -> Values:
+        """Logits [B, V], hidden states [B, H] and new cache contents [B, ...] of one token in each of ``rows``."""
+        past = [len(prefix) for prefix in self._prefixes[:rows]]
+        zeros = np.zeros((rows, 1), np.int64)
+        logits = self._session.run(Batch(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()
+        hidden = _known(self._session.hidden)[:, 0].copy()
+        cached = [self._session.read(row, length, length + 1)[:, :, 0] for row, length in enumerate(past)]
+        return logits, hidden, np.stack(cached)
+
+    def _piece(self, phase: Phase, tokens: int, outputs: int) -> Values:
+        """The same of ``tokens`` new tokens of row 0, logits of the first ``outputs``, the last one repeated."""
+        past, indices = len(self._prefixes[0]), np.minimum(np.arange(outputs), tokens - 1)[None]
+        call = Batch(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
+        logits, hidden = self._session.run(call)[0].copy(), _known(self._session.hidden)[0].copy()
+        return logits, hidden, np.moveaxis(self._session.read(0, past, past + tokens), 2, 0)
+
+
+def _known(hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    assert hidden is not None
+    return hidden
+
+
+def _same(found: Values, wanted: Values, count: int) -> bool:
+    return all(np.array_equal(a[:count], b[:count]) for a, b in zip(found, wanted, strict=True))
+
+
+def _reference(sizes: Sequence[int]) -> int:
+    """The largest even size, which all others are compared with; 1 if there is none."""
+    return max((size for size in sizes if size % 2 == 0), default=1)
+
+
+def _multiple(sizes: Iterable[int], same: Same) -> int:
+    """1 if calls of all sizes are the same, 2 if those of even ones are, else 0."""
+    agree = {size: same(size) for size in sizes}
+    if all(agree.values()):
+        return 1
+    return 2 if all(good for size, good in agree.items() if size % 2 == 0) else 0
