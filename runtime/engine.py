@@ -7,9 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import CancelledError, DeadlineError, EngineClosedError, LlmcError, QueueFullError
+from llmc.errors import (
+    CancelledError,
+    DeadlineError,
+    EngineClosedError,
+    LlmcError,
+    QueueFullError,
+    RequestError,
+    UsageError,
+)
+from llmc.runtime.cache_file import load_session, save_session
 from llmc.runtime.continuous import ContinuousBatch
 from llmc.runtime.handle import Handle, Mailbox
 from llmc.runtime.intake import Intake
@@ -115,7 +129,7 @@ class Engine:
             raise
         return Handle(mailbox, partial(self._cancel, job), job.streams, keep=request.on_delta is not None)
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         """Run ``function`` on the engine's thread between two steps, and wait for it.
 
         Raises:
@@ -136,6 +150,49 @@ class Engine:
             self._inbox.put(run)
         if (error := done.get()) is not None:
             raise error
+
+    def save(self, path: str | Path, tokens: Sequence[int]) -> int:
+        """Save what the prefix cache has of ``tokens``, a conversation so far, to a file; says how many tokens that is.
+
+        Raises:
+            UsageError: there is no prefix cache, or the file cannot be written.
+            RequestError: nothing of ``tokens`` is cached: they were never fed, are fewer than a block, or were evicted.
+            ResourceError: the disk is full.
+        """
+        prefixes = self._prefix_cache()
+        held: list[NDArray[Any]] = []
+
+        def read() -> None:
+            with prefixes.match(tokens) as match:
+                held.extend(match.blocks)
+
+        self.call(read)
+        if not held:
+            raise RequestError(
+                f"none of the {len(tokens)} tokens is in the prefix cache, which keeps blocks of {prefixes.block}; "
+                "generate from them first, or give the cache more memory"
+            )
+        values = np.concatenate(held, axis=2)
+        save_session(Path(path), tokens, values, prefixes.key)
+        return int(values.shape[2])
+
+    def restore(self, path: str | Path) -> list[int]:
+        """Put what :meth:`save` saved back into the prefix cache; the tokens that it was given.
+
+        Raises:
+            UsageError: there is no prefix cache, or the file cannot be opened.
+            RequestError: it is no such file, is damaged, or belongs to another model.
+        """
+        prefixes = self._prefix_cache()
+        tokens, values = load_session(Path(path), prefixes.key)
+        cached = tokens[: values.shape[2]]
+        self.call(lambda: prefixes.insert(cached, lambda start, end: values[:, :, start:end]))
+        return tokens
+
+    def _prefix_cache(self) -> PrefixCache:
+        if self.prefixes is None:
+            raise UsageError("the engine has no prefix cache; load with prefix_cache_bytes above 0")
+        return self.prefixes
 
     def close(self, drain: bool = False) -> None:
         """Stop, and wait until the engine's thread has ended; with ``drain`` accepted requests are finished first,
