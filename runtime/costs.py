@@ -33,6 +33,11 @@ class StepCosts:
         known = self._phases.get(phase)
         return None if known is None else known.predict(rows, tokens)
 
+    def seen(self, phase: str, rows: int, tokens: int) -> bool:
+        """Whether a call of this shape was seen more than once: the first may have paid for what later ones reuse."""
+        known = self._phases.get(phase)
+        return known is not None and known.seen(rows, tokens)
+
 
 class _Shape:
     """One shape's last observations, and what they say."""
@@ -40,6 +45,11 @@ class _Shape:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._last: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is more than a first observation."""
+        return len(self._last) > 1
 
     def observe(self, seconds: float) -> None:
         self._last.append(seconds)
@@ -66,6 +76,10 @@ class _Phase:
                 insort(self._totals, total)
         shape.observe(seconds)
         self._latest[total] = shape
+
+    def seen(self, rows: int, tokens: int) -> bool:
+        shape = self._shapes.get((rows, tokens))
+        return shape is not None and shape.settled
 
     def predict(self, rows: int, tokens: int) -> float:
         shape = self._shapes.get((rows, tokens))

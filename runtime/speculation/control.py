@@ -26,6 +26,9 @@ FIRST_BUDGET = 2.0
 """Tokens' worth of time that the first trial may have lost and still go on; later ones end with any loss."""
 MAX_DEBT, MAX_CREDIT = 3.0, 10.0
 """Tokens' worth of time: lost, after which drafting stops whatever the averages promise; won, that offset losses."""
+MOST_LOST, MOST_LOST_AT_FIRST = 4.0, 1.0
+"""Tokens' worth of time that one verification is booked with: a call that was interrupted must not end drafting for
+long, nor the first call of a shape, which may pay for what later ones reuse."""
 WAKING_DEBT = 1.0
 """Tokens' worth of lost time up to which drafts that came true unverified may end a pause."""
 REPAYMENT = 0.02
@@ -127,6 +130,8 @@ class DraftLength:
         if not self.active or self.step(rows) is None or self._streak >= REMEASURE:
             return 0
         if self._on_trial:
+            if self._hopeless(rows):
+                return 0
             return max((n for n in self._lengths if n <= min(proposed, self._trial_length)), default=0)
         best, gain = self._best(proposed, rows)
         return best if gain > self._bar else 0
@@ -198,18 +203,23 @@ class DraftLength:
     def _pays(self, rows: int, bar: float) -> bool:
         return self._best(self._lengths[-1], rows)[1] > bar
 
-    def _best(self, proposed: int, rows: int) -> tuple[int, float]:
+    def _hopeless(self, rows: int) -> bool:
+        """Whether no length would pay even if everything were accepted."""
+        return self._best(self._lengths[-1], rows, 1.0)[1] < 1.0
+
+    def _best(self, proposed: int, rows: int, acceptance: float | None = None) -> tuple[int, float]:
         """The best length up to ``proposed``, and how many times faster than without drafts it is."""
+        acceptance = self.acceptance if acceptance is None else acceptance
         best, gain = 0, 0.0
         for length in self._lengths:
             if length > proposed:
                 break
-            factor = self._gain(length, rows)
+            factor = self._gain(length, rows, acceptance)
             if factor > gain:
                 best, gain = length, factor
         return best, gain
 
-    def _gain(self, length: int, rows: int) -> float:
+    def _gain(self, length: int, rows: int, acceptance: float) -> float:
         """Tokens per second of the whole batch with ``length`` drafts for this sequence, over those without.
 
         The sequence leaves the batch of ``rows`` for a call of its own, and the others go on without it.
@@ -218,7 +228,7 @@ class DraftLength:
         if both is None:
             return 1.0
         plain, drafted = both
-        return (rows - 1 + self._expected(length)) / rows * plain / drafted
+        return (rows - 1 + expected(length, acceptance)) / rows * plain / drafted
 
     def _lost(self, proposed: int, accepted: int, rows: int, seconds: float | None) -> float:
         """Tokens that steps without drafts would have made in the time of this one, over those that it made."""
@@ -226,7 +236,8 @@ class DraftLength:
         if both is None:
             return 0.0
         plain, drafted = both
-        return rows * drafted / plain - (rows + accepted)
+        most = MOST_LOST if self._costs.seen(self._phase, 1, proposed + 1) else MOST_LOST_AT_FIRST
+        return min(most, rows * drafted / plain - (rows + accepted))
 
     def _seconds(self, length: int, rows: int, drafting: float | None = None) -> tuple[float, float] | None:
         """Seconds of a step of the batch without drafts, and with ``length`` for this sequence; None: not known yet."""
@@ -240,7 +251,7 @@ class DraftLength:
             drafting = costs.predict(self._drafter, 1, length) or 0.0
         return plain, others + call + drafting
 
-    def _expected(self, length: int) -> float:
-        """Tokens that a call with ``length`` drafts commits on average."""
-        a = self.acceptance
-        return length + 1.0 if a >= 1.0 else (1.0 - a ** (length + 1)) / (1.0 - a)
+
+def expected(length: int, a: float) -> float:
+    """Tokens that a call with ``length`` drafts commits on average, each accepted with probability ``a``."""
+    return length + 1.0 if a >= 1.0 else (1.0 - a ** (length + 1)) / (1.0 - a)

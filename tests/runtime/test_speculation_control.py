@@ -206,6 +206,29 @@ def test_short_proposals_are_verified_only_where_they_pay():
     assert control.keep(0) == 0
 
 
+def test_a_slow_first_call_does_not_end_drafting():
+    costs = StepCosts()
+    costs.observe(Phase.DECODE, 1, 1, INT8.plain)
+    control = DraftLength(costs)
+    costs.observe(Phase.PREFILL, 1, 4, 100 * INT8.verify(4))
+    control.verified(3, 3)
+    assert control.active
+    costs.observe(Phase.PREFILL, 1, 4, INT8.verify(4))
+    control.verified(3, 3)
+    assert control.length() > 0
+
+
+def test_no_trial_is_made_where_even_perfect_drafts_would_not_pay():
+    costs = StepCosts()
+    control = DraftLength(costs)
+    costs.observe(Phase.DECODE, 1, 1, 10.0)
+    costs.observe(Phase.PREFILL, 1, 2, 25.0)
+    costs.observe(Phase.PREFILL, 1, 16, 170.0)
+    assert control.length() == 0
+    costs.observe(Phase.PREFILL, 1, 16, 150.0)
+    assert control.length() == 3
+
+
 def test_in_a_batch_that_costs_no_more_than_one_row_drafting_has_to_beat_the_batch():
     costs = StepCosts()
     control = DraftLength(costs)
