@@ -4,14 +4,9 @@ import errno
 import logging
 import os
 import shutil
-import signal
 import struct
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -468,77 +463,3 @@ def test_values_that_another_process_wrote_anew_are_checked_against_their_own_di
     with cache.match(PROMPT) as match:
         np.testing.assert_array_equal(match.blocks[0], rows(PROMPT)[:, :, :BLOCK] + 1)
     assert path.exists()
-
-
-# A process that keeps prefixes until it is stopped, or for a number of prompts: folder, bound, first token, count.
-KEEPS_PREFIXES = """
-import sys
-import numpy as np
-from pathlib import Path
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.prefix_store import PrefixStore
-
-def rows(tokens):
-    steps = np.arange(64).reshape(4, 2, 1, 8)
-    sums = np.cumsum(np.array(tokens) * (1 + np.arange(len(tokens)))).reshape(1, 1, -1, 1)
-    return ((sums * 31 + steps) % 127).astype("float32")
-
-folder, bound, first, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
-store = PrefixStore(folder, bound)
-cache = PrefixCache("model", 4, max_bytes=1 << 24, store=store)
-print("ready", flush=True)
-for token in range(first, first + count):
-    cache.insert([token] * 16, lambda a, b: rows([token] * 16)[:, :, a:b])
-    store.flush()
-store.close()
-"""
-
-
-@contextmanager
-def process(folder: Path, bound: int, first: int, count: int) -> Iterator["subprocess.Popen[str]"]:
-    """Such a process, once it is about to begin; it does not outlive the block."""
-    command = [sys.executable, "-c", KEEPS_PREFIXES, str(folder), str(bound), str(first), str(count)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
-        try:
-            assert started.stdout is not None
-            assert started.stdout.readline() == "ready\n"
-            yield started
-        finally:
-            started.kill()
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 here")
-def test_killing_a_writer_leaves_whole_files_only(
-    opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    with process(folder, PLENTY, 0, 1_000_000) as writing:
-        deadline = time.monotonic() + 10
-        while len(files(folder)) < 5 and time.monotonic() < deadline:
-            time.sleep(0.002)
-        writing.send_signal(signal.SIGKILL)
-    kept = len(files(folder))
-    assert kept >= 5
-    shelf = files(folder)[0].parent
-    (shelf / ".staging-killed").write_bytes(bytes(100))  # what the worst moment leaves
-    cache, store = opened()
-    lengths = [found(cache, [token] * 16) for token in range(kept + 1)]
-    assert lengths == [WHOLE] * kept + [0]
-    assert warnings(caplog) == []
-    monkeypatch.setattr(prefix_store, "ABANDONED_S", 0.0)
-    writer(cache)(PROMPT)
-    store.flush()
-    assert list(shelf.glob(".staging-*")) == []
-
-
-def test_processes_share_a_folder_within_its_bound(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
-    bound = 40 * BLOCK_BYTES
-    cache, _ = opened(max_bytes=bound, memory=8 * BLOCK_BYTES)
-    hits = 0
-    with process(folder, bound, 0, 40) as one, process(folder, bound, 20, 40) as other:  # half of it is the same
-        while one.poll() is None or other.poll() is None:
-            hits += sum(found(cache, [token] * 16) == WHOLE for token in range(60))
-        assert (one.returncode, other.returncode) == (0, 0)
-    assert hits > 0
-    assert used(folder) <= bound
-    assert sum(found(opened()[0], [token] * 16) == WHOLE for token in range(60)) >= 7
-    assert warnings(caplog) == []

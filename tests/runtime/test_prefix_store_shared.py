@@ -1,0 +1,107 @@
+"""Processes that share a folder of prefixes, and one that is killed in the middle, leave whole files only."""
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.runtime import prefix_store
+from llmc.runtime.prefix_cache import PrefixCache
+from llmc.runtime.prefix_store import PrefixStore
+
+BLOCK_BYTES = 4 * 4 * 2 * 4 * 8
+LENGTH = 16  # tokens of every prompt: four blocks of one token, whose keys and values are all that token
+PLENTY = 1 << 24
+
+# A process that keeps prefixes. Its arguments: folder, bound, first token, number of prompts.
+KEEPS_PREFIXES = """
+import sys
+import numpy as np
+from pathlib import Path
+from llmc.runtime.prefix_cache import PrefixCache
+from llmc.runtime.prefix_store import PrefixStore
+
+folder, bound, first, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+store = PrefixStore(folder, bound)
+cache = PrefixCache("model", 4, max_bytes=1 << 24, store=store)
+print("ready", flush=True)
+for token in range(first, first + count):
+    cache.insert([token] * 16, lambda start, end: np.full((4, 2, end - start, 8), token, np.float32))
+    store.flush()
+store.close()
+"""
+
+
+@contextmanager
+def process(folder: Path, bound: int, first: int, count: int) -> Iterator["subprocess.Popen[str]"]:
+    """Such a process, once it is about to begin; it does not outlive the block."""
+    command = [sys.executable, "-c", KEEPS_PREFIXES, str(folder), str(bound), str(first), str(count)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        try:
+            assert started.stdout is not None
+            assert started.stdout.readline() == "ready\n"
+            yield started
+        finally:
+            started.kill()
+
+
+def finds(cache: PrefixCache, token: int) -> bool:
+    """Whether the whole prompt is there; what is there must be right."""
+    with cache.match([token] * LENGTH) as match:
+        assert all((block == token).all() for block in match.blocks)
+        return match.length == LENGTH
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 here")
+def test_killing_a_writer_leaves_whole_files_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    with process(tmp_path, PLENTY, 0, 1_000_000) as writing:
+        deadline = time.monotonic() + 30
+        while len(files(tmp_path)) < 5 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        writing.send_signal(signal.SIGKILL)
+    kept = len(files(tmp_path))
+    assert kept >= 5
+    shelf = files(tmp_path)[0].parent
+    (shelf / ".staging-killed").write_bytes(bytes(100))  # what the worst moment leaves
+    with PrefixStore(tmp_path, PLENTY) as store:
+        cache = PrefixCache("model", 4, max_bytes=PLENTY, store=store)
+        assert [finds(cache, token) for token in range(kept + 1)] == [True] * kept + [False]
+        assert warnings(caplog) == []
+        monkeypatch.setattr(prefix_store, "ABANDONED_S", 0.0)
+        cache.insert([kept + 1] * LENGTH, lambda start, end: np.full((4, 2, end - start, 8), kept + 1, np.float32))
+        assert store.flush(10)
+    assert list(shelf.glob(".staging-*")) == []
+
+
+def test_processes_share_a_folder_within_its_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    bound, hits = 40 * BLOCK_BYTES, 0
+    with PrefixStore(tmp_path, bound) as store:
+        cache = PrefixCache("model", 4, max_bytes=8 * BLOCK_BYTES, store=store)
+        with (
+            process(tmp_path, bound, 0, 40) as one,
+            process(tmp_path, bound, 20, 40) as other,
+        ):  # half of it is the same
+            while one.poll() is None or other.poll() is None:
+                hits += sum(finds(cache, token) for token in range(60))
+            assert (one.returncode, other.returncode) == (0, 0)
+        assert sum(finds(cache, token) for token in range(60)) >= 7
+    assert hits > 0
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= bound
+    assert warnings(caplog) == []
