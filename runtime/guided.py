@@ -35,10 +35,11 @@ _Bits = npt.NDArray[np.uint8]
 _Result = TypeVar("_Result")
 
 # Characters at most.
-_LONGEST = {"json_schema": 256 * 1024, "regex": LONGEST_REGEX, "grammar": 64 * 1024, "choice": 256 * 1024}
+_LONGEST = {"json_schema": 256 * 1024, "regex": LONGEST_REGEX, "grammar": 64 * 1024, "choice": 64 * 1024}
 # The library recurses over references and rules: a thread's default stack (8 MiB; 512 KiB on macOS) overflows at some
 # hundreds of them and takes the process down. The longest inputs above need 40 MiB. Unused pages cost no memory.
 _STACK_BYTES = 64 * 1024 * 1024
+_STACK_SIZE_LOCK = threading.Lock()
 # About 2 kB each, kept for as long as a grammar is cached.
 _MOST_LEXER_STATES = 20_000
 _MOST_GRAMMARS = 64
@@ -151,20 +152,16 @@ class Grammars:
             if source in self._compiled:
                 self._compiled.move_to_end(source)
                 return self._compiled[source]
-        compiled = _Compiled(source, self._vocabulary)  # outside of the lock: it may take a second
+            vocabulary = self._vocabulary
+        compiled = _Compiled(source, vocabulary)  # outside of the lock: it may take a second
         with self._lock:
             self._compiled[source] = compiled
             while len(self._compiled) > _MOST_GRAMMARS:
                 self._compiled.popitem(last=False)
         return compiled
 
-    @property
-    def _vocabulary(self) -> "_Vocabulary":
-        with self._lock:
-            return self._loaded
-
     @cached_property
-    def _loaded(self) -> "_Vocabulary":
+    def _vocabulary(self) -> "_Vocabulary":
         return _Vocabulary.load(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
@@ -180,14 +177,13 @@ class _Source:
 
     @classmethod
     def of(cls, params: GuidedParams) -> "_Source | None":
-        read = {"json_schema": _schema_text, "regex": _plain_text, "grammar": _plain_text, "choice": _choice_text}
-        given = [kind for kind in read if getattr(params, kind) is not None]
+        given = [kind for kind in _READ if getattr(params, kind) is not None]
         if not given:
             return None
         if len(given) > 1:
             raise UsageError(f"{' and '.join(given)} are given together; an output can have one form, so leave one")
         kind = given[0]
-        text = read[kind](kind, getattr(params, kind))
+        text = _READ[kind](getattr(params, kind), kind)
         if len(text) > _LONGEST[kind]:
             raise GrammarError(f"{kind} has {len(text)} characters, expected at most {_LONGEST[kind]}")
         return cls(kind, text)
@@ -199,45 +195,46 @@ class _Source:
             GrammarError: it uses what cannot be enforced.
         """
         library = require("llguidance", "guided")
+        if self.kind == "choice":
+            return str(library.LLMatcher.grammar_from_lark(self._choice_grammar(vocabulary)))
         if self.kind == "json_schema":
             check_schema(json.loads(self.text))
-            return str(library.LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON_OPTIONS))
-        if self.kind == "regex":
-            return str(library.LLMatcher.grammar_from_regex(self.text))
-        if self.kind == "grammar":
-            try:
-                return str(library.grammar_from("grammar", self.text))
-            except (ValueError, RecursionError) as error:
-                raise GrammarError(f"grammar: {_shortened(str(error))}") from error
+        try:
+            if self.kind == "json_schema":
+                return str(library.LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON_OPTIONS))
+            return str(library.grammar_from(self.kind, self.text))
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"{self.kind} cannot be read: {_shortened(str(error))}") from error
+
+    def _choice_grammar(self, vocabulary: "_Vocabulary") -> str:
         choices = json.loads(self.text)
         for choice in choices:
             vocabulary.check_spelling(choice)
         # One terminal, which the lexer follows in a table, instead of a rule with many.
         literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-        return str(library.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {literals}\n"))
+        return f"start: CHOICE\nCHOICE: {literals}\n"
 
 
-def _schema_text(kind: str, value: object) -> str:
-    return schema_text(_plain_text(kind, value) if isinstance(value, str) else value)
-
-
-def _plain_text(kind: str, value: object) -> str:
+def _plain_text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{kind} is {type(value).__name__}, expected str")
+        raise UsageError(f"{name} is {type(value).__name__}, expected str")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"{kind} is not valid Unicode: character {error.start} is a lone surrogate") from error
+        raise UsageError(f"{name} is not valid Unicode: character {error.start} is a lone surrogate") from error
     return value
 
 
-def _choice_text(kind: str, value: object) -> str:
+def _choice_text(value: object, name: str) -> str:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise UsageError(f"choice is {type(value).__name__}, expected a tuple of texts")
-    choices = list(dict.fromkeys(_plain_text("an entry of choice", item) for item in value))
+        raise UsageError(f"{name} is {type(value).__name__}, expected a tuple of texts")
+    choices = list(dict.fromkeys(_plain_text(item, "an entry of choice") for item in value))
     if not choices or "" in choices:
-        raise UsageError(f"choice is {_shortened(repr(value))}, expected one or more texts, none of them empty")
+        raise UsageError(f"{name} is {_shortened(repr(value))}, expected one or more texts, none of them empty")
     return json.dumps(choices)
+
+
+_READ = {"json_schema": schema_text, "regex": _plain_text, "grammar": _plain_text, "choice": _choice_text}
 
 
 def _shortened(text: str) -> str:
@@ -271,17 +268,13 @@ class _Compiled:
 
     def _build(self) -> "LLMatcher":
         library = require("llguidance", "guided")
+        build, tokens, grammar = library.LLMatcher, self.vocabulary.tokens, self._grammar
         limits: LLParserLimits = library.LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
-        tokens = self.vocabulary.tokens
         # Only this check tells of warnings, and a warning means that something is not enforced.
-        _, complaints = _on_deep_stack(
-            lambda: library.LLMatcher.validate_grammar_with_warnings(self._grammar, tokens, limits=limits)
-        )
+        _, complaints = _on_deep_stack(lambda: build.validate_grammar_with_warnings(grammar, tokens, limits=limits))
         if complaints:
             raise GrammarError(f"{self.kind} cannot be enforced: {_shortened(complaints[0])}")
-        matcher: LLMatcher = _on_deep_stack(
-            lambda: library.LLMatcher(tokens, self._grammar, log_level=0, limits=limits)
-        )
+        matcher: LLMatcher = _on_deep_stack(lambda: build(tokens, grammar, log_level=0, limits=limits))
         if matcher.is_error():
             raise self.failure(matcher)
         return matcher
@@ -304,9 +297,6 @@ def _on_deep_stack(function: Callable[[], _Result]) -> _Result:
             finally:
                 threading.stack_size(before)
         return result.result()
-
-
-_STACK_SIZE_LOCK = threading.Lock()
 
 
 # -------------------------------------------------------------------------------------------------------- vocabulary
@@ -351,7 +341,7 @@ class _Vocabulary:
         eos = np.zeros(vocab_size, np.bool_)
         eos[list(known)] = True
         writable = exists[:vocab_size] & ~eos
-        return cls(tokens, vocab_size, known, _packed(eos), _packed(writable))
+        return cls(tokens, vocab_size, known, *(np.packbits(flags, bitorder="little") for flags in (eos, writable)))
 
     @cached_property
     def spellings(self) -> frozenset[bytes]:
@@ -376,10 +366,6 @@ class _Vocabulary:
             reached[end] = any(reached[start] and content[start:end] in self.spellings for start in starts)
         if not reached[-1]:
             raise GrammarError(f"choice: no tokens of the model's vocabulary spell {_shortened(repr(text))}")
-
-
-def _packed(flags: npt.NDArray[np.bool_]) -> _Bits:
-    return np.packbits(flags, bitorder="little")
 
 
 # ------------------------------------------------------------------------------------------------------------- guide

@@ -35,21 +35,23 @@ _KEYWORDS = _SCHEMAS | _LISTS_OF_SCHEMAS | _NAMED_SCHEMAS | _VALUES | _ANNOTATIO
 _MOST_SUBSCHEMAS = 10_000
 
 
-def schema_text(schema: object) -> str:
+def schema_text(value: object, name: str) -> str:
     """A schema as JSON text, with its properties in their order, which is that of the output.
+
+    ``name`` is that of the argument it came in.
 
     Raises:
         UsageError: it is neither a dict nor the JSON text of an object, or holds what JSON has not.
     """
-    if not isinstance(schema, (str, Mapping)):
-        raise UsageError(f"json_schema is {type(schema).__name__}, expected a dict or JSON text")
+    if not isinstance(value, (str, Mapping)):
+        raise UsageError(f"{name} is {type(value).__name__}, expected a dict or JSON text")
     try:
-        parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        parsed = json.loads(value) if isinstance(value, str) else dict(value)
         text = json.dumps(parsed, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"json_schema is no JSON: {error}") from error
+        raise UsageError(f"{name} is no JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise UsageError(f"json_schema is JSON of type {type(parsed).__name__}, expected an object")
+        raise UsageError(f"{name} is JSON of type {type(parsed).__name__}, expected an object")
     return text
 
 

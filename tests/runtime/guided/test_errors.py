@@ -63,6 +63,7 @@ GRAMMAR = [
     ({"json_schema": {"$ref": "https://example.com/schema"}}, "does not fetch"),
     ({"json_schema": {"$ref": "#/$defs/none"}}, "none"),
     ({"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "it allows no text"),
+    ({"json_schema": {"const": "\ud800"}}, "cannot be read"),
     ({"json_schema": {"enum": []}}, "Unsatisfiable"),
     ({"json_schema": {"enum": ["x" * 300_000]}}, "expected at most 262144"),
     ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
