@@ -64,15 +64,14 @@ class Intake:
     def sample(self, job: Job, index: int) -> Sample:
         """The ``index``-th sample of a job."""
         params = job.params
-        ranked = params.best_of is not None and params.logprobs is None
         sampler = make_sampler(
-            replace(params, logprobs=0) if ranked else params,
+            params,
             self._vocab_size,
             prompt_length=len(job.prompt),
             eos_token_ids=self._eos,
             processors=job.request.logits_processors,
             guide=self._grammars.guide(params),
-            breakers=self._breakers(params.dry_sequence_breakers) if params.dry_multiplier else (),
+            breakers=self._breakers(params),
             index=index,
         )
         return Sample(job, index, sampler, TextStream(self._tokenizer, params.stop), self._ends(params))
@@ -115,6 +114,7 @@ class Intake:
             prompt_length=len(job.prompt),
             eos_token_ids=self._eos,
             processors=job.request.logits_processors,
+            breakers=self._breakers(job.params),
         )
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
@@ -132,8 +132,9 @@ class Intake:
         check_tokens("stop_token_ids holds", request.params.stop_token_ids, self._vocab_size)
         return ids
 
-    def _breakers(self, texts: Collection[str]) -> set[int]:
-        """Tokens in which one of ``texts`` occurs or ends: where DRY's repetitions may not reach across."""
+    def _breakers(self, params: SamplingParams) -> set[int]:
+        """Tokens that end one of the texts across which DRY's repetitions may not reach."""
+        texts = params.dry_sequence_breakers if params.dry_multiplier else ()
         return {ids[-1] for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))}
 
     @staticmethod
