@@ -1,0 +1,42 @@
+"""An asyncio service: answers stream as they come, and whoever hangs up frees the model.
+
+python recipes/examples/embed_in_asyncio.py BUNDLE
+"""
+
+import asyncio
+import sys
+
+from llmc.runtime import Model, load
+
+
+async def answer(model: Model, prompt: str) -> str:
+    """Stream one answer; another request's pieces come in between."""
+    parts = []
+    async for text in model.stream(prompt, max_tokens=16, temperature=0):
+        print(f"{prompt!r}: {text!r}")
+        parts.append(text)
+    return "".join(parts)
+
+
+async def hang_up(model: Model) -> bool:
+    """A client that goes away: cancelling the task cancels the request."""
+    task = asyncio.ensure_future(answer(model, "while True:\n"))
+    await asyncio.sleep(0.01)
+    return task.cancel()
+
+
+async def serve(bundle: str) -> list[str]:
+    """Two answers at once, and a third that nobody waits for."""
+    with load(bundle) as model:
+        two = asyncio.gather(answer(model, "def add(a, b):\n"), answer(model, "import sys\n"))
+        await hang_up(model)
+        return await two
+
+
+def main(bundle: str) -> list[str]:
+    """Run the event loop."""
+    return asyncio.run(serve(bundle))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,33 @@
+"""A service with worker threads: all of them share one model, and their requests share its batches.
+
+python recipes/examples/embed_in_threads.py BUNDLE
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from llmc.errors import RequestError
+from llmc.runtime import load
+
+PROMPTS = ["def read_file(path):\n", "class Stack:\n", "import os\n", "for i in range("]
+
+
+def main(bundle: str) -> list[str]:
+    """Complete the prompts side by side, as the handlers of a service would."""
+    with load(bundle) as model:
+
+        def handle(prompt: str) -> str:
+            try:
+                return model.generate(prompt, max_tokens=16, temperature=0, deadline_s=60).text
+            except RequestError as error:  # this request failed; the model goes on
+                return f"({error})"
+
+        with ThreadPoolExecutor(4) as workers:
+            answers = list(workers.map(handle, PROMPTS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        print(repr(prompt), "->", repr(answer))
+    return answers
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

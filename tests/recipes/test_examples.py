@@ -1,0 +1,55 @@
+"""The examples run, and do what they say."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "recipes" / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name: str, bundle: Path) -> Any:
+    return example(name).main(str(bundle))
+
+
+def test_every_example_is_tried_here():
+    tried = {name for name in Path(__file__).read_text().split('"') if (EXAMPLES / f"{name}.py").is_file()}
+    assert tried == {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.parametrize("name", ["embed_in_threads", "embed_in_asyncio"])
+def test_answers_of_a_service_do_not_fail(tiny_bundle: Path, name: str):
+    answers = run(name, tiny_bundle)
+    assert len(answers) in (2, 4) and all(answers) and not any(answer.startswith("(") for answer in answers)
+
+
+def test_a_processor_forbids_and_a_criterion_stops(tiny_bundle: Path):
+    text = run("logits_processor", tiny_bundle)
+    assert text and not any(character.isdigit() for character in text) and "\n" not in text.rstrip("\n")
+
+
+def test_guided_output_holds_to_the_schema(tiny_bundle: Path):
+    found = run("json_schema", tiny_bundle)
+    assert found.keys() == {"size", "open"} and isinstance(found["open"], bool) and 0 <= found["size"] <= 99
+
+
+def test_ranked_outputs_come_best_first(tiny_bundle: Path):
+    results = run("beams", tiny_bundle)
+    assert [len(result.outputs) for result in results.values()] == [2, 2, 6]
+    for result in results.values():
+        scores = [output.score for output in result.outputs]
+        assert scores == sorted(scores, reverse=True)
+
+
+def test_speculation_changes_nothing_but_the_speed(tiny_bundle: Path):
+    assert run("speculation", tiny_bundle).metrics.accepted > 0
