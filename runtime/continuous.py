@@ -157,8 +157,8 @@ class ContinuousBatch:
         if self._prefixes is None or limit < self._prefixes.block or self._wants_prompt(strand.job):
             return
         with self._prefixes.match(strand.context, limit) as match:
-            if match.length:
-                self._session.write(strand.row, 0, np.concatenate(match.blocks, axis=2))
+            for i, values in enumerate(match.blocks):
+                self._session.write(strand.row, i * self._prefixes.block, values)
         strand.cached = strand.fed_from = match.length
 
     def _wants_prompt(self, job: Job) -> bool:

@@ -242,6 +242,8 @@ class Model:
 REQUEST_FIELDS = {field.name for field in fields(Request)} - {"prompt", "params"}
 # What the prefix cache takes by default: a share of the memory there is, and a bound that suits small machines.
 PREFIX_SHARE, PREFIX_BYTES = 8, 256_000_000
+# What may wait to be written to disk, beside that.
+PENDING_BYTES = 64_000_000
 
 
 def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Engine:
@@ -259,7 +261,9 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         size = min(PREFIX_BYTES, (available_memory() if memory is None else memory) // PREFIX_SHARE)
     store = None
     if options.prefix_cache_folder is not None and size:
-        store = PrefixStore(Path(options.prefix_cache_folder), options.prefix_cache_disk_bytes)
+        store = PrefixStore(
+            Path(options.prefix_cache_folder), options.prefix_cache_disk_bytes, pending_bytes=PENDING_BYTES
+        )
     return Engine(
         runner.session,
         manifest,
@@ -267,7 +271,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         max_context=runner.max_context,
         prefill_chunk=runner.prefill_chunk,
         options=options,
-        memory=limit,
+        memory=limit - (PENDING_BYTES if store else 0),
         prefixes=PrefixCache(prefix_key(manifest), max_bytes=size, store=store) if size else None,
         store=store,
         drafter=make_drafter(model, options),
