@@ -64,17 +64,18 @@ class Intake:
     def sample(self, job: Job, index: int) -> Sample:
         """The ``index``-th sample of a job."""
         params = job.params
+        guide = self._grammars.guide(params)
         sampler = make_sampler(
             params,
             self._vocab_size,
             prompt_length=len(job.prompt),
             eos_token_ids=self._eos,
             processors=job.request.logits_processors,
-            guide=self._grammars.guide(params),
+            guide=guide,
             breakers=self._breakers(params),
             index=index,
         )
-        return Sample(job, index, sampler, TextStream(self._tokenizer, params.stop), self._ends(params))
+        return Sample(job, index, sampler, TextStream(self._tokenizer, params.stop), self._ends(params), guide)
 
     def strategy(self, job: Job) -> Strategy | None:
         """Beam search or contrastive search, where the job asks for one."""

@@ -12,7 +12,7 @@ from llmc.runtime.handle import Mailbox
 from llmc.runtime.metrics import RequestTimeline
 from llmc.runtime.request import Request
 from llmc.runtime.results import Delta, FinishReason, GenerationResult, Output, Timings, Usage
-from llmc.runtime.sampling import Choice, Logits, Sampler, SamplingParams, TokenLogprobs
+from llmc.runtime.sampling import Choice, Guide, Logits, Sampler, SamplingParams, TokenLogprobs
 from llmc.runtime.scheduler import Waiting
 from llmc.runtime.text import TextStream
 from llmc.runtime.tracing import current_context
@@ -57,7 +57,15 @@ class Sample(Strand):
         tokens: prompt and new tokens; ``context`` is the same list until the window slides.
     """
 
-    def __init__(self, job: "Job", index: int, sampler: Sampler, text: TextStream, ends: frozenset[int]) -> None:
+    def __init__(
+        self,
+        job: "Job",
+        index: int,
+        sampler: Sampler,
+        text: TextStream,
+        ends: frozenset[int],
+        guide: Guide | None = None,
+    ) -> None:
         super().__init__(job, list(job.prompt))
         self.index = index
         self.tokens = self.context
@@ -66,6 +74,7 @@ class Sample(Strand):
         self._text = text
         self._parts: list[str] = []
         self._ends = ends
+        self._guide = guide
         self._logprobs: list[TokenLogprobs] = []
 
     @property
@@ -122,7 +131,8 @@ class Sample(Strand):
         count, params = len(self.tokens) - len(self.job.prompt), self.job.params
         ended = token in self._ends and count > params.min_tokens
         text = "" if ended else self._text.push(token)
-        ended = ended or self._text.stopped is not None or self._criterion_holds(text)
+        complete = self._guide is not None and self._guide.finished  # where ignore_eos leaves no other end
+        ended = ended or complete or self._text.stopped is not None or self._criterion_holds(text)
         if not ended and count < params.max_tokens:
             return None, text
         if self._text.stopped is None:

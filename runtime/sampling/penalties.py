@@ -3,6 +3,7 @@
 A step costs what its new tokens cost, however long the sequence is, plus one pass over the different tokens in it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from llmc.runtime.sampling.masses import Logits
 _FIRST_SIZE = 256
 
 
-class Follower:
+class Follower(ABC):
     """Base of processors that read each token of a growing sequence once.
 
     Args:
@@ -38,13 +39,13 @@ class Follower:
             self._read = len(tokens)
             self._seen = list(tokens) if self._branching else [tokens[-1]]
 
+    @abstractmethod
     def restart(self) -> None:
         """Forget everything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extend(self, tokens: Sequence[int], start: int) -> None:
         """Take in ``tokens[start:]``."""
-        raise NotImplementedError
 
     def _goes_on(self, tokens: Sequence[int]) -> bool:
         if self._read == self._start:

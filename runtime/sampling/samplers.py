@@ -2,6 +2,7 @@
 
 import math
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,7 +50,7 @@ class Sampler(Protocol):
         """
 
 
-class Chooser:
+class Chooser(ABC):
     """Base of samplers that choose from logits as they are.
 
     Attributes:
@@ -61,13 +62,13 @@ class Chooser:
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
         return Choice(self.choose(logits, len(tokens)))
 
+    @abstractmethod
     def choose(self, logits: Logits, position: int) -> int:
         """The token for ``position`` of the sequence, from ``logits`` (float32 [V], left as they are).
 
         Raises:
             RequestError: the logits hold NaN or +inf, or nothing but -inf.
         """
-        raise NotImplementedError
 
 
 def make_sampler(
