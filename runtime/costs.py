@@ -33,10 +33,10 @@ class StepCosts:
         known = self._phases.get(phase)
         return None if known is None else known.predict(rows, tokens)
 
-    def seen(self, phase: str, rows: int, tokens: int) -> bool:
-        """Whether a call of this shape was seen more than once: the first may have paid for what later ones reuse."""
+    def count(self, phase: str, rows: int, tokens: int) -> int:
+        """How many calls of this shape were seen, up to 5. The first may have paid for what later ones reuse."""
         known = self._phases.get(phase)
-        return known is not None and known.seen(rows, tokens)
+        return 0 if known is None else known.count(rows, tokens)
 
 
 class _Shape:
@@ -47,9 +47,9 @@ class _Shape:
         self._last: deque[float] = deque(maxlen=WINDOW)
 
     @property
-    def settled(self) -> bool:
-        """Whether there is more than a first observation."""
-        return len(self._last) > 1
+    def count(self) -> int:
+        """Observations in the window."""
+        return len(self._last)
 
     def observe(self, seconds: float) -> None:
         self._last.append(seconds)
@@ -77,9 +77,9 @@ class _Phase:
         shape.observe(seconds)
         self._latest[total] = shape
 
-    def seen(self, rows: int, tokens: int) -> bool:
+    def count(self, rows: int, tokens: int) -> int:
         shape = self._shapes.get((rows, tokens))
-        return shape is not None and shape.settled
+        return 0 if shape is None else shape.count
 
     def predict(self, rows: int, tokens: int) -> float:
         shape = self._shapes.get((rows, tokens))

@@ -49,6 +49,11 @@ class Ledger:
     def __init__(self) -> None:
         self.debt = 0.0
 
+    @property
+    def credit(self) -> float:
+        """What was won and not lost again."""
+        return max(0.0, -self.debt)
+
     def book(self, lost: float) -> None:
         """Add what a verification lost or, below 0, won."""
         self.debt = max(-MAX_CREDIT, self.debt + lost)
@@ -108,7 +113,7 @@ class DraftLength:
         self._on_trial = True
         self._wait = FIRST_PAUSE if self._ledger.debt > 0 else 0.0
         self._pause = FIRST_PAUSE
-        self._budget = FIRST_BUDGET
+        self._budget = FIRST_BUDGET + self._ledger.credit  # where drafting wins, an unlucky start is forgiven
         self._streak = 0
 
     @property
@@ -147,7 +152,7 @@ class DraftLength:
         lost = self._lost(proposed, accepted, rows, seconds)
         self._own.book(lost)
         self._ledger.book(lost)
-        if self._own.debt > MAX_DEBT:
+        if self._own.debt > MAX_DEBT + self._ledger.credit:
             self._stop()
         elif self._pays(rows, MARGIN):
             self._on_trial, self._pause = False, FIRST_PAUSE
@@ -208,23 +213,31 @@ class DraftLength:
         return self._best(self._lengths[-1], rows, 1.0)[1] < 1.0
 
     def _best(self, proposed: int, rows: int, acceptance: float | None = None) -> tuple[int, float]:
-        """The best length up to ``proposed``, and how many times faster than without drafts it is."""
+        """The best length up to ``proposed``, and how many times faster than without drafts it is.
+
+        A length that was verified once counts as no dearer than the settled one before it, so it is tried again: the
+        first call of a shape may have been slow, and would be believed for ever.
+        """
         acceptance = self.acceptance if acceptance is None else acceptance
-        best, gain = 0, 0.0
+        best, gain, settled = 0, 0.0, None
         for length in self._lengths:
             if length > proposed:
                 break
-            factor = self._gain(length, rows, acceptance)
+            count = self._costs.count(self._phase, 1, length + 1)
+            factor = self._gain(length, rows, acceptance, settled if count == 1 else None)
             if factor > gain:
                 best, gain = length, factor
+            if count > 1:
+                settled = self._costs.predict(self._phase, 1, length + 1)
         return best, gain
 
-    def _gain(self, length: int, rows: int, acceptance: float) -> float:
+    def _gain(self, length: int, rows: int, acceptance: float, most: float | None) -> float:
         """Tokens per second of the whole batch with ``length`` drafts for this sequence, over those without.
 
-        The sequence leaves the batch of ``rows`` for a call of its own, and the others go on without it.
+        The sequence leaves the batch of ``rows`` for a call of its own, which counts with at most ``most`` seconds, and
+        the others go on without it.
         """
-        both = self._seconds(length, rows)
+        both = self._seconds(length, rows, most=most)
         if both is None:
             return 1.0
         plain, drafted = both
@@ -236,10 +249,12 @@ class DraftLength:
         if both is None:
             return 0.0
         plain, drafted = both
-        most = MOST_LOST if self._costs.seen(self._phase, 1, proposed + 1) else MOST_LOST_AT_FIRST
+        most = MOST_LOST if self._costs.count(self._phase, 1, proposed + 1) > 1 else MOST_LOST_AT_FIRST
         return min(most, rows * drafted / plain - (rows + accepted))
 
-    def _seconds(self, length: int, rows: int, drafting: float | None = None) -> tuple[float, float] | None:
+    def _seconds(
+        self, length: int, rows: int, drafting: float | None = None, most: float | None = None
+    ) -> tuple[float, float] | None:
         """Seconds of a step of the batch without drafts, and with ``length`` for this sequence; None: not known yet."""
         costs = self._costs
         plain = self.step(rows)
@@ -249,7 +264,7 @@ class DraftLength:
             return None
         if drafting is None:
             drafting = costs.predict(self._drafter, 1, length) or 0.0
-        return plain, others + call + drafting
+        return plain, others + (call if most is None else min(call, most)) + drafting
 
 
 def expected(length: int, a: float) -> float:

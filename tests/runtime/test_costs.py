@@ -86,14 +86,14 @@ def test_a_slow_first_call_is_forgotten_with_the_second():
     assert costs.predict(Phase.DECODE, 1, 1) == pytest.approx(0.010, rel=ROUNDING)
 
 
-def test_a_shape_counts_as_seen_from_the_second_time():
+def test_calls_of_a_shape_are_counted_up_to_five():
     costs = StepCosts()
-    assert not costs.seen(Phase.DECODE, 1, 1)
-    costs.observe(Phase.DECODE, 1, 1, 1.0)
-    assert not costs.seen(Phase.DECODE, 1, 1)
-    costs.observe(Phase.DECODE, 1, 1, 1.0)
-    assert costs.seen(Phase.DECODE, 1, 1)
-    assert not costs.seen(Phase.DECODE, 1, 2)
+    counts = []
+    for _ in range(7):
+        counts.append(costs.count(Phase.DECODE, 1, 1))
+        costs.observe(Phase.DECODE, 1, 1, 1.0)
+    assert counts == [0, 1, 2, 3, 4, 5, 5]
+    assert costs.count(Phase.DECODE, 1, 2) == 0
 
 
 def test_a_change_that_stays_shows_within_ten_calls():

@@ -119,8 +119,9 @@ def test_at_80_percent_acceptance_it_is_nearly_as_fast_as_the_best_fixed_length(
 
 
 def test_80_percent_acceptance_brings_what_issue_4_asks_for():
+    """Unlucky starts included."""
     for machine, wanted in ((INT4_ON_W8A8, 1.5), (INT8, 2.0)):
-        assert np.mean([speed(machine, simulate(machine, lambda _: 0.8, 256, seed)) for seed in range(40)]) > wanted
+        assert np.mean([speed(machine, simulate(machine, lambda _: 0.8, 512, seed)) for seed in range(20)]) > wanted
 
 
 @pytest.mark.parametrize("machine", [INT4_ON_W8A8, INT8, DRAFT_MODEL])
@@ -160,6 +161,21 @@ def of_short_requests(machine: Machine, acceptance: float, ledger: Ledger | None
 def test_many_short_requests_pay_for_their_trials_together(machine: Machine):
     assert of_short_requests(machine, 0.1, Ledger()) > 1 - MOST_LOST
     assert of_short_requests(machine, 0.1, None) < 1 - MOST_LOST  # planted: each for itself
+
+
+def test_where_drafting_wins_an_unlucky_start_is_forgiven():
+    costs, ledger = StepCosts(), Ledger()
+    for _ in range(5):
+        costs.observe(Phase.DECODE, 1, 1, INT4_ON_W8A8.plain)
+        costs.observe(Phase.PREFILL, 1, 4, INT4_ON_W8A8.verify(4))
+        costs.observe(Phase.PREFILL, 1, 16, INT4_ON_W8A8.verify(16))
+    DraftLength(costs, ledger=ledger).verified(15, 15)
+    lucky, alone = DraftLength(costs, ledger=ledger), DraftLength(costs)
+    for control in (lucky, alone):
+        control.verified(3, 0)
+        control.verified(3, 0)
+    assert lucky.active
+    assert not alone.active
 
 
 def test_what_short_requests_win_together_is_not_less_than_what_each_wins_alone():
@@ -216,6 +232,19 @@ def test_a_slow_first_call_does_not_end_drafting():
     costs.observe(Phase.PREFILL, 1, 4, INT8.verify(4))
     control.verified(3, 3)
     assert control.length() > 0
+
+
+def test_a_length_that_was_slow_once_is_tried_again():
+    costs = StepCosts()
+    control = DraftLength(costs)
+    costs.observe(Phase.DECODE, 1, 1, INT8.plain)
+    costs.observe(Phase.PREFILL, 1, 4, 100 * INT8.verify(4))
+    for _ in range(20):
+        length = control.length() or 1
+        costs.observe(Phase.PREFILL, 1, length + 1, INT8.verify(length + 1))
+        control.verified(length, length)
+    assert control.length() == 15
+    assert costs.count(Phase.PREFILL, 1, 4) > 1
 
 
 def test_no_trial_is_made_where_even_perfect_drafts_would_not_pay():
