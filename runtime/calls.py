@@ -50,13 +50,22 @@ class FastCalls:
     """The quickest way, see :class:`llmc.runtime.options.Determinism`."""
 
     def __init__(
-        self, session: Session, manifest: Manifest, rows: Rows, costs: StepCosts, metrics: EngineMetrics
+        self,
+        session: Session,
+        manifest: Manifest,
+        rows: Rows,
+        costs: StepCosts,
+        metrics: EngineMetrics,
+        *,
+        in_pairs: bool = False,
     ) -> None:
         self.session = session
         self.rows = rows
         self._costs = costs
         self._metrics = metrics
         graphs = manifest.graphs
+        self._in_pairs = in_pairs
+        self._dummy = not graphs["decode"].invariance.single or graphs["decode"].invariance.tokens == 2
         split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file and not session.substitutes
         self._prefill_graph_from = PREFILL_GRAPH_FROM.get(manifest.recipe.precision, 1 << 30) if split else 1 << 30
 
@@ -119,7 +128,7 @@ class BatchCalls(FastCalls):
         next position is written again before it is read."""
         ids = [[strand.context[strand.cached]] for strand in strands]
         past = [strand.cached for strand in strands]
-        if len(strands) % 2:
+        if self._in_pairs and len(strands) % 2:
             neighbour = self.rows.at(strands[-1].row + 1)
             ids.append([0])
             past.append(0 if neighbour is None else neighbour.cached)
@@ -140,16 +149,23 @@ class StrictCalls(BatchCalls):
     def verify(self, strand: Strand, drafts: Sequence[int]) -> Floats:
         """See :class:`Calls`."""
         tokens = [*strand.context[strand.cached :], *drafts]
-        padded = tokens + [0] * (len(tokens) % 2)
+        padded = tokens + [0] * (len(tokens) % 2 if self._dummy else 0)
         return self._one_row(strand, Phase.DECODE, padded)[: len(tokens)]
 
 
 def make_calls(
-    level: Determinism, session: Session, manifest: Manifest, rows: Rows, costs: StepCosts, metrics: EngineMetrics
+    level: Determinism,
+    session: Session,
+    manifest: Manifest,
+    rows: Rows,
+    costs: StepCosts,
+    metrics: EngineMetrics,
+    *,
+    in_pairs: bool = False,
 ) -> FastCalls:
     """The way of calling that keeps the promise of ``level``."""
     kind = {Determinism.FAST: FastCalls, Determinism.BATCH: BatchCalls, Determinism.STRICT: StrictCalls}[level]
-    return kind(session, manifest, rows, costs, metrics)
+    return kind(session, manifest, rows, costs, metrics, in_pairs=in_pairs)
 
 
 def next_end(start: int, total: int, size: int) -> int:

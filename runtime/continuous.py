@@ -17,7 +17,7 @@ from llmc.runtime.intake import SINK_TOKENS, Intake
 from llmc.runtime.kv_cache import CacheBudget, next_capacity
 from llmc.runtime.lockstep import Lockstep
 from llmc.runtime.metrics import EngineMetrics
-from llmc.runtime.options import Determinism, EngineOptions
+from llmc.runtime.options import Determinism, EngineOptions, in_pairs
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.ranking import ranked
 from llmc.runtime.results import Delta, Output
@@ -89,8 +89,11 @@ class ContinuousBatch:
         self._drafter = drafter
         self._pool = pool
         self._rows = Rows(session)
+        self._in_pairs = in_pairs(manifest, options.determinism) and intake.max_rows > 1
         self._costs = StepCosts()
-        self._calls = make_calls(options.determinism, session, manifest, self._rows, self._costs, metrics)
+        self._calls = make_calls(
+            options.determinism, session, manifest, self._rows, self._costs, metrics, in_pairs=self._in_pairs
+        )
         self._pacer = ChunkPacer(options.decode_steps_per_chunk)
         self._speculators: dict[int, Speculator] = {}
         self._lockstep: dict[Job, Lockstep] = {}
@@ -371,8 +374,7 @@ class ContinuousBatch:
 
     def _reserve(self, rows: int, positions: int) -> None:
         """Make room in the cache, in steps; a batch that runs in pairs of rows needs an even number of them."""
-        if self._options.determinism is Determinism.BATCH and self._intake.max_rows > 1:
-            rows += rows % 2
+        rows += rows % 2 if self._in_pairs else 0
         wanted = next_capacity(max(positions, 1), self._limit)
         if rows > self._session.rows or wanted > self._session.capacity:
             self._session.reserve(rows, wanted)

@@ -96,14 +96,44 @@ def _level(value: object) -> Determinism:
         raise UsageError(f"determinism is {value!r}, expected one of {known}") from error
 
 
+def check_level(manifest: Manifest, level: Determinism) -> None:
+    """Refuse a promise that the bundle's arithmetic was not seen to keep, when it was built.
+
+    Raises:
+        UsageError: with what is missing.
+    """
+    if level is Determinism.FAST:
+        return
+    prefill, decode = (
+        manifest.graphs.get(name, manifest.graphs["decode"]).invariance for name in ("prefill", "decode")
+    )
+    kept = {"chunks of prompts": prefill.tokens > 0}
+    if level is Determinism.BATCH:
+        kept["rows of a batch"] = decode.rows > 0 or manifest.limits.max_batch == 1
+    else:
+        kept |= {"tokens of a call": decode.tokens > 0, "outputs of a call": decode.outputs > 0}
+    missing = [what for what, holds in kept.items() if not holds]
+    if missing:
+        raise UsageError(
+            f"determinism is {level.value!r}, but the build saw results depend on the number of {', '.join(missing)}; "
+            "build the bundle on this kind of machine, or with --fp32, or use determinism 'fast'"
+        )
+
+
 def row_limit(manifest: Manifest, options: EngineOptions) -> int:
     """Rows that may run at once; even where rows are run in pairs, for the last one needs a neighbour.
 
     Raises:
-        UsageError: more than the bundle was built for.
+        UsageError: more than the bundle was built for, or a level of determinism that it cannot keep.
     """
+    check_level(manifest, options.determinism)
     most = manifest.limits.max_batch
     rows = most if options.max_batch is None else options.max_batch
     if rows > most:
         raise UsageError(f"max_batch is {rows}, the bundle was built for {most}; build with a larger --max-batch")
-    return rows - rows % 2 if options.determinism is Determinism.BATCH and rows > 1 else rows
+    return rows - rows % 2 if in_pairs(manifest, options.determinism) and rows > 1 else rows
+
+
+def in_pairs(manifest: Manifest, level: Determinism) -> bool:
+    """Whether batches must have an even number of rows."""
+    return level is Determinism.BATCH and manifest.graphs["decode"].invariance.rows == 2
