@@ -18,6 +18,7 @@ VERBS = {
     "plan": "llmc.cli.plan:plan_command",
     "build": "llmc.cli.build:build_command",
     "run": "llmc.cli.run:run_command",
+    "chat": "llmc.cli.chat:chat_command",
     "bench": "llmc.cli.bench:bench_command",
     "eval": "llmc.cli.eval:eval_command",
     "inspect": "llmc.cli.inspect:inspect_command",
@@ -56,6 +57,7 @@ def cli(ctx: click.Context) -> None:
     llmc export CHECKPOINT -o DIR     checkpoint -> portable ONNX graph
     llmc build DIR -o BUNDLE          graph (or checkpoint) -> bundle for one target
     llmc run BUNDLE -p "Once"         bundle -> text
+    llmc chat BUNDLE                  talk with it
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)

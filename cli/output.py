@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ _DIGITS = {"B": 0, "kB": 1, "MB": 1, "GB": 2}  # after the decimal point, by uni
 
 
 def print_json(report: Any) -> None:
-    """Print a report, a dataclass of any depth with its properties, as indented JSON."""
-    click.echo(json.dumps(report, indent=2, ensure_ascii=False, default=_plain))
+    """Print a report, a dataclass of any depth with its properties, as indented JSON.
+
+    A number that JSON has no form for, such as the logarithm of 0, is null.
+    """
+    click.echo(json.dumps(_plain(report), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def as_dict(report: Any) -> dict[str, Any]:
@@ -29,7 +33,15 @@ def as_dict(report: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return as_dict(value)
+        value = as_dict(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} has no JSON form")

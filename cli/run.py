@@ -9,61 +9,97 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.cli.options import bundle_argument, debug_option, memory_option, threads_option
+from llmc.cli import output as show
+from llmc.cli.options import (
+    ENGINE_NAMES,
+    SAMPLING_NAMES,
+    EngineOption,
+    SectionCommand,
+    bundle_argument,
+    debug_option,
+    engine_options,
+    memory_option,
+    sampling_options,
+    take,
+    threads_option,
+)
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmc.runtime import GenerationResult, Handle, Model
+    from llmc.runtime import GenerationResult, Handle, Output
 
-
-@click.command("run")
-@bundle_argument
-@click.option("-p", "--prompt", help="Text to continue. Without it, stdin is read to its end.")
-@click.option("--chat", is_flag=True, help="Answer the prompt through the model's chat template; on a terminal, talk.")
-@click.option("--max-tokens", type=int, help="New tokens at most.  [default: 256]")
-@click.option("--temperature", type=float, help="0 always takes the most probable token.  [default: the checkpoint's]")
-@click.option("--top-k", type=int, help="Sample from the k most probable tokens; 0 from all.")
-@click.option("--top-p", type=float, help="Sample from the most probable tokens that hold this mass.")
-@click.option("--min-p", type=float, help="Sample from tokens this probable, relative to the most probable one.")
-@click.option("--seed", type=int, help="The same seed gives the same text.")
-@click.option("--stop", multiple=True, help="End before this text; may be repeated.")
-@click.option("--max-context", type=int, help="Longest sequence in tokens.  [default: the bundle's]")
-@threads_option
-@memory_option
-@click.option(
+LOADING = ("threads", "max_context", "memory", "self_test")
+max_context_option = click.option(
+    "--max-context", type=int, cls=EngineOption, help="Longest sequence in tokens.  [default: the bundle's]"
+)
+self_test_option = click.option(
     "--self-test/--no-self-test",
     default=None,
     help="Replay the bundle's golden prompts first.  [default: the first time on this machine]",
 )
-@click.option("--stats", is_flag=True, help="Print counts, times and the seed on stderr at the end.")
+stats_option = click.option("--stats", is_flag=True, help="Print counts, times and the seed on stderr at the end.")
+
+
+@click.command("run", cls=SectionCommand)
+@bundle_argument
+@click.option("-p", "--prompt", help="Text to continue. Without it, stdin is read to its end.")
+@click.option("--chat", is_flag=True, help="Answer the prompt through the model's chat template; on a terminal, talk.")
+@click.option("--json", "as_json", is_flag=True, help="Print texts, tokens, counts, times and parameters as JSON.")
+@stats_option
+@threads_option
+@memory_option
+@self_test_option
 @debug_option
-def run_command(
-    bundle: Path,
-    prompt: str | None,
-    chat: bool,
-    max_context: int | None,
-    threads: int | None,
-    memory: int | None,
-    self_test: bool | None,
-    stats: bool,
-    **sampling: Any,
-) -> None:
+@sampling_options
+@max_context_option
+@engine_options
+def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, stats: bool, **options: Any) -> None:
     """Stream the completion of a prompt from BUNDLE.
 
-    From stdin, one newline at the end is not part of the prompt.
+    From stdin, one newline at the end is not part of the prompt. Several outputs are printed one after another, each
+    under a line that begins with "---".
     """
     from llmc.runtime import load
 
+    sampling = take(options, SAMPLING_NAMES)
     talk = chat and prompt is None and sys.stdin.isatty()
+    if not as_json:
+        refuse_unseen(sampling)
+    if talk and as_json:
+        raise UsageError("--json prints one answer, and --chat without a prompt talks; give a prompt with -p")
     text = "" if talk else read_prompt(prompt)
-    sampling["stop"] = sampling["stop"] or None
-    with load(bundle, threads=threads, max_context=max_context, self_test=self_test, memory=memory) as model:
+    with load(bundle, **loading(options)) as model:
         if talk:
-            converse(model, sampling, stats)
-        else:
-            messages = [{"role": "user", "content": text}]
-            stream = model.stream_chat(messages, **sampling) if chat else model.stream(text, **sampling)
-            write(stream, stats)
+            from llmc.cli.chat import converse
+
+            converse(model, sampling, stats=stats)
+            return
+        messages = [{"role": "user", "content": text}]
+        stream = model.stream_chat(messages, **sampling) if chat else model.stream(text, **sampling)
+        write(stream, as_json, is_one(sampling))
+        if stats:
+            click.echo(describe(stream.result()), err=True)
+
+
+def loading(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of :func:`llmc.runtime.load`; those of the engine only where they were given."""
+    return {name: options[name] for name in LOADING} | take(options, ENGINE_NAMES)
+
+
+def refuse_unseen(sampling: dict[str, Any]) -> None:
+    """Refuse what only JSON shows.
+
+    Raises:
+        UsageError: log-probabilities were asked for.
+    """
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in sampling:
+            raise UsageError(f"{name} is {sampling[name]}, which only llmc run with --json shows; add it, or leave it")
+
+
+def is_one(sampling: dict[str, Any]) -> bool:
+    """Whether one output is generated, so that its text can be printed as it comes."""
+    return all(sampling.get(name, 1) <= 1 for name in ("n", "best_of", "num_return_sequences"))
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -77,52 +113,55 @@ def read_prompt(prompt: str | None) -> str:
     if sys.stdin.isatty():
         raise UsageError("no prompt: give one with -p, or pipe one to stdin")
     data = sys.stdin.buffer.read()
+    return decoded(data, "the prompt").removesuffix("\n")
+
+
+def decoded(data: bytes, what: str) -> str:
+    """Text from stdin.
+
+    Raises:
+        UsageError: it is not UTF-8.
+    """
     try:
-        return data.decode("utf-8").removesuffix("\n")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"byte 0x{data[error.start]:02x} at position {error.start}"
-        raise UsageError(
-            f"the prompt on stdin is not valid UTF-8 ({found}); convert it, for example with iconv"
-        ) from error
+        raise UsageError(f"{what} on stdin is not valid UTF-8 ({found}); convert it, for example with iconv") from error
 
 
-def write(stream: Handle, stats: bool) -> GenerationResult:
-    """Print each piece of text as it comes, and the statistics after it."""
+def write(stream: Handle, as_json: bool, one: bool) -> None:
+    """Print the text of one output as it comes, several at the end, or everything as JSON."""
     with closing(stream):
-        for text in stream:
-            click.echo(text, nl=False)  # flushes
-    click.echo()
-    result = stream.result()
-    if stats:
-        click.echo(describe(result), err=True)
-    return result
+        if as_json:
+            show.print_json(stream.result())
+        elif one:
+            for text in stream:
+                click.echo(text, nl=False)  # flushes
+            click.echo()
+        else:
+            write_outputs(stream.result().outputs)
+
+
+def write_outputs(outputs: tuple[Output, ...]) -> None:
+    """One text, or each under a line that says which it is."""
+    for place, output in enumerate(outputs, 1):
+        if len(outputs) > 1:
+            seed = "" if output.seed is None else f", seed {output.seed}"
+            score = "" if output.score is None else f", score {output.score:.4f}"
+            click.echo(f"--- {place} of {len(outputs)}: ended by {output.finish_reason}{seed}{score}")
+        click.echo(output.text)
 
 
 def describe(result: GenerationResult) -> str:
     """Counts, speeds, and why the request ended, in one line."""
-    usage, timings = result.usage, result.timings
+    usage, timings, metrics = result.usage, result.timings, result.metrics
+    cached = f" ({usage.cached_tokens} from the prefix cache)" if usage.cached_tokens else ""
+    cut = f" ({usage.truncated_tokens} left out)" if usage.truncated_tokens else ""
+    drafted = f"; {metrics.accepted} of {metrics.drafted} drafts accepted" if metrics.drafted else ""
     seed = "" if result.seed is None else f"; seed {result.seed}"
     return (
-        f"prompt: {usage.prompt_tokens} tokens, first token after {timings.ttft_s:.3f} s "
+        f"prompt: {usage.prompt_tokens} tokens{cached}{cut}, first token after {timings.ttft_s:.3f} s "
         f"({timings.prefill_tokens_per_s:.1f} tok/s); completion: {usage.completion_tokens} tokens, "
-        f"{timings.tpot_s * 1000:.2f} ms each ({timings.decode_tokens_per_s:.1f} tok/s); "
+        f"{timings.tpot_s * 1000:.2f} ms each ({timings.decode_tokens_per_s:.1f} tok/s){drafted}; "
         f"ended by {result.finish_reason}{seed}"
     )
-
-
-def converse(model: Model, sampling: dict[str, Any], stats: bool) -> None:
-    """Talk in turns until the end of input."""
-    messages: list[dict[str, str]] = []
-    while (line := ask()) is not None:
-        messages.append({"role": "user", "content": line})
-        answer = write(model.stream_chat(messages, **sampling), stats)
-        messages.append({"role": "assistant", "content": answer.text})
-
-
-def ask() -> str | None:
-    """One line from the terminal; None at the end of input."""
-    try:
-        return input("> ")
-    except EOFError:
-        click.echo()
-        return None

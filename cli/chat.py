@@ -1,0 +1,451 @@
+"""``llmc chat``: a conversation with a bundle."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmc.cli.options import (
+    EXISTING_FILE,
+    SAMPLING_NAMES,
+    SectionCommand,
+    bundle_argument,
+    debug_option,
+    engine_options,
+    memory_option,
+    sampling_options,
+    take,
+    threads_option,
+)
+from llmc.cli.run import (
+    decoded,
+    describe,
+    is_one,
+    loading,
+    max_context_option,
+    refuse_unseen,
+    self_test_option,
+    stats_option,
+)
+from llmc.errors import CancelledError, RequestError, UsageError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from llmc.runtime import GenerationResult, Handle, Model
+
+Message = dict[str, str]
+
+FORMAT, VERSION = "llmc-chat", 1  # what a saved conversation says that it is
+ROLES = ("system", "user", "assistant", "tool")
+PROMPT = "> "
+COMMANDS = {
+    "/system": "TEXT   what the model is told before everything else; without TEXT, nothing",
+    "/save": "FILE   write the conversation",
+    "/load": "FILE   go on with a saved conversation",
+    "/reset": "       forget what was said, keep the system text",
+    "/stats": "       counts and times of the last answer, and of all",
+    "/help": "       this list",
+    "/exit": "       leave, as Ctrl-D does",
+}
+
+
+@click.command("chat", cls=SectionCommand)
+@bundle_argument
+@click.option("--system", help="What the model is told before everything else.")
+@click.option("--load", "saved", type=EXISTING_FILE, help="Go on with a conversation that /save wrote.")
+@stats_option
+@threads_option
+@memory_option
+@self_test_option
+@debug_option
+@sampling_options
+@max_context_option
+@engine_options
+def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bool, **options: Any) -> None:
+    """Talk with BUNDLE: a line, an answer, and so on. /help lists the commands.
+
+    Ctrl-C stops an answer; at the prompt, twice, it leaves. What is piped to stdin is answered line by line.
+    """
+    from llmc.runtime import load
+
+    sampling = take(options, SAMPLING_NAMES)
+    refuse_unseen(sampling)
+    with load(bundle, **loading(options)) as model:
+        converse(model, sampling, stats=stats, system=system, saved=saved)
+
+
+def converse(
+    model: Model,
+    sampling: dict[str, Any],
+    *,
+    stats: bool = False,
+    system: str | None = None,
+    saved: Path | None = None,
+) -> None:
+    """Talk until the end of input.
+
+    Args:
+        sampling: parameters of every request.
+        stats: whether to print counts and times after each answer.
+        system: what the model is told before everything else; it takes the place of a saved conversation's.
+        saved: a conversation to go on with.
+
+    Raises:
+        UsageError: the parameters make several outputs, or a command is wrong and stdin is no terminal.
+        RequestError: an answer failed, and stdin is no terminal.
+    """
+    if sampling.get("num_return_sequences", 1) > 1 or (sampling.get("n", 1) > 1 and "consensus" not in sampling):
+        raise UsageError("n or num_return_sequences ask for several outputs, but a turn has one answer; leave them out")
+    interactive = sys.stdin.isatty()
+    with interrupts(interactive) as keys:
+        talk = Conversation(model, sampling, stats, keys if interactive else None)
+        if saved is not None:
+            talk.load(str(saved))
+        if system is not None:
+            talk.system(system)
+        if interactive:
+            click.echo("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves", err=True)
+        for line in typed(keys) if interactive else piped():
+            if not talk.take(line):
+                return
+
+
+# ----------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+class Interrupts:
+    """What Ctrl-C means now.
+
+    A signal may come between any two instructions, so it raises only where something waits for it: at the prompt.
+
+    Attributes:
+        at_prompt: whether a line is being typed.
+        handle: the answer that is being generated.
+        pressed: whether it came while neither was so; the next answer does not begin.
+    """
+
+    def __init__(self) -> None:
+        self.at_prompt = False
+        self.handle: Handle | None = None
+        self.pressed = False
+
+    def press(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGINT."""
+        if self.at_prompt:
+            raise KeyboardInterrupt
+        self.pressed = True
+        if self.handle is not None:
+            self.handle.cancel()
+
+    @contextmanager
+    def stopping(self, handle: Handle) -> Iterator[None]:
+        """Ctrl-C cancels ``handle``, also if it came while the request was being made."""
+        self.handle = handle
+        try:
+            if self.pressed:
+                handle.cancel()
+            yield
+        finally:
+            self.handle = None
+
+
+@contextmanager
+def interrupts(install: bool) -> Iterator[Interrupts]:
+    """Take SIGINT over, if asked to, and give it back at the end."""
+    keys = Interrupts()
+    if not install:
+        yield keys
+        return
+    before = signal.signal(signal.SIGINT, keys.press)
+    try:
+        yield keys
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ------------------------------------------------------------------------------------------------------------ lines
+
+
+def typed(keys: Interrupts) -> Iterator[str]:
+    """Lines from the terminal until Ctrl-D, or until Ctrl-C comes twice."""
+    with suppress(ImportError):  # Windows has none
+        importlib.import_module("readline")  # gives input() editing and history
+    warned = False
+    while True:
+        try:
+            line = _ask(keys)
+        except EOFError:
+            click.echo(err=True)
+            return
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            if warned:
+                return
+            warned = True
+            click.echo("Ctrl-C again or Ctrl-D leaves", err=True)
+        else:
+            warned = False
+            yield line
+
+
+def _ask(keys: Interrupts) -> str:
+    try:
+        keys.pressed, keys.at_prompt = False, True
+        if sys.stdout.isatty():
+            return input(PROMPT)
+        click.echo(PROMPT, nl=False, err=True)  # stdout holds the answers and nothing else
+        return input()
+    finally:
+        keys.at_prompt = False
+
+
+def piped() -> Iterator[str]:
+    """Lines from stdin, in UTF-8."""
+    for line in sys.stdin.buffer:
+        yield decoded(line, "a line").rstrip("\r\n")
+
+
+# ----------------------------------------------------------------------------------------------------- conversation
+
+
+class Conversation:
+    """Messages so far, and what a line does to them.
+
+    Args:
+        keys: what Ctrl-C means, on a terminal, where errors are shown and the talk goes on; None raises them.
+    """
+
+    def __init__(self, model: Model, sampling: dict[str, Any], stats: bool, keys: Interrupts | None) -> None:
+        self.messages: list[Message] = []
+        self._model = model
+        self._sampling = sampling
+        self._stats = stats
+        self._keys = keys
+        self._last: GenerationResult | None = None
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/system": self.system,
+            "/save": self.save,
+            "/load": self.load,
+            "/reset": self.reset,
+            "/stats": self.stats,
+            "/help": self.help,
+        }
+
+    def take(self, line: str) -> bool:
+        """Answer a line or obey it; false where it says to leave."""
+        if line.strip() == "/exit":
+            return False
+        try:
+            if line.startswith("//"):
+                self.answer(line[1:])
+            elif line.startswith("/"):
+                self.obey(line)
+            elif line.strip():
+                self.answer(line)
+        except (UsageError, RequestError) as error:
+            if self._keys is None:
+                raise
+            click.echo(f"error: {error}", err=True)
+        return True
+
+    def obey(self, line: str) -> None:
+        """Do what a line with a slash says.
+
+        Raises:
+            UsageError: there is no such command, or what it needs is wrong.
+        """
+        name, _, argument = line.strip().partition(" ")
+        if name not in self._commands:
+            raise UsageError(f"{name} is no command, expected one of {', '.join(COMMANDS)}; //... sends a slash")
+        self._commands[name](argument.strip())
+
+    def answer(self, text: str) -> None:
+        """Say ``text`` and print the answer; one that was stopped counts as far as it came."""
+        self.messages.append({"role": "user", "content": text})
+        parts: list[str] = []
+        try:
+            handle = self._model.stream_chat(self.messages, **self._sampling)
+            with closing(handle):
+                self._print(handle, parts)
+        except CancelledError:
+            click.echo("(stopped)", err=True)
+            if not parts:
+                self.messages.pop()
+                return
+        except BaseException:
+            self.messages.pop()
+            raise
+        else:
+            self._last = handle.result()
+            if self._stats:
+                click.echo(describe(self._last), err=True)
+        self.messages.append({"role": "assistant", "content": "".join(parts)})
+
+    def _print(self, handle: Handle, parts: list[str]) -> None:
+        with self._keys.stopping(handle) if self._keys is not None else nullcontext():
+            try:
+                for piece in handle if is_one(self._sampling) else [handle.result().text]:
+                    parts.append(piece)
+                    click.echo(piece, nl=False)
+            finally:
+                click.echo()
+
+    def system(self, text: str) -> None:
+        """Say ``text`` before everything else, in place of what was said there."""
+        rest = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *rest] if text else rest
+
+    def save(self, file: str) -> None:
+        """Write the conversation, and beside it what the prefix cache has of it, so that it goes on without prefill."""
+        path = _path(file, "/save")
+        state = _state(path)
+        check_replaceable(path, state)
+        write_messages(path, self._model.manifest.source.name, self.messages)
+        state.unlink(missing_ok=True)  # that of another conversation
+        kept = 0
+        with suppress(RequestError):  # too short, or evicted: it is computed again
+            prompt = self._model.chat_template.render(self.messages, add_generation_prompt=False)
+            tokens = self._model.tokenizer.encode(prompt, add_special_tokens=False)
+            kept = self._model.engine.save(state, tokens)
+        beside = f"; keys and values of {kept} tokens in {state}" if kept else ""
+        click.echo(f"{len(self.messages)} messages saved in {path}{beside}", err=True)
+
+    def load(self, file: str) -> None:
+        """Go on with a saved conversation in place of this one."""
+        path = _path(file, "/load")
+        self.messages = read_messages(path)
+        click.echo(f"{len(self.messages)} messages loaded from {path}", err=True)
+        state = _state(path)
+        if state.exists():
+            try:
+                self._model.engine.restore(state)
+            except (RequestError, UsageError) as error:  # it only costs time
+                click.echo(f"keys and values are computed again: {error}", err=True)
+
+    def reset(self, _: str) -> None:
+        """Forget what was said, but not the system text."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+        self._last = None
+
+    def stats(self, _: str) -> None:
+        """Print counts and times, on stderr."""
+        if self._last is None:
+            click.echo("no answer yet", err=True)
+            return
+        click.echo(describe(self._last), err=True)
+        held, room = self._last.usage.total_tokens, self._model.engine.max_context
+        click.echo(f"context: {held} of {room} tokens; messages: {len(self.messages)}", err=True)
+        summary = self._model.engine.metrics.snapshot().summary()
+        known = (f"{name} {value:.4g}" for name, value in summary.items() if value is not None)
+        click.echo(f"all answers: {', '.join(known)}", err=True)
+
+    def help(self, _: str) -> None:
+        """List the commands."""
+        click.echo("\n".join(f"{name:8} {what}" for name, what in COMMANDS.items()), err=True)
+        click.echo(f"{'//...':8}        say a line that begins with a slash", err=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def _path(file: str, command: str) -> Path:
+    if not file:
+        raise UsageError(f"{command} needs a file: {command} FILE")
+    return Path(file).expanduser()
+
+
+def _state(path: Path) -> Path:
+    """Where the keys and values of a conversation are."""
+    return path.with_name(f"{path.name}.kv")
+
+
+def check_replaceable(path: Path, state: Path) -> None:
+    """Refuse to overwrite what no ``/save`` wrote.
+
+    Raises:
+        UsageError: naming the file.
+    """
+    from llmc.runtime.cache_file import MAGIC
+
+    if os.path.lexists(path):
+        try:
+            read_messages(path)
+        except UsageError as error:
+            raise UsageError(f"{path} exists and is no saved conversation; choose another file") from error
+    if os.path.lexists(state):
+        try:
+            with state.open("rb") as file:
+                ours = file.read(len(MAGIC)) == MAGIC
+        except OSError:
+            ours = False
+        if not ours:
+            raise UsageError(f"{state} exists and was not saved by llmc; choose another file")
+
+
+def read_messages(path: Path) -> list[Message]:
+    """The messages of a file that :func:`write_messages` wrote.
+
+    Raises:
+        UsageError: it cannot be read, or is not such a file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}); name a saved conversation") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON; name a saved conversation") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UsageError(f'{path} is no saved conversation (no "format": "{FORMAT}"); name one that /save wrote')
+    if content.get("version") != VERSION:
+        raise UsageError(f"{path} has version {content.get('version')!r}, expected {VERSION}; save it with this llmc")
+    messages = content.get("messages")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise UsageError(f"{path}: messages are not a list of a role ({', '.join(ROLES)}) and a content; mend the file")
+    return messages
+
+
+def _is_message(item: object) -> bool:
+    if not isinstance(item, dict) or item.keys() != {"role", "content"}:
+        return False
+    return item["role"] in ROLES and isinstance(item["content"], str)
+
+
+def write_messages(path: Path, model: str, messages: list[Message]) -> None:
+    """Save a conversation: whole or not at all, readable by its owner only.
+
+    Args:
+        model: name of the model that it was with, for people.
+
+    Raises:
+        UsageError: the place cannot be written.
+    """
+    content = {"format": FORMAT, "version": VERSION, "model": model, "messages": messages}
+    try:
+        _publish(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file") from error
+
+
+def _publish(path: Path, text: str) -> None:
+    number, staging = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(staging)
+        raise
