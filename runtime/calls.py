@@ -94,6 +94,10 @@ class FastCalls:
         """The graph for a step of so many tokens."""
         return Phase.PREFILL if tokens >= self._prefill_graph_from else Phase.DECODE
 
+    def step_seconds(self, rows: int) -> float | None:
+        """What a step of so many rows without drafts takes, as far as that is known."""
+        return self._costs.predict(self.phase(rows), rows, 1)
+
     def _one_token_each(
         self, phase: Phase, ids: list[list[int]], past: list[int], row: int
     ) -> tuple[Floats, Floats | None]:
@@ -123,6 +127,10 @@ class BatchCalls(FastCalls):
         """Always the same."""
         return Phase.DECODE
 
+    def step_seconds(self, rows: int) -> float | None:
+        """See :class:`FastCalls`."""
+        return self._costs.predict(Phase.DECODE, rows + (rows % 2 if self._in_pairs else 0), 1)
+
     def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
         """See :class:`Calls`. An odd batch runs with the row after it, of which nothing that counts is overwritten: its
         next position is written again before it is read."""
@@ -137,6 +145,11 @@ class BatchCalls(FastCalls):
 
 class StrictCalls(BatchCalls):
     """Row by row, an even number of tokens each: the last may be a dummy, whose position is written again."""
+
+    def step_seconds(self, rows: int) -> float | None:
+        """See :class:`FastCalls`."""
+        one = self._costs.predict(Phase.DECODE, 1, 2 if self._dummy else 1)
+        return None if one is None else rows * one
 
     def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
         """See :class:`Calls`."""

@@ -16,6 +16,7 @@ from llmc.runtime.costs import StepCosts
 from llmc.runtime.intake import SINK_TOKENS, Intake
 from llmc.runtime.kv_cache import CacheBudget, next_capacity
 from llmc.runtime.lockstep import Lockstep
+from llmc.runtime.memory import check_growth
 from llmc.runtime.metrics import EngineMetrics
 from llmc.runtime.options import Determinism, EngineOptions, in_pairs
 from llmc.runtime.prefix_cache import PrefixCache
@@ -26,7 +27,7 @@ from llmc.runtime.sampling import Choice, Logits, prompt_logprobs
 from llmc.runtime.scheduler import ChunkPacer, Queue
 from llmc.runtime.sequence import Job, Sample, Strand, named
 from llmc.runtime.sessions import Session
-from llmc.runtime.speculation import Drafter, Speculator, verify
+from llmc.runtime.speculation import LENGTHS, Drafter, Ledger, Speculator, verify
 
 
 @dataclass
@@ -96,19 +97,21 @@ class ContinuousBatch:
         )
         self._pacer = ChunkPacer(options.decode_steps_per_chunk)
         self._speculators: dict[int, Speculator] = {}
+        self._ledger = Ledger()
+        self._lengths = tuple(length for length in LENGTHS if length <= options.max_draft_tokens)
         self._lockstep: dict[Job, Lockstep] = {}
-        self._position_bytes = manifest.memory.cache_per_token
+        self._plan = manifest.memory
         self._limit = intake.max_context + (options.determinism is Determinism.STRICT)
 
     @property
     def reserved_bytes(self) -> int:
         """Address space of the cache."""
-        return self._session.rows * self._session.capacity * self._position_bytes
+        return self._session.rows * self._session.capacity * self._plan.cache_per_token
 
     @property
     def used_bytes(self) -> int:
         """What valid positions fill of it."""
-        return sum(strand.cached for strand in self._strands()) * self._position_bytes
+        return sum(strand.cached for strand in self._strands()) * self._plan.cache_per_token
 
     # ------------------------------------------------------------------------------------------ admission
 
@@ -174,17 +177,19 @@ class ContinuousBatch:
     # ------------------------------------------------------------------------------------------ prefill
 
     def feed(self) -> None:
-        """Feed the next chunk of one prompt: of one not yet begun, else of the oldest, if it is its time."""
+        """Feed the next chunk of one prompt: of one not yet begun, or of the oldest, if it is its time."""
         feeding = [strand for strand in self._strands() if strand.row >= self._rows.decoding]
         if not feeding:
             return
-        strand = min(feeding, key=lambda item: (item.begun, item.key))
-        if not self._pacer.allows(not strand.begun, self._rows.decoding > 0):
+        due = self._pacer.due
+        strand = min(feeding, key=lambda item: (item.begun != due, item.key))
+        first = not strand.begun
+        if not self._pacer.allows(first, self._rows.decoding > 0):
             return
         with self._guarded(strand.job):
             begun = time.perf_counter()
             self._feed_chunk(strand)
-            self._pacer.fed(time.perf_counter() - begun)
+            self._pacer.fed(time.perf_counter() - begun, first)
 
     def _feed_chunk(self, strand: Strand) -> None:
         job, start, total = strand.job, strand.cached, len(strand.context)
@@ -238,14 +243,12 @@ class ContinuousBatch:
         """One step of every strand that decodes: in one call, but for those that have drafts to verify."""
         for strand in [strand for strand in self._decoding() if len(strand.context) > self._intake.max_context]:
             self._slide(strand)
-        strands = self._decoding()
+        drafts: dict[int, list[int]] = {}
+        strands = self._with_room(drafts)
         if not strands:
             return
         begun = time.perf_counter()
         try:
-            drafts = {strand.key: self._drafts(strand, len(strands)) for strand in strands}
-            longest = max(strand.cached + 1 + len(drafts[strand.key]) for strand in strands)
-            self._reserve(len(self._rows), longest + (self._options.determinism is Determinism.STRICT))
             drawn = [item for group in neighbours(strands, drafts) for item in self._run(group, drafts)]
         except Exception as error:  # noqa: BLE001  # the call that they share failed
             for job in {strand.job: None for strand in strands}:
@@ -257,6 +260,22 @@ class ContinuousBatch:
         for job in {strand.job: None for strand in strands}:
             with self._guarded(job):
                 self._take(job, [item for item in drawn if item.strand.job is job], len(strands))
+
+    def _with_room(self, drafts: dict[int, list[int]]) -> list[Strand]:
+        """Those who decode, their drafts, and room in the cache for all; a job for which there is none fails."""
+        while strands := self._decoding():
+            for strand in strands:
+                if strand.key not in drafts:
+                    with self._guarded(strand.job):
+                        drafts[strand.key] = self._drafts(strand, len(strands))
+            if any(strand.row < 0 for strand in strands):  # someone failed, and others have moved
+                continue
+            longest = max(strands, key=lambda strand: strand.cached + len(drafts[strand.key]))
+            with self._guarded(longest.job):
+                needed = longest.cached + 1 + len(drafts[longest.key])
+                self._reserve(len(self._rows), needed + (self._options.determinism is Determinism.STRICT))
+                return strands
+        return []
 
     def _run(self, strands: Sequence[Strand], drafts: dict[int, list[int]]) -> list[Drawn]:
         """Run neighbours in one call and draw their tokens; strands in lockstep get their logits and hidden states."""
@@ -283,8 +302,15 @@ class ContinuousBatch:
         if self._drafter is None or sample.job.params.speculate is False or sample.context is not sample.tokens:
             return None
         if sample.key not in self._speculators:
-            phase = self._calls.verify_phase
-            self._speculators[sample.key] = Speculator(sample.key, self._drafter, self._costs, phase)
+            self._speculators[sample.key] = Speculator(
+                sample.key,
+                self._drafter,
+                self._costs,
+                self._calls.verify_phase,
+                self._lengths,
+                self._calls.step_seconds,
+                self._ledger,
+            )
         return self._speculators[sample.key]
 
     def _take(self, job: Job, drawn: Sequence[Drawn], rows: int) -> None:
@@ -376,8 +402,12 @@ class ContinuousBatch:
         """Make room in the cache, in steps; a batch that runs in pairs of rows needs an even number of them."""
         rows += rows % 2 if self._in_pairs else 0
         wanted = next_capacity(max(positions, 1), self._limit)
-        if rows > self._session.rows or wanted > self._session.capacity:
-            self._session.reserve(rows, wanted)
+        session = self._session
+        if rows > session.rows or wanted > session.capacity:
+            if session.rows:
+                more = max(rows, session.rows), max(wanted, session.capacity)
+                check_growth(self._plan, session.capacity, more[1], session.rows, more[0])
+            session.reserve(rows, wanted)
 
 
 def draw(strand: Strand, guesses: Sequence[int], logits: NDArray[np.float32]) -> Drawn:

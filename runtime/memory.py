@@ -144,13 +144,14 @@ def usable_memory(held: int, memory: int | None = None) -> int:
     return available_memory() + min(held, resident_bytes()[0]) if memory is None else memory
 
 
-def check_growth(plan: MemoryPlan, old: int, new: int) -> None:
-    """Refuse to grow the cache of one row from ``old`` to ``new`` positions when memory does not suffice.
+def check_growth(plan: MemoryPlan, old: int, new: int, old_rows: int = 1, new_rows: int = 1) -> None:
+    """Refuse to grow the cache from ``old_rows`` x ``old`` to ``new_rows`` x ``new`` positions when memory does not
+    suffice.
 
     Raises:
         ResourceError: with the numbers; the cache keeps its size.
     """
-    needed, available = plan.total(new) - plan.total(old), available_memory()
+    needed, available = plan.total(new, new_rows) - plan.total(old, old_rows), available_memory()
     if needed > available:
         raise ResourceError(
             f"the cache for {new} tokens needs {needed // MB} MB more, {available // MB} MB are available; "

@@ -65,7 +65,8 @@ class ChunkPacer:
     """When the next chunk of a prompt may be fed while others decode.
 
     The first chunk of a prompt goes at once, so short prompts never wait. Each further chunk waits until
-    ``spacing`` decode steps have run since the last one, and until decoding had as much time as that chunk took.
+    ``spacing`` decode steps have run since the last one, and until decoding had as much time as that chunk took. First
+    chunks count like steps: a further one is due after so many of them, however many new prompts come.
 
     Args:
         spacing: decode steps between chunks; 0 feeds prompts as fast as possible.
@@ -73,19 +74,26 @@ class ChunkPacer:
 
     def __init__(self, spacing: int = DECODE_STEPS_PER_CHUNK) -> None:
         self._spacing = spacing
-        self._steps = spacing
+        self._steps = max(1, spacing)
         self._owed = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether a further chunk goes before the first one of a new prompt."""
+        return self._steps >= max(1, self._spacing) and self._owed <= 0
 
     def allows(self, first_chunk: bool, decoding: bool) -> bool:
         """Whether a chunk may be fed now."""
-        return first_chunk or not decoding or not self._spacing or (self._steps >= self._spacing and self._owed <= 0)
+        return first_chunk or not decoding or not self._spacing or self.due
 
-    def fed(self, seconds: float) -> None:
+    def fed(self, seconds: float, first_chunk: bool) -> None:
         """A chunk was fed and took so long."""
-        self._steps = 0
-        self._owed = seconds
+        if first_chunk:
+            self.decoded(seconds)
+        else:
+            self._steps, self._owed = 0, seconds
 
     def decoded(self, seconds: float) -> None:
-        """A decode step ran and took so long."""
+        """A decode step ran, or whatever else goes before a further chunk, and took so long."""
         self._steps += 1
         self._owed -= seconds

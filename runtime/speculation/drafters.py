@@ -9,14 +9,6 @@ from llmc.errors import UsageError
 class Drafter(Protocol):
     """Guesses the next tokens of sequences. Not thread-safe: the engine's thread alone calls it."""
 
-    @property
-    def name(self) -> str:
-        """What its costs are filed under."""
-
-    @property
-    def free(self) -> bool:
-        """Whether guessing costs so little that it may go on, unverified, just to see whether it would pay."""
-
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
         """Up to ``count`` tokens that may follow ``tokens`` (prompt and generated so far); none if it has no idea.
 
@@ -47,9 +39,6 @@ class PromptLookup:
     Raises:
         UsageError: not 1 <= min_ngram <= max_ngram.
     """
-
-    name = "prompt-lookup"
-    free = True
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
         if not 1 <= min_ngram <= max_ngram:
