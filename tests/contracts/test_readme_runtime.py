@@ -1,0 +1,116 @@
+"""What runtime/README.md lists is what the code has: parameters, options, steps, metrics, errors."""
+
+import ast
+import inspect
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmc import errors
+from llmc.runtime import EngineOptions, Request, SamplingParams
+from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.prometheus import EngineCollector
+from llmc.runtime.sampling import STEPS
+
+TABLE = re.compile(r"^\|(?P<head>[^\n]+)\|\n\|[-:| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n)+)", re.M)
+
+
+@pytest.fixture(scope="session")
+def readme(root: Path) -> str:
+    return (root / "runtime" / "README.md").read_text(encoding="utf-8")
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def rows_of(text: str, first_column: str) -> list[dict[str, str]]:
+    """The rows of every table whose first column has that name, by column."""
+    rows = []
+    for table in TABLE.finditer(text):
+        head = cells(table["head"])
+        if head[0] == first_column:
+            rows += [dict(zip(head, cells(line), strict=True)) for line in table["rows"].splitlines()]
+    return rows
+
+
+def defaults_in(text: str, first_column: str) -> dict[str, Any]:
+    """Name -> default of the rows of such tables; a row without a default has none.
+
+    Names and defaults are code; a default that is no literal stays text.
+    """
+    found: dict[str, Any] = {}
+    for row in rows_of(text, first_column):
+        if first_column == "parameter" and "default" not in row:
+            continue  # the languages of guided decoding
+        name = row[first_column].strip("`")
+        assert name not in found, f"{name} is listed twice"
+        found[name] = literal(row["default"].strip("`")) if row["default"] else MISSING
+    return found
+
+
+def literal(code: str) -> Any:
+    try:
+        return ast.literal_eval(code)
+    except ValueError:
+        return code
+
+
+def defaults_of(kind: Any) -> dict[str, Any]:
+    return {
+        field.name: f"{field.default_factory.__name__}()" if field.default_factory is not MISSING else field.default
+        for field in fields(kind)
+    }
+
+
+@pytest.mark.parametrize(
+    ("column", "kind"), [("parameter", SamplingParams), ("option", EngineOptions), ("field", Request)]
+)
+def test_tables_list_every_field_with_its_default(readme: str, column: str, kind: type):
+    listed, real = defaults_in(readme, column), defaults_of(kind)
+    assert listed == real
+    assert {name: type(value) for name, value in listed.items() if isinstance(value, bool)} == {
+        name: type(value) for name, value in real.items() if isinstance(value, bool)
+    }
+
+
+def test_a_wrong_default_or_a_missing_row_would_be_seen(readme: str):
+    wrong = readme.replace("| `top_k` | from 0 | `0` |", "| `top_k` | from 0 | `50` |")
+    assert wrong != readme and defaults_in(wrong, "parameter") != defaults_of(SamplingParams)
+    missing = re.sub(r"^\| `min_p` .*\n", "", readme, flags=re.M)
+    assert missing != readme and defaults_in(missing, "parameter") != defaults_of(SamplingParams)
+
+
+def test_the_steps_are_listed_in_their_order(readme: str):
+    assert tuple(re.findall(r"^\d+\. `(\w+)`", readme, re.M)) == STEPS
+
+
+def test_every_metric_is_listed_with_its_kind(readme: str):
+    metrics = EngineMetrics()
+    metrics.add_energy(1.0)
+    real = {
+        family.name + "_total" * (family.type == "counter"): family.type
+        for family in EngineCollector(metrics).collect()
+    }
+    listed = {row["Prometheus name"].strip("`"): row["kind"] for row in rows_of(readme, "Prometheus name")}
+    assert {name: kind.partition(",")[0] for name, kind in listed.items()} == real
+
+
+def test_every_field_of_a_snapshot_named_exists(readme: str):
+    snapshot = EngineMetrics().snapshot()
+    for row in rows_of(readme, "Prometheus name"):
+        value: object = snapshot
+        for name in row["field of the snapshot"].strip("`").split("."):
+            value = getattr(value, name)
+
+
+def test_every_error_of_a_request_has_a_row(readme: str):
+    raised = {row["class"].strip("`") for row in rows_of(readme, "when")}
+    family = {
+        name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.RequestError)
+    }
+    assert family <= raised
+    assert all(issubclass(getattr(errors, name), errors.LlmcError) for name in raised)
