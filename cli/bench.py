@@ -1,60 +1,156 @@
-"""``llmc bench``: how fast a bundle is on this machine."""
+"""``llmc bench``: how fast a bundle is on this machine, for one sequence or under load."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from llmc.cli import output as show
-from llmc.cli.options import bundle_argument, debug_option, json_option, threads_option
+from llmc.cli.options import (
+    SectionCommand,
+    SectionOption,
+    bundle_argument,
+    debug_option,
+    determinism_option,
+    draft_option,
+    flag,
+    json_option,
+    threads_option,
+)
+from llmc.errors import UsageError
 
 if TYPE_CHECKING:
     from llmc.runtime.benchmark import BenchmarkReport
+    from llmc.runtime.load_test import LoadReport, Percentiles
+
+REPEATS = 3
 
 
-@click.command("bench")
+class LoadOption(SectionOption):
+    """An option of the load test."""
+
+    section = "Under load (with --concurrency or --rate)"
+
+
+@click.command("bench", cls=SectionCommand)
 @bundle_argument
 @click.option("--prompt-length", type=int, default=128, help="Tokens of the prompt.")
 @click.option("--new-tokens", type=int, default=64, help="Tokens to generate.")
-@click.option("--repeats", type=int, default=3, help="Timed runs, after one that is not counted.")
+@click.option("--repeats", type=int, help=f"Timed runs, after one that is not counted.  [default: {REPEATS}]")
 @threads_option
 @json_option
 @debug_option
+@click.option("--concurrency", cls=LoadOption, type=int, help="Rows that run at once.  [default: the bundle's]")
+@click.option(
+    "--rate", cls=LoadOption, type=float, help="Requests per second that arrive.  [default: all arrive at once]"
+)
+@click.option("--requests", cls=LoadOption, type=int, help="How many arrive.  [default: 64]")
+@click.option("--seed", cls=LoadOption, type=int, help="Of the arrivals and the prompts.  [default: 0]")
+@draft_option
+@determinism_option
 def bench_command(
-    bundle: Path, prompt_length: int, new_tokens: int, repeats: int, threads: int | None, as_json: bool
+    bundle: Path,
+    prompt_length: int,
+    new_tokens: int,
+    repeats: int | None,
+    threads: int | None,
+    as_json: bool,
+    **load: Any,
 ) -> None:
-    """Time prefill and decode of BUNDLE, beside what this machine's memory allows."""
-    from llmc.runtime.benchmark import benchmark
+    """Time prefill and decode of BUNDLE, beside what this machine's memory allows.
 
-    report = benchmark(bundle, prompt_length=prompt_length, new_tokens=new_tokens, repeats=repeats, threads=threads)
+    With --concurrency or --rate the engine is timed instead, with requests that arrive at random moments (a Poisson
+    process) and wait for nobody: times count from the moment at which a request was due.
+    """
+    load = {name: value for name, value in load.items() if value is not None}
+    common = {"prompt_length": prompt_length, "new_tokens": new_tokens, "threads": threads}
+    report: LoadReport | BenchmarkReport
+    if "concurrency" in load or "rate" in load:
+        from llmc.runtime.load_test import load_test
+
+        if repeats is not None:
+            raise UsageError("repeats is for one sequence; under load, say --requests")
+        report = load_test(bundle, **common, **load)
+        rows = load_rows(report)
+    else:
+        from llmc.runtime.benchmark import benchmark
+
+        if load:
+            raise UsageError(f"{flag(next(iter(load)))} is for the engine under load: give --concurrency or --rate too")
+        report = benchmark(bundle, repeats=REPEATS if repeats is None else repeats, **common)
+        rows = benchmark_rows(report)
     if as_json:
         show.print_json(report)
     else:
-        print_report(report)
+        show.print_rows([*head_rows(report), *rows, *energy_rows(report)])
 
 
-def print_report(report: BenchmarkReport) -> None:
-    """Latencies, speeds, memory, and how close decoding comes to reading the weights as fast as memory can."""
+def head_rows(report: BenchmarkReport | LoadReport) -> list[tuple[str, str]]:
+    """What ran, and where."""
     engine = f"{report.engine} {report.engine_version}"
-    show.print_rows(
-        [
-            ("bundle", f"{report.bundle} ({report.model}, {report.precision})"),
-            ("machine", f"{report.cpu}, {report.threads} threads"),
-            ("versions", f"llmc {report.llmc_version}, {engine}, Python {report.python_version}"),
-            ("runs", f"{report.repeats} x ({report.prompt_length} prompt + {report.new_tokens} new tokens)"),
-            ("load", f"{report.load_s:.2f} s"),
-            ("time to first token", f"{milliseconds(report.ttft_p50_s)} p50, {milliseconds(report.ttft_p95_s)} p95"),
-            ("time per token", f"{milliseconds(report.tpot_p50_s)} p50, {milliseconds(report.tpot_p95_s)} p95"),
-            ("prefill", f"{report.prefill_tokens_per_s:.1f} tok/s"),
-            ("decode", f"{report.decode_tokens_per_s:.1f} tok/s"),
-            ("memory", f"{show.size(report.rss_after_load_bytes)} loaded, {show.size(report.rss_peak_bytes)} peak"),
-            ("weights per token", show.size(report.weight_bytes_per_token)),
-            ("memory bandwidth", f"{show.size(round(report.read_bandwidth))}/s"),
-            ("of that, decoding uses", f"{report.roofline_fraction:.0%}"),
-        ]
-    )
+    return [
+        ("bundle", f"{report.bundle} ({report.model}, {report.precision})"),
+        ("machine", f"{report.cpu}, {report.threads} threads"),
+        ("versions", f"llmc {report.llmc_version}, {engine}, Python {report.python_version}"),
+    ]
+
+
+def benchmark_rows(report: BenchmarkReport) -> list[tuple[str, str]]:
+    """Latencies, speeds, memory, and how close decoding comes to reading the weights as fast as memory can."""
+    return [
+        ("runs", f"{report.repeats} x ({report.prompt_length} prompt + {report.new_tokens} new tokens)"),
+        ("load", f"{report.load_s:.2f} s"),
+        ("time to first token", f"{milliseconds(report.ttft_p50_s)} p50, {milliseconds(report.ttft_p95_s)} p95"),
+        ("time per token", f"{milliseconds(report.tpot_p50_s)} p50, {milliseconds(report.tpot_p95_s)} p95"),
+        ("prefill", f"{report.prefill_tokens_per_s:.1f} tok/s"),
+        ("decode", f"{report.decode_tokens_per_s:.1f} tok/s"),
+        ("memory", f"{show.size(report.rss_after_load_bytes)} loaded, {show.size(report.rss_peak_bytes)} peak"),
+        ("weights per token", show.size(report.weight_bytes_per_token)),
+        ("memory bandwidth", f"{show.size(round(report.read_bandwidth))}/s"),
+        ("of that, decoding uses", f"{report.roofline_fraction:.0%}"),
+    ]
+
+
+def load_rows(report: LoadReport) -> list[tuple[str, str]]:
+    """Arrivals, what became of them, latencies and throughput."""
+    at = "all at once" if report.rate is None else f"{report.rate:g} per second, seed {report.arrival_seed}"
+    arrived = "" if report.arrived_rate is None else f", {report.arrived_rate:.2f} per second came"
+    ended = f"{report.completed} completed, {report.rejected} rejected, {report.failed} failed"
+    draft = "" if report.draft is None else f", draft {report.draft}"
+    rows = [
+        ("engine", f"{report.concurrency} rows, determinism {report.determinism}{draft}"),
+        ("requests", f"{report.requests} x ({report.prompt_length} prompt + {report.new_tokens} new tokens)"),
+        ("arrivals", at + arrived),
+        ("load", f"{report.load_s:.2f} s"),
+        ("outcome", ended if report.failure is None else f"{ended}: {report.failure}"),
+        ("throughput", f"{report.output_tokens_per_s:.1f} new tok/s, {report.total_tokens_per_s:.1f} with prompts"),
+        ("achieved rate", f"{report.achieved_rate:.2f} per second, for {report.duration_s:.1f} s"),
+        ("time to first token", percentiles(report.ttft)),
+        ("time per token", percentiles(report.tpot)),
+        ("inter-token latency", percentiles(report.itl)),
+        ("end to end", percentiles(report.e2e)),
+        ("queue", percentiles(report.queue)),
+        ("memory", f"{show.size(report.rss_peak_bytes)} peak"),
+    ]
+    if report.draft_acceptance is not None:
+        rows.append(("drafts accepted", f"{report.draft_acceptance:.0%}"))
+    return rows
+
+
+def energy_rows(report: BenchmarkReport | LoadReport) -> list[tuple[str, str]]:
+    """Joules, where the machine told."""
+    if report.energy_joules is None or report.joules_per_token is None:
+        return []
+    per_token = f"{report.joules_per_token:.3g} J per new token"
+    return [("energy", f"{per_token}, prefill included ({report.energy_joules:.1f} J, {report.energy_source})")]
+
+
+def percentiles(seconds: Percentiles) -> str:
+    """The three of them."""
+    values = {"p50": seconds.p50_s, "p95": seconds.p95_s, "p99": seconds.p99_s}
+    return ", ".join(f"{milliseconds(value)} {name}" for name, value in values.items())
 
 
 def milliseconds(seconds: float) -> str:

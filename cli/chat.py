@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,7 @@ def converse(
         raise UsageError("n or num_return_sequences ask for several outputs, but a turn has one answer; leave them out")
     interactive = sys.stdin.isatty()
     with interrupts(interactive) as keys:
-        talk = Conversation(model, sampling, stats, keys if interactive else None)
+        talk = Conversation(model, sampling, stats, interactive, keys)
         if saved is not None:
             talk.load(str(saved))
         if system is not None:
@@ -223,14 +223,21 @@ class Conversation:
     """Messages so far, and what a line does to them.
 
     Args:
-        keys: what Ctrl-C means, on a terminal, where errors are shown and the talk goes on; None raises them.
+        model: what answers.
+        sampling: parameters of every request.
+        stats: whether to print counts and times after each answer.
+        interactive: whether a person sees errors, and goes on; otherwise they are raised.
+        keys: what Ctrl-C means.
     """
 
-    def __init__(self, model: Model, sampling: dict[str, Any], stats: bool, keys: Interrupts | None) -> None:
+    def __init__(
+        self, model: Model, sampling: dict[str, Any], stats: bool, interactive: bool, keys: Interrupts
+    ) -> None:
         self.messages: list[Message] = []
         self._model = model
         self._sampling = sampling
         self._stats = stats
+        self._interactive = interactive
         self._keys = keys
         self._last: GenerationResult | None = None
         self._commands: dict[str, Callable[[str], None]] = {
@@ -246,15 +253,15 @@ class Conversation:
         """Answer a line or obey it; false where it says to leave."""
         if line.strip() == "/exit":
             return False
+        is_command = line.startswith("/") and not line.startswith("//")
         try:
-            if line.startswith("//"):
-                self.answer(line[1:])
-            elif line.startswith("/"):
+            if is_command:
                 self.obey(line)
             elif line.strip():
-                self.answer(line)
+                self.answer(line[1:] if line.startswith("//") else line)
         except (UsageError, RequestError) as error:
-            if self._keys is None:
+            # Parameters that cannot be will not become better with the next line.
+            if not self._interactive or (isinstance(error, UsageError) and not is_command):
                 raise
             click.echo(f"error: {error}", err=True)
         return True
@@ -293,7 +300,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(parts)})
 
     def _print(self, handle: Handle, parts: list[str]) -> None:
-        with self._keys.stopping(handle) if self._keys is not None else nullcontext():
+        with self._keys.stopping(handle):
             try:
                 for piece in handle if is_one(self._sampling) else [handle.result().text]:
                     parts.append(piece)

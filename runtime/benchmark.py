@@ -4,12 +4,14 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llmc import __version__
 from llmc.bundle import read_bundle
 from llmc.errors import UsageError
+from llmc.runtime.energy import EnergyMeter, Joules
 from llmc.runtime.machine import cpu_model, resident_bytes
 from llmc.runtime.model import Model, load
 from llmc.runtime.roofline import read_bandwidth
@@ -25,6 +27,9 @@ class BenchmarkReport:
         read_bandwidth: bytes per second that this machine read from memory in this run: a plain loop on all threads, or
             the decode steps themselves where they were faster.
         roofline_fraction: share of that bandwidth which the median decode step reached.
+        energy_joules: of the timed runs; None where the machine exposes no energy, as of :mod:`llmc.runtime.energy`.
+        joules_per_token: that, prefill included, by generated token.
+        energy_source: what it was read from, as ``rapl`` or ``rapl+nvml``.
     """
 
     bundle: str
@@ -46,6 +51,9 @@ class BenchmarkReport:
     weight_bytes_per_token: int
     read_bandwidth: float
     roofline_fraction: float
+    energy_joules: float | None
+    joules_per_token: float | None
+    energy_source: str | None
     llmc_version: str
     engine: str
     engine_version: str
@@ -74,8 +82,9 @@ def benchmark(
         load_s = time.perf_counter() - start
         rss = resident_bytes()[0]
         _time_request(model, prompt_length, 2)  # the first call allocates; it is not counted
-        runs = [_time_request(model, prompt_length, new_tokens) for _ in range(repeats)]
-        return _report(model, runs, load_s, rss, prompt_length, new_tokens)
+        with EnergyMeter() as meter:
+            runs = [_time_request(model, prompt_length, new_tokens) for _ in range(repeats)]
+        return _report(model, runs, load_s, rss, prompt_length, new_tokens, meter.joules)
 
 
 def _time_request(model: Model, prompt_length: int, new_tokens: int) -> tuple[float, list[float]]:
@@ -93,8 +102,23 @@ def _time_request(model: Model, prompt_length: int, new_tokens: int) -> tuple[fl
     return steps[0], steps[1:]
 
 
+def energy(joules: Joules | None, new_tokens: int) -> dict[str, Any]:
+    """The fields of a report about energy, None where there is nothing to report."""
+    return {
+        "energy_joules": None if joules is None else joules.total,
+        "joules_per_token": None if joules is None or not new_tokens else joules.total / new_tokens,
+        "energy_source": None if joules is None else "+".join(joules.sources),
+    }
+
+
 def _report(
-    model: Model, runs: list[tuple[float, list[float]]], load_s: float, rss: int, prompt_length: int, new_tokens: int
+    model: Model,
+    runs: list[tuple[float, list[float]]],
+    load_s: float,
+    rss: int,
+    prompt_length: int,
+    new_tokens: int,
+    joules: Joules | None,
 ) -> BenchmarkReport:
     manifest = model.manifest
     ttft = np.array([first for first, _ in runs])
@@ -123,6 +147,7 @@ def _report(
         weight_bytes_per_token=step_bytes,
         read_bandwidth=bandwidth,
         roofline_fraction=step_bytes / step / bandwidth,
+        **energy(joules, len(runs) * new_tokens),
         llmc_version=__version__,
         engine=manifest.target.engine,
         engine_version=model.engine_version,
