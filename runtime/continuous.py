@@ -39,7 +39,7 @@ class Drawn:
     choices: list[Choice] = field(default_factory=list)
     logits: Logits | None = None
     hidden: Logits | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class ContinuousBatch:
@@ -115,11 +115,16 @@ class ContinuousBatch:
 
     # ------------------------------------------------------------------------------------------ admission
 
+    @property
+    def _promised(self) -> int:
+        """Rows that are held, or that those in lockstep will fork into."""
+        return len(self._rows) + sum(job.width - len(job.strands) for job in self._lockstep)
+
     def admit(self) -> None:
         """Give rows to those who wait, in order; nobody passes one who is too wide for what is free."""
         while (unit := self._waiting.peek()) is not None:
             job = unit if isinstance(unit, Job) else unit.job
-            needed = len(self._rows) + (job.width if unit is job else 1)
+            needed = self._promised + (job.width if unit is job else 1)
             if needed > self._intake.max_rows:
                 return
             longest = max([job.final_length, *(strand.job.final_length for strand in self._strands())])
@@ -322,14 +327,19 @@ class ContinuousBatch:
             self._advanced(job, self._lockstep[job].step(logits, np.stack(hidden) if hidden else None))
             return
         for item in drawn:
-            if item.error is not None:
-                raise item.error
             assert isinstance(item.strand, Sample)
-            if item.drafted:
-                job.timeline.draft(item.drafted, len(item.choices) - 1)
-            if (speculator := self._speculators.get(item.strand.key)) is not None:
-                speculator.committed(item.drafted, len(item.choices), rows)
-            self._commit(item.strand, item.choices)
+            if item.choices:
+                self._note_drafts(item, rows)
+                self._commit(item.strand, item.choices)
+            # Drafts may have been verified beyond the end of the sample, where a guide has no token left.
+            if item.error is not None and item.strand.finish_reason is None:
+                raise item.error
+
+    def _note_drafts(self, item: Drawn, rows: int) -> None:
+        if item.drafted:
+            item.strand.job.timeline.draft(item.drafted, len(item.choices) - 1)
+        if (speculator := self._speculators.get(item.strand.key)) is not None:
+            speculator.committed(item.drafted, len(item.choices), rows)
 
     def _slide(self, strand: Strand) -> None:
         """The context is full: go on with its start and its recent half, fed anew."""
@@ -386,7 +396,7 @@ class ContinuousBatch:
         """What goes wrong inside is the end of this job and of no other."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001  # it reaches the client
+        except BaseException as error:  # noqa: BLE001  # even a client's SystemExit is not the engine's end
             self._fail(job, named(error))
 
     # ------------------------------------------------------------------------------------------ the cache
@@ -423,7 +433,7 @@ def draw(strand: Strand, guesses: Sequence[int], logits: NDArray[np.float32]) ->
     try:
         for _ in verify(guesses, token):
             pass
-    except Exception as error:  # noqa: BLE001  # raised again where the job is known
+    except BaseException as error:  # noqa: BLE001  # raised again where the job is known
         drawn.error = error
     return drawn
 

@@ -107,7 +107,8 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._queued = 0
+        self._arriving = 0  # requests accepted, and not seen by the engine's thread yet
+        self._unserved = 0  # seen, and without a row yet
         self._closing = False
 
     # ------------------------------------------------------------------------------------------ any thread
@@ -210,9 +211,9 @@ class Engine:
 
     def _accept(self, job: Job) -> None:
         self._start_thread()
-        if self._queued >= self.options.max_queue:
-            raise QueueFullError(f"{self._queued} requests wait already, as many as may; try again later")
-        self._queued += 1
+        if (waiting := self._arriving + self._unserved) >= self.options.max_queue:
+            raise QueueFullError(f"{waiting} requests wait already, as many as may; try again later")
+        self._arriving += 1
         self._inbox.put(partial(self._enqueue, job))
 
     def _start_thread(self) -> None:
@@ -236,7 +237,7 @@ class Engine:
         while self._jobs or not self._closing or not self._inbox.empty():
             try:
                 self.step()
-            except Exception as error:
+            except BaseException as error:  # without this thread, clients would wait for ever
                 log.exception("the engine failed in a step; every request that it had fails")
                 self._fail_all(named(error))
 
@@ -244,13 +245,15 @@ class Engine:
         """One round: take messages, give rows to those who wait, feed a chunk of a prompt, decode everyone who can."""
         self._receive()
         self._batch.admit()
+        self._gauge()
         self._batch.feed()
         self._batch.decode()
 
     def _receive(self) -> None:
         """Requests and cancellations that came; without anything to do, wait for one."""
-        self._gauge()
         while not (self._jobs and self._inbox.empty()):
+            if not self._jobs:
+                self._gauge()
             self._inbox.get()()
             if self._closing and not self._jobs:
                 return
@@ -260,6 +263,9 @@ class Engine:
 
     def _enqueue(self, job: Job) -> None:
         self._jobs[job] = None
+        with self._lock:
+            self._arriving -= 1
+            self._unserved += 1
         job.ticket = self._waiting.push(job, job.request.priority)
 
     def _end(self, job: Job, outputs: Callable[[], Sequence[Output]]) -> None:
@@ -302,10 +308,10 @@ class Engine:
     def _gauge(self) -> None:
         """What holds now; and how many places in the queue are taken."""
         with self._lock:
-            self._queued = self._inbox.qsize() + len(self._waiting)
+            self._unserved = sum(job.timeline.admitted is None for job in self._jobs)
         prefixes = 0 if self.prefixes is None else self.prefixes.counters.bytes
         self.metrics.gauges = Gauges(
-            waiting=len(self._waiting),
+            waiting=self._unserved,
             running=sum(bool(job.strands) for job in self._jobs),
             kv_reserved_bytes=self._batch.reserved_bytes,
             kv_used_bytes=self._batch.used_bytes,

@@ -146,7 +146,7 @@ class Sample(Strand):
         so_far = "".join(self._parts) + text
         try:
             return any(bool(criterion(self.new_tokens, so_far)) for criterion in self.job.request.stopping_criteria)
-        except Exception as error:  # a client's function may raise anything
+        except BaseException as error:  # a client's function may raise anything
             raise ProcessorError(f"a stopping criterion raised {type(error).__name__}: {error}") from error
 
 
@@ -219,7 +219,7 @@ class Job:
         if self.request.on_delta is not None:
             try:
                 self.request.on_delta(delta)
-            except Exception as error:  # a client's function may raise anything
+            except BaseException as error:  # a client's function may raise anything
                 raise ProcessorError(f"on_delta raised {type(error).__name__}: {error}") from error
         self.mailbox.put(delta)
 

@@ -1,11 +1,28 @@
-"""Tokenizers of the two kinds that decoders come with, trained or written out in a moment."""
+"""What tests of the runtime share: tokenizers of two kinds, and an engine on a session without a model.
+
+The session's logits depend on every token that a row holds, so a lost, doubled or misplaced position shows in the
+tokens of the request.
+"""
 
 import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
+
+from llmc.bundle import Limits, Manifest
+from llmc.runtime import tokenizer as llmc_tokenizer
+from llmc.runtime.engine import Engine
+from llmc.runtime.options import EngineOptions
+from llmc.runtime.prefix_cache import PrefixCache
+from llmc.runtime.sampling import SamplingParams, make_sampler
+from llmc.runtime.sessions import Batch
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -65,3 +82,173 @@ def save(folder: Path, tokenizer: Tokenizer, config: dict[str, object]) -> Path:
     content = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+# ------------------------------------------------------------------------------------------- a session without a model
+
+VOCAB = 4096
+HIDDEN = 8
+EOS = (0, 2)
+EMPTY = -1  # a position that nobody has written
+
+
+class Remembering:
+    """A session whose cache holds tokens, and whose logits and hidden states are a hash of them.
+
+    Attributes:
+        calls: every call so far.
+        before: called with each batch before it runs; may wait or raise.
+        spoil: given the tokens of a row, says whether its logits shall be NaN.
+        leak: how much of its neighbour's logits a row gets: the error that tests of determinism have to notice.
+    """
+
+    engine_version = "0"
+    substitutes = False
+
+    def __init__(self) -> None:
+        self.cache = np.full((0, 0), EMPTY, np.int64)
+        self.calls: list[Batch] = []
+        self.before: Callable[[Batch], object] = lambda _: None
+        self.spoil: Callable[[list[int]], bool] = lambda _: False
+        self.leak = 0.0
+        self.hidden: np.ndarray | None = None
+        self.closed = False
+
+    @property
+    def rows(self) -> int:
+        return self.cache.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.cache.shape[1]
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        self.resize(max(rows, self.rows), max(capacity, self.capacity))
+
+    def resize(self, rows: int, capacity: int, used: Sequence[int] | None = None) -> None:
+        cache = np.full((rows, capacity), EMPTY, np.int64)
+        for row, length in enumerate([self.capacity] * self.rows if used is None else used):
+            if row < rows:
+                cache[row, : min(length, capacity)] = self.cache[row, : min(length, capacity)]
+        self.cache = cache
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        self._check(source, start, end)
+        self._check(target, start, end)
+        self.cache[target, start:end] = self.cache[source, start:end]
+
+    def read(self, row: int, start: int, end: int) -> np.ndarray:
+        self._check(row, start, end)
+        return self.cache[None, None, row, start:end, None].repeat(2, 0)
+
+    def write(self, row: int, start: int, values: np.ndarray) -> None:
+        self._check(row, start, start + values.shape[2])
+        self.cache[row, start : start + values.shape[2]] = values[0, 0, :, 0]
+
+    def run(self, batch: Batch) -> np.ndarray:
+        self.before(batch)
+        self.calls.append(batch)
+        rows, new = batch.input_ids.shape
+        for row, past in enumerate(batch.past_lengths.tolist()):
+            self._check(batch.first_row + row, 0, past + new)
+            self.cache[batch.first_row + row, past : past + new] = batch.input_ids[row]
+        prefixes = [
+            [
+                self.cache[batch.first_row + row, : batch.past_lengths[row] + i + 1].tolist()
+                for i in batch.logit_indices[row]
+            ]
+            for row in range(rows)
+        ]
+        shape = (*batch.logit_indices.shape, -1) if batch.logit_indices.size else (*batch.logit_indices.shape, VOCAB)
+        logits = np.array([[self.logits(tokens) for tokens in row] for row in prefixes], np.float32).reshape(shape)
+        states = np.array([[hidden_of(tokens) for tokens in row] for row in prefixes], np.float32)
+        self.hidden = states.reshape(*batch.logit_indices.shape, HIDDEN)
+        if self.leak and rows > 1:
+            logits += self.leak * np.roll(logits, 1, axis=0)
+        return logits
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        return np.full(VOCAB, np.nan, np.float32) if self.spoil(tokens) else logits_of(tokens)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _check(self, row: int, start: int, end: int) -> None:
+        assert 0 <= row < self.rows and 0 <= start <= end <= self.capacity, (row, start, end, self.cache.shape)
+
+
+def hash_of(tokens: Sequence[int]) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(np.array(tokens, np.int64).tobytes()))
+
+
+def logits_of(tokens: Sequence[int]) -> np.ndarray:
+    """Logits [V] after ``tokens``."""
+    assert EMPTY not in tokens, "a position was read that nobody wrote"
+    return hash_of(tokens).standard_normal(VOCAB, np.float32) * 3
+
+
+def hidden_of(tokens: Sequence[int]) -> np.ndarray:
+    """A hidden state [H] after ``tokens``."""
+    return hash_of([*tokens, VOCAB]).standard_normal(HIDDEN, np.float32)
+
+
+@pytest.fixture
+def remembering() -> type[Remembering]:
+    return Remembering
+
+
+@pytest.fixture(scope="session")
+def alone() -> Callable[..., list[int]]:
+    """The tokens of a sample on the session above, drawn without engine, batch, cache or speculation."""
+
+    def tokens_of(prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
+        ends = () if params.ignore_eos else EOS
+        sampler = make_sampler(params, VOCAB, prompt_length=len(prompt), eos_token_ids=EOS, index=index)
+        tokens = list(prompt)
+        while len(tokens) - len(prompt) < params.max_tokens:
+            tokens.append(sampler(logits_of(tokens), tokens).token)
+            if tokens[-1] in ends or tokens[-1] in params.stop_token_ids:
+                break
+        return tokens[len(prompt) :]
+
+    return tokens_of
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_checkpoint: Path) -> llmc_tokenizer.Tokenizer:
+    return llmc_tokenizer.Tokenizer.from_folder(tiny_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def served(manifest: Manifest) -> Manifest:
+    """The manifest of a bundle that :class:`Remembering` stands for."""
+    return replace(
+        manifest,
+        geometry=replace(manifest.geometry, vocab_size=VOCAB, hidden_size=HIDDEN),
+        generation=replace(manifest.generation, eos_token_ids=EOS),
+        limits=Limits(512, 8, 128),
+    )
+
+
+@pytest.fixture
+def make_engine(served: Manifest, tiny_tokenizer: llmc_tokenizer.Tokenizer) -> Iterator[Callable[..., Engine]]:
+    """Makes engines on :class:`Remembering`, closed when the test ends; options are those of Engine and its options."""
+    engines: list[Engine] = []
+
+    def make(session: Remembering | None = None, *, prefix_bytes: int = 0, **options: Any) -> Engine:
+        own = {"max_context", "prefill_chunk", "memory", "drafter"}
+        named = {name: options.pop(name) for name in own & options.keys()}
+        engine = Engine(
+            session or Remembering(),
+            served,
+            tiny_tokenizer,
+            **{"max_context": 256, "prefill_chunk": 32, "memory": 1 << 40, **named},
+            options=EngineOptions(**options),
+            prefixes=PrefixCache("remembered", block=4, max_bytes=prefix_bytes) if prefix_bytes else None,
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
