@@ -1,0 +1,92 @@
+"""What the README shows can be typed: its Python runs, its commands and flags exist, its links lead somewhere."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import click
+import pytest
+
+from llmc.cli.main import cli
+
+PAGES = ["README.md", "runtime/README.md", "recipes/README.md", "CONTRIBUTING.md"]
+# What a fenced block or a span of code says about the command: the verb, and all that follows on the line.
+COMMAND = re.compile(r"(?:^\s{4}|^\$ |`)llmc (?P<verb>[a-z]\w+)(?P<rest>[^`\n#]*)", re.M)
+FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+
+
+@pytest.fixture(params=PAGES)
+def page(request: pytest.FixtureRequest, root: Path) -> Path:
+    return root / request.param
+
+
+def commands(text: str) -> list[tuple[str, str]]:
+    return [(found["verb"], found["rest"]) for found in COMMAND.finditer(text)]
+
+
+def wrong_commands(text: str) -> list[str]:
+    """Verbs and flags that the command line does not have."""
+    context, wrong = click.Context(cli), []
+    for verb, rest in commands(text):
+        command = cli.get_command(context, verb)
+        if command is None:
+            wrong.append(verb)
+            continue
+        known = {name for option in command.params for name in [*option.opts, *option.secondary_opts]}
+        wrong += [f"{verb} {flag}" for flag in FLAG.findall(re.sub(r'"[^"]*"', "", rest)) if flag not in known]
+    return wrong
+
+
+def anchors(text: str) -> set[str]:
+    """Names of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", text):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+            broken.append(link)
+    return broken
+
+
+def python_blocks(text: str) -> list[str]:
+    return [textwrap.dedent(block) for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
+
+
+def test_commands_and_flags_exist(page: Path):
+    assert wrong_commands(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_command_or_flag_that_does_not_exist_would_be_seen():
+    planted = '    llmc plant X\n    llmc build X --int9 -o Y\nand `llmc run B -p "x --y" --tempreature 1`'
+    assert wrong_commands(planted) == ["plant", "build --int9", "run --tempreature"]
+
+
+def test_the_readme_shows_every_verb(root: Path):
+    shown = {verb for verb, _ in commands((root / "README.md").read_text(encoding="utf-8"))}
+    assert set(cli.list_commands(click.Context(cli))) <= shown
+
+
+def test_links_lead_to_files_and_headings(page: Path):
+    assert broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_a_broken_link_would_be_seen(root: Path):
+    planted = "[a](runtime/README.md#no-such-heading) [b](nowhere.md) [c](#determinism)"
+    assert broken_links(root / "README.md", planted) == ["runtime/README.md#no-such-heading", "nowhere.md"]
+
+
+def test_python_in_the_readmes_runs(root: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from llmc.runtime import load
+
+    monkeypatch.chdir(tmp_path)
+    for block in python_blocks((root / "README.md").read_text(encoding="utf-8")):
+        assert '"BUNDLE"' in block
+        exec(compile(block.replace('"BUNDLE"', repr(str(tiny_bundle))), "README.md", "exec"), {})
+    with load(tiny_bundle) as model:
+        for block in python_blocks((root / "runtime" / "README.md").read_text(encoding="utf-8")):
+            exec(compile(block, "runtime/README.md", "exec"), {"model": model})
