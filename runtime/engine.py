@@ -301,8 +301,8 @@ class Engine:
         """Tell the client, and leave a line in the log and a span, which cost nothing where nobody wants them."""
         job.timeline.finish(reason)
         job.mailbox.end(result() if result else None, error)
-        if log.isEnabledFor(logging.DEBUG):
-            event(log, "request ended", level=logging.DEBUG, **vars(job.timeline.metrics()))
+        if log.isEnabledFor(logging.INFO):
+            event(log, "request ended", **vars(job.timeline.metrics()))
         record_spans(job.timeline, model=self._name, parent=job.trace)
 
     def _gauge(self) -> None:
