@@ -65,7 +65,7 @@ def bench_command(
     process) and wait for nobody: times count from the moment at which a request was due.
     """
     load = {name: value for name, value in load.items() if value is not None}
-    common = {"prompt_length": prompt_length, "new_tokens": new_tokens, "threads": threads}
+    common: dict[str, Any] = {"prompt_length": prompt_length, "new_tokens": new_tokens, "threads": threads}
     report: LoadReport | BenchmarkReport
     if "concurrency" in load or "rate" in load:
         from llmc.runtime.load_test import load_test
@@ -116,7 +116,7 @@ def benchmark_rows(report: BenchmarkReport) -> list[tuple[str, str]]:
 def load_rows(report: LoadReport) -> list[tuple[str, str]]:
     """Arrivals, what became of them, latencies and throughput."""
     at = "all at once" if report.rate is None else f"{report.rate:g} per second, seed {report.arrival_seed}"
-    arrived = "" if report.arrived_rate is None else f", {report.arrived_rate:.2f} per second came"
+    arrived = "" if report.arrived_rate is None else f", which gave {report.arrived_rate:.2f} per second"
     ended = f"{report.completed} completed, {report.rejected} rejected, {report.failed} failed"
     draft = "" if report.draft is None else f", draft {report.draft}"
     rows = [

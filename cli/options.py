@@ -185,8 +185,8 @@ SAMPLING: dict[str, tuple[Parameter, ...]] = {
         Parameter("banned_tokens", tokens, "Tokens that may not come, as 2,13."),
         Parameter("allowed_tokens", tokens, "The only tokens that may come."),
         Parameter("processor_order", names, "Steps that take one another's places, as top_p,top_k."),
-        Parameter("logprobs", int, "Report log-probabilities, and so many of the most probable tokens (--json)."),
-        Parameter("prompt_logprobs", int, "The same for the prompt (--json)."),
+        Parameter("logprobs", int, "Report log-probabilities, and so many of the most probable tokens (run --json)."),
+        Parameter("prompt_logprobs", int, "The same for the prompt (run --json)."),
     ),
     "Several outputs, and search": (
         Parameter("best_of", int, "Draw so many, return the --n best."),

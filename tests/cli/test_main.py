@@ -14,7 +14,7 @@ import llmc as package
 from llmc import errors
 from llmc.cli import main as frame
 
-VERBS = ("export", "plan", "build", "run", "bench", "eval", "inspect", "verify")
+VERBS = ("export", "plan", "build", "run", "chat", "bench", "eval", "inspect", "verify")
 
 
 def failing(error: BaseException) -> click.Command:
@@ -51,7 +51,7 @@ def test_every_verb_explains_itself(llmc, verb: str):
     assert ran.code == 0
     assert ran.out.startswith(f"Usage: llmc {verb}")
     assert "--debug" in ran.out
-    assert ("--json" in ran.out) == (verb != "run")
+    assert ("\n  --json " in ran.out) == (verb != "chat")
 
 
 def test_without_a_verb_help_goes_to_stderr_and_usage_fails(llmc):

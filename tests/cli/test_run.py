@@ -1,23 +1,40 @@
 """``llmc run``: where the prompt comes from, what the library is asked, what is streamed where."""
 
+import dataclasses
+import json
+import math
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-from llmc.errors import RequestError
-from llmc.runtime import GenerationResult, Timings, Usage
+from llmc.cli import options
+from llmc.cli.chat import chat_command
+from llmc.cli.options import SAMPLING, Parameter, with_flags
+from llmc.cli.run import run_command
+from llmc.errors import RequestError, UsageError
+from llmc.runtime import EngineOptions, GenerationResult, Output, SamplingParams, Timings, Usage
+from llmc.runtime.metrics import RequestMetrics
+from llmc.runtime.sampling import TokenLogprobs
 
-RESULT = GenerationResult("ab", (1, 2), "stop", Usage(7, 2), Timings(0.5, 0.25, 7, 1), seed=42)
+METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, 0, "stop")
+LOGPROBS = (TokenLogprobs(1, -0.5, ((1, -0.5),), -0.25, ((1, -0.25),)), TokenLogprobs(2, -9.0, (), -math.inf, ()))
+FIRST = Output(0, "ab", (1, 2), "stop", 42, logprobs=LOGPROBS)
+RESULT = GenerationResult(
+    (FIRST,), Usage(7, 2), Timings(0.5, 0.25, 7, 1), SamplingParams(seed=42, json_schema={"type": "object"}), METRICS
+)
+SEVERAL = dataclasses.replace(RESULT, outputs=(FIRST, Output(1, "cd", (3, 4), "length", None, -1.25)))
+FIELDS = {field.name: field for field in dataclasses.fields(SamplingParams)}
+ROWS = [parameter for section in SAMPLING.values() for parameter in section]
 
 
 class FakeStream:
     """Two pieces of text, or an error after the first one."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
+    def __init__(self, error: BaseException | None = None, result: GenerationResult = RESULT) -> None:
         self.error = error
-        self.result = RESULT
-        self.closed = False
+        self.ended = result
 
     def __iter__(self):
         yield "a"
@@ -25,8 +42,11 @@ class FakeStream:
             raise self.error
         yield "b"
 
+    def result(self) -> GenerationResult:
+        return self.ended
+
     def close(self) -> None:
-        self.closed = True
+        pass
 
 
 class FakeModel:
@@ -37,6 +57,7 @@ class FakeModel:
         self.asked: list[tuple[str, Any, dict[str, Any]]] = []
         self.closed = False
         self.error: BaseException | None = None
+        self.ended = RESULT
 
     def load(self, bundle: Path, **options: Any) -> "FakeModel":
         self.loaded = {"bundle": bundle, **options}
@@ -44,17 +65,20 @@ class FakeModel:
 
     def stream(self, prompt: str, **sampling: Any) -> FakeStream:
         self.asked.append(("stream", prompt, given(sampling)))
-        return FakeStream(self.error)
+        return FakeStream(self.error, self.ended)
 
     def stream_chat(self, messages: list[dict[str, str]], **sampling: Any) -> FakeStream:
         self.asked.append(("chat", [dict(message) for message in messages], given(sampling)))
-        return FakeStream(self.error)
+        return FakeStream(self.error, self.ended)
 
     def __enter__(self) -> "FakeModel":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.closed = True
+
+
+LOADED = {"threads": None, "max_context": None, "self_test": None, "memory": None}
 
 
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
@@ -72,17 +96,254 @@ def test_text_goes_to_stdout_and_nothing_else_anywhere(llmc, model: FakeModel, t
     ran = llmc("run", tmp_path, "-p", "Once")
     assert (ran.code, ran.out, ran.err) == (0, "ab\n", "")
     assert model.asked == [("stream", "Once", {})]
-    assert model.loaded == {"bundle": tmp_path, "threads": None, "max_context": None, "self_test": None, "memory": None}
+    assert model.loaded == {"bundle": tmp_path, **LOADED}
     assert model.closed
 
 
-def test_every_option_reaches_the_library_under_its_own_name(llmc, model: FakeModel, tmp_path: Path):
-    sampling = {"max_tokens": 5, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 7}
-    options = [part for name, value in sampling.items() for part in (f"--{name.replace('_', '-')}", value)]
-    stops = ["--stop", "\n\n", "--stop", "END"]
-    llmc("run", tmp_path, "-p", "Once", *options, *stops, "--threads", 2, "--max-context", 64, "--no-self-test")
-    assert model.asked == [("stream", "Once", {**sampling, "stop": ("\n\n", "END")})]
-    assert model.loaded == {"bundle": tmp_path, "threads": 2, "max_context": 64, "self_test": False, "memory": None}
+# A value for every parameter as it is typed, and what the library must be given.
+VALUES: dict[str, tuple[list[str], Any]] = {
+    "max_tokens": (["5"], 5),
+    "temperature": (["0.5"], 0.5),
+    "top_k": (["4"], 4),
+    "top_p": (["0.9"], 0.9),
+    "min_p": (["0.1"], 0.1),
+    "repetition_penalty": (["1.1"], 1.1),
+    "seed": (["18446744073709551615"], 2**64 - 1),
+    "stop": (["\n\n", "END"], ("\n\n", "END")),
+    "n": (["2"], 2),
+    "num_beams": (["4"], 4),
+    "json_schema": (['{"type": "object"}'], '{"type": "object"}'),
+    "on_overflow": (["sink"], "sink"),
+    "stop_token_ids": (["2, 13"], (2, 13)),
+    "ignore_eos": ([], True),
+    "min_tokens": (["3"], 3),
+    "typical_p": (["0.5"], 0.5),
+    "epsilon_cutoff": (["1e-3"], 0.001),
+    "eta_cutoff": (["2e-3"], 0.002),
+    "top_n_sigma": (["1"], 1.0),
+    "xtc_probability": (["0.5"], 0.5),
+    "xtc_threshold": (["0.2"], 0.2),
+    "dynatemp_range": (["0.25"], 0.25),
+    "dynatemp_exponent": (["2"], 2.0),
+    "mirostat": (["2"], 2),
+    "mirostat_tau": (["3"], 3.0),
+    "mirostat_eta": (["0.2"], 0.2),
+    "presence_penalty": (["-1"], -1.0),
+    "frequency_penalty": (["1"], 1.0),
+    "dry_multiplier": (["0.8"], 0.8),
+    "dry_base": (["2"], 2.0),
+    "dry_allowed_length": (["3"], 3),
+    "dry_range": (["100"], 100),
+    "dry_sequence_breakers": (["|", ";"], ("|", ";")),
+    "no_repeat_ngram_size": (["3"], 3),
+    "logit_bias": (["13=-5,198=2.5"], ((13, -5.0), (198, 2.5))),
+    "banned_tokens": (["1"], (1,)),
+    "allowed_tokens": (["1,2"], (1, 2)),
+    "processor_order": (["top_p,top_k"], ("top_p", "top_k")),
+    "logprobs": (["2"], 2),
+    "prompt_logprobs": (["0"], 0),
+    "best_of": (["3"], 3),
+    "consensus": (["chrf"], "chrf"),
+    "num_beam_groups": (["2"], 2),
+    "diversity_penalty": (["0.5"], 0.5),
+    "length_penalty": (["-1"], -1.0),
+    "early_stopping": (["never"], "never"),
+    "num_return_sequences": (["2"], 2),
+    "penalty_alpha": (["0.6"], 0.6),
+    "regex": (["[0-9]+"], "[0-9]+"),
+    "grammar": (["start: /a/"], "start: /a/"),
+    "choice": (["yes", "no"], ("yes", "no")),
+    "speculate": ([], True),
+}
+
+
+def typed(name: str) -> list[str]:
+    values = VALUES[name][0]
+    flag = f"--{name.replace('_', '-')}"
+    return [part for value in values for part in (flag, value)] if values else [flag]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_parameter_is_an_option_and_reaches_the_library_under_its_own_name(
+    llmc, model: FakeModel, tmp_path: Path, name: str
+):
+    ran = llmc("run", tmp_path, "-p", "Once", "--json", *typed(name))
+    assert (ran.code, ran.err) == (0, "")
+    ((_, _, sampling),) = model.asked
+    assert sampling == {name: VALUES[name][1]}
+    assert type(sampling[name]) is type(VALUES[name][1])
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_what_the_command_line_makes_of_a_value_is_in_the_range_of_its_parameter(name: str):
+    """Alone it may contradict the rest; that is another sentence than being no such value."""
+    try:
+        SamplingParams(**{name: VALUES[name][1]})
+    except UsageError as error:
+        assert not str(error).startswith(f"{name} is")
+
+
+def test_the_table_lists_every_parameter_once_with_its_default():
+    assert sorted(parameter.name for parameter in ROWS) == sorted(FIELDS)
+    for parameter in ROWS:
+        assert parameter.default in (None, FIELDS[parameter.name].default)
+
+
+def test_a_planted_default_is_caught():
+    planted = Parameter("top_p", float, "", 0.9)
+    assert planted.default not in (None, FIELDS[planted.name].default)
+
+
+def test_the_table_says_which_parameters_may_be_repeated():
+    assert {parameter.name for parameter in ROWS if parameter.many} == {"stop", "dry_sequence_breakers", "choice"}
+
+
+def test_engine_options_are_fields_of_the_engines():
+    assert {field.name for field in dataclasses.fields(EngineOptions)} >= options.ENGINE_NAMES
+    assert {option.name for option in run_command.params} >= options.ENGINE_NAMES
+
+
+def test_chat_takes_the_same_parameters_as_run():
+    def engine_and_sampling(command: click.Command) -> set[tuple[str, ...]]:
+        found = [option for option in command.params if isinstance(option, options.SectionOption)]
+        return {tuple(option.opts) for option in found}
+
+    assert engine_and_sampling(chat_command) == engine_and_sampling(run_command)
+    assert len(engine_and_sampling(run_command)) == len(FIELDS) + len(options.ENGINE_NAMES) + 1  # --max-context
+
+
+def test_help_begins_with_the_common_parameters(llmc):
+    out = llmc("run", "--help").out
+    headings = [line[:-1] for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Options", *SAMPLING, options.ENGINE_SECTION]
+    assert len(SAMPLING["Common parameters"]) == 12
+    assert "BUNDLE\n" not in out.partition("Options:")[2]
+
+
+def test_switches_can_be_turned_off(llmc, model: FakeModel, tmp_path: Path):
+    llmc("run", tmp_path, "-p", "Once", "--no-speculate", "--no-ignore-eos")
+    assert model.asked == [("stream", "Once", {"speculate": False, "ignore_eos": False})]
+
+
+def test_options_of_loading_reach_the_library(llmc, model: FakeModel, tmp_path: Path):
+    options = ["--draft", "lookup", "--determinism", "strict", "--max-batch", 4, "--prefix-cache-folder", tmp_path]
+    llmc("run", tmp_path, "-p", "x", "--threads", 2, "--max-context", 64, "--no-self-test", "--memory", "1MB", *options)
+    assert model.loaded == {
+        "bundle": tmp_path,
+        "threads": 2,
+        "max_context": 64,
+        "self_test": False,
+        "memory": 10**6,
+        "draft": "lookup",
+        "determinism": "strict",
+        "max_batch": 4,
+        "prefix_cache_folder": tmp_path,
+    }
+
+
+@pytest.mark.parametrize(("name", "content"), [("json_schema", '{"type": "object"}'), ("grammar", 'start: "東"')])
+def test_schemas_and_grammars_may_be_files(llmc, model: FakeModel, tmp_path: Path, name: str, content: str):
+    file = tmp_path / "a:file"
+    file.write_text(content, encoding="utf-8")
+    llmc("run", tmp_path, "-p", "Once", f"--{name.replace('_', '-')}", file)
+    assert model.asked == [("stream", "Once", {name: content})]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--json-schema", "no.json"], "'--json-schema': 'no.json' is neither a JSON object nor a file that can be"),
+        (["--grammar", "no.lark"], "'--grammar': 'no.lark' is neither a grammar in Lark's notation nor a file that"),
+        (["--grammar", "x" * 5000], "'--grammar': 'xxxxx"),
+        (["--logit-bias", "13"], "'--logit-bias': '13' is no list of biases, expected ID=NUMBER"),
+        (["--logit-bias", "13=nan"], "'--logit-bias': '13=nan' is no list of biases"),
+        (["--banned-tokens", "1,-2"], "'--banned-tokens': '1,-2' is no list of token ids"),
+        (["--early-stopping", "maybe"], "'--early-stopping': 'maybe' is not one of true, false, never"),
+        (["--top-p", "high"], "'--top-p': 'high' is not a valid float"),
+        (["--on-overflow", "wrap"], "'--on-overflow': 'wrap' is not one of"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_refused_with_its_flag(
+    llmc, model: FakeModel, tmp_path: Path, arguments: list[str], sentence: str
+):
+    ran = llmc("run", tmp_path, "-p", "Once", *arguments)
+    assert (ran.code, ran.out, model.loaded) == (2, "", {})
+    assert ran.err.startswith(f"llmc: error: Invalid value for {sentence}")
+
+
+def test_a_file_that_is_no_text_is_refused(llmc, model: FakeModel, tmp_path: Path):
+    file = tmp_path / "schema"
+    file.write_bytes(b"\xff\xfe")
+    assert "(it is not UTF-8 text)" in llmc("run", tmp_path, "-p", "Once", "--json-schema", file).err
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("top_p is 2.0, expected more", "--top-p is 2.0, expected more"),
+        ("n=3 needs temperature above 0", "--n=3 needs temperature above 0"),
+        ("seed is -1, expected an integer; set on_overflow", "--seed is -1, expected an integer; set --on-overflow"),
+        ("build with a larger --max-batch", "build with a larger --max-batch"),
+        ("my_top_p and stop", "my_top_p and stop"),
+    ],
+)
+def test_errors_of_the_library_name_flags(message: str, shown: str):
+    assert with_flags(message, FIELDS) == shown
+
+
+def test_a_refusal_of_the_library_names_the_flag(llmc, model: FakeModel, tmp_path: Path):
+    model.error = UsageError("top_p is 2.0, expected less")
+    ran = llmc("run", tmp_path, "-p", "Once")
+    assert (ran.code, ran.err) == (2, "llmc: error: --top-p is 2.0, expected less\n")
+
+
+# ----------------------------------------------------------------------------------------------------------- output
+
+
+def test_several_outputs_are_printed_one_after_another_under_a_header(llmc, model: FakeModel, tmp_path: Path):
+    model.ended = SEVERAL
+    ran = llmc("run", tmp_path, "-p", "Once", "--n", 2)
+    assert ran.out == "--- 1 of 2: ended by stop, seed 42\nab\n--- 2 of 2: ended by length, score -1.2500\ncd\n"
+
+
+def test_the_best_of_several_is_printed_alone(llmc, model: FakeModel, tmp_path: Path):
+    assert llmc("run", tmp_path, "-p", "Once", "--best-of", 3).out == "ab\n"
+
+
+def test_json_is_the_whole_result_with_the_resolved_parameters(llmc, model: FakeModel, tmp_path: Path):
+    model.ended = SEVERAL
+    result = json.loads(llmc("run", tmp_path, "-p", "Once", "--json", "--logprobs", 1).out)
+    assert (result["text"], result["token_ids"], result["finish_reason"], result["seed"]) == ("ab", [1, 2], "stop", 42)
+    assert [output["text"] for output in result["outputs"]] == ["ab", "cd"]
+    assert result["usage"]["total_tokens"] == 9
+    assert result["timings"]["tpot_s"] == 0.25
+    assert result["metrics"]["e2e_s"] == 0.75
+    assert result["params"]["seed"] == 42
+    assert result["params"]["json_schema"] == {"type": "object"}
+    assert set(result["params"]) == set(FIELDS)
+
+
+def test_a_probability_of_zero_is_null_in_json(llmc, model: FakeModel, tmp_path: Path):
+    text = llmc("run", tmp_path, "-p", "Once", "--json").out
+    logprobs = json.loads(text, parse_constant=pytest.fail)["outputs"][0]["logprobs"]
+    assert [item["processed_logprob"] for item in logprobs] == [-0.25, None]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_what_only_json_shows_is_refused_without_it(llmc, model: FakeModel, tmp_path: Path, name: str):
+    flag = f"--{name.replace('_', '-')}"
+    ran = llmc("run", tmp_path, "-p", "Once", flag, 1)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"llmc: error: {flag} is 1, which only llmc run with --json shows")
+
+
+def test_json_and_a_talk_exclude_each_other(llmc, model: FakeModel, tmp_path: Path):
+    ran = llmc("run", tmp_path, "--chat", "--json", terminal=True)
+    assert ran.code == 2
+    assert "--json prints one answer" in ran.err
+
+
+# ----------------------------------------------------------------------------------------------------------- prompts
 
 
 def test_zeros_are_not_taken_for_left_out(llmc, model: FakeModel, tmp_path: Path):
@@ -125,6 +386,14 @@ def test_stats_go_to_stderr(llmc, model: FakeModel, tmp_path: Path):
     )
 
 
+def test_stats_tell_of_caches_drafts_and_truncation(llmc, model: FakeModel, tmp_path: Path):
+    metrics = dataclasses.replace(METRICS, drafted=4, accepted=3)
+    model.ended = dataclasses.replace(RESULT, usage=Usage(7, 2, 5, 1), metrics=metrics)
+    err = llmc("run", tmp_path, "-p", "Once", "--stats").err
+    assert err.startswith("prompt: 7 tokens (5 from the prefix cache) (1 left out), first")
+    assert "; 3 of 4 drafts accepted; ended by" in err
+
+
 def test_a_refused_request_is_a_sentence_after_what_was_streamed(llmc, model: FakeModel, tmp_path: Path):
     model.error = RequestError("the context is full")
     ran = llmc("run", tmp_path, "-p", "Once")
@@ -144,11 +413,11 @@ def test_a_terminal_without_a_prompt_is_told_how_to_give_one(llmc, model: FakeMo
     assert (ran.code, ran.err) == (2, "llmc: error: no prompt: give one with -p, or pipe one to stdin\n")
 
 
-def test_chat_on_a_terminal_keeps_the_conversation(llmc, model: FakeModel, tmp_path: Path):
+def test_chat_on_a_terminal_is_a_conversation(llmc, model: FakeModel, tmp_path: Path):
     ran = llmc("run", tmp_path, "--chat", "--seed", 1, stdin=b"Hello\nAgain\n", terminal=True)
     first = [{"role": "user", "content": "Hello"}]
     second = [*first, {"role": "assistant", "content": "ab"}, {"role": "user", "content": "Again"}]
-    assert ran.code == 0
+    assert (ran.code, ran.out) == (0, "ab\nab\n")
     assert model.asked == [("chat", first, {"seed": 1}), ("chat", second, {"seed": 1})]
 
 
