@@ -16,7 +16,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from llmc.bundle import Limits, Manifest
+from llmc.bundle import Invariance, Limits, Manifest
 from llmc.runtime import tokenizer as llmc_tokenizer
 from llmc.runtime.engine import Engine
 from llmc.runtime.options import EngineOptions
@@ -82,6 +82,24 @@ def save(folder: Path, tokenizer: Tokenizer, config: dict[str, object]) -> Path:
     content = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+# ------------------------------------------------------------------------------------------------- the small model
+
+
+@pytest.fixture(scope="session")
+def tiny_in(tiny_export: Path, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The small model's bundle in a precision, for 8 rows, built when first asked for."""
+    from llmc.optimize.build import build
+
+    folder, built = tmp_path_factory.mktemp("precisions"), {"int8": tiny_bundle}
+
+    def bundle_in(precision: str) -> Path:
+        if precision not in built:
+            built[precision] = build(tiny_export, folder / precision, precision=precision, max_batch=8).output
+        return built[precision]
+
+    return bundle_in
 
 
 # ------------------------------------------------------------------------------------------- a session without a model
@@ -227,6 +245,10 @@ def served(manifest: Manifest) -> Manifest:
         geometry=replace(manifest.geometry, vocab_size=VOCAB, hidden_size=HIDDEN),
         generation=replace(manifest.generation, eos_token_ids=EOS),
         limits=Limits(512, 8, 128),
+        graphs={
+            name: replace(graph, invariance=Invariance(rows=2, tokens=2, outputs=1))
+            for name, graph in manifest.graphs.items()
+        },
     )
 
 
