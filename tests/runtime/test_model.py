@@ -14,8 +14,9 @@ import pytest
 from llmc.bundle import Manifest
 from llmc.errors import RequestError, UsageError
 from llmc.runtime import Model, load
+from llmc.runtime.options import EngineOptions
 from llmc.runtime.runner import Runner
-from llmc.runtime.sampling import GreedySampler, SamplingParams
+from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.tokenizer import Tokenizer
 
@@ -30,14 +31,13 @@ class Scripted:
     engine_version = "0"
     substitutes = False
     capacity = 512
+    rows = 1
+    hidden = None
 
     def __init__(self, script: Sequence[int]) -> None:
         self.script = list(script)
         self.prompts: list[list[int]] = []
         self.steps = 0
-
-    def reserve(self, rows: int, capacity: int) -> None:
-        raise AssertionError("there is room for everything")
 
     def run(self, batch: Batch) -> np.ndarray:
         if batch.phase is Phase.PREFILL:
@@ -50,7 +50,7 @@ class Scripted:
         return logits
 
     def close(self) -> None:
-        raise AssertionError("nobody asked for it")
+        """There is nothing to free."""
 
 
 @pytest.fixture(scope="session")
@@ -59,16 +59,22 @@ def tokenizer(tiny_checkpoint: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def scripted(tiny_checkpoint: Path, manifest: Manifest, tokenizer: Tokenizer) -> Callable[..., Model]:
+def scripted(tiny_checkpoint: Path, manifest: Manifest, tokenizer: Tokenizer) -> Iterator[Callable[..., Model]]:
     """Makes a model that says ``text``, then ``more`` tokens; ``defaults`` change the generation defaults."""
+
+    made: list[Model] = []
 
     def make(text: str = TEXT, more: Sequence[int] = (), **defaults: Any) -> Model:
         generation = replace(manifest.generation, **{"eos_token_ids": (0, EOS), **defaults})
         here = replace(manifest, geometry=replace(manifest.geometry, vocab_size=4096), generation=generation)
         session = Scripted([*tokenizer.encode(text), *more])
-        return Model(tiny_checkpoint, here, tokenizer, Runner(session, here, 512, 512), 1)
+        options = EngineOptions(prefix_cache_bytes=0)
+        made.append(Model(tiny_checkpoint, here, tokenizer, Runner(session, here, 512, 512), 1, options))
+        return made[-1]
 
-    return make
+    yield make
+    for model in made:
+        model.close()
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +92,8 @@ def test_deltas_concatenate_to_the_text(scripted: Callable[..., Model], tokenize
     stream = scripted().stream(PROMPT, max_tokens=len(ids))
     deltas = list(stream)
     assert len(deltas) > 1
-    assert "".join(deltas) == stream.result.text == TEXT
-    assert list(stream.result.token_ids) == stream.token_ids == ids
+    assert "".join(deltas) == stream.result().text == TEXT
+    assert list(stream.result().token_ids) == stream.token_ids == ids
 
 
 def test_a_request_ends_at_max_tokens_and_computes_no_more(scripted: Callable[..., Model], tokenizer: Tokenizer):
@@ -134,7 +140,7 @@ def test_nothing_of_a_stop_string_is_ever_streamed(scripted: Callable[..., Model
     for delta in stream:
         streamed += delta
         assert want.startswith(streamed)
-    assert (streamed, stream.result.text, stream.result.finish_reason) == (want, want, "stop")
+    assert (streamed, stream.result().text, stream.result().finish_reason) == (want, want, "stop")
 
 
 def test_a_stop_string_that_the_end_of_the_text_completes_is_the_reason(
@@ -153,18 +159,6 @@ def test_a_stop_string_ends_the_computation(scripted: Callable[..., Model], toke
     assert model.runner.session.steps < len(tokenizer.encode("def naïve(x"))
 
 
-def test_a_result_before_the_end_is_refused(scripted: Callable[..., Model]):
-    stream = scripted().stream(PROMPT, max_tokens=20)
-    with pytest.raises(RequestError, match="not used up"):
-        _ = stream.result
-    next(stream)
-    with pytest.raises(RequestError, match="not used up"):
-        _ = stream.result
-    stream.close()
-    with pytest.raises(RequestError, match="not used up"):
-        stream.finish()
-
-
 # ------------------------------------------------------------------------------------------------ sampling parameters
 
 
@@ -175,14 +169,11 @@ def test_the_checkpoint_decides_whether_to_sample(scripted: Callable[..., Model]
 
 
 def test_the_checkpoint_and_the_caller_fill_the_sampling_parameters(
-    scripted: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+    scripted: Callable[..., Model],
 ):
-    seen: list[SamplingParams] = []
-    monkeypatch.setattr(
-        "llmc.runtime.model.make_sampler", lambda params, *_, **__: seen.append(params) or GreedySampler()
-    )
-    scripted(do_sample=True, temperature=0.7, top_k=50, min_p=None).generate(PROMPT, max_tokens=3, top_k=7, stop="x")
-    assert seen == [SamplingParams(max_tokens=3, temperature=0.7, top_k=7, stop=("x",))]
+    model = scripted(do_sample=True, temperature=0.7, top_k=50, min_p=None)
+    result = model.generate(PROMPT, max_tokens=3, top_k=7, stop="x", seed=1)
+    assert result.params == SamplingParams(max_tokens=3, temperature=0.7, top_k=7, stop=("x",), seed=1)
 
 
 def test_a_misspelt_parameter_is_refused_with_the_nearest(scripted: Callable[..., Model]):

@@ -1,43 +1,35 @@
-"""Requests take turns: many threads at one model, streams that are left early, and closing in the middle of it all."""
+"""Many requests at one model: streams side by side in one thread and in many, left early, and closing among them."""
 
 import gc
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as StillWaiting  # the built-in one only since Python 3.11
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from llmc.errors import RequestError
+from llmc.errors import CancelledError, EngineClosedError, RequestError
 from llmc.runtime import Model, load
-from llmc.runtime.sampling import Choice, GreedySampler
-from llmc.runtime.sessions import Batch
 
 PATIENCE = 60  # seconds after which a thread that waits counts as waiting for ever
-MOMENT = 0.1  # seconds in which a thread that need not wait would have got on
 PROMPTS = [f"def function_{i}(x):\n    return" for i in range(8)]
 # Random, so that the tokens of one request could not pass for another's.
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "temperature": 2.0, "seed": 7}
-
-
-@pytest.fixture
-def model(tiny_bundle: Path) -> Iterator[Model]:
-    with load(tiny_bundle, threads=1) as model:
-        yield model
+LONG: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def alone(tiny_bundle: Path) -> list[tuple[int, ...]]:
-    """The tokens that each prompt gets from a model of its own."""
-    answers = []
-    for prompt in PROMPTS:
-        with load(tiny_bundle, threads=1) as model:
-            answers.append(model.generate(prompt, **SAMPLING).token_ids)
-    return answers
+    """The tokens that each prompt gets, one after another."""
+    with load(tiny_bundle, threads=1, determinism="batch", prefix_cache_bytes=0) as model:
+        return [model.generate(prompt, **SAMPLING).token_ids for prompt in PROMPTS]
+
+
+@pytest.fixture
+def model(tiny_bundle: Path) -> Iterator[Model]:
+    with load(tiny_bundle, threads=1, determinism="batch") as model:
+        yield model
 
 
 def in_thread(work: Callable[[], Any]) -> Callable[[float], Any]:
@@ -54,7 +46,7 @@ def assert_usable(model: Model, alone: list[tuple[int, ...]]) -> None:
     assert in_thread(lambda: model.generate(PROMPTS[1], **SAMPLING).token_ids)(PATIENCE) == alone[1]
 
 
-# ------------------------------------------------------------------------------------------------------------ threads
+# ------------------------------------------------------------------------------------------------------- side by side
 
 
 def test_eight_threads_each_get_what_they_get_alone(model: Model, alone: list[tuple[int, ...]]):
@@ -68,168 +60,139 @@ def test_eight_threads_each_get_what_they_get_alone(model: Model, alone: list[tu
         assert list(pool.map(request, PROMPTS, timeout=PATIENCE)) == alone
 
 
-def test_another_thread_waits_until_the_stream_ends(model: Model, alone: list[tuple[int, ...]]):
-    stream = model.stream(PROMPTS[0], **SAMPLING)
-    next(stream)
-    result = in_thread(lambda: model.generate(PROMPTS[1], **SAMPLING).token_ids)
-    with pytest.raises(StillWaiting):
-        result(MOMENT)
-    assert stream.finish().token_ids == alone[0]
-    assert result(PATIENCE) == alone[1]
+def test_one_thread_may_read_several_streams_in_turn(model: Model, alone: list[tuple[int, ...]]):
+    streams = [model.stream(prompt, **SAMPLING) for prompt in PROMPTS]
+    texts = [""] * len(streams)
+    open_streams = dict(enumerate(streams))
+    while open_streams:
+        for index, stream in list(open_streams.items()):
+            if (piece := next(stream, None)) is None:
+                del open_streams[index]
+            else:
+                texts[index] += piece
+    assert [stream.result(PATIENCE).token_ids for stream in streams] == alone
+    assert texts == [stream.result(PATIENCE).text for stream in streams]
 
 
-def test_a_second_stream_of_the_same_thread_is_refused_instead_of_waiting(model: Model, alone: list[tuple[int, ...]]):
-    first, second = (model.stream(prompt, **SAMPLING) for prompt in PROMPTS[:2])
-    next(first)
-    with pytest.raises(RequestError, match="another stream of this thread is still open; use it up or close it"):
-        next(second)
-    with pytest.raises(RequestError, match="still open"):
-        model.generate(PROMPTS[1], **SAMPLING)
-    assert first.finish().token_ids == alone[0]
+def test_a_stream_that_nobody_reads_holds_nobody_up(model: Model, alone: list[tuple[int, ...]]):
+    unread = model.stream(PROMPTS[2], **SAMPLING)
     assert_usable(model, alone)
+    assert unread.result(PATIENCE).token_ids == alone[2]
 
 
-def test_a_stream_may_be_used_up_by_another_thread(model: Model, alone: list[tuple[int, ...]]):
+def test_a_stream_may_be_read_on_by_another_thread(model: Model, alone: list[tuple[int, ...]]):
     stream = model.stream(PROMPTS[0], **SAMPLING)
-    next(stream)
-    assert in_thread(lambda: stream.finish().token_ids)(PATIENCE) == alone[0]
-    assert_usable(model, alone)
+    first = next(stream)
+    rest = in_thread(lambda: "".join(stream))(PATIENCE)
+    assert first + rest == stream.result(PATIENCE).text
+    assert stream.result(PATIENCE).token_ids == alone[0]
 
 
-def test_a_stream_that_was_never_begun_holds_nothing(model: Model, alone: list[tuple[int, ...]]):
-    stream = model.stream(PROMPTS[0], **SAMPLING)
-    assert_usable(model, alone)
-    stream.close()
+# ---------------------------------------------------------------------------------------------------------- left early
 
 
-# ------------------------------------------------------------------------------------------------------- left early
-
-
-def test_a_closed_stream_lets_the_next_request_in(model: Model, alone: list[tuple[int, ...]]):
-    stream = model.stream(PROMPTS[0], **SAMPLING)
-    next(stream)
-    stream.close()
-    assert list(stream) == []
-    assert_usable(model, alone)
-
-
-def test_leaving_a_for_loop_early_lets_the_next_request_in(model: Model, alone: list[tuple[int, ...]]):
-    """At once, not when garbage is collected: another thread would wait for that for ever."""
+def test_leaving_a_for_loop_early_cancels_the_request(model: Model, alone: list[tuple[int, ...]]):
+    """At once, not when garbage is collected."""
     gc.disable()
     try:
-        for _ in model.stream(PROMPTS[0], **SAMPLING):
+        for _ in model.stream(PROMPTS[0], **LONG):
             break
         assert_usable(model, alone)
+        assert model.engine.metrics.snapshot().requests["cancelled"] == 1
     finally:
         gc.enable()
 
 
-def test_closing_a_stream_that_another_thread_runs_is_refused(
-    model: Model, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-):
-    running, closed = threading.Event(), threading.Event()
-    run = model.runner.session.run
-
-    def slow(batch: Batch) -> np.ndarray:
-        running.set()
-        closed.wait(PATIENCE)
-        return run(batch)
-
-    monkeypatch.setattr(model.runner.session, "run", slow)
-    stream = model.stream(PROMPTS[0], **SAMPLING)
-    result = in_thread(lambda: stream.finish().token_ids)
-    running.wait(PATIENCE)
-    with pytest.raises(RequestError, match="computing its next item; close it after that"):
-        stream.close()
-    closed.set()
-    assert result(PATIENCE) == alone[0]
-
-
-def test_ctrl_c_while_streaming_leaves_the_model_usable(model: Model, alone: list[tuple[int, ...]]):
-    stream = model.stream(PROMPTS[0], **SAMPLING)
+def test_a_closed_stream_ends_and_says_why(model: Model, alone: list[tuple[int, ...]]):
+    stream = model.stream(PROMPTS[0], **LONG)
     next(stream)
-    with pytest.raises(KeyboardInterrupt):
-        stream._parts.throw(KeyboardInterrupt)
+    stream.close()
+    with pytest.raises(CancelledError):
+        stream.result(PATIENCE)
+    with pytest.raises(CancelledError):
+        list(stream)
     assert_usable(model, alone)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RequestError, ZeroDivisionError])
-def test_an_error_between_two_steps_leaves_the_model_usable(
-    model: Model, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+def test_an_error_of_whoever_reads_leaves_the_model_usable(
+    model: Model, alone: list[tuple[int, ...]], error: type[BaseException]
 ):
-    class Failing(GreedySampler):
-        def __call__(self, logits: np.ndarray, tokens: Sequence[int]) -> Choice:
-            if len(tokens) > 14:
-                raise error
-            return super().__call__(logits, tokens)
+    def read() -> None:
+        for _ in model.stream(PROMPTS[0], **LONG):
+            raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr("llmc.runtime.model.make_sampler", lambda *_, **__: Failing())
-        with pytest.raises(error):
-            model.generate(PROMPTS[0], max_tokens=12)
+    with pytest.raises(error):
+        read()
     assert_usable(model, alone)
 
 
-# ------------------------------------------------------------------------------------------------------------ closing
+# ------------------------------------------------------------------------------------------------------------- closing
 
 
 def test_a_closed_model_refuses_requests_and_may_be_closed_again(model: Model):
-    started_late = model.stream(PROMPTS[0], **SAMPLING)
+    running = model.stream(PROMPTS[0], **LONG)
+    next(running)
     model.close()
     model.close()
     for request in (model.generate, model.stream):
-        with pytest.raises(RequestError, match="the model is closed; load the bundle again"):
+        with pytest.raises(EngineClosedError, match="the model is closed; load the bundle again"):
             request(PROMPTS[0])
-    with pytest.raises(RequestError, match="the model is closed"):
+    with pytest.raises(EngineClosedError, match="the model is closed"):
         model.chat([{"role": "user", "content": "Hello"}])
-    with pytest.raises(RequestError, match="the model is closed"):
-        next(started_late)
+    with pytest.raises(EngineClosedError, match="the engine was closed"):
+        running.result(PATIENCE)
     assert model.runner.session.capacity == 0
 
 
-def test_leaving_the_with_block_closes_the_model(tiny_bundle: Path):
+def test_a_model_closed_before_its_first_request_refuses_it(tiny_bundle: Path):
     with pytest.raises(ZeroDivisionError), load(tiny_bundle, threads=1) as model:
         raise ZeroDivisionError
-    with pytest.raises(RequestError, match="the model is closed"):
+    with pytest.raises(EngineClosedError, match="the model is closed"):
         model.generate(PROMPTS[0])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_leaving_the_with_block_ends_an_open_stream_and_passes_the_error_on(
-    tiny_bundle: Path, error: type[BaseException]
-):
+def test_leaving_the_with_block_ends_what_runs_and_passes_the_error_on(tiny_bundle: Path, error: type[BaseException]):
     with pytest.raises(error), load(tiny_bundle, threads=1) as model:
-        stream = model.stream(PROMPTS[0], **SAMPLING)
+        stream = model.stream(PROMPTS[0], **LONG)
         next(stream)
         raise error
-    assert list(stream) == []
-    with pytest.raises(RequestError, match="the model is closed"):
-        model.generate(PROMPTS[0])
+    with pytest.raises(EngineClosedError):
+        stream.result(PATIENCE)
 
 
-def test_closing_waits_for_the_running_request(model: Model, alone: list[tuple[int, ...]]):
-    stream = model.stream(PROMPTS[0], **SAMPLING)
-    next(stream)
-    closed = in_thread(model.close)
-    with pytest.raises(StillWaiting):
-        closed(MOMENT)
-    assert stream.finish().token_ids == alone[0]
-    closed(PATIENCE)
-    with pytest.raises(RequestError, match="the model is closed"):
-        model.generate(PROMPTS[0])
+def test_closing_with_drain_waits_for_the_running_requests(model: Model, alone: list[tuple[int, ...]]):
+    streams = [model.stream(prompt, **SAMPLING) for prompt in PROMPTS]
+    model.close(drain=True)
+    assert [stream.result(0).token_ids for stream in streams] == alone
 
 
-def test_a_request_that_waited_until_the_model_was_closed_is_refused(model: Model):
-    stream = model.stream(PROMPTS[0], **SAMPLING)
-    next(stream)
-    closed = in_thread(model.close)
-    time.sleep(MOMENT)
-    waiting = in_thread(lambda: model.stream(PROMPTS[1], **SAMPLING).finish())
-    time.sleep(MOMENT)
-    stream.close()
-    closed(PATIENCE)
-    # Whoever comes first is served; nobody waits for ever or reaches a closed engine.
-    try:
-        assert len(waiting(PATIENCE).token_ids) > 0
-    except RequestError as error:
-        assert "the model is closed" in str(error)
+def test_requests_that_race_with_closing_are_served_or_refused_and_none_hangs(
+    model: Model, alone: list[tuple[int, ...]]
+):
+    start = threading.Barrier(5)
+
+    def ask(index: int) -> bool:
+        start.wait(PATIENCE)
+        try:
+            return model.generate(PROMPTS[index], **SAMPLING).token_ids == alone[index]
+        except EngineClosedError:
+            return True
+
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask, index) for index in range(4)]
+        start.wait(PATIENCE)
+        model.close()
+        assert all(future.result(PATIENCE) for future in asked)
+
+
+def test_a_dropped_model_ends_its_thread(tiny_bundle: Path):
+    model = load(tiny_bundle, threads=1)
+    model.generate(PROMPTS[0], max_tokens=1)
+    thread = model.engine._thread
+    assert thread is not None and thread.is_alive()
+    del model
+    gc.collect()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
