@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import suppress
 from typing import Any
 
 from llmc.errors import UsageError
@@ -190,7 +191,7 @@ class Handle:
                 if not changed.done():
                     changed.set_result(None)
 
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop was closed, maybe just now, and nobody waits any more
                 loop.call_soon_threadsafe(resolve)
 
         if pieces:
