@@ -84,7 +84,7 @@ class Engine:
         # A strict step feeds a dummy token after the last one, which wants a position of its own.
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
         self._name = manifest.source.name
-        self._intake = Intake(manifest, tokenizer, self.max_context, row_limit(manifest, options))
+        self._intake = Intake(manifest, tokenizer, self.max_context, row_limit(manifest, options), drafter is not None)
         self._pool = ThreadPoolExecutor(options.sampling_threads, "llmc-sampling")
         self._waiting = Queue()
         self._batch = ContinuousBatch(

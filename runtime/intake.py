@@ -17,12 +17,15 @@ from llmc.runtime.results import Output
 from llmc.runtime.sampling import Processor, SamplingParams, build_processors, make_sampler
 from llmc.runtime.sequence import Job, Sample
 from llmc.runtime.strategies import BeamSearch, Contrastive, Hypothesis, Strategy
+from llmc.runtime.strategies.base import StopCriterion
 from llmc.runtime.text import TextStream
 from llmc.runtime.tokenizer import Tokenizer
 
 # Tokens at the start of the context that stay when the window slides: attention rests on them.
 # Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453
 SINK_TOKENS = 4
+# Below it, the half of the context that stays would hardly be more than the sinks.
+SHORTEST_SLIDING = 4 * SINK_TOKENS
 
 
 class Intake:
@@ -31,9 +34,13 @@ class Intake:
     Args:
         max_context: longest sequence.
         max_rows: rows that one request may hold at once.
+        drafts: whether there is anything to speculate with.
     """
 
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, max_context: int, max_rows: int) -> None:
+    def __init__(
+        self, manifest: Manifest, tokenizer: Tokenizer, max_context: int, max_rows: int, drafts: bool = False
+    ) -> None:
+        self._drafts = drafts
         self.max_context = max_context
         self.max_rows = max_rows
         self._tokenizer = tokenizer
@@ -48,6 +55,7 @@ class Intake:
             RequestError, UsageError, GrammarError: the request cannot be served.
         """
         params = self._seeded(request.params)
+        self._check(request)
         ids = self._ids(request)
         prompt, cut = fit_prompt(ids, params, self.max_context)
         if width(params) > self.max_rows:
@@ -91,6 +99,7 @@ class Intake:
                 max_tokens=params.max_tokens,
                 eos_token_ids=ends,
                 processors=self._processors(job),
+                stops=self._stops(job),
             )
         if params.penalty_alpha is not None:
             return Contrastive(
@@ -99,8 +108,24 @@ class Intake:
                 max_tokens=params.max_tokens,
                 eos_token_ids=ends,
                 processors=self._processors(job),
+                stops=self._stops(job),
             )
         return None
+
+    def _check(self, request: Request) -> None:
+        """Refuse what the request's parts ask for together and cannot have."""
+        params = request.params
+        if request.similarity is not None and (params.n == 1 or params.best_of is not None):
+            raise UsageError("similarity compares the n samples of a request: ask for n above 1, and not for best_of")
+        if params.speculate and not self._drafts:
+            raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
+
+    def _stops(self, job: Job) -> StopCriterion | None:
+        """The request's stopping criteria as strategies see them: of the new tokens."""
+        criteria = job.request.stopping_criteria
+        if not criteria:
+            return None
+        return lambda tokens: any(criterion(tokens, self._tokenizer.decode(tokens)) for criterion in criteria)
 
     def output(self, job: Job, index: int, found: Hypothesis) -> Output:
         """A finished hypothesis as the client sees it."""
@@ -164,7 +189,7 @@ def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tupl
         return ids, 0
     if params.on_overflow == "truncate_left" and room > 0:
         return ids[-room:], len(ids) - room
-    if params.on_overflow == "sink":
+    if params.on_overflow == "sink" and max_context >= SHORTEST_SLIDING:
         if len(ids) < max_context:
             return ids, 0
         kept = max_context // 2

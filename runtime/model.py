@@ -80,6 +80,8 @@ def load(
         model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
     try:
         check_once(model, self_test)
+        if engine_options.draft is not None:
+            _ = model.engine  # a draft that does not fit is refused now, and not by the first request
     except BaseException:
         model.close()
         raise
