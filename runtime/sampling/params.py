@@ -366,7 +366,7 @@ _RULES: dict[str, _Rule] = {
     "num_beams": _integer(1),
     "num_beam_groups": _integer(1),
     "diversity_penalty": _number(0),
-    "length_penalty": ("a number from -20 to 20", lambda value: _is_number(value, -20.0, 20.0)),
+    "length_penalty": _between(-20, 20),
     "early_stopping": _one_of(True, False, "never"),
     "num_return_sequences": _or_none(_integer(1)),
     "penalty_alpha": _or_none(_between(0, 1)),

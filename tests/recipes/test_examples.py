@@ -23,8 +23,8 @@ def run(name: str, bundle: Path) -> Any:
 
 
 def test_every_example_is_tried_here():
-    tried = {name for name in Path(__file__).read_text().split('"') if (EXAMPLES / f"{name}.py").is_file()}
-    assert tried == {path.stem for path in EXAMPLES.glob("*.py")}
+    tried = set(Path(__file__).read_text().split('"'))
+    assert {path.stem for path in EXAMPLES.glob("*.py")} <= tried
 
 
 @pytest.mark.parametrize("name", ["embed_in_threads", "embed_in_asyncio"])

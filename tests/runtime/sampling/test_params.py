@@ -117,7 +117,7 @@ class TestRanges:
             ("best_of", 0, "an integer of at least 1, or None"),
             ("num_beams", 0, "an integer of at least 1"),
             ("diversity_penalty", -0.5, "a number of at least 0"),
-            ("length_penalty", math.nan, "a finite number"),
+            ("length_penalty", math.nan, "a number from -20 to 20"),
             ("early_stopping", "always", "True or False or 'never'"),
             ("early_stopping", 1, "True or False or 'never'"),
             ("penalty_alpha", 1.5, "a number from 0 to 1, or None"),
