@@ -106,7 +106,7 @@ def converse(
         RequestError: an answer failed, and stdin is no terminal.
     """
     if sampling.get("num_return_sequences", 1) > 1 or (sampling.get("n", 1) > 1 and "consensus" not in sampling):
-        raise UsageError("n or num_return_sequences ask for several outputs, but a turn has one answer; leave them out")
+        raise UsageError("--n or --num-return-sequences ask for several outputs, a turn has one; leave them out")
     interactive = sys.stdin.isatty()
     with interrupts(interactive) as keys:
         talk = Conversation(model, sampling, stats, interactive, keys)

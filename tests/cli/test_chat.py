@@ -1,0 +1,439 @@
+"""``llmc chat``: what is kept of a conversation, what the commands do, what Ctrl-C stops, and what files hold."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmc.cli.chat import COMMANDS, Interrupts, check_replaceable, read_messages, write_messages
+from llmc.errors import CancelledError, RequestError, UsageError
+from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage, load
+from llmc.runtime.metrics import RequestMetrics
+
+METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, 0, "stop")
+RESULT = GenerationResult(
+    (Output(0, "ab", (1, 2), "stop"),), Usage(7, 2), Timings(0.5, 0.25, 7, 1), SamplingParams(), METRICS
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello 東京"},
+    {"role": "assistant", "content": "ab"},
+]
+
+
+class FakeHandle:
+    """Two pieces of text; or an error, or what Ctrl-C does, between the two."""
+
+    def __init__(self, between: Callable[["FakeHandle"], None]) -> None:
+        self.between = between
+        self.cancelled = False
+
+    def __iter__(self) -> Iterator[str]:
+        if not self.cancelled:
+            yield "a"
+            self.between(self)
+        if self.cancelled:
+            raise CancelledError("the request was cancelled")
+        yield "b"
+
+    def result(self) -> GenerationResult:
+        return RESULT
+
+    def cancel(self) -> bool:
+        self.cancelled = True
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class FakeModel:
+    """Notes what it is asked, and what it must save and restore."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[dict[str, str]]] = []
+        self.sampling: list[dict[str, Any]] = []
+        self.saved: list[tuple[Path, list[int]]] = []
+        self.restored: list[Path] = []
+        self.refusal: Exception | None = None
+        self.between: Callable[[FakeHandle], None] = lambda handle: None
+        self.before: Callable[[], None] = lambda: None
+        self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
+        self.chat_template = SimpleNamespace(render=self.render)
+        self.tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [len(text), add_special_tokens])
+        snapshot = SimpleNamespace(summary=lambda: {"requests": 3, "joules_per_token": None})
+        metrics = SimpleNamespace(snapshot=lambda: snapshot)
+        self.engine = SimpleNamespace(max_context=128, metrics=metrics, save=self.save, restore=self.restore)
+
+    def load(self, bundle: Path, **options: Any) -> "FakeModel":
+        return self
+
+    def stream_chat(self, messages: list[dict[str, str]], **sampling: Any) -> FakeHandle:
+        self.asked.append([dict(message) for message in messages])
+        self.sampling.append(sampling)
+        self.before()
+        return FakeHandle(self.between)
+
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        assert not add_generation_prompt
+        return "".join(message["content"] for message in messages)
+
+    def save(self, path: Path, tokens: list[int]) -> int:
+        if self.refusal:
+            raise self.refusal
+        path.write_bytes(b"llmcKV\r\n and so on")
+        self.saved.append((path, tokens))
+        return 32
+
+    def restore(self, path: Path) -> None:
+        if self.refusal:
+            raise self.refusal
+        self.restored.append(path)
+
+    def __enter__(self) -> "FakeModel":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
+    fake = FakeModel()
+    monkeypatch.setattr("llmc.runtime.load", fake.load)
+    return fake
+
+
+@pytest.fixture
+def talk(llmc, model: FakeModel, tmp_path: Path):
+    """``llmc chat`` with lines on stdin."""
+
+    def run(*lines: str, options: tuple[object, ...] = (), terminal: bool = False):
+        return llmc("chat", tmp_path, *options, stdin="\n".join(lines).encode() + b"\n", terminal=terminal)
+
+    return run
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
+# ----------------------------------------------------------------------------------------------------- conversation
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_every_line_is_a_turn_that_remembers_those_before(talk, model: FakeModel, terminal: bool):
+    ran = talk("Hello", "", "  ", "東京?", options=("--seed", 1), terminal=terminal)
+    assert (ran.code, ran.out) == (0, "ab\nab\n")
+    assert model.asked == [[user("Hello")], [user("Hello"), assistant("ab"), user("東京?")]]
+    assert model.sampling == [{"seed": 1}] * 2
+
+
+def test_a_script_prints_answers_and_nothing_else(talk, model: FakeModel):
+    assert talk("Hello").err == ""
+
+
+def test_a_terminal_is_told_how_to_leave(talk, model: FakeModel):
+    assert "Ctrl-D leaves" in talk("Hello", terminal=True).err
+
+
+def test_exit_leaves(talk, model: FakeModel):
+    assert talk("Hello", "/exit", "Again").out == "ab\n"
+
+
+def test_a_line_with_two_slashes_begins_with_one(talk, model: FakeModel):
+    talk("//save x")
+    assert model.asked == [[user("/save x")]]
+
+
+def test_the_system_text_comes_first_and_may_change_and_go(talk, model: FakeModel):
+    talk("One", "/system  Shout. ", "Two", "/system", "Three", options=("--system", "Be brief."))
+    assert [asked[0] for asked in model.asked] == [system("Be brief."), system("Shout."), user("One")]
+    assert model.asked[1][1:] == [user("One"), assistant("ab"), user("Two")]
+
+
+def test_reset_keeps_the_system_text_only(talk, model: FakeModel):
+    talk("One", "/reset", "Two", options=("--system", "Be brief."))
+    assert model.asked[1] == [system("Be brief."), user("Two")]
+
+
+def test_help_lists_every_command(talk, model: FakeModel):
+    err = talk("/help").err
+    assert all(command in err for command in COMMANDS)
+
+
+def test_stats_show_the_last_answer_the_context_and_all_answers(talk, model: FakeModel):
+    err = talk("/stats", "Hello", "/stats").err.splitlines()
+    assert err[0] == "no answer yet"
+    assert err[1].startswith("prompt: 7 tokens")
+    assert err[2:] == ["context: 9 of 128 tokens; messages: 2", "all answers: requests 3"]
+
+
+def test_stats_after_every_answer_if_asked_for(talk, model: FakeModel):
+    assert talk("One", "Two", options=("--stats",)).err.count("completion: 2 tokens") == 2
+
+
+def test_an_answer_that_cannot_be_streamed_is_printed_whole(talk, model: FakeModel):
+    ran = talk("Hello", "Again", options=("--n", 3, "--consensus", "f1"))
+    assert ran.out == "ab\nab\n"
+    assert model.asked[1][1] == assistant("ab")
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [(("--n", 3), "--n or"), (("--num-return-sequences", 2), "--num-return-sequences ask"), (("--logprobs", 1), "1,")],
+)
+def test_what_gives_several_answers_or_only_json_is_refused(talk, model: FakeModel, options: tuple, found: str):
+    ran = talk("Hello", options=options)
+    assert (ran.code, ran.out, model.asked) == (2, "", [])
+    assert found in ran.err
+
+
+def failing(error: Exception) -> Callable[[FakeHandle], None]:
+    def fail(handle: FakeHandle) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_script_ends_at_the_first_answer_that_fails(talk, model: FakeModel):
+    model.between = failing(RequestError("the context is full"))
+    ran = talk("Hello", "Again")
+    assert (ran.code, ran.out, len(model.asked)) == (1, "a\n", 1)
+    assert ran.err == "llmc: error: the context is full\n"
+
+
+def test_a_person_goes_on_after_an_answer_that_fails_without_its_turn(talk, model: FakeModel):
+    model.between = failing(RequestError("the context is full"))
+    ran = talk("Hello", "Again", terminal=True)
+    assert (ran.code, len(model.asked)) == (0, 2)
+    assert model.asked[1] == [user("Again")]
+    assert "error: the context is full" in ran.err
+
+
+def test_a_parameter_that_cannot_be_ends_the_talk_for_a_person_too(talk, model: FakeModel):
+    model.between = failing(UsageError("top_p is 2.0, expected less"))
+    ran = talk("Hello", "Again", terminal=True)
+    assert (ran.code, len(model.asked)) == (2, 1)
+    assert ran.err.endswith("llmc: error: --top-p is 2.0, expected less\n")
+
+
+@pytest.mark.parametrize("line", ["/bake", "/save", "/load", "/load /no/such/file"])
+def test_a_wrong_command_ends_a_script_and_not_a_person(talk, model: FakeModel, line: str):
+    assert talk(line, "Hello").code == 2
+    assert model.asked == []
+    ran = talk(line, "Hello", terminal=True)
+    assert (ran.code, model.asked) == (0, [[user("Hello")]])
+    assert "error: " in ran.err
+
+
+def test_a_script_that_is_not_utf8_is_refused(llmc, model: FakeModel, tmp_path: Path):
+    ran = llmc("chat", tmp_path, stdin=b"Hello\ncaf\xe9\n")
+    assert (ran.code, ran.out) == (2, "ab\n")
+    assert "a line on stdin is not valid UTF-8 (byte 0xe9 at position 3)" in ran.err
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def test_a_saved_conversation_goes_on_where_it_was(talk, model: FakeModel, tmp_path: Path):
+    file = tmp_path / "a talk.json"
+    saved = talk("Hello 東京", f"/save {file}", options=("--system", "Be brief."))
+    assert json.loads(file.read_text(encoding="utf-8"))["messages"] == TALK
+    assert f"3 messages saved in {file}; keys and values of 32 tokens in {file}.kv" in saved.err
+    assert model.saved == [(Path(f"{file}.kv"), [len("Be brief.Hello 東京ab"), False])]
+    talk("Again", options=("--load", file))
+    assert model.asked[-1] == [*TALK, user("Again")]
+    assert model.restored == [Path(f"{file}.kv")]
+
+
+def test_load_takes_the_place_of_what_was_said(talk, model: FakeModel, tmp_path: Path):
+    write_messages(tmp_path / "saved", "tiny", TALK)
+    talk("Forget this", f"/load {tmp_path / 'saved'}", "Again")
+    assert model.asked[-1] == [*TALK, user("Again")]
+    assert model.restored == []
+
+
+def test_a_system_text_of_the_command_line_goes_before_a_saved_one(talk, model: FakeModel, tmp_path: Path):
+    write_messages(tmp_path / "saved", "tiny", TALK)
+    talk("Again", options=("--load", tmp_path / "saved", "--system", "Shout."))
+    assert model.asked[-1][:2] == [system("Shout."), TALK[1]]
+
+
+def test_saving_again_replaces_the_file_and_drops_a_state_that_is_not_its_own(talk, model: FakeModel, tmp_path: Path):
+    file = tmp_path / "saved"
+    talk("One", f"/save {file}")
+    model.refusal = RequestError("nothing is cached")
+    ran = talk("One", "Two", f"/save {file}")
+    assert ran.err == f"4 messages saved in {file}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_state_that_cannot_be_used_costs_time_and_no_words(talk, model: FakeModel, tmp_path: Path):
+    file = tmp_path / "saved"
+    talk("Hello", f"/save {file}")
+    model.refusal = RequestError("it is damaged")
+    ran = talk("Again", options=("--load", file))
+    assert (ran.code, ran.out) == (0, "ab\n")
+    assert ran.err.endswith("keys and values are computed again: it is damaged\n")
+
+
+def test_only_the_owner_may_read_what_was_said(tmp_path: Path):
+    write_messages(tmp_path / "saved", "tiny", TALK)
+    assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("content", ["", "text", "[]", '{"messages": []}', "\ud800"])
+def test_other_files_are_not_overwritten(talk, model: FakeModel, tmp_path: Path, content: str):
+    file = tmp_path / "precious"
+    file.write_text(content, encoding="utf-8", errors="surrogatepass")
+    before = file.read_bytes()
+    ran = talk("Hello", f"/save {file}")
+    assert ran.code == 2
+    assert f"{file} exists and is no saved conversation; choose another file" in ran.err
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_nor_is_a_file_where_the_state_would_go(talk, model: FakeModel, tmp_path: Path):
+    (tmp_path / "saved.kv").write_bytes(b"precious")
+    ran = talk("Hello", f"/save {tmp_path / 'saved'}")
+    assert (ran.code, (tmp_path / "saved.kv").read_bytes()) == (2, b"precious")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_nor_a_folder_or_a_dangling_link(tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path in (tmp_path, tmp_path / "link"):
+        with pytest.raises(UsageError, match="exists and is no saved conversation"):
+            check_replaceable(path, tmp_path / "none.kv")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"saved cannot be written \(No such file or directory\)"):
+        write_messages(tmp_path / "nowhere" / "saved", "tiny", TALK)
+
+
+def test_a_crash_while_saving_leaves_the_old_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_messages(tmp_path / "saved", "tiny", TALK)
+
+    def crash(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(UsageError, match="No space left"):
+        write_messages(tmp_path / "saved", "tiny", TALK[:1])
+    assert read_messages(tmp_path / "saved") == TALK
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+SAVED = {"format": "llmc-chat", "version": 1, "messages": TALK}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "is no saved conversation"),
+        (json.dumps({**SAVED, "format": "other"}), "is no saved conversation"),
+        (json.dumps({**SAVED, "version": 2}), "has version 2, expected 1"),
+        (json.dumps({**SAVED, "messages": {}}), "messages are not a list"),
+        (json.dumps({**SAVED, "messages": ["Hello"]}), "messages are not a list"),
+        (json.dumps({**SAVED, "messages": [{"role": "user"}]}), "messages are not a list"),
+        (json.dumps({**SAVED, "messages": [{"role": "god", "content": ""}]}), "messages are not a list"),
+        (json.dumps({**SAVED, "messages": [{"role": "user", "content": 1}]}), "messages are not a list"),
+        (json.dumps({**SAVED, "messages": [{"role": [], "content": ""}]}), "messages are not a list"),
+    ],
+)
+def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, content: str, sentence: str):
+    (tmp_path / "file").write_text(content)
+    with pytest.raises(UsageError, match=sentence):
+        read_messages(tmp_path / "file")
+
+
+# ----------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def press(_: FakeHandle | None = None) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0)  # the handler runs before the next bytecode
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_came(talk, model: FakeModel):
+    model.between = press
+    ran = talk("Hello", "Again", terminal=True)
+    assert (ran.code, ran.out) == (0, "a\na\n")
+    assert ran.err.count("(stopped)") == 2
+    assert model.asked[1] == [user("Hello"), assistant("a"), user("Again")]
+
+
+def test_ctrl_c_before_the_first_token_takes_the_turn_back(talk, model: FakeModel):
+    model.before = press
+    ran = talk("Hello", "Again", terminal=True)
+    assert (ran.code, ran.out) == (0, "\n\n")
+    assert model.asked == [[user("Hello")], [user("Again")]]
+
+
+def test_ctrl_c_ends_a_script(talk, model: FakeModel):
+    model.between = press
+    ran = talk("Hello", "Again")
+    assert (ran.code, ran.err.strip(), len(model.asked)) == (130, "interrupted", 1)
+
+
+def test_the_former_handler_is_back_afterwards(talk, model: FakeModel):
+    before = signal.getsignal(signal.SIGINT)
+    talk("Hello", terminal=True)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_between_answers_raises_nowhere_but_at_the_prompt():
+    keys = Interrupts()
+    keys.press(signal.SIGINT, None)
+    keys.at_prompt = True
+    with pytest.raises(KeyboardInterrupt):
+        keys.press(signal.SIGINT, None)
+
+
+# ---------------------------------------------------------------------------------------------------- the real thing
+
+
+def test_a_script_gets_the_answers_of_the_library(llmc, tiny_bundle: Path, tmp_path: Path):
+    """Saved and loaded in another run, the conversation goes on as if it had never been left."""
+    greedy = {"temperature": 0, "max_tokens": 12}
+    with load(tiny_bundle, self_test=False) as model:
+        messages = [system("You are brief, and you answer in Python only."), user("Hello")]
+        first = model.chat(messages, **greedy).text
+        messages += [assistant(first), user("And then?")]
+        second = model.chat(messages, **greedy).text
+    options = ("--temperature", 0, "--max-tokens", 12, "--no-self-test")
+    file = tmp_path / "saved"
+    lines = f"/system {messages[0]['content']}\nHello\n/save {file}\n"
+    ran = llmc("chat", tiny_bundle, *options, stdin=lines.encode())
+    assert (ran.code, ran.out) == (0, f"{first}\n")
+    assert Path(f"{file}.kv").exists()
+    again = llmc("chat", tiny_bundle, *options, "--load", file, "--stats", stdin=b"And then?\n")
+    assert again.out == f"{second}\n"
+    assert "(32 from the prefix cache)" in again.err
+
+
+def test_the_second_turn_takes_the_first_from_the_prefix_cache(llmc, tiny_bundle: Path):
+    lines = f"{'word ' * 60}\nAnd then?\n".encode()
+    ran = llmc("chat", tiny_bundle, "--max-tokens", 8, "--stats", "--no-self-test", stdin=lines)
+    first, second = ran.err.splitlines()
+    assert "prefix cache" not in first
+    assert "from the prefix cache" in second

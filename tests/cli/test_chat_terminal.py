@@ -1,0 +1,112 @@
+"""``llmc chat`` on a real pseudo-terminal: what the keys Ctrl-C and Ctrl-D do."""
+
+import fcntl
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 60.0  # for what takes well under a second on a machine without other work
+AGAIN_S = 5.0
+
+
+class Terminal:
+    """``llmc chat`` on a real pseudo-terminal."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.ours, theirs = pty.openpty()
+        self.shown, self.read = "", 0
+
+        def control() -> None:
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it as from a keyboard
+
+        command = [sys.executable, "-m", "llmc.cli", "chat", *map(str, arguments)]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=control)
+        os.close(theirs)
+
+    def type(self, text: str) -> None:
+        os.write(self.ours, text.encode())
+
+    def shows(self, text: str) -> bool:
+        """Read for a moment; whether ``text`` came after what was waited for before."""
+        if self.process.poll() is None and select.select([self.ours], [], [], 0.1)[0]:
+            self.shown += os.read(self.ours, 65536).decode(errors="replace")
+        return text in self.shown[self.read :]
+
+    def wait_for(self, text: str) -> None:
+        """Read until ``text`` came."""
+        until = time.monotonic() + LIMIT_S
+        while not self.shows(text):
+            assert time.monotonic() < until, f"{text!r} did not come; the terminal shows {self.shown!r}"
+        self.read = self.shown.index(text, self.read) + len(text)
+
+    def press_until(self, done: Callable[[], bool]) -> None:
+        """Press Ctrl-C.
+
+        Python's readline misses a signal between showing the prompt and waiting for a key, and takes it up with the
+        next one; who types is too slow to meet that, a test is not, so after a while it presses again.
+        """
+        for _ in range(round(LIMIT_S / AGAIN_S)):
+            self.type("\x03")
+            until = time.monotonic() + AGAIN_S
+            while time.monotonic() < until:
+                if done():
+                    return
+                time.sleep(0.01)
+        raise AssertionError(f"Ctrl-C did nothing; the terminal shows {self.shown!r}")
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+
+
+@pytest.fixture
+def terminal(tiny_bundle: Path) -> Iterator[Terminal]:
+    endless = ("--ignore-eos", "--temperature", 0, "--max-tokens", 1900, "--no-self-test")
+    with Terminal(tiny_bundle, *endless) as opened:
+        opened.wait_for("> ")
+        yield opened
+
+
+def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(terminal: Terminal):
+    terminal.type("Hello\n")
+    terminal.wait_for("Hello")  # the echo
+    terminal.wait_for("\n")
+    terminal.wait_for("\n")  # some of the answer
+    terminal.type("\x03")
+    terminal.wait_for("(stopped)")
+    terminal.wait_for("> ")
+    terminal.type("/help\n")
+    terminal.wait_for("/exit")
+    terminal.wait_for("> ")
+    terminal.type("/exit\n")
+    assert terminal.process.wait(LIMIT_S) == 0
+
+
+def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal):
+    terminal.type("half a line")
+    terminal.press_until(lambda: terminal.shows("Ctrl-C again or Ctrl-D leaves"))
+    terminal.wait_for("> ")
+    assert terminal.process.poll() is None
+    terminal.press_until(lambda: terminal.process.poll() is not None)
+    assert terminal.process.returncode == 0
+    assert "Traceback" not in terminal.shown
+
+
+def test_ctrl_d_at_the_prompt_leaves(terminal: Terminal):
+    terminal.type("\x04")
+    assert terminal.process.wait(LIMIT_S) == 0
