@@ -1,5 +1,6 @@
 """``llmc verify`` and ``llmc bench``: one call with the same names, and a report for people or programs."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from llmc.errors import BundleError
 from llmc.runtime.benchmark import BenchmarkReport
+from llmc.runtime.load_test import LoadReport, Percentiles
 from llmc.runtime.selftest import VerifyReport
 
 BENCHMARK = BenchmarkReport(
@@ -30,12 +32,68 @@ BENCHMARK = BenchmarkReport(
     weight_bytes_per_token=3_100_000,
     read_bandwidth=33.45e9,
     roofline_fraction=0.29,
+    energy_joules=None,
+    joules_per_token=None,
+    energy_source=None,
     llmc_version="0.1.0",
     engine="onnxruntime",
     engine_version="1.31.1",
     python_version="3.11.7",
     cpu="a processor",
 )
+
+
+LOAD = LoadReport(
+    bundle="b",
+    model="tiny",
+    precision="int4",
+    concurrency=8,
+    rate=20.0,
+    arrival_seed=0,
+    requests=40,
+    prompt_length=128,
+    new_tokens=64,
+    threads=2,
+    determinism="fast",
+    draft="lookup",
+    load_s=0.25,
+    arrived_rate=17.26,
+    completed=37,
+    rejected=2,
+    failed=1,
+    failure="the deadline passed",
+    duration_s=3.25,
+    achieved_rate=11.38,
+    output_tokens_per_s=728.6,
+    total_tokens_per_s=2185.8,
+    ttft=Percentiles(0.001, 0.002, 0.003),
+    tpot=Percentiles(0.004, 0.005, 0.006),
+    itl=Percentiles(0.007, 0.008, 0.009),
+    e2e=Percentiles(0.010, 0.011, 0.012),
+    queue=Percentiles(0.013, 0.014, 0.015),
+    draft_acceptance=0.75,
+    rss_peak_bytes=144_300_000,
+    energy_joules=12.0,
+    joules_per_token=0.005,
+    energy_source="rapl",
+    llmc_version="0.1.0",
+    engine="onnxruntime",
+    engine_version="1.31.1",
+    python_version="3.11.7",
+    cpu="a processor",
+)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+
+    def load_test(bundle: Path, **options: Any) -> LoadReport:
+        calls.append({"bundle": bundle, **options})
+        return LOAD
+
+    monkeypatch.setattr("llmc.runtime.load_test.load_test", load_test)
+    return calls
 
 
 @pytest.fixture
@@ -80,6 +138,66 @@ def test_bench_shows_latencies_speeds_memory_and_roofline(llmc, benchmarks: list
 
 def test_bench_as_json_is_the_whole_report(llmc, benchmarks: list[dict[str, Any]], tmp_path: Path):
     assert json.loads(llmc("bench", tmp_path, "--json").out) == vars(BENCHMARK)
+
+
+def test_bench_shows_energy_where_there_is_some(
+    llmc, benchmarks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    assert "energy" not in llmc("bench", tmp_path).out
+    measured = dataclasses.replace(BENCHMARK, energy_joules=9.0, joules_per_token=0.046875, energy_source="rapl")
+    monkeypatch.setattr("llmc.runtime.benchmark.benchmark", lambda bundle, **options: measured)
+    assert "0.0469 J per new token, prefill included (9.0 J, rapl)" in llmc("bench", tmp_path).out
+
+
+def test_bench_under_load_passes_on_what_was_given(llmc, loads: list[dict[str, Any]], tmp_path: Path):
+    llmc("bench", tmp_path, "--rate", 2.5)
+    options = ("--requests", 9, "--seed", 3, "--draft", "lookup", "--determinism", "strict", "--threads", 1)
+    llmc("bench", tmp_path, "--concurrency", 4, "--prompt-length", 16, "--new-tokens", 8, *options)
+    engine = {"requests": 9, "seed": 3, "draft": "lookup", "determinism": "strict"}
+    assert loads == [
+        {"bundle": tmp_path, "prompt_length": 128, "new_tokens": 64, "threads": None, "rate": 2.5},
+        {"bundle": tmp_path, "prompt_length": 16, "new_tokens": 8, "threads": 1, "concurrency": 4, **engine},
+    ]
+
+
+def test_bench_under_load_shows_every_latency_the_outcome_and_the_throughput(
+    llmc, loads: list[dict[str, Any]], tmp_path: Path
+):
+    out = llmc("bench", tmp_path, "--rate", 20).out
+    for text in (
+        "1.00 ms p50, 2.00 ms p95, 3.00 ms p99",
+        "4.00 ms p50",
+        "7.00 ms p50",
+        "12.00 ms p99",
+        "14.00 ms p95",
+        "20 per second, seed 0, which gave 17.26 per second",
+        "37 completed, 2 rejected, 1 failed: the deadline passed",
+        "728.6 new tok/s, 2185.8 with prompts",
+        "11.38 per second, for 3.2 s",
+        "8 rows, determinism fast, draft lookup",
+        "75%",
+        "0.005 J per new token",
+    ):
+        assert text in out
+
+
+def test_bench_under_load_as_json_is_the_whole_report(llmc, loads: list[dict[str, Any]], tmp_path: Path):
+    assert json.loads(llmc("bench", tmp_path, "--rate", 20, "--json").out) == dataclasses.asdict(LOAD)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--draft", "lookup"], "--draft is for the engine under load: give --concurrency or --rate too"),
+        (["--requests", 3], "--requests is for the engine under load: give --concurrency or --rate too"),
+        (["--rate", 3, "--repeats", 3], "--repeats is for one sequence; under load, say --requests"),
+    ],
+)
+def test_bench_refuses_options_of_its_other_half(
+    llmc, benchmarks: list, loads: list, tmp_path: Path, arguments: list[object], sentence: str
+):
+    ran = llmc("bench", tmp_path, *arguments)
+    assert (ran.code, ran.err, benchmarks, loads) == (2, f"llmc: error: {sentence}\n", [], [])
 
 
 def test_verify_passes_its_options_on_and_says_sound(llmc, verifications: list[dict[str, Any]], tmp_path: Path):

@@ -13,6 +13,7 @@ from llmc.errors import BundleError, UsageError
 from llmc.runtime import benchmark as module
 from llmc.runtime import roofline
 from llmc.runtime.benchmark import BenchmarkReport, benchmark
+from llmc.runtime.energy import Joules
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,30 @@ def test_the_figures_follow_from_the_times(tiny_bundle: Path, monkeypatch: pytes
     assert (report.prefill_tokens_per_s, report.decode_tokens_per_s) == pytest.approx((50, 6 / 0.21))
     assert report.read_bandwidth == pytest.approx(report.weight_bytes_per_token / 0.01)
     assert report.roofline_fraction == pytest.approx(0.01 / 0.035)
+
+
+class FakeMeter:
+    """Has measured 12 joules of a package and a GPU, or nothing."""
+
+    joules: Joules | None = Joules(12.0, 3.0, {"rapl": 8.0, "nvml": 4.0})
+
+    def __enter__(self) -> "FakeMeter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("joules", "expected"), [(FakeMeter.joules, (12.0, 12 / (2 * 4), "rapl+nvml")), (None, (None, None, None))]
+)
+def test_energy_is_per_generated_token_of_the_timed_runs_and_absent_where_none_is_exposed(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, joules: Joules | None, expected: tuple[object, ...]
+):
+    monkeypatch.setattr(FakeMeter, "joules", joules)
+    monkeypatch.setattr(module, "EnergyMeter", FakeMeter)
+    report = benchmark(tiny_bundle, prompt_length=10, new_tokens=4, repeats=2, threads=1)
+    assert (report.energy_joules, report.joules_per_token, report.energy_source) == expected
 
 
 def test_the_whole_context_may_be_used(tiny_bundle: Path):
