@@ -322,8 +322,10 @@ class ContinuousBatch:
         """What a job's strands drew becomes part of them."""
         if job in self._lockstep:
             self._reserve(len(self._rows) + job.width - len(drawn), drawn[0].strand.cached + 1)
-            logits = np.stack([item.logits for item in drawn if item.logits is not None])
-            hidden = [item.hidden for item in drawn if item.hidden is not None]
+            by_key = {item.strand.key: item for item in drawn}  # rows may have changed places
+            ordered = [by_key[strand.key] for strand in self._lockstep[job].strands]
+            logits = np.stack([item.logits for item in ordered if item.logits is not None])
+            hidden = [item.hidden for item in ordered if item.hidden is not None]
             self._advanced(job, self._lockstep[job].step(logits, np.stack(hidden) if hidden else None))
             return
         for item in drawn:

@@ -86,6 +86,8 @@ class Engine:
         self._name = manifest.source.name
         self._intake = Intake(manifest, tokenizer, self.max_context, row_limit(manifest, options), drafter is not None)
         self._pool = ThreadPoolExecutor(options.sampling_threads, "llmc-sampling")
+        # Of its own, for a similarity that takes long must not keep others from sampling.
+        self._comparing = ThreadPoolExecutor(1, "llmc-comparing")
         self._waiting = Queue()
         self._batch = ContinuousBatch(
             session,
@@ -206,6 +208,7 @@ class Engine:
             thread.join()
         if first:
             self._pool.shutdown()
+            self._comparing.shutdown()
             for part in self._closeable:
                 part.close()
 
@@ -271,8 +274,8 @@ class Engine:
     def _end(self, job: Job, outputs: Callable[[], Sequence[Output]]) -> None:
         """A job is done. Comparing samples with one another may take long, so that is left to another thread."""
         self._jobs.pop(job, None)
-        if job.draws > 1:
-            self._pool.submit(self._deliver, job, outputs)
+        if job.params.consensus is not None or job.request.similarity is not None:
+            self._comparing.submit(self._deliver, job, outputs)
         else:
             self._deliver(job, outputs)
 

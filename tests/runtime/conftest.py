@@ -179,7 +179,7 @@ class Remembering:
         ]
         shape = (*batch.logit_indices.shape, -1) if batch.logit_indices.size else (*batch.logit_indices.shape, VOCAB)
         logits = np.array([[self.logits(tokens) for tokens in row] for row in prefixes], np.float32).reshape(shape)
-        states = np.array([[hidden_of(tokens) for tokens in row] for row in prefixes], np.float32)
+        states = np.array([[self.state(tokens) for tokens in row] for row in prefixes], np.float32)
         self.hidden = states.reshape(*batch.logit_indices.shape, HIDDEN)
         if self.leak and rows > 1:
             logits += self.leak * np.roll(logits, 1, axis=0)
@@ -187,6 +187,10 @@ class Remembering:
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         return np.full(VOCAB, np.nan, np.float32) if self.spoil(tokens) else logits_of(tokens)
+
+    def state(self, tokens: list[int]) -> np.ndarray:
+        """A hidden state [H] after ``tokens``."""
+        return hash_of([*tokens, VOCAB]).standard_normal(HIDDEN, np.float32)
 
     def close(self) -> None:
         self.closed = True
@@ -203,11 +207,6 @@ def logits_of(tokens: Sequence[int]) -> np.ndarray:
     """Logits [V] after ``tokens``."""
     assert EMPTY not in tokens, "a position was read that nobody wrote"
     return hash_of(tokens).standard_normal(VOCAB, np.float32) * 3
-
-
-def hidden_of(tokens: Sequence[int]) -> np.ndarray:
-    """A hidden state [H] after ``tokens``."""
-    return hash_of([*tokens, VOCAB]).standard_normal(HIDDEN, np.float32)
 
 
 @pytest.fixture
