@@ -48,6 +48,7 @@ QUEUE = 6  # places in the engine's queue
 PREFIX_BYTES, DISK_BYTES = 16 << 20, 64 << 20
 SHARED = (0, 40, 96, 200)  # tokens that prompts have in common
 LONGEST_WAIT = 120.0  # seconds, after which a request counts as lost
+SETTLED_S = 5.0  # seconds after which nothing may be left of any request
 SHOWN = 5  # mistakes that are described
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -313,9 +314,10 @@ def soak(model: Model, args: argparse.Namespace, folder: Path) -> Report:
     started = time.perf_counter()
     with engine_on(model, prefixes=prefixes, drafter=drafter, **options) as engine:
         clients = Clients(engine, cases, alone, args.requests, args.seed)
+        before = count_jobs()
         clients.run()
         report.details["seconds"] = time.perf_counter() - started
-        left = settle(engine)
+        left = settle(engine, before)
         snapshot = engine.metrics.snapshot()
     store.close()
     ended = sum(snapshot.requests.values()) - snapshot.requests["refused"]
@@ -343,19 +345,22 @@ def soak(model: Model, args: argparse.Namespace, folder: Path) -> Report:
     return report
 
 
-def settle(engine: Engine) -> int:
-    """What is left of requests once all have ended: gauges and objects."""
-    deadline = time.monotonic() + LONGEST_WAIT
-    while time.monotonic() < deadline:
+def settle(engine: Engine, jobs: int) -> int:
+    """What is left of requests once all have ended: gauges, and objects beyond the ``jobs`` that there were before."""
+    deadline = time.monotonic() + SETTLED_S
+    while True:
         engine.call(lambda: None)  # the engine's thread has done a step since
         gauges = engine.metrics.gauges
-        held = gauges.waiting + gauges.running + gauges.kv_used_bytes
-        gc.collect()
-        left = held + sum(isinstance(item, Job) for item in gc.get_objects())
-        if not left:
-            return 0
+        left = gauges.waiting + gauges.running + gauges.kv_used_bytes + max(0, count_jobs() - jobs)
+        if not left or time.monotonic() > deadline:
+            return left
         time.sleep(0.05)
-    return left
+
+
+def count_jobs() -> int:
+    """Requests that are anywhere in memory."""
+    gc.collect()
+    return sum(issubclass(type(item), Job) for item in gc.get_objects())
 
 
 def main() -> None:
@@ -374,6 +379,8 @@ def main() -> None:
     print(f"\n{report.details['seconds']:.0f} s; outcomes: {report.details['outcomes']}")
     for text in (*report.details["alone_mistakes"][:SHOWN], *report.details["wrong"][:SHOWN]):
         print(text)
+    if not all(check.met for check in report.checks):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

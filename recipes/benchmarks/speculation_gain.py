@@ -8,11 +8,16 @@
   that the model repeats it or itself; the acceptance says how much it did.
 * Free text: sampled at temperature 1, with prompt lookup, and with drafts that are always wrong.
 
-Runs with and without drafts take turns in one engine; rates are tokens per second after the first token.
+Runs with and without drafts take turns in one engine; rates are tokens per second after the first token. Of drafts that
+are each right with probability a, those behind a wrong one are not accepted: a share of (a + ... + a^k) / k is.
+
+The second table is what limits the gain: calls of 1 + k tokens on either graph, and the tokens that they commit on
+average with such an oracle, (1 - a^(k+1)) / (1 - a), over their time, beside that of single tokens.
 """
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -22,13 +27,15 @@ from engine_measures import Check, OtherLoad, Report, arguments, engine_on, prin
 
 from llmc.runtime import GenerationResult, Model, Request, SamplingParams, load
 from llmc.runtime.engine import Engine
-from llmc.runtime.speculation import Drafter, PromptLookup
+from llmc.runtime.sessions import Batch, Phase
+from llmc.runtime.speculation import LENGTHS, Drafter, PromptLookup
 
 MIN_GAIN = {"int4": 1.5, "int8": 2.0}  # with the oracle, by precision
 MIN_ON_FREE_TEXT = 0.97
 MIN_LOOKUP_GAIN = 1.0  # on text that repeats itself
 PASSAGE = 48  # tokens that are repeated
 FORCED = 1e4  # above every logit
+TIMED_CALLS = 9  # of each length and graph, of which the median counts
 LONGEST_WAIT = 600.0  # seconds
 
 
@@ -194,6 +201,45 @@ def opened(model: Model, args: argparse.Namespace, drafter: Drafter) -> Any:
     return engine_on(model, drafter=drafter, determinism=args.determinism, max_draft_tokens=args.max_draft_tokens)
 
 
+@dataclass(frozen=True)
+class Verification:
+    """Milliseconds of a call with ``drafts`` + 1 tokens on either graph, and the best gain that they allow."""
+
+    drafts: int
+    decode_ms: float
+    prefill_ms: float
+    gain: float
+
+
+def verifications(model: Model, prompt: int, right: float) -> list[Verification]:
+    """Time calls of every draft length after ``prompt`` tokens; none at all comes first."""
+    session = model.runner.session
+    session.reserve(1, prompt + LENGTHS[-1] + 1)
+    model.runner.prefill(tokens(prompt, 0))
+
+    def seconds(phase: Phase, count: int) -> float:
+        every = np.arange(count)[None]
+        call = Batch(phase, np.array([tokens(count, 1)]), np.array([prompt]), every)
+        times = []
+        for _ in range(TIMED_CALLS + 2):  # the first ones allocate
+            started = time.perf_counter()
+            session.run(call)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[2:])
+
+    single, rows = seconds(Phase.DECODE, 1), []
+    for drafts in (0, *LENGTHS):
+        both = seconds(Phase.DECODE, drafts + 1), seconds(Phase.PREFILL, drafts + 1)
+        gain = expected_tokens(right, drafts) * single / min(both)
+        rows.append(Verification(drafts, both[0] * 1e3, both[1] * 1e3, gain))
+    return rows
+
+
+def expected_tokens(right: float, drafts: int) -> float:
+    """Tokens that a verification commits (Leviathan et al., https://arxiv.org/abs/2211.17192, equation 1)."""
+    return drafts + 1.0 if right >= 1.0 else (1.0 - right ** (drafts + 1)) / (1.0 - right)
+
+
 def measure(model: Model, args: argparse.Namespace) -> Report:
     """All four comparisons."""
     meanwhile, report = OtherLoad(), Report.of(model)
@@ -213,6 +259,7 @@ def measure(model: Model, args: argparse.Namespace) -> Report:
         "max_draft_tokens": args.max_draft_tokens,
         "pairs": [{**asdict(pair), "gain": pair.gain} for pair in pairs],
         "rows": [pair.row() for pair in pairs],
+        "verifications": [asdict(item) for item in verifications(model, args.prompt, 1 - args.wrong)],
     }
     report.other_cpus = meanwhile.cpus()
     return report
@@ -233,6 +280,13 @@ def main() -> None:
     report.write(args.json)
     print()
     print_rows(("tokens per second", "without drafts", "with", "drafted", "accepted"), report.details["rows"])
+    print()
+    head = ("drafts per call", "decode graph, ms", "prefill graph, ms", f"best gain at {1 - args.wrong:.0%}")
+    rows = [
+        (f"{v['drafts']}", f"{v['decode_ms']:.2f}", f"{v['prefill_ms']:.2f}", f"{v['gain']:.2f}")
+        for v in report.details["verifications"]
+    ]
+    print_rows(head, rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,315 @@
+"""Benchmarks of the engine: each runs on the small model, and computes its figures as it says."""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.errors import CancelledError, UsageError
+from llmc.runtime import Delta, Output, Request, SamplingParams, load
+
+# Sums of a few float64 in another order.
+CLOSE = 1e-12
+# Standard deviations of a binomial count within which a fixed seed lies; the planted rate is far outside.
+SIGMAS = 4
+Script = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def run_script(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Run a script as from the command line; what it wrote."""
+
+    def run(name: str, bundle: Path, *arguments: str) -> dict[str, Any]:
+        out = tmp_path / "out.json"
+        common = [str(bundle), "--threads", "1", "--rounds", "1", "--json", str(out)]
+        monkeypatch.setattr(sys, "argv", [name, *common, *arguments])
+        script(name).main()
+        return json.loads(out.read_text(encoding="utf-8"))
+
+    return run
+
+
+def figures(report: dict[str, Any]) -> list[float]:
+    return [check["figure"] for check in report["checks"]]
+
+
+# ----------------------------------------------------------------------------------------------------------- shared
+
+
+def test_a_check_compares_in_the_direction_that_it_states(script):
+    check = script("engine_measures").Check
+    assert [check("", figure, 2.0).met for figure in (1.9, 2.0, 2.1)] == [False, True, True]
+    assert [check("", figure, 2.0, True).met for figure in (1.9, 2.0, 2.1)] == [True, True, False]
+    assert check("x", 0.123456, 0.05, True).row() == ("x", "0.123", "at most 0.05", "MISSED")
+
+
+def test_a_report_says_whether_all_targets_were_met_and_whether_to_quote_it(script, tmp_path, capsys):
+    measures = script("engine_measures")
+    checks = [measures.Check("a", 3.0, 2.0), measures.Check("b", 1.0, 2.0)]
+    report = measures.Report("tiny", "int8", 2, checks, {"rounds": [1]}, other_cpus=0.5)
+    report.write(tmp_path / "x.json")
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert (found["met"], found["details"], found["checks"][1]["target"]) == (False, {"rounds": [1]}, 2.0)
+    assert found["machine"]["threads"] > 0
+    assert "DISTURBED: 0.5 CPUs" in capsys.readouterr().out
+    measures.Report("tiny", "int8", 2, checks[:1], {}, other_cpus=0.0).write(tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text())["met"] is True
+    assert "DISTURBED" not in capsys.readouterr().out
+
+
+def test_ratios_are_taken_within_rounds(script):
+    median_ratio = script("engine_measures").median_ratio
+    assert median_ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0]) == 3.0  # of the medians it would be 9 / 3 by chance, or 4.5
+    with pytest.raises(ValueError, match="zip"):
+        median_ratio([1.0, 2.0], [1.0])
+
+
+def test_percentiles_are_in_milliseconds(script):
+    found = script("engine_measures").percentiles([i / 1000 for i in range(101)])
+    expected = {"p50_ms": 50, "p95_ms": 95, "p99_ms": 99, "max_ms": 100, "count": 101}
+    assert found == pytest.approx(expected, rel=CLOSE)
+
+
+def test_prompts_differ_by_salt_and_hold_no_special_tokens(script):
+    tokens = script("engine_measures").tokens
+    assert tokens(50, 1) == tokens(50, 1) != tokens(50, 2)
+    assert min(tokens(5000, 3)) >= 10 and max(tokens(5000, 3)) < 4000
+
+
+def test_load_of_others_leaves_out_our_own(script, monkeypatch, tmp_path):
+    measures = script("engine_measures")
+    monkeypatch.setattr(measures, "STAT", tmp_path / "stat")
+    seconds, clock = iter((100.0, 104.0)), itertools.count(0, 10)
+    monkeypatch.setattr(measures, "_own_seconds", lambda: next(seconds))
+    monkeypatch.setattr(measures.time, "perf_counter", lambda: next(clock))
+    (tmp_path / "stat").write_text("cpu 1000 0 0 5000 0 0 0 0 0 0\n")
+    load = measures.OtherLoad()
+    (tmp_path / "stat").write_text("cpu 1500 0 400 9000 0 0 0 0 0 0\n")  # 9 s busy at 100 ticks a second
+    assert load.cpus() == pytest.approx(0.5)  # (9 - 4) s in 10 s
+    (tmp_path / "stat").unlink()
+    monkeypatch.setattr(measures, "_own_seconds", lambda: 0.0)
+    assert measures.OtherLoad().cpus() is None
+
+
+# ------------------------------------------------------------------------------------------------------ concurrency
+
+
+def test_gaps_count_where_they_overlap_the_time_asked_for(script):
+    watch = script("engine_concurrency").Watch(3)
+    watch.times = [0.0, 1.0, 3.0, 6.0, 10.0]
+    assert watch.gaps(1.0, 6.0) == [2.0, 3.0]
+    assert watch.gaps(1.5, 6.5) == [2.0, 3.0, 4.0]
+    assert watch.gaps(11.0, 12.0) == []
+
+
+def test_a_watch_counts_tokens_not_pieces(script):
+    watch = script("engine_concurrency").Watch(3)
+    watch(Delta(0, "a", (1, 2)))
+    assert not watch.reached.is_set()
+    watch(Delta(0, "b", (3,)))
+    assert watch.reached.is_set() and len(watch.times) == 3
+
+
+def test_concurrency_runs_and_divides_serial_by_together(run_script, tiny_bundle):
+    sizes = ["--requests", "3", "--prompt", "12", "--new-tokens", "6"]
+    sizes += ["--streams", "2", "--long-prompt", "600", "--quiet-tokens", "12"]
+    report = run_script("engine_concurrency", tiny_bundle, *sizes)
+    throughput, (episode,) = report["details"]["throughput"], report["details"]["latency"]
+    assert figures(report)[0] == pytest.approx(throughput["serial_s"][0] / throughput["together_s"][0], rel=CLOSE)
+    assert figures(report)[1] == pytest.approx(episode["beside"]["p95_ms"] / episode["before"]["p95_ms"], rel=CLOSE)
+    assert [check["target"] for check in report["checks"]] == [3.0, 2.0]
+    assert episode["before"]["count"] >= 2 * 11
+    assert episode["beside"]["count"] > 2  # chunks took turns with decoding
+
+
+# --------------------------------------------------------------------------------------------------------- overhead
+
+
+def calls_of(script: Script, *spans: tuple[int, int, float, float, float, float]) -> list[Any]:
+    return [script("engine_overhead").Call(*span) for span in spans]
+
+
+def test_overhead_is_the_time_between_runs_of_full_batches(script):
+    calls = calls_of(
+        script,
+        (1, 64, 0.0, 0.1, 5.0, 5.1),  # a prompt
+        (2, 1, 7.0, 7.1, 8.1, 8.2),
+        (2, 1, 9.0, 9.2, 10.2, 10.3),  # 1.1 s after the last one ended, 0.3 of it in the session
+        (1, 1, 99.0, 99.1, 199.0, 199.1),  # one has left
+    )
+    found = script("engine_overhead").summarize("greedy", "peaked", calls, 2)
+    assert (found.steps, found.compute_ms) == (1, pytest.approx(1000))
+    assert (found.between_ms, found.session_ms) == (pytest.approx(1100), pytest.approx(300))
+    assert found.share == pytest.approx(1.1)
+
+
+def test_without_a_full_batch_there_is_no_figure(script):
+    calls = calls_of(script, (1, 1, 0.0, 0.1, 0.2, 0.3), (2, 1, 0.4, 0.5, 0.6, 0.7), (1, 1, 0.8, 0.9, 1.0, 1.1))
+    with pytest.raises(SystemExit, match="never had 2 rows"):
+        script("engine_overhead").summarize("greedy", "peaked", calls, 2)
+
+
+def test_overhead_runs_with_every_setting(run_script, tiny_bundle):
+    report = run_script("engine_overhead", tiny_bundle, "--rows", "8", "--prompt", "8", "--new-tokens", "16")
+    kinds = report["details"]["kinds"]
+    assert [(k["settings"], k["logits"]) for k in kinds] == [
+        (settings, logits) for settings in ("greedy", "mixed") for logits in ("model's", "peaked")
+    ]
+    assert figures(report) == [pytest.approx(k["between_ms"] / k["compute_ms"], rel=CLOSE) for k in kinds]
+    assert all(k["steps"] > 2 and 0 < k["session_ms"] < k["between_ms"] for k in kinds)
+
+
+# ----------------------------------------------------------------------------------------------------------- prefix
+
+
+def test_prefixes_come_from_memory_and_after_a_restart_from_disk(run_script, tiny_bundle):
+    report = run_script("prefix_reuse", tiny_bundle, "--prefix", "200", "--question", "8")
+    (found,) = report["details"]["rounds"]
+    assert found["memory_tokens"] == found["disk_tokens"] == 192  # whole blocks of 32
+    assert figures(report) == [
+        pytest.approx(value, rel=CLOSE)
+        for value in (found["memory_s"] / found["cold_s"], found["disk_s"] / found["cold_s"], 192 / 200)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ speculation
+
+
+def test_the_oracle_is_wrong_as_often_as_it_should_be(script):
+    new, prompt = list(range(5000)), [7, 8]
+    oracle = script("speculation_gain").OracleDraft(0.2, 5001)
+    oracle.learn(prompt, new)
+    drafts = oracle.propose(0, prompt, 5000)
+    wrong = sum(a != b for a, b in zip(drafts, new, strict=True))
+    spread = SIGMAS * np.sqrt(5000 * 0.2 * 0.8)
+    assert abs(wrong - 1000) < spread
+    assert abs(0.3 * 5000 - 1000) > spread  # a rate of 0.3 would be seen
+
+
+def test_the_oracle_knows_only_what_it_learnt_and_goes_on_from_where_it_is_asked(script):
+    oracle = script("speculation_gain").OracleDraft(0.0, 100)
+    oracle.learn([1, 2], [3, 4, 5])
+    assert oracle.propose(0, [1, 2], 2) == [3, 4]
+    assert oracle.propose(0, [1, 2, 9, 9], 7) == [5]
+    assert oracle.propose(0, [2, 2], 7) == []
+
+
+@pytest.mark.parametrize("right", [0.0, 0.35, 0.8, 1.0])
+def test_expected_tokens_are_the_sum_over_all_outcomes(script, right):
+    expected = 0.0
+    for outcome in itertools.product((True, False), repeat=5):
+        accepted = next((i for i, good in enumerate(outcome) if not good), 5)
+        probability = np.prod([right if good else 1 - right for good in outcome])
+        expected += float(probability) * (accepted + 1)
+    assert script("speculation_gain").expected_tokens(right, 5) == pytest.approx(expected, rel=CLOSE)
+
+
+def test_a_pair_divides_within_rounds_and_counts_drafts_of_its_own_runs(script):
+    pair = script("speculation_gain").Pair("x")
+    for speculates, rate in ((False, 10.0), (True, 20.0), (True, 90.0), (False, 30.0)):
+        timings, metrics = SimpleNamespace(decode_tokens_per_s=rate), SimpleNamespace(accepted=2, drafted=3)
+        pair.add(speculates, SimpleNamespace(timings=timings, metrics=metrics))
+    assert (pair.gain, pair.accepted, pair.drafted) == (2.5, 4, 6)
+    assert pair.row() == ("x", "20.0", "55.0", "6", "66.7%")
+
+
+def test_speculation_runs_and_the_oracle_is_held_to_what_it_recorded(run_script, tiny_bundle):
+    sizes = ("--prompt", "16", "--new-tokens", "32", "--free-tokens", "16")
+    report = run_script("speculation_gain", tiny_bundle, *sizes, "--wrong", "0")
+    oracle = report["details"]["pairs"][0]
+    assert oracle["accepted"] == oracle["drafted"] > 0  # an oracle that is never wrong, and nothing but its tokens
+    assert figures(report)[0] == pytest.approx(oracle["drafts"][0] / oracle["plain"][0], rel=CLOSE)
+    assert [check["target"] for check in report["checks"]] == [2.0, 1.0, 0.97, 0.97]
+    assert [item["drafts"] for item in report["details"]["verifications"]] == [0, 1, 3, 5, 7, 11, 15]
+
+
+# ------------------------------------------------------------------------------------------------------------- soak
+
+
+def output(*ids: int, text: str = "ab") -> Output:
+    return Output(0, text, ids, "length")
+
+
+@pytest.fixture
+def seen(script: Script) -> Callable[..., Any]:
+    def make(
+        ids: tuple[int, ...], text: str = "ab", result: Output | None = None, error: Exception | None = None
+    ) -> Any:
+        made = script("soak").Seen(result=SimpleNamespace(outputs=(result,)) if result else None)
+        made.note(Delta(0, text, ids))
+        if error is not None:
+            made.fail(error)
+        return made
+
+    return make
+
+
+def test_the_soak_finds_nothing_wrong_with_what_is_right(script, seen):
+    case, alone = script("soak").make_case(0, "greedy"), seen((1, 2, 3), result=output(1, 2, 3))
+    for right in (
+        seen((1, 2, 3), result=output(1, 2, 3)),
+        seen((1, 2), error=CancelledError("gone")),
+        seen(()),
+    ):
+        assert list(script("soak").mistakes(case, alone, right)) == []
+
+
+def test_the_soak_finds_every_planted_mistake(script, seen):
+    case, alone = script("soak").make_case(0, "greedy"), seen((1, 2, 3), result=output(1, 2, 3))
+    planted = [
+        seen((1, 3), result=output(1, 2, 3)),  # lost on the way
+        seen((1, 2, 2, 3), result=output(1, 2, 3)),  # twice on the way
+        seen((1, 2, 3), text="a", result=output(1, 2, 3)),
+        seen((1, 2, 4), result=output(1, 2, 4)),  # another token than alone
+        seen((1, 2, 3), text="x", result=output(1, 2, 3, text="x")),
+        seen((1, 3), error=CancelledError("gone")),  # no prefix
+        seen((1, 2, 3, 4)),  # went on after the end
+        seen((1,), error=UsageError("whatever")),  # failed for no reason
+    ]
+    assert [len(list(script("soak").mistakes(case, alone, wrong))) for wrong in planted] == [1] * len(planted)
+
+
+def test_a_faulty_request_must_not_end_well(script, seen):
+    case, alone = script("soak").make_case(0, "raises"), seen((1, 2))
+    found = list(script("soak").mistakes(case, alone, seen((1, 2), result=output(1, 2))))
+    assert found == ["ended although its processor fails"]
+
+
+def test_growth_compares_the_end_with_what_follows_the_first_fifth(script):
+    clients = script("soak").Clients(SimpleNamespace(), [], [], 100, 0)
+    clients.resident = [(5, 10), (20, 100), (25, 110), (30, 120), (60, 500), (90, 120), (95, 121), (100, 300)]
+    assert clients.growth() == pytest.approx(121 / 110 - 1, rel=CLOSE)
+
+
+def test_cases_are_the_same_for_the_same_number(script):
+    make_case = script("soak").make_case
+    assert make_case(7, "mirostat 2") == make_case(7, "mirostat 2") != make_case(8, "mirostat 2")
+    assert make_case(3, "3 beams").params.seed is None
+
+
+def test_the_soak_comes_to_its_end_on_the_small_model(script, tiny_bundle, tmp_path):
+    soak = script("soak")
+    args = argparse.Namespace(determinism="batch", lookup=False, requests=60, distinct=len(soak.KINDS), seed=1)
+    with load(tiny_bundle, threads=1, self_test=False, max_context=soak.CONTEXT) as model:
+        report = soak.soak(model, args, tmp_path)
+    missed = [check.name for check in report.checks[:-1] if not check.met]  # so few requests say nothing on memory
+    assert (missed, report.details["wrong"], report.details["alone_mistakes"]) == ([], [], [])
+    outcomes = report.details["outcomes"]
+    assert sum(count for outcome, count in outcomes.items() if outcome != "turned away") == 60
+
+
+def test_what_holds_an_output_to_recorded_tokens_overrides_the_model(script, tiny_bundle):
+    gain = script("speculation_gain")
+    prompt, wanted = [20, 21, 22], [300, 17, 300, 1234]
+    with load(tiny_bundle, threads=1, self_test=False) as model:
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        request = Request(prompt, params, logits_processors=(gain.held_to(prompt, wanted),))
+        assert list(model.submit(request).result().token_ids) == wanted
+        assert list(model.submit(Request(prompt, params)).result().token_ids) != wanted
