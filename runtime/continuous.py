@@ -355,7 +355,7 @@ class ContinuousBatch:
     def _commit(self, sample: Sample, choices: Sequence[Choice]) -> None:
         """Append tokens to a sample, until it ends."""
         for choice in choices:
-            sample.job.emit(sample.take(choice))
+            sample.job.emit(sample.take(choice, latest=choice is choices[-1]))
             if sample.finish_reason is not None:
                 self._finish(sample)
                 return
@@ -434,7 +434,8 @@ def draw(strand: Strand, guesses: Sequence[int], logits: NDArray[np.float32]) ->
 
     try:
         for _ in verify(guesses, token):
-            pass
+            if strand.complete:
+                break
     except BaseException as error:  # noqa: BLE001  # raised again where the job is known
         drawn.error = error
     return drawn

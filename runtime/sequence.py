@@ -86,15 +86,21 @@ class Sample(Strand):
         """Draw the token after the present ones."""
         return self.sampler(logits, self.tokens)
 
-    def take(self, choice: Choice) -> Delta:
-        """Append a token; afterwards ``finish_reason`` says whether it was the last."""
+    @property
+    def complete(self) -> bool:
+        """Whether its grammar was fulfilled by the tokens drawn so far, and allows no more."""
+        return self._guide is not None and self._guide.finished
+
+    def take(self, choice: Choice, latest: bool = True) -> Delta:
+        """Append a token, the ``latest`` that was drawn or one before it; afterwards ``finish_reason`` says whether it
+        was the last."""
         token = choice.token
         self.tokens.append(token)
         if self.context is not self.tokens:
             self.context.append(token)
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
         self._logprobs += logprobs
-        self.finish_reason, text = self._judge(token)
+        self.finish_reason, text = self._judge(token, latest)
         if text:
             self._parts.append(text)
         return Delta(self.index, text, (token,), logprobs if self.job.params.logprobs is not None else ())
@@ -126,12 +132,12 @@ class Sample(Strand):
         """Mean log-probability of the new tokens before any processor, for ranking."""
         return sum(item.logprob for item in self._logprobs) / len(self._logprobs)
 
-    def _judge(self, token: int) -> tuple[FinishReason | None, str]:
+    def _judge(self, token: int, latest: bool) -> tuple[FinishReason | None, str]:
         """Whether ``token`` ends the output, and the text that became final."""
         count, params = len(self.tokens) - len(self.job.prompt), self.job.params
         ended = token in self._ends and count > params.min_tokens
         text = "" if ended else self._text.push(token)
-        complete = self._guide is not None and self._guide.finished  # where ignore_eos leaves no other end
+        complete = latest and self.complete  # where ignore_eos leaves no other end
         ended = ended or complete or self._text.stopped is not None or self._criterion_holds(text)
         if not ended and count < params.max_tokens:
             return None, text
