@@ -155,7 +155,9 @@ class Intake:
         if not ids:
             raise RequestError("the prompt is empty: it has no tokens; give at least one character")
         check_tokens("the prompt holds", ids, self._vocab_size)
-        check_tokens("stop_token_ids holds", request.params.stop_token_ids, self._vocab_size)
+        for name in ("stop_token_ids", "banned_tokens", "allowed_tokens"):
+            check_tokens(f"{name} holds", getattr(request.params, name) or (), self._vocab_size)
+        check_tokens("logit_bias holds", [token for token, _ in request.params.logit_bias], self._vocab_size)
         return ids
 
     def _breakers(self, params: SamplingParams) -> set[int]:
