@@ -37,7 +37,7 @@ from llmc.cli.run import (
     self_test_option,
     stats_option,
 )
-from llmc.errors import CancelledError, RequestError, UsageError
+from llmc.errors import CancelledError, LlmcError, RequestError, UsageError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -194,6 +194,8 @@ def typed(keys: Interrupts) -> Iterator[str]:
                 return
             warned = True
             click.echo("Ctrl-C again or Ctrl-D leaves", err=True)
+        except UnicodeDecodeError as error:
+            click.echo(f"error: this is no {error.encoding}: {error.object[error.start :][:8]!r}", err=True)
         else:
             warned = False
             yield line
@@ -259,7 +261,7 @@ class Conversation:
                 self.obey(line)
             elif line.strip():
                 self.answer(line[1:] if line.startswith("//") else line)
-        except (UsageError, RequestError) as error:
+        except LlmcError as error:
             # Parameters that cannot be will not become better with the next line.
             if not self._interactive or (isinstance(error, UsageError) and not is_command):
                 raise
@@ -320,13 +322,17 @@ class Conversation:
         check_replaceable(path, state)
         write_messages(path, self._model.manifest.source.name, self.messages)
         state.unlink(missing_ok=True)  # that of another conversation
-        kept = 0
-        with suppress(RequestError):  # too short, or evicted: it is computed again
-            prompt = self._model.chat_template.render(self.messages, add_generation_prompt=False)
-            tokens = self._model.tokenizer.encode(prompt, add_special_tokens=False)
-            kept = self._model.engine.save(state, tokens)
+        kept = self._save_state(state) if self.messages else 0
         beside = f"; keys and values of {kept} tokens in {state}" if kept else ""
         click.echo(f"{len(self.messages)} messages saved in {path}{beside}", err=True)
+
+    def _save_state(self, state: Path) -> int:
+        prompt = self._model.chat_template.render(self.messages, add_generation_prompt=False)
+        tokens = self._model.tokenizer.encode(prompt, add_special_tokens=False)
+        try:
+            return self._model.engine.save(state, tokens)
+        except RequestError:  # too short, or evicted: it is computed again
+            return 0
 
     def load(self, file: str) -> None:
         """Go on with a saved conversation in place of this one."""

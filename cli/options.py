@@ -317,8 +317,11 @@ class SectionCommand(click.Command):
 
 
 def with_flags(message: str, parameters: Iterable[str]) -> str:
-    """Write ``--top-p`` for ``top_p``; a name that is a plain word too is one only before its value."""
+    """Write ``--top-p`` for ``top_p``.
+
+    A name that is a plain word too is a parameter only before what is said of it, and in a list a name may be a value.
+    """
     for name in parameters:
-        after = "" if "_" in name else r"(?= is |=)"
+        after = "(?!,)" if "_" in name else "(?= is | holds | cannot |=)"
         message = re.sub(rf"(?<![\w-]){re.escape(name)}\b{after}", flag(name), message)
     return message

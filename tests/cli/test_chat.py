@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmc.cli.chat import COMMANDS, Interrupts, check_replaceable, read_messages, write_messages
-from llmc.errors import CancelledError, RequestError, UsageError
+from llmc.errors import CancelledError, RequestError, ResourceError, UsageError
 from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage, load
 from llmc.runtime.metrics import RequestMetrics
 
@@ -241,6 +241,19 @@ def test_a_wrong_command_ends_a_script_and_not_a_person(talk, model: FakeModel, 
     assert "error: " in ran.err
 
 
+def test_a_full_disk_does_not_end_the_talk_of_a_person(talk, model: FakeModel, tmp_path: Path):
+    model.refusal = ResourceError("the disk is full")
+    ran = talk("Hello", f"/save {tmp_path / 'saved'}", "Again", terminal=True)
+    assert (ran.code, len(model.asked)) == (0, 2)
+    assert "error: the disk is full" in ran.err
+
+
+def test_a_person_who_types_no_utf8_is_told_and_goes_on(llmc, model: FakeModel, tmp_path: Path):
+    ran = llmc("chat", tmp_path, stdin=b"caf\xe9\n", terminal=True)
+    assert ran.code == 0
+    assert "error: this is no utf-8: b'\\xe9\\n'" in ran.err
+
+
 def test_a_script_that_is_not_utf8_is_refused(llmc, model: FakeModel, tmp_path: Path):
     ran = llmc("chat", tmp_path, stdin=b"Hello\ncaf\xe9\n")
     assert (ran.code, ran.out) == (2, "ab\n")
@@ -259,6 +272,12 @@ def test_a_saved_conversation_goes_on_where_it_was(talk, model: FakeModel, tmp_p
     talk("Again", options=("--load", file))
     assert model.asked[-1] == [*TALK, user("Again")]
     assert model.restored == [Path(f"{file}.kv")]
+
+
+def test_a_conversation_that_has_not_begun_can_be_saved(talk, model: FakeModel, tmp_path: Path):
+    ran = talk(f"/save {tmp_path / 'saved'}")
+    assert (ran.code, ran.err) == (0, f"0 messages saved in {tmp_path / 'saved'}\n")
+    assert read_messages(tmp_path / "saved") == []
 
 
 def test_load_takes_the_place_of_what_was_said(talk, model: FakeModel, tmp_path: Path):

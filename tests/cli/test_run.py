@@ -285,6 +285,11 @@ def test_a_file_that_is_no_text_is_refused(llmc, model: FakeModel, tmp_path: Pat
         ("seed is -1, expected an integer; set on_overflow", "--seed is -1, expected an integer; set --on-overflow"),
         ("build with a larger --max-batch", "build with a larger --max-batch"),
         ("my_top_p and stop", "my_top_p and stop"),
+        (
+            "processor_order is ('x',), expected top_k, top_p, or",
+            "--processor-order is ('x',), expected top_k, top_p, or",
+        ),
+        ("regex cannot be enforced", "--regex cannot be enforced"),
     ],
 )
 def test_errors_of_the_library_name_flags(message: str, shown: str):
