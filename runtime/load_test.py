@@ -27,7 +27,7 @@ from llmc.runtime.handle import Handle
 from llmc.runtime.machine import cpu_model, resident_bytes
 from llmc.runtime.metrics import RequestMetrics
 from llmc.runtime.model import Model, load
-from llmc.runtime.options import Determinism
+from llmc.runtime.options import Determinism, row_limit
 from llmc.runtime.request import Request
 from llmc.runtime.results import Delta
 from llmc.runtime.sampling import SamplingParams
@@ -49,7 +49,7 @@ class LoadReport:
     """What a load test found.
 
     Attributes:
-        concurrency: rows that ran at once at most; requests beyond waited in the engine's queue.
+        concurrency: rows that ran at once at most, even with determinism ``batch``; requests beyond waited in the queue.
         rate: requests per second that were meant to arrive; None if all arrived at once.
         arrival_seed: what the gaps between arrivals, and the prompts, were drawn from.
         arrived_rate: requests per second that did arrive, by the moments at which they were due; None for one request
@@ -180,7 +180,6 @@ def load_test(
             bundle=str(folder),
             model=model.manifest.source.name,
             precision=model.manifest.recipe.precision,
-            concurrency=rows,
             rate=rate,
             arrival_seed=seed,
             requests=requests,
@@ -319,6 +318,7 @@ def _setup(model: Model) -> dict[str, Any]:
     """The fields of a report that say what ran, and where."""
     options = model.engine.options
     return {
+        "concurrency": row_limit(model.manifest, options),
         "threads": model.threads,
         "determinism": options.determinism.value,
         "draft": None if options.draft is None else str(options.draft),
