@@ -49,7 +49,7 @@ class LoadReport:
     """What a load test found.
 
     Attributes:
-        concurrency: rows that ran at once at most, even with determinism ``batch``; requests beyond waited in the queue.
+        concurrency: rows that ran at once at most (an even number with determinism ``batch``); the rest queued.
         rate: requests per second that were meant to arrive; None if all arrived at once.
         arrival_seed: what the gaps between arrivals, and the prompts, were drawn from.
         arrived_rate: requests per second that did arrive, by the moments at which they were due; None for one request
