@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
 import pytest
 
+from llmc.errors import CancelledError
 from llmc.runtime import load
 from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
@@ -151,6 +153,62 @@ def test_a_prefix_of_other_tokens_is_noticed(make_engine: Any, remembering: Any,
     assert answers(engine, [request]) == [wanted(alone, request)]
     assert answers(engine, [request]) != [wanted(alone, request)]
     assert engine.metrics.snapshot().prefix_hit_tokens > 0
+
+
+MIXTURES = 10  # random sets of requests, arrivals and cancellations
+
+
+@pytest.mark.parametrize("determinism", ["fast", "batch", "strict"])
+def test_whoever_comes_leaves_overflows_or_branches_changes_nobody_elses_tokens(
+    make_engine: Any, alone: Alone, determinism: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Everything at once: beams, samples, sliding windows, drafts, prefixes, cancellations while others run."""
+    monkeypatch.setattr("llmc.runtime.continuous.Speculator", Always)
+    watched = [requests(random.Random(100 + case), 5) for case in range(MIXTURES)]
+    expected = [[wanted(alone, request) for request in asked] for asked in watched]
+    options: dict[str, Any] = {"determinism": determinism, "prefix_bytes": 1 << 16, "decode_steps_per_chunk": 3}
+    if determinism != "batch":
+        options["drafter"] = guessing([*chain(*watched)], [*chain(*expected)])
+    engine = make_engine(max_context=100, prefill_chunk=16, max_batch=6, **options)
+    for case, (asked, outputs) in enumerate(zip(watched, expected, strict=True)):
+        rng = random.Random(case)
+        passing = []
+        handles = []
+        for request in asked:
+            passing += [engine.submit(disturbing(rng)) for _ in range(rng.randint(0, 2))]
+            handles.append(engine.submit(request))
+            for handle in passing:
+                if rng.random() < 0.2:
+                    handle.cancel()
+        got = [[list(output.token_ids) for output in handle.result(PATIENCE).outputs] for handle in handles]
+        assert got == outputs
+        for handle in passing:
+            handle.cancel() if case % 2 else None
+            with suppress(CancelledError):
+                handle.result(PATIENCE)
+    engine.close(drain=True)
+    assert engine._batch.used_bytes == 0
+    assert not engine._batch._lockstep and not engine._batch._speculators and not len(engine._waiting)
+
+
+def disturbing(rng: random.Random) -> Request:
+    """A request whose rows fork, slide or end at once."""
+    prompt = [rng.randrange(10, 4096) for _ in range(rng.randint(1, 70))]
+    params = rng.choice(
+        (
+            {"num_beams": rng.randint(2, 4), "max_tokens": 12},
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "max_tokens": 9},
+            {"penalty_alpha": 0.5, "top_k": 3, "max_tokens": 9},
+            {"on_overflow": "sink", "max_tokens": 90, "ignore_eos": True},
+            {"on_overflow": "sink", "max_tokens": 90, "ignore_eos": True, "n": 3},
+            {"on_overflow": "truncate_left", "max_tokens": 60},
+            {"n": 7, "max_tokens": 1},
+            {"n": 2, "best_of": 4, "max_tokens": 5},
+            {"prompt_logprobs": 1, "logprobs": 2, "max_tokens": 3},
+            {"choice": ("yes", "not at all"), "max_tokens": 20},
+        )
+    )
+    return Request(prompt, SamplingParams(**params), priority=rng.randint(-2, 2))
 
 
 # -------------------------------------------------------------------------------------------------- on the real engine
