@@ -203,14 +203,23 @@ class Engine:
         with self._lock:
             first, self._closing = not self._closing, True
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
+        if thread is None:
+            if first:
+                self._free()
+            return
+        self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
+        if thread is not threading.current_thread():  # a client's function, or the garbage collector, may close it
             thread.join()
-        if first:
-            self._pool.shutdown()
-            self._comparing.shutdown()
-            for part in self._closeable:
+
+    def _free(self) -> None:
+        """After the last request."""
+        self._pool.shutdown()
+        self._comparing.shutdown()
+        for part in self._closeable:
+            try:
                 part.close()
+            except Exception:
+                log.exception("%s could not be closed", type(part).__name__)
 
     def _accept(self, job: Job) -> None:
         self._start_thread()
@@ -243,6 +252,7 @@ class Engine:
             except BaseException as error:  # without this thread, clients would wait for ever
                 log.exception("the engine failed in a step; every request that it had fails")
                 self._fail_all(named(error))
+        self._free()
 
     def step(self) -> None:
         """One round: take messages, give rows to those who wait, feed a chunk of a prompt, decode everyone who can."""

@@ -428,6 +428,25 @@ def test_closing_with_drain_finishes_what_was_accepted(make_engine: Any, alone: 
     assert [tokens(handle) for handle in handles] == [alone(prompt, SAMPLED) for prompt in (PROMPT, *OTHERS)]
 
 
+@pytest.mark.parametrize("drain", [False, True])
+def test_a_function_on_the_engines_thread_may_close_it(make_engine: Any, alone: Alone, drain: bool):
+    engine = make_engine(sampling_threads=2)
+
+    def closing(_: Any) -> None:
+        engine.close(drain)
+
+    handles = [*(engine.submit(ask(prompt)) for prompt in OTHERS[:2]), engine.submit(ask(PROMPT, on_delta=closing))]
+    if drain:
+        assert tokens(handles[2]) == alone(PROMPT, SAMPLED)
+    else:
+        with pytest.raises(EngineClosedError, match="the engine was closed"):
+            handles[2].result(PATIENCE)
+    with pytest.raises(EngineClosedError):
+        engine.submit(ask())
+    engine.close()
+    assert all(handle.done for handle in handles)
+
+
 def test_an_engine_that_nobody_asked_anything_closes(make_engine: Any):
     make_engine().close()
 

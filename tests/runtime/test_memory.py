@@ -232,7 +232,7 @@ def test_growth_refused_before_and_in_the_middle_of_a_stream_leaves_the_model_us
             model.generate(long, max_tokens=8)
         stream = model.stream(middle, max_tokens=20, temperature=0, ignore_eos=True)
         with pytest.raises(ResourceError, match="the cache for 512 tokens needs"):
-            stream.finish()
+            list(stream)
         assert len(stream.token_ids) == 7  # positions 250 ... 255, and the token that found no room after it was chosen
         assert model.runner.session.capacity == 256
         assert model.generate(short, max_tokens=8, temperature=0).token_ids == want
