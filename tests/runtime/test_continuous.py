@@ -180,6 +180,24 @@ def test_drafts_that_go_on_after_the_end_of_a_sample_do_no_harm(
     assert not drafter.open
 
 
+def test_drafts_past_the_end_of_one_sample_do_not_end_the_others(
+    make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("llmc.runtime.continuous.Speculator", Always)
+    asked = Request(prompt(10, 6), params(12, temperature=1.0, seed=4, n=2))
+    first, second = (alone(asked.prompt, asked.params, index) for index in range(2))
+
+    def ends(new: Sequence[int], _: str) -> bool:
+        return list(new) == first[:8]
+
+    def failing(so_far: Sequence[int], logits: Any) -> Any:
+        return 1 / 0 if list(so_far[6:14]) == first[:8] else logits
+
+    engine = make_engine(drafter=Table([*asked.prompt, *first]))
+    outputs = engine.submit(Request(asked.prompt, asked.params, (failing,), (ends,))).result(PATIENCE).outputs
+    assert [list(output.token_ids) for output in outputs] == [first[:8], second]
+
+
 def test_a_processor_that_raises_among_drafts_that_count_fails_the_request(
     make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ):

@@ -129,7 +129,7 @@ def test_a_prompt_goes_on_however_many_new_ones_come(spacing: int):
             pacer.fed(CHUNK_S, first_chunk=True)
             pacer.decoded(STEP_S)
             rounds += 1
-        assert rounds <= max(1, spacing)
+            assert rounds <= max(1, spacing)
         pacer.fed(CHUNK_S, first_chunk=False)
 
 
