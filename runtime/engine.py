@@ -138,6 +138,9 @@ class Engine:
         Raises:
             EngineClosedError: the engine is closed; or whatever ``function`` raises.
         """
+        if threading.current_thread() is self._thread:  # a client's function, which would wait for itself
+            function()
+            return
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
