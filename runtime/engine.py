@@ -316,7 +316,8 @@ class Engine:
     ) -> None:
         """Tell the client, and leave a line in the log and a span, which cost nothing where nobody wants them."""
         job.timeline.finish(reason)
-        job.mailbox.end(result() if result else None, error)
+        # A kept traceback would keep everything that its frames saw; a failure inside still has it, in its cause.
+        job.mailbox.end(result() if result else None, None if error is None else error.with_traceback(None))
         if log.isEnabledFor(logging.INFO):
             event(log, "request ended", **vars(job.timeline.metrics()))
         record_spans(job.timeline, model=self._name, parent=job.trace)

@@ -214,6 +214,8 @@ class Handle:
             raise UsageError(f"the request has {self._outputs} outputs, whose texts would mix; iterate over events()")
 
     def _ended(self) -> GenerationResult:
+        if self._finalizer is not None:  # it holds the request, whose error's traceback holds this handle
+            self._finalizer.detach()
         if self._mailbox.error is not None:
             raise self._mailbox.error
         assert self._mailbox.result is not None

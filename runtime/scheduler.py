@@ -8,10 +8,10 @@ from typing import Any
 # What a step of priority is worth: a request overtakes those with a priority one worse that came at most so many
 # requests before it. Finite, so that nobody waits for ever.
 ARRIVALS_PER_PRIORITY = 64
-# Decode steps between two chunks of one prompt while others stream. One step in 25 is slow then, so that the 95th
+# Decode steps between two chunks of one prompt while others stream. One step in 29 is slow then, so that the 95th
 # percentile of the time between tokens does not see the chunks; a smaller share of larger chunks also feeds the prompt
 # faster than many small ones, for a chunk of one token costs almost as much as one of 32.
-DECODE_STEPS_PER_CHUNK = 24
+DECODE_STEPS_PER_CHUNK = 28
 
 
 @dataclass(order=True)
@@ -65,8 +65,8 @@ class ChunkPacer:
     """When the next chunk of a prompt may be fed while others decode.
 
     The first chunk of a prompt goes at once, so short prompts never wait. Each further chunk waits until
-    ``spacing`` decode steps have run since the last one, and until decoding had as much time as that chunk took. First
-    chunks count like steps: a further one is due after so many of them, however many new prompts come.
+    ``spacing`` decode steps have run since the last one, and until decoding had as much time as that chunk took. A
+    first chunk in between counts like a step: a further one is due after so many, however many new prompts come.
 
     Args:
         spacing: decode steps between chunks; 0 feeds prompts as fast as possible.
@@ -88,7 +88,7 @@ class ChunkPacer:
 
     def fed(self, seconds: float, first_chunk: bool) -> None:
         """A chunk was fed and took so long."""
-        if first_chunk:
+        if first_chunk and not self.due:
             self.decoded(seconds)
         else:
             self._steps, self._owed = 0, seconds

@@ -56,7 +56,7 @@ class Ledger:
 
     def book(self, lost: float) -> None:
         """Add what a verification lost or, below 0, won."""
-        self.debt = max(-MAX_CREDIT, self.debt + lost)
+        self.debt = min(max(-MAX_CREDIT, self.debt + lost), MAX_DEBT + MOST_LOST)
 
     def repay(self) -> None:
         """A token came without drafts."""
