@@ -90,6 +90,16 @@ class MissingExtraError(LlmcError):
     """An optional dependency is needed and not installed."""
 
 
+def text_of(error: BaseException) -> str:
+    """``Type: message`` of an error that is not llmc's own, or only its type where it has no message or cannot tell."""
+    name = type(error).__name__
+    try:
+        message = str(error)
+    except BaseException:  # noqa: BLE001 - a foreign __str__ may raise anything
+        return name
+    return f"{name}: {message}" if message else name
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Import ``module``, or say in one sentence which extra brings it.
 
@@ -102,5 +112,5 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name != module.partition(".")[0] and error.name != module:
             raise
         raise MissingExtraError(
-            f"{module} is not installed; it comes with the extra '{extra}': pip install 'llmc[{extra}]'"
+            f"{module} is not installed; it is in the extra '{extra}': pip install '.[{extra}]' in llmc's folder"
         ) from error

@@ -10,6 +10,13 @@ LEAVES = [
     errors.BuildError,
     errors.BundleError,
     errors.RequestError,
+    errors.CancelledError,
+    errors.DeadlineError,
+    errors.QueueFullError,
+    errors.EngineClosedError,
+    errors.ProcessorError,
+    errors.GrammarError,
+    errors.DraftError,
     errors.ResourceError,
     errors.MissingExtraError,
 ]
@@ -44,3 +51,22 @@ def test_require_does_not_blame_the_extra_for_a_module_broken_inside(tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_part_that_is_missing"):
         errors.require("broken_engine", "cpu")
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("k"), "KeyError: 'k'"),
+        (SystemExit(3), "SystemExit: 3"),
+        (ValueError(), "ValueError"),
+        (MuteError(), "MuteError"),
+    ],
+    ids=["message", "exit", "empty", "mute"],
+)
+def test_text_of_names_the_type_and_the_message_if_it_has_one(error: BaseException, text: str):
+    assert errors.text_of(error) == text

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from llmc.errors import GrammarError, ProcessorError, UsageError
+from llmc.errors import GrammarError, ProcessorError, UsageError, text_of
 from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.dry import Dry
@@ -299,12 +299,13 @@ class _Own:
         frozen = tuple(tokens)  # not the engine's list
         for processor in self._processors:
             where = f"the logits processor {_name(processor)} at position {len(tokens)}"
+            lent = logits[:]  # whose shape, type and flags are the processor's own
             try:
-                result = processor(frozen, logits)
-            except Exception as error:
-                raise ProcessorError(f"{where} raised {type(error).__name__}: {error}; correct it") from error
+                result = processor(frozen, lent)
+            except BaseException as error:  # SystemExit too ends the request, not the engine
+                raise ProcessorError(f"{where} raised {text_of(error)}; correct it") from error
             _check_result(where, result, logits)
-            if result is not logits:
+            if result is not lent:
                 np.copyto(logits, result)  # later steps write into it
         return logits
 
@@ -336,10 +337,12 @@ def _check_result(where: str, result: object, logits: Logits) -> None:
     Raises:
         ProcessorError: another type or shape, NaN, +inf, or nothing but -inf.
     """
+    if not logits.flags.writeable:
+        raise ProcessorError(f"{where} made the logits read-only; leave their memory's flags as they are")
     if not isinstance(result, np.ndarray) or result.dtype != np.float32 or result.shape != logits.shape:
         found = f"{result.dtype} {list(result.shape)}" if isinstance(result, np.ndarray) else type(result).__name__
         raise ProcessorError(f"{where} returned {found}, expected float32 {list(logits.shape)}; return the logits")
-    peak = float(result.max())  # NaN counts as the largest
+    peak = float(np.asarray(result).max())  # NaN counts as the largest
     if not np.isfinite(peak):
         found = "NaN" if np.isnan(peak) else "+inf" if peak > 0 else "nothing but -inf"
         raise ProcessorError(f"{where} returned {found}, expected at least one finite logit, and -inf to forbid tokens")

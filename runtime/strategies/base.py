@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import LlmcError, ProcessorError, RequestError, UsageError
+from llmc.errors import LlmcError, ProcessorError, RequestError, UsageError, text_of
 
 Floats = NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
@@ -97,7 +97,8 @@ class Ending:
         return "length" if len(tokens) >= self.max_tokens else None
 
     def _stopped(self, tokens: Sequence[int]) -> bool:
-        return self._stops is not None and bool(guarded("the stopping criterion", self._stops, tokens))
+        stops = self._stops
+        return stops is not None and guarded("the stopping criterion", lambda: bool(stops(tokens)))
 
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
@@ -123,8 +124,8 @@ def guarded(what: str, function: Callable[..., Result], *arguments: object) -> R
         return function(*arguments)
     except LlmcError:
         raise
-    except Exception as error:
-        raise ProcessorError(f"{what} raised {type(error).__name__}: {error}; mend it, or leave it out") from error
+    except BaseException as error:  # SystemExit too ends the request, not the engine
+        raise ProcessorError(f"{what} raised {text_of(error)}; mend it, or leave it out") from error
 
 
 def log_softmax(logits: Floats) -> Floats:
@@ -148,15 +149,20 @@ def processed(processors: Sequence[Processor], tokens: Sequence[int], scores: Fl
     Raises:
         ProcessorError: a processor raised, or returned something else than scores [V] without NaN and +inf.
     """
+    frozen = tuple(tokens)  # not the strategy's list
     for processor in processors:
         name = getattr(processor, "__name__", type(processor).__name__)
-        result = guarded(f"the logits processor {name}", processor, tokens, scores)
-        if not isinstance(result, np.ndarray) or result.shape != scores.shape:
-            found = f"an array of shape {result.shape}" if isinstance(result, np.ndarray) else repr(type(result))
-            raise ProcessorError(f"the logits processor {name} returned {found}, expected shape {scores.shape}")
-        if not result.max() < math.inf:
+        lent = scores[:]  # whose shape, type and flags are the processor's own
+        result = guarded(f"the logits processor {name}", processor, frozen, lent)
+        if not isinstance(result, np.ndarray) or result.shape != scores.shape or result.dtype.kind not in "fiu":
+            found = f"{result.dtype} of shape {result.shape}" if isinstance(result, np.ndarray) else repr(type(result))
+            expected = f"real numbers of shape {scores.shape}"
+            raise ProcessorError(f"the logits processor {name} returned {found}, expected {expected}")
+        with np.errstate(over="ignore"):
+            values = np.asarray(result, np.float32)
+        if not values.max() < math.inf:
             raise ProcessorError(f"the logits processor {name} returned NaN or +inf, expected numbers or -inf")
-        scores = np.asarray(result, np.float32)
+        scores = values if values.flags.writeable else values.copy()
     return scores
 
 

@@ -154,6 +154,44 @@ class TestOwnProcessors:
             sampler(random_logits(), [1])
         assert isinstance(caught.value.__cause__, KeyError)
 
+    @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+    def test_that_would_end_the_process_only_end_the_request(self, error: type[BaseException]) -> None:
+        def broken(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+            raise error
+
+        sampler = make_sampler(SamplingParams(), SIZE, prompt_length=0, processors=[broken])
+        with pytest.raises(ProcessorError, match=f"broken at position 1 raised {error.__name__}; correct it"):
+            sampler(random_logits(), [1])
+
+    def test_may_make_their_own_array_read_only(self) -> None:
+        def freeze(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+            logits[5] = 100
+            logits.flags.writeable = False
+            return logits
+
+        def rather_six(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+            logits[6] = logits[5] + 1
+            return logits
+
+        params = SamplingParams(temperature=0.5, typical_p=0.5)
+        sampler = make_sampler(params, SIZE, prompt_length=0, processors=[freeze, rather_six, freeze])
+        assert sampler(random_logits(), [1]).token == 6
+
+    @pytest.mark.parametrize("change", ["shape", "dtype", "base"])
+    def test_that_change_what_the_logits_are_are_named(self, change: str) -> None:
+        def broken(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+            if change == "base":
+                assert logits.base is not None
+                logits.base.flags.writeable = False
+            else:
+                setattr(logits, change, {"shape": (1, SIZE), "dtype": np.int32}[change])
+            return logits
+
+        sampler = make_sampler(SamplingParams(temperature=0.5), SIZE, prompt_length=0, processors=[broken])
+        message = "made the logits read-only" if change == "base" else r"returned (float32 \[1, 60\]|int32)"
+        with pytest.raises(ProcessorError, match=f"broken at position 1 {message}"):
+            sampler(random_logits(), [1])
+
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_are_not_blamed_for_the_model(self, value: float) -> None:
         logits = random_logits()

@@ -70,13 +70,15 @@ def test_processors_run_in_order_and_see_the_tokens():
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (np.zeros(4, np.float32), r"shape \(4,\), expected shape \(3,\)"),
+        (np.zeros(4, np.float32), r"float32 of shape \(4,\), expected real numbers of shape \(3,\)"),
+        (np.zeros(3, np.complex64), "complex64 of shape"),
+        (np.full(3, 1e39), "NaN or"),
         (None, "NoneType"),
         ([0.0, 0.0, 0.0], "list"),
         (np.array([0, np.nan, 0], np.float32), "NaN or"),
         (np.array([0, np.inf, 0], np.float32), "NaN or"),
     ],
-    ids=["shape", "none", "list", "nan", "inf"],
+    ids=["shape", "complex", "too large", "none", "list", "nan", "inf"],
 )
 def test_a_processor_that_returns_nonsense_is_named(result, message):
     def broken(tokens, scores):
@@ -93,6 +95,44 @@ def test_a_processor_that_raises_is_named_with_its_error():
     with pytest.raises(ProcessorError, match="processor broken raised IndexError") as caught:
         processed([broken], [1], np.zeros(3, np.float32))
     assert isinstance(caught.value.__cause__, IndexError)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_would_end_the_process_is_an_error_of_the_request(error):
+    def broken(*_):
+        raise error
+
+    with pytest.raises(ProcessorError, match=f"processor broken raised {error.__name__}"):
+        processed([broken], [1], np.zeros(3, np.float32))
+    with pytest.raises(ProcessorError, match=f"stopping criterion raised {error.__name__}"):
+        Ending(3, [], broken).reason([1])
+
+
+def test_a_processor_may_do_with_its_array_what_it_likes():
+    def freeze(tokens, scores):
+        scores.flags.writeable = False
+        return scores
+
+    def reshape(tokens, scores):
+        scores.shape = (1, 3)
+        return scores
+
+    def add(tokens, scores):
+        scores += 1
+        return scores
+
+    result = processed([freeze, add], [1], np.zeros(3, np.float32))
+    assert result.tolist() == [1, 1, 1]
+    assert processed([freeze], [1], np.zeros(3, np.float32)).flags.writeable
+    scores = np.zeros(3, np.float32)
+    with pytest.raises(ProcessorError, match=r"reshape returned float32 of shape \(1, 3\), expected"):
+        processed([reshape], [1], scores)
+    assert scores.shape == (3,)
+
+
+def test_a_criterion_whose_answer_is_no_answer_is_an_error_of_the_request():
+    with pytest.raises(ProcessorError, match="stopping criterion raised ValueError"):
+        Ending(3, [], lambda tokens: np.array([True, False])).reason([1])
 
 
 def test_errors_of_our_own_pass_through():

@@ -147,7 +147,7 @@ def test_it_stops_after_an_end_token_or_a_criterion(by, made_up, decode):
 
 def test_processors_shape_the_candidates_and_their_probabilities(made_up, decode):
     def only_even(tokens, scores):
-        assert tokens[: len(PROMPT)] == PROMPT
+        assert tokens[: len(PROMPT)] == tuple(PROMPT)
         scores[1::2] = -np.inf
         return scores
 
