@@ -22,13 +22,20 @@ class TextStream:
         self._decoder = _IncrementalDecoder(tokenizer)
         self._stop = tuple(stop)
         self._held = ""
+        self._stopping = True
         self.stopped: str | None = None
         """The stop string that ended the stream."""
 
-    def push(self, token_id: int) -> str:
-        """Take the next token and return the text that has become certain, often none."""
+    def push(self, token_id: int, stopping: bool = True) -> str:
+        """Take the next token and return the text that has become certain, often none.
+
+        Without ``stopping`` nothing ends the stream and nothing is held back for a stop string: all text up to here is
+        returned, and a stop string found later lies wholly behind it. (vLLM, which looks for stop strings from
+        ``min_tokens`` on as well, also takes one that begins before and ends after.)
+        """
         if self.stopped is not None:
             return ""
+        self._stopping = stopping
         return self._until_stop(self._held + self._decoder.push(token_id))
 
     def finish(self) -> str:
@@ -41,12 +48,13 @@ class TextStream:
 
     def _until_stop(self, text: str) -> str:
         """The part of ``text`` that no stop string can claim any more; the rest is held."""
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        stops = self._stop if self._stopping else ()
+        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
         if found:
             end, _, self.stopped = min(found)
             self._held = ""
             return text[: end - len(self.stopped)]
-        certain = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        certain = len(text) - max((_overlap(text, stop) for stop in stops), default=0)
         self._held = text[certain:]
         return text[:certain]
 

@@ -185,6 +185,36 @@ class TestStopStrings:
         assert [text.push(token) for token in byte_ids(byte_level, b"abc")] == ["a", "", ""]
         assert text.finish() == "" and text.stopped == "b"
 
+    @settings(max_examples=100, deadline=None)
+    @given(data=st.data())
+    def test_are_looked_for_in_what_comes_since_stopping(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+        token = st.integers(0, tokenizer.vocab_size - 1)
+        ids, later = data.draw(st.lists(token, max_size=20)), data.draw(st.lists(token, max_size=20))
+        text = TextStream(tokenizer, ("a", "e ", "\ufffd"))
+        before = "".join([text.push(token, stopping=False) for token in ids])
+        plain = TextStream(tokenizer)
+        assert before == "".join([plain.push(token) for token in ids]) and text.stopped is None
+        after = "".join([*(text.push(token) for token in later), text.finish() if later else ""])
+        rest = tokenizer.decode([*ids, *later])[len(before) :]
+        assert not later or (after, text.stopped) == until_first_stop(rest, ("a", "e ", "\ufffd"))
+
+    def test_that_began_before_stopping_are_text(self, byte_level: Tokenizer) -> None:
+        text = TextStream(byte_level, ("bc",))
+        ids = byte_ids(byte_level, b"abcbcd")
+        assert [text.push(token, stopping=index > 1) for index, token in enumerate(ids)] == ["a", "b", "c", "", "", ""]
+        assert text.stopped == "bc"
+
+    def test_held_back_are_returned_when_stopping_is_given_up(self, byte_level: Tokenizer) -> None:
+        text = TextStream(byte_level, ("abc",))
+        a, b, c = byte_ids(byte_level, b"abc")
+        assert [text.push(a), text.push(b), text.push(c, stopping=False), text.finish()] == ["", "", "abc", ""]
+        assert text.stopped is None
+
+    def test_are_not_looked_for_at_the_end_of_a_stream_that_never_stopped(self, byte_level: Tokenizer) -> None:
+        text = TextStream(byte_level, ("\ufffd",))
+        assert [text.push(token, stopping=False) for token in byte_ids(byte_level, b"a\xf0")] == ["a", ""]
+        assert text.finish() == "\ufffd" and text.stopped is None
+
 
 @pytest.mark.parametrize("content", [b"a", b"\xff", "🎉".encode()], ids=["text", "broken", "emoji"])
 def test_a_token_costs_the_same_late_as_early(byte_level: Tokenizer, content: bytes) -> None:
