@@ -38,7 +38,11 @@ class LoadOption(SectionOption):
 @bundle_argument
 @click.option("--prompt-length", type=int, default=128, help="Tokens of the prompt.")
 @click.option("--new-tokens", type=int, default=64, help="Tokens to generate.")
-@click.option("--repeats", type=int, help=f"Timed runs, after one that is not counted.  [default: {REPEATS}]")
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    help=f"Timed runs, after one that is not counted.  [default: {REPEATS}]",
+)
 @threads_option
 @json_option
 @debug_option

@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from llmc.runtime.results import Delta
 from llmc.runtime.sampling import SamplingParams
 
 PERCENTILES = (50, 95, 99)
+MAX_REQUESTS = 1_000_000  # every token's time is kept
+MIN_RATE = 1e-6  # one request in twelve days
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,8 @@ def load_test(
     Args:
         bundle: the folder that ``llmc build`` wrote.
         concurrency: rows that run at once; default and upper bound: what the bundle was built for.
-        rate: requests per second, above 0; None lets all arrive at once.
-        requests: how many arrive, from 1.
+        rate: requests per second, from 1e-6; None lets all arrive at once.
+        requests: how many arrive, from 1 to 1,000,000.
         prompt_length: tokens of each prompt, from 1.
         new_tokens: tokens of each answer, from 2; the end-of-sequence token does not end it.
         seed: of the arrivals and the prompts.
@@ -172,10 +175,11 @@ def load_test(
     start = time.perf_counter()
     with load(folder, threads=threads, self_test=False, max_batch=rows, **options) as model:
         load_s = time.perf_counter() - start
-        prompts = _prompts(model, requests + rows, prompt_length, seed)
-        _visit(model, prompts[requests:], [0.0] * rows, 2)  # the first calls allocate; they are not counted
+        prompt = partial(_prompt, model.manifest.geometry.vocab_size, prompt_length, seed)
+        # The first calls allocate; they are not counted.
+        _visit(model, lambda index: prompt(requests + index), [0.0] * rows, 2)
         with EnergyMeter() as meter:
-            visits = _visit(model, prompts[:requests], arrivals(requests, rate, seed), new_tokens)
+            visits = _visit(model, prompt, arrivals(requests, rate, seed), new_tokens)
         return LoadReport(
             bundle=str(folder),
             model=model.manifest.source.name,
@@ -218,8 +222,10 @@ def _check(
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise UsageError(f"{name} is {value!r}, expected an integer of at least {low}")
-    if rate is not None and not 0 < rate < float("inf"):
-        raise UsageError(f"rate is {rate!r}, expected requests per second above 0, or None for all at once")
+    if requests > MAX_REQUESTS:
+        raise UsageError(f"requests is {requests}, expected at most {MAX_REQUESTS:,}: the time of every token is kept")
+    if rate is not None and not MIN_RATE <= rate < float("inf"):
+        raise UsageError(f"rate is {rate!r}, expected requests per second from {MIN_RATE:g}, or None for all at once")
     if rows > limits.max_batch:
         raise UsageError(
             f"concurrency is {rows}, the bundle was built for {limits.max_batch}; build with a larger --max-batch"
@@ -231,11 +237,10 @@ def _check(
         )
 
 
-def _prompts(model: Model, count: int, length: int, seed: int) -> list[list[int]]:
+def _prompt(vocab_size: int, length: int, seed: int, index: int) -> list[int]:
     """Tokens drawn evenly, so that no two prompts share a prefix worth caching."""
-    drawn = np.random.default_rng([seed, 1]).integers(0, model.manifest.geometry.vocab_size, (count, length))
-    prompts: list[list[int]] = drawn.tolist()
-    return prompts
+    tokens: list[int] = np.random.default_rng([seed, 1, index]).integers(0, vocab_size, length).tolist()
+    return tokens
 
 
 def _submit(model: Model, visit: Visit, prompt: list[int], new_tokens: int) -> Handle:
@@ -243,9 +248,9 @@ def _submit(model: Model, visit: Visit, prompt: list[int], new_tokens: int) -> H
     return model.submit(Request(prompt, params, on_delta=visit.note))
 
 
-def _visit(model: Model, prompts: Sequence[list[int]], offsets: Sequence[float], new_tokens: int) -> list[Visit]:
+def _visit(model: Model, prompt: Callable[[int], list[int]], offsets: Sequence[float], new_tokens: int) -> list[Visit]:
     """Send every request when it is due, then wait for all."""
-    visits = send(offsets, lambda index, visit: _submit(model, visit, prompts[index], new_tokens))
+    visits = send(offsets, lambda index, visit: _submit(model, visit, prompt(index), new_tokens))
     for visit in visits:
         if visit.handle is None:
             continue

@@ -191,9 +191,10 @@ def test_bench_under_load_as_json_is_the_whole_report(llmc, loads: list[dict[str
         (["--draft", "lookup"], "--draft is for the engine under load: give --concurrency or --rate too"),
         (["--requests", 3], "--requests is for the engine under load: give --concurrency or --rate too"),
         (["--rate", 3, "--repeats", 3], "--repeats is for one sequence; under load, say --requests"),
+        (["--repeats", 0], "Invalid value for '--repeats': 0 is not in the range x>=1; see llmc bench --help"),
     ],
 )
-def test_bench_refuses_options_of_its_other_half(
+def test_bench_refuses_what_cannot_be_and_options_of_its_other_half(
     llmc, benchmarks: list, loads: list, tmp_path: Path, arguments: list[object], sentence: str
 ):
     ran = llmc("bench", tmp_path, *arguments)

@@ -216,12 +216,14 @@ def test_a_full_queue_rejects(tiny_bundle: Path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"rate": 0}, "rate is 0, expected requests per second above 0"),
+        ({"rate": 0}, "rate is 0, expected requests per second from 1e-06, or None"),
+        ({"rate": 1e-300}, "rate is 1e-300, expected"),
         ({"rate": float("nan")}, "rate is nan"),
         ({"rate": float("inf")}, "rate is inf"),
         ({"concurrency": 0}, "concurrency is 0, expected an integer of at least 1"),
         ({"concurrency": 4096}, "concurrency is 4096, the bundle was built for"),
         ({"requests": 0}, "requests is 0"),
+        ({"requests": 10**12}, "requests is 1000000000000, expected at most 1,000,000"),
         ({"prompt_length": 0}, "prompt_length is 0"),
         ({"new_tokens": 1}, "new_tokens is 1, expected an integer of at least 2"),
         ({"seed": -1}, "seed is -1"),
