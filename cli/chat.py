@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -27,8 +25,8 @@ from llmc.cli.options import (
     take,
     threads_option,
 )
+from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
 from llmc.cli.run import (
-    decoded,
     describe,
     is_one,
     loading,
@@ -37,6 +35,16 @@ from llmc.cli.run import (
     self_test_option,
     stats_option,
 )
+from llmc.cli.saved import (
+    Message,
+    check_replaceable,
+    named_path,
+    read_messages,
+    remove_state,
+    state_of,
+    target,
+    write_messages,
+)
 from llmc.errors import CancelledError, LlmcError, RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -44,10 +52,6 @@ if TYPE_CHECKING:
 
     from llmc.runtime import GenerationResult, Handle, Model
 
-Message = dict[str, str]
-
-FORMAT, VERSION = "llmc-chat", 1  # what a saved conversation says that it is
-ROLES = ("system", "user", "assistant", "tool")
 PROMPT = "> "
 COMMANDS = {
     "/system": "TEXT   what the model is told before everything else; without TEXT, nothing",
@@ -107,16 +111,16 @@ def converse(
     """
     if sampling.get("num_return_sequences", 1) > 1 or (sampling.get("n", 1) > 1 and "consensus" not in sampling):
         raise UsageError("--n or --num-return-sequences ask for several outputs, a turn has one; leave them out")
-    interactive = sys.stdin.isatty()
+    interactive = at_terminal()
     with interrupts(interactive) as keys:
         talk = Conversation(model, sampling, stats, interactive, keys)
         if saved is not None:
-            talk.load(str(saved))
+            talk.load(saved)
         if system is not None:
             talk.system(system)
         if interactive:
             click.echo("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves", err=True)
-        for line in typed(keys) if interactive else piped():
+        for line in typed(keys) if interactive else stdin_lines(stdin_limit(model.engine.max_context)):
             if not talk.take(line):
                 return
 
@@ -212,12 +216,6 @@ def _ask(keys: Interrupts) -> str:
         keys.at_prompt = False
 
 
-def piped() -> Iterator[str]:
-    """Lines from stdin, in UTF-8."""
-    for line in sys.stdin.buffer:
-        yield decoded(line, "a line").rstrip("\r\n")
-
-
 # ----------------------------------------------------------------------------------------------------- conversation
 
 
@@ -244,8 +242,8 @@ class Conversation:
         self._last: GenerationResult | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/system": self.system,
-            "/save": self.save,
-            "/load": self.load,
+            "/save": lambda file: self.save(named_path(file, "/save")),
+            "/load": lambda file: self.load(named_path(file, "/load")),
             "/reset": self.reset,
             "/stats": self.stats,
             "/help": self.help,
@@ -315,32 +313,32 @@ class Conversation:
         rest = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": text}, *rest] if text else rest
 
-    def save(self, file: str) -> None:
+    def save(self, path: Path) -> None:
         """Write the conversation, and beside it what the prefix cache has of it, so that it goes on without prefill."""
-        path = _path(file, "/save")
-        state = _state(path)
+        path = target(path)
+        state = state_of(path)
         check_replaceable(path, state)
         write_messages(path, self._model.manifest.source.name, self.messages)
-        state.unlink(missing_ok=True)  # that of another conversation
+        remove_state(state)  # that of another conversation
         kept = self._save_state(state) if self.messages else 0
         beside = f"; keys and values of {kept} tokens in {state}" if kept else ""
         click.echo(f"{len(self.messages)} messages saved in {path}{beside}", err=True)
 
     def _save_state(self, state: Path) -> int:
-        prompt = self._model.chat_template.render(self.messages, add_generation_prompt=False)
-        tokens = self._model.tokenizer.encode(prompt, add_special_tokens=False)
         try:
+            prompt = self._model.chat_template.render(self.messages, add_generation_prompt=False)
+            tokens = self._model.tokenizer.encode(prompt, add_special_tokens=False)
             return self._model.engine.save(state, tokens)
         except RequestError:  # too short, or evicted: it is computed again
             return 0
 
-    def load(self, file: str) -> None:
+    def load(self, path: Path) -> None:
         """Go on with a saved conversation in place of this one."""
-        path = _path(file, "/load")
+        path = target(path)
         self.messages = read_messages(path)
         click.echo(f"{len(self.messages)} messages loaded from {path}", err=True)
-        state = _state(path)
-        if state.exists():
+        state = state_of(path)
+        if os.path.isfile(state):  # a pipe of that name would never end
             try:
                 self._model.engine.restore(state)
             except (RequestError, UsageError) as error:  # it only costs time
@@ -367,98 +365,3 @@ class Conversation:
         """List the commands."""
         click.echo("\n".join(f"{name:8} {what}" for name, what in COMMANDS.items()), err=True)
         click.echo(f"{'//...':8}        say a line that begins with a slash", err=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ files
-
-
-def _path(file: str, command: str) -> Path:
-    if not file:
-        raise UsageError(f"{command} needs a file: {command} FILE")
-    return Path(file).expanduser()
-
-
-def _state(path: Path) -> Path:
-    """Where the keys and values of a conversation are."""
-    return path.with_name(f"{path.name}.kv")
-
-
-def check_replaceable(path: Path, state: Path) -> None:
-    """Refuse to overwrite what no ``/save`` wrote.
-
-    Raises:
-        UsageError: naming the file.
-    """
-    from llmc.runtime.cache_file import MAGIC
-
-    if os.path.lexists(path):
-        try:
-            read_messages(path)
-        except UsageError as error:
-            raise UsageError(f"{path} exists and is no saved conversation; choose another file") from error
-    if os.path.lexists(state):
-        try:
-            with state.open("rb") as file:
-                ours = file.read(len(MAGIC)) == MAGIC
-        except OSError:
-            ours = False
-        if not ours:
-            raise UsageError(f"{state} exists and was not saved by llmc; choose another file")
-
-
-def read_messages(path: Path) -> list[Message]:
-    """The messages of a file that :func:`write_messages` wrote.
-
-    Raises:
-        UsageError: it cannot be read, or is not such a file.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}); name a saved conversation") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON; name a saved conversation") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UsageError(f'{path} is no saved conversation (no "format": "{FORMAT}"); name one that /save wrote')
-    if content.get("version") != VERSION:
-        raise UsageError(f"{path} has version {content.get('version')!r}, expected {VERSION}; save it with this llmc")
-    messages = content.get("messages")
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise UsageError(f"{path}: messages are not a list of a role ({', '.join(ROLES)}) and a content; mend the file")
-    return messages
-
-
-def _is_message(item: object) -> bool:
-    if not isinstance(item, dict) or item.keys() != {"role", "content"}:
-        return False
-    return item["role"] in ROLES and isinstance(item["content"], str)
-
-
-def write_messages(path: Path, model: str, messages: list[Message]) -> None:
-    """Save a conversation: whole or not at all, readable by its owner only.
-
-    Args:
-        model: name of the model that it was with, for people.
-
-    Raises:
-        UsageError: the place cannot be written.
-    """
-    content = {"format": FORMAT, "version": VERSION, "model": model, "messages": messages}
-    try:
-        _publish(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file") from error
-
-
-def _publish(path: Path, text: str) -> None:
-    number, staging = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(staging)
-        raise

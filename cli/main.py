@@ -68,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 if all went well, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows no emoji is no reason to stop
+    if sys.stdout is None:  # nobody would get the result; and the next file opened would take its place
+        click.echo("llmc: error: stdout is closed; send what nobody reads to /dev/null", err=True)
+        sys.exit(1)
     state = {"debug": False}
     try:
         code = cli.main(arguments, "llmc", standalone_mode=False, obj=state)

@@ -8,12 +8,28 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from llmc.cli.reading import read_text
 from llmc.errors import RequestError, UsageError
+
+
+class NewPath(click.Path):
+    """A path that need not exist, but has a name: without one it would be the folder that one is in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path.
+
+        Raises:
+            click.BadParameter: it is empty.
+        """
+        if not str(value):
+            self.fail("'' is no path; name one, or leave the option out", param, ctx)
+        return super().convert(value, param, ctx)
+
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-NEW_FOLDER = click.Path(path_type=Path)
-NEW_FILE = click.Path(dir_okay=False, path_type=Path)
+NEW_FOLDER = NewPath(path_type=Path)
+NEW_FILE = NewPath(dir_okay=False, path_type=Path)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -97,7 +113,7 @@ def _text_or_file(text: str, is_content: bool, expected: str) -> str:
     if is_content:
         return text
     try:
-        return Path(text).read_text(encoding="utf-8")
+        return read_text(Path(text))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise click.BadParameter(
@@ -150,7 +166,11 @@ SAMPLING: dict[str, tuple[Parameter, ...]] = {
     "Where the output ends": (
         Parameter("stop_token_ids", tokens, "Tokens that end the output, as 2,13."),
         Parameter("ignore_eos", bool, "Go on after the checkpoint's end-of-sequence tokens."),
-        Parameter("min_tokens", int, "New tokens before the output may end."),
+        Parameter(
+            "min_tokens",
+            int,
+            "New tokens before the output may end, by --stop too; a finished grammar ends sooner.",
+        ),
     ),
     "More ways to sample": (
         Parameter("typical_p", float, "Keep the tokens whose surprise is nearest to the entropy, up to this mass."),

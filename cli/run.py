@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmc.bundle import read_bundle
 from llmc.cli import output as show
 from llmc.cli.options import (
     ENGINE_NAMES,
@@ -23,6 +23,7 @@ from llmc.cli.options import (
     take,
     threads_option,
 )
+from llmc.cli.reading import at_terminal, read_stdin, stdin_limit
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,12 +63,12 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
     from llmc.runtime import load
 
     sampling = take(options, SAMPLING_NAMES)
-    talk = chat and prompt is None and sys.stdin.isatty()
+    talk = chat and prompt is None and at_terminal()
     if not as_json:
         refuse_unseen(sampling)
     if talk and as_json:
         raise UsageError("--json prints one answer, and --chat without a prompt talks; give a prompt with -p")
-    text = "" if talk else read_prompt(prompt)
+    text = "" if talk else read_prompt(prompt, bundle)
     with load(bundle, **loading(options)) as model:
         if talk:
             from llmc.cli.chat import converse
@@ -102,31 +103,18 @@ def is_one(sampling: dict[str, Any]) -> bool:
     return all(sampling.get(name, 1) <= 1 for name in ("n", "best_of", "num_return_sequences"))
 
 
-def read_prompt(prompt: str | None) -> str:
+def read_prompt(prompt: str | None, bundle: Path) -> str:
     """The prompt as given, or all of stdin.
 
     Raises:
-        UsageError: nobody gave one, or what came is not UTF-8.
+        UsageError: nobody gave one, or what came is not UTF-8 or more than the bundle can take.
+        BundleError: the bundle does not say how much that is.
     """
     if prompt is not None:
         return prompt
-    if sys.stdin.isatty():
+    if at_terminal():
         raise UsageError("no prompt: give one with -p, or pipe one to stdin")
-    data = sys.stdin.buffer.read()
-    return decoded(data, "the prompt").removesuffix("\n")
-
-
-def decoded(data: bytes, what: str) -> str:
-    """Text from stdin.
-
-    Raises:
-        UsageError: it is not UTF-8.
-    """
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        found = f"byte 0x{data[error.start]:02x} at position {error.start}"
-        raise UsageError(f"{what} on stdin is not valid UTF-8 ({found}); convert it, for example with iconv") from error
+    return read_stdin(stdin_limit(read_bundle(bundle).limits.max_context)).removesuffix("\n")
 
 
 def write(stream: Handle, as_json: bool, one: bool) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from llmc.cli.chat import COMMANDS, Interrupts, check_replaceable, read_messages, write_messages
+from llmc.cli.chat import COMMANDS, Interrupts
+from llmc.cli.main import main
+from llmc.cli.saved import read_messages, write_messages
 from llmc.errors import CancelledError, RequestError, ResourceError, UsageError
 from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage, load
 from llmc.runtime.metrics import RequestMetrics
@@ -241,6 +244,66 @@ def test_a_wrong_command_ends_a_script_and_not_a_person(talk, model: FakeModel, 
     assert "error: " in ran.err
 
 
+@pytest.mark.parametrize(
+    "line", ["/save /", "/save ~nouser/x", "/load ~nouser/x", "/save a\0b", "/load a\0b", "/save ."]
+)
+def test_a_name_that_is_none_of_a_file_is_an_error_and_not_the_end(talk, model: FakeModel, line: str):
+    assert talk(line).code == 2
+    ran = talk("Hello", line, "Again", terminal=True)
+    assert (ran.code, len(model.asked[-1])) == (0, 3)
+    assert f"error: {line[:5]}: " in ran.err
+
+
+@pytest.mark.parametrize("command", ["/load", "/save"])
+def test_what_may_never_end_is_not_read(talk, model: FakeModel, tmp_path: Path, command: str):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/full"):
+        ran = talk("Hello", f"{command} {path}", "Again", terminal=True)
+        assert (ran.code, len(model.asked[-1])) == (0, 3)
+        assert f"error: {path} " in ran.err
+
+
+def test_a_pipe_in_the_place_of_a_state_is_neither_read_nor_replaced(talk, model: FakeModel, tmp_path: Path):
+    write_messages(tmp_path / "saved", "tiny", TALK)
+    os.mkfifo(tmp_path / "saved.kv")
+    ran = talk(f"/load {tmp_path / 'saved'}", f"/save {tmp_path / 'saved'}", terminal=True)
+    assert model.restored == []
+    assert "saved.kv exists and was not saved by llmc" in ran.err
+
+
+def test_half_of_a_surrogate_pair_from_the_command_line_is_not_saved(talk, model: FakeModel, tmp_path: Path):
+    ran = talk("/save x", f"/save {tmp_path / 'saved'}", options=("--system", "caf\udce9"), terminal=True)
+    assert ran.code == 0
+    assert ran.err.count("error: the conversation has half of a surrogate pair") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_that_does_not_end_is_refused(talk, model: FakeModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llmc.cli.reading.MIN_STDIN_BYTES", 10)
+    ran = talk("a" * (128 * 64 - 1), "a" * (128 * 64 + 1))
+    assert (ran.code, len(model.asked)) == (2, 1)
+    assert "a line on stdin has more than 8,192 bytes" in ran.err
+
+
+def test_a_closed_stdin_has_no_lines(model: FakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["chat", str(tmp_path)])
+    assert (stopped.value.code, model.asked) == (0, [])
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_written(talk, model: FakeModel, tmp_path: Path):
+    real, link = tmp_path / "real", tmp_path / "link"
+    link.symlink_to(real)
+    for _ in range(2):
+        talk("Hello", f"/save {link}")
+    assert link.is_symlink()
+    assert read_messages(real) == [user("Hello"), assistant("ab")]
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link", "real.kv"}
+    talk("Again", options=("--load", link))
+    assert model.restored == [Path(f"{real}.kv")]
+
+
 def test_a_full_disk_does_not_end_the_talk_of_a_person(talk, model: FakeModel, tmp_path: Path):
     model.refusal = ResourceError("the disk is full")
     ran = talk("Hello", f"/save {tmp_path / 'saved'}", "Again", terminal=True)
@@ -311,11 +374,6 @@ def test_a_state_that_cannot_be_used_costs_time_and_no_words(talk, model: FakeMo
     assert ran.err.endswith("keys and values are computed again: it is damaged\n")
 
 
-def test_only_the_owner_may_read_what_was_said(tmp_path: Path):
-    write_messages(tmp_path / "saved", "tiny", TALK)
-    assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o600
-
-
 @pytest.mark.parametrize("content", ["", "text", "[]", '{"messages": []}', "\ud800"])
 def test_other_files_are_not_overwritten(talk, model: FakeModel, tmp_path: Path, content: str):
     file = tmp_path / "precious"
@@ -333,56 +391,6 @@ def test_nor_is_a_file_where_the_state_would_go(talk, model: FakeModel, tmp_path
     ran = talk("Hello", f"/save {tmp_path / 'saved'}")
     assert (ran.code, (tmp_path / "saved.kv").read_bytes()) == (2, b"precious")
     assert not (tmp_path / "saved").exists()
-
-
-def test_nor_a_folder_or_a_dangling_link(tmp_path: Path):
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for path in (tmp_path, tmp_path / "link"):
-        with pytest.raises(UsageError, match="exists and is no saved conversation"):
-            check_replaceable(path, tmp_path / "none.kv")
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"saved cannot be written \(No such file or directory\)"):
-        write_messages(tmp_path / "nowhere" / "saved", "tiny", TALK)
-
-
-def test_a_crash_while_saving_leaves_the_old_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_messages(tmp_path / "saved", "tiny", TALK)
-
-    def crash(number: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(UsageError, match="No space left"):
-        write_messages(tmp_path / "saved", "tiny", TALK[:1])
-    assert read_messages(tmp_path / "saved") == TALK
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
-SAVED = {"format": "llmc-chat", "version": 1, "messages": TALK}
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ("[]", "is no saved conversation"),
-        (json.dumps({**SAVED, "format": "other"}), "is no saved conversation"),
-        (json.dumps({**SAVED, "version": 2}), "has version 2, expected 1"),
-        (json.dumps({**SAVED, "messages": {}}), "messages are not a list"),
-        (json.dumps({**SAVED, "messages": ["Hello"]}), "messages are not a list"),
-        (json.dumps({**SAVED, "messages": [{"role": "user"}]}), "messages are not a list"),
-        (json.dumps({**SAVED, "messages": [{"role": "god", "content": ""}]}), "messages are not a list"),
-        (json.dumps({**SAVED, "messages": [{"role": "user", "content": 1}]}), "messages are not a list"),
-        (json.dumps({**SAVED, "messages": [{"role": [], "content": ""}]}), "messages are not a list"),
-    ],
-)
-def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, content: str, sentence: str):
-    (tmp_path / "file").write_text(content)
-    with pytest.raises(UsageError, match=sentence):
-        read_messages(tmp_path / "file")
 
 
 # ----------------------------------------------------------------------------------------------------------- Ctrl-C

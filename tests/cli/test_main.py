@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -171,6 +172,14 @@ def test_a_broken_pipe_is_quiet():
     with os.fdopen(writing, "wb") as closed:
         ran = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=False)
     assert (ran.returncode, ran.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "nowhere", "-p", "Once"]])
+def test_a_closed_output_is_an_error(arguments: list[str]):
+    command = shlex.join([sys.executable, "-m", "llmc.cli", *arguments])
+    ran = subprocess.run(f"{command} >&-", shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    said = "llmc: error: stdout is closed; send what nobody reads to /dev/null\n"
+    assert (ran.returncode, ran.stderr) == (1, said)
 
 
 def test_an_output_that_knows_no_emoji_gets_an_escape():

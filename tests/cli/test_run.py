@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import math
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -11,6 +14,7 @@ import pytest
 
 from llmc.cli import options
 from llmc.cli.chat import chat_command
+from llmc.cli.main import main
 from llmc.cli.options import SAMPLING, Parameter, with_flags
 from llmc.cli.run import run_command
 from llmc.errors import RequestError, UsageError
@@ -89,6 +93,8 @@ def given(sampling: dict[str, Any]) -> dict[str, Any]:
 def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake = FakeModel()
     monkeypatch.setattr("llmc.runtime.load", fake.load)
+    limits = SimpleNamespace(limits=SimpleNamespace(max_context=128))
+    monkeypatch.setattr("llmc.cli.run.read_bundle", lambda bundle: limits)
     return fake
 
 
@@ -277,6 +283,21 @@ def test_a_file_that_is_no_text_is_refused(llmc, model: FakeModel, tmp_path: Pat
     assert "(it is not UTF-8 text)" in llmc("run", tmp_path, "-p", "Once", "--json-schema", file).err
 
 
+@pytest.mark.parametrize("flag", ["--json-schema", "--grammar"])
+def test_what_may_never_end_is_not_read(llmc, model: FakeModel, tmp_path: Path, flag: str):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/full"):
+        ran = llmc("run", tmp_path, "-p", "Once", flag, path)
+        assert (ran.code, model.loaded) == (2, {})
+        assert "nor a file that can be read (it is no regular file)" in ran.err
+
+
+def test_an_empty_folder_for_prefixes_is_refused_with_its_flag(llmc, model: FakeModel, tmp_path: Path):
+    ran = llmc("run", tmp_path, "-p", "Once", "--prefix-cache-folder", "")
+    assert (ran.code, model.loaded) == (2, {})
+    assert ran.err.startswith("llmc: error: Invalid value for '--prefix-cache-folder': '' is no path")
+
+
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
@@ -375,6 +396,29 @@ def test_stdin_that_is_not_utf8_is_refused_with_the_byte(llmc, model: FakeModel,
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("llmc: error: the prompt on stdin is not valid UTF-8 (byte 0xe9 at position 3)")
     assert model.loaded == {}
+
+
+def test_more_than_the_context_can_hold_is_refused_before_it_is_all_read(
+    llmc, model: FakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("llmc.cli.reading.MIN_STDIN_BYTES", 10)
+    assert llmc("run", tmp_path, stdin=b"a" * 128 * 64).code == 0
+    ran = llmc("run", tmp_path, stdin=b"a" * (128 * 64 + 1))
+    assert (ran.code, len(model.asked)) == (2, 1)
+    assert "the prompt on stdin has more than 8,192 bytes" in ran.err
+    assert sys.stdin.buffer.tell() == 128 * 64 + 1
+
+
+@pytest.mark.parametrize("options", [[], ["--chat"]])
+def test_a_closed_stdin_is_an_empty_one(
+    llmc, model: FakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str]
+):
+    llmc("run", tmp_path, *options)
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stopped:
+        patched.setattr(sys, "stdin", None)
+        main(["run", str(tmp_path), *options])
+    assert not stopped.value.code
+    assert model.asked[0] == model.asked[1]
 
 
 def test_chat_sends_the_prompt_as_the_users_message(llmc, model: FakeModel, tmp_path: Path):
