@@ -17,6 +17,7 @@ from llmc.runtime.sampling.penalties import Follower
 
 # A penalty forbids long before it reaches this, and float32 still divides it by any sensible temperature.
 _LARGEST = 1e9
+_LONGEST = 2**31  # no sequence is longer, and its double fits int64
 
 
 class Dry(Follower):
@@ -41,7 +42,8 @@ class Dry(Follower):
         branching: bool = False,
     ) -> None:
         super().__init__(branching=branching)
-        self._multiplier, self._base, self._allowed = multiplier, base, allowed_length
+        self._multiplier, self._base = multiplier, base
+        self._allowed = min(allowed_length, _LONGEST)
         self._window = window
         self._breakers = frozenset(breakers)
         self._breaker_ids = np.array(sorted(self._breakers), np.int64)
@@ -92,7 +94,7 @@ class Dry(Follower):
         if self._base == 1 or self._multiplier >= _LARGEST:
             return self._allowed
         growth = math.log(_LARGEST / self._multiplier) / math.log(self._base)
-        return self._allowed + math.ceil(min(growth, 2**31))
+        return self._allowed + math.ceil(min(growth, _LONGEST))
 
     def _penalties(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         with np.errstate(over="ignore"):

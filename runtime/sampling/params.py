@@ -10,6 +10,8 @@ from llmc.bundle import Generation
 from llmc.errors import UsageError
 
 _UINT64_MAX = 2**64 - 1
+_MOST_SAMPLES = 1024
+LARGEST_PENALTY = 1e30  # its sums over groups and steps stay within float32
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint has defaults for
 _CUTS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "xtc_probability")
 _GUIDES = ("json_schema", "regex", "grammar", "choice")
@@ -70,7 +72,8 @@ class SamplingParams:
         top_n_sigma: keep tokens whose logit is within so many standard deviations of the largest; 0 is off.
             Tang et al., Top-nσ, https://arxiv.org/abs/2411.07641
         xtc_probability: how often to drop all but the least probable of the tokens above ``xtc_threshold``, 0 to 1.
-        xtc_threshold: from 0 to 1. https://github.com/oobabooga/text-generation-webui/pull/6335
+        xtc_threshold: from 0 to 1. https://github.com/oobabooga/text-generation-webui/pull/6335, which protects line
+            ends too; here only the checkpoint's end-of-sequence tokens are protected.
         mirostat: 1 or 2 steers the surprise of the output to ``mirostat_tau`` instead of cutting; 0 is off.
             Basu et al., Mirostat, https://arxiv.org/abs/2007.14966
         mirostat_tau: the surprise aimed at, in bits, above 0.
@@ -92,13 +95,14 @@ class SamplingParams:
         allowed_tokens: the only ids that may come; None allows all.
         logprobs: report the log-probability of each token, and this many of the most probable ones, 0 to 20.
         prompt_logprobs: the same for the tokens of the prompt.
-        n: outputs to draw, from 1.
-        best_of: draw so many and return the ``n`` with the highest mean log-probability.
+        n: outputs to draw, from 1 to 1024.
+        best_of: draw so many (up to 1024) and return the ``n`` with the highest mean log-probability.
         processor_order: names of :data:`STEPS` that take one another's places in the order given; the rest stay.
         num_beams: beam search with so many beams; 1 is off.
         num_beam_groups: groups of beams that keep apart, a divisor of num_beams.
             Vijayakumar et al., Diverse Beam Search, https://arxiv.org/abs/1610.02424
-        diversity_penalty: taken from a beam's score for each earlier group that chose the same token, from 0.
+        diversity_penalty: taken from a beam's score for each earlier group that chose the same token, from 0
+            to 1e30.
         length_penalty: exponent of the length that a beam's score is divided by.
         early_stopping: when a beam search ends: True with num_beams hypotheses, False when none can get better by
             what is known, "never" when none can get better at all.
@@ -173,10 +177,8 @@ class SamplingParams:
     speculate: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, (expected, holds) in _RULES.items():
-            value = getattr(self, name)
-            if not holds(value):
-                raise UsageError(f"{name} is {value!r}, expected {expected}")
+        for name in _RULES:
+            _check(name, getattr(self, name))
         check_combination(self)
 
     @classmethod
@@ -193,6 +195,8 @@ class SamplingParams:
         """
         _refuse_unknown(overrides, list(_DEFAULTS))
         given = {name: _as_tuple(name, value) for name, value in overrides.items() if value is not None}
+        for name, value in given.items():
+            _check(name, value)
         return cls(**{**_checkpoint_defaults(generation, given), **given})
 
 
@@ -238,6 +242,19 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
 _Rule = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
 
 
+def _check(name: str, value: object) -> None:
+    expected, holds = _RULES[name]
+    if not holds(value):
+        raise UsageError(f"{name} is {_written(value)}, expected {expected}")
+
+
+def _written(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - Python refuses to write integers of thousands of digits
+        return f"an {type(value).__name__} that cannot be written" if isinstance(value, int) else type(value).__name__
+
+
 def _is_integer(value: object, low: int, high: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
@@ -245,7 +262,10 @@ def _is_integer(value: object, low: int, high: float = math.inf) -> bool:
 def _is_number(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
-    return math.isfinite(value) and low <= value <= high
+    try:
+        return math.isfinite(value) and low <= value <= high
+    except OverflowError:  # an integer beyond float
+        return False
 
 
 def _is_tuple(value: object, is_item: Callable[[Any], bool]) -> bool:
@@ -265,7 +285,7 @@ def _is_bias(value: object) -> bool:
 
 
 def _is_order(value: object) -> bool:
-    if not _is_tuple(value, lambda name: name in STEPS):
+    if not _is_tuple(value, lambda name: isinstance(name, str) and name in STEPS):
         return False
     assert isinstance(value, tuple)
     return len(set(value)) == len(value) and "guide" not in step_order(value)[: step_order(value).index("processors")]
@@ -277,6 +297,10 @@ def _is_schema(value: object) -> bool:
 
 def _integer(low: int, note: str = "") -> _Rule:
     return f"an integer of at least {low}{note}", lambda value: _is_integer(value, low)
+
+
+def _count(most: int) -> _Rule:
+    return f"an integer from 1 to {most}", lambda value: _is_integer(value, 1, most)
 
 
 def _number(low: float, note: str = "") -> _Rule:
@@ -357,15 +381,15 @@ _RULES: dict[str, _Rule] = {
         lambda value: _is_tuple(value, _is_bias) and len(dict(value)) == len(value),
     ),
     "banned_tokens": _tokens(),
-    "allowed_tokens": _or_none(("a non-empty tuple of token ids", lambda value: value != () and _tokens()[1](value))),
+    "allowed_tokens": _or_none(("a non-empty tuple of token ids", lambda value: _tokens()[1](value) and value != ())),
     "logprobs": _TOP,
     "prompt_logprobs": _TOP,
-    "n": _integer(1),
-    "best_of": _or_none(_integer(1)),
+    "n": _count(_MOST_SAMPLES),
+    "best_of": _or_none(_count(_MOST_SAMPLES)),
     "processor_order": _or_none((_ORDER, _is_order)),
     "num_beams": _integer(1),
     "num_beam_groups": _integer(1),
-    "diversity_penalty": _number(0),
+    "diversity_penalty": _between(0, LARGEST_PENALTY),
     "length_penalty": _between(-20, 20),
     "early_stopping": _one_of(True, False, "never"),
     "num_return_sequences": _or_none(_integer(1)),
@@ -374,7 +398,7 @@ _RULES: dict[str, _Rule] = {
     "json_schema": _or_none(("a JSON schema as a mapping or a text", _is_schema)),
     "regex": _or_none(("a non-empty string", _is_text)),
     "grammar": _or_none(("a non-empty string", _is_text)),
-    "choice": _or_none(("a non-empty tuple of non-empty strings", lambda value: value != () and _texts()[1](value))),
+    "choice": _or_none(("a non-empty tuple of non-empty strings", lambda value: _texts()[1](value) and value != ())),
     "on_overflow": _one_of("refuse", "truncate_left", "sink"),
     "speculate": _or_none(_FLAG),
 }
@@ -464,4 +488,4 @@ def _is_set(params: SamplingParams, name: str) -> bool:
 
 
 def _shown(params: SamplingParams, name: str) -> str:
-    return f"{name}={getattr(params, name)!r}"
+    return f"{name}={_written(getattr(params, name))}"

@@ -20,7 +20,8 @@ def xtc(logits: Logits, probability: float, threshold: float, uniform: float, pr
         probability: of taking action, from 0 (never) to 1 (always).
         threshold: probability that marks a top choice, from 0; above 0.5 nothing can happen.
         uniform: the random number that decides, in [0, 1): below ``probability`` is action.
-        protected: tokens, such as line end and end of sequence.
+        protected: tokens, such as line end and end of sequence; a request protects the checkpoint's end-of-sequence
+            tokens only, for in many vocabularies line ends are part of many tokens.
 
     Source: p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335; llama.cpp has the same rule without
     protection, https://github.com/ggml-org/llama.cpp/pull/9742

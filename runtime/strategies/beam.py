@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from llmc.errors import RequestError
+from llmc.runtime.sampling.params import LARGEST_PENALTY
 from llmc.runtime.strategies.base import (
     Branch,
     Ending,
@@ -42,7 +43,7 @@ class BeamSearch:
         early_stopping: when ``num_beams`` outputs are finished, True stops at once; False stops unless the best
             beam, ended here, would be better than the worst of them; "never" stops when no beam can become better.
         num_beam_groups: a divisor of ``num_beams``; 1 is plain beam search.
-        diversity_penalty: in units of log-probability, from 0.
+        diversity_penalty: in units of log-probability, from 0 to 1e30.
         processors: applied to the log-probabilities of every beam, not normalised again.
         stops: a stopping criterion beside ``eos_token_ids``, asked about the new tokens.
 
@@ -75,7 +76,8 @@ class BeamSearch:
         require(known, "early_stopping", early_stopping, "True, False or 'never'")
         divides = num_beam_groups >= 1 and num_beams % num_beam_groups == 0
         require(divides, "num_beam_groups", num_beam_groups, f"a divisor of num_beams, which is {num_beams}")
-        require(0 <= diversity_penalty < math.inf, "diversity_penalty", diversity_penalty, "a finite number from 0")
+        kept = 0 <= diversity_penalty <= LARGEST_PENALTY
+        require(kept, "diversity_penalty", diversity_penalty, f"a number from 0 to {LARGEST_PENALTY}")
         self.width = num_beams
         ending = Ending(max_tokens, eos_token_ids, stops)
         rules = _Rules(num_beams // num_beam_groups, length_penalty, early_stopping, ending)

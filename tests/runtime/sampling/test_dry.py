@@ -90,6 +90,13 @@ def test_only_the_window_is_looked_at() -> None:
     assert not Dry(1.0, window=7)(tokens, zeros())[4]
 
 
+@pytest.mark.parametrize("allowed_length", [2**31, 2**63, 10**400])
+def test_an_allowed_length_beyond_every_sequence_punishes_nothing(allowed_length: int) -> None:
+    tokens = [1, 2] * 20
+    assert not Dry(1.0, 1.75, allowed_length)(tokens, zeros()).any()
+    assert Dry(1.0, 1.75, 30)(tokens, zeros()).any()
+
+
 def test_a_very_long_repetition_forbids_without_overflow() -> None:
     with np.errstate(all="raise"):
         found = Dry(5.0, 1e300)([1] * 3000, zeros())

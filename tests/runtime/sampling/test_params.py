@@ -2,6 +2,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llmc.bundle import Generation
@@ -113,10 +114,15 @@ class TestRanges:
             ("allowed_tokens", (), "a non-empty tuple of token ids, or None"),
             ("logprobs", 21, "an integer from 0 to 20, or None"),
             ("prompt_logprobs", True, "an integer from 0 to 20, or None"),
-            ("n", 0, "an integer of at least 1"),
-            ("best_of", 0, "an integer of at least 1, or None"),
+            ("n", 0, "an integer from 1 to 1024"),
+            ("n", 1025, "an integer from 1 to 1024"),
+            ("best_of", 0, "an integer from 1 to 1024, or None"),
+            ("best_of", 1025, "an integer from 1 to 1024, or None"),
             ("num_beams", 0, "an integer of at least 1"),
-            ("diversity_penalty", -0.5, "a number of at least 0"),
+            ("diversity_penalty", -0.5, "a number from 0 to 1e+30"),
+            ("diversity_penalty", 1e31, "a number from 0 to 1e+30"),
+            ("temperature", 10**400, "a number of at least 0"),
+            ("length_penalty", -(10**400), "a number from -20 to 20"),
             ("length_penalty", math.nan, "a number from -20 to 20"),
             ("early_stopping", "always", "True or False or 'never'"),
             ("early_stopping", 1, "True or False or 'never'"),
@@ -133,6 +139,21 @@ class TestRanges:
         with pytest.raises(UsageError) as caught:
             SamplingParams(**{name: value})
         assert str(caught.value) == f"{name} is {value!r}, expected {expected}"
+
+    @pytest.mark.parametrize("name", ["temperature", "n", "seed", "top_p", "logprobs"])
+    def test_of_integers_too_long_to_write_are_enforced(self, name: str) -> None:
+        with pytest.raises(UsageError, match=f"{name} is an int that cannot be written, expected"):
+            SamplingParams(**{name: 10**5000})
+        with pytest.raises(UsageError, match="min_tokens=an int that cannot be written needs max_tokens"):
+            SamplingParams(min_tokens=10**5000)
+
+    @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+    def test_of_arrays_are_enforced(self, name: str) -> None:
+        for value in (np.array([1, 2]), np.zeros(0), (np.array([1, 2]),), np.float32(0.5)):
+            with pytest.raises(UsageError, match=f"^{name} is "):
+                SamplingParams(**{name: value})
+            with pytest.raises(UsageError, match=f"^{name} is "):
+                SamplingParams.from_defaults(GREEDY_CHECKPOINT, **{name: value})
 
     @pytest.mark.parametrize(
         "order", [("top_k", "top_k"), ("top_q",), ["top_k"], ("guide", "processors"), ("temperature", "processors")]

@@ -189,6 +189,7 @@ def test_logits_are_left_as_they_are(made_up):
         ({"num_beam_groups": 0}, "num_beam_groups is 0"),
         ({"diversity_penalty": -0.5}, "diversity_penalty is -0.5"),
         ({"diversity_penalty": math.inf}, "diversity_penalty is inf"),
+        ({"diversity_penalty": 1e308}, r"diversity_penalty is 1e\+308, expected a number from 0 to 1e\+30"),
     ],
     ids=str,
 )
