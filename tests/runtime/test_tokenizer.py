@@ -1,5 +1,7 @@
 import json
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,9 @@ from hypothesis import strategies as st
 
 from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime.tokenizer import Tokenizer
+
+# Turns of another thread while a text is encoded for some 100 ms: one or two come from before and after the lock.
+TICKS = 5
 
 TEXTS = [
     "",
@@ -96,7 +101,32 @@ class TestParity:
         assert Tokenizer.from_folder(folder).special_tokens["bos_token"] == "<|turn|>"
 
 
+def ticks_during(work: Callable[[], object]) -> int:
+    """How often a second thread, which wakes every millisecond, runs while ``work`` does."""
+    count, ended = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal count
+        while not ended.wait(0.001):
+            count += 1
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    before = count
+    work()
+    during = count - before
+    ended.set()
+    ticker.join()
+    return during
+
+
 class TestTokenizer:
+    def test_lets_other_threads_run_while_it_encodes(self, byte_level_folder: Path) -> None:
+        tokenizer, text = Tokenizer.from_folder(byte_level_folder), "the quick brown fox\n" * 10_000
+        assert ticks_during(lambda: tokenizer.encode(text)) >= TICKS
+        assert ticks_during(lambda: tokenizer._backend.encode(text)) < TICKS  # which holds Python's lock
+        assert tokenizer.encode(text) == tokenizer._backend.encode(text).ids
+
     def test_round_trip_keeps_every_text_of_normal_form(self, byte_level_folder: Path) -> None:
         tokenizer = Tokenizer.from_folder(byte_level_folder)
         text = "naïve 北京 👩‍👩‍👧‍👦\n\t  x"
