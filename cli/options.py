@@ -342,6 +342,6 @@ def with_flags(message: str, parameters: Iterable[str]) -> str:
     A name that is a plain word too is a parameter only before what is said of it, and in a list a name may be a value.
     """
     for name in parameters:
-        after = "(?!,)" if "_" in name else "(?= is | holds | cannot |=)"
+        after = "(?!,)" if "_" in name else r"(?= is | holds | cannot | -?\d|=)"
         message = re.sub(rf"(?<![\w-]){re.escape(name)}\b{after}", flag(name), message)
     return message

@@ -311,6 +311,7 @@ def test_an_empty_folder_for_prefixes_is_refused_with_its_flag(llmc, model: Fake
             "--processor-order is ('x',), expected top_k, top_p, or",
         ),
         ("regex cannot be enforced", "--regex cannot be enforced"),
+        ("temperature 0, seed -1: expected", "--temperature 0, --seed -1: expected"),
     ],
 )
 def test_errors_of_the_library_name_flags(message: str, shown: str):
