@@ -29,6 +29,8 @@ Floats = NDArray[np.float32]
 PREFILL_GRAPH_FROM = {"int8": 5, "int4": 10}
 # Tokens of a call that verifies drafts, usually: the one before them, and 3 to 7 of them.
 TYPICAL_VERIFICATION = 6
+# Queries per tile of ONNX Runtime's attention on CPUs.
+ATTENTION_TILE = 64
 # Tokens per call where every position's logits are asked for: 32 x 152k float32 are 20 MB.
 CHUNK_WITH_ALL_LOGITS = 32
 
@@ -182,6 +184,12 @@ def make_calls(
 
 
 def next_end(start: int, total: int, size: int) -> int:
-    """Where the chunk from ``start`` ends: about ``size`` tokens on, an even number, and no single token is left."""
+    """Where the chunk from ``start`` ends: about ``size`` tokens on, an even number, and no single token is left.
+
+    No call has 64 k + 1 tokens: attention works in tiles of 64 queries, and a lone last one takes other code, so its
+    result would depend on where the prompt is cut.
+    """
     end = start + max(2, size - size % 2)
-    return total if total - end < 2 else end
+    if total - end >= 2:
+        return end
+    return total - 3 if total - start > 1 and (total - start) % ATTENTION_TILE == 1 else total

@@ -30,6 +30,14 @@ from llmc.runtime.sessions import Session
 from llmc.runtime.speculation import LENGTHS, Drafter, Ledger, Speculator, verify
 
 
+@dataclass(frozen=True)
+class Sibling:
+    """Another sample of a job, waiting for a row; it is made when it gets one."""
+
+    job: Job
+    index: int
+
+
 @dataclass
 class Drawn:
     """What came of one strand's step: tokens of a sample, logits and hidden state for a strategy, or an error."""
@@ -136,7 +144,7 @@ class ContinuousBatch:
                 continue
             self._waiting.pop()
             with self._guarded(job):
-                self._start(job) if unit is job else self._join(unit)
+                self._start(job) if unit is job else self._join(job, unit.index)
 
     def _start(self, job: Job) -> None:
         """Place a job's first strand."""
@@ -147,16 +155,18 @@ class ContinuousBatch:
         self._place(strand)
         job.timeline.admit(strand.cached)
 
-    def _join(self, sample: Sample) -> None:
+    def _join(self, job: Job, index: int) -> None:
         """Place another sample of a job: with a copy of the prompt from one that still has it, if there is one."""
-        job = sample.job
+        sample = self._intake.sample(job, index)
         donor = next((strand for strand in job.strands if strand.holds_prompt), None)
-        if donor is None or job.first_logits is None:
+        assert job.first_logits is not None
+        if donor is None and job.params.max_tokens > 1:
             self._place(sample)
             return
         job.strands.append(sample)
-        self._reserve(len(self._rows) + 1, len(job.prompt))
-        self._rows.fork(donor, sample, len(job.prompt))
+        if donor is not None:
+            self._reserve(len(self._rows) + 1, len(job.prompt))
+            self._rows.fork(donor, sample, len(job.prompt))
         self._commit(sample, [sample.choose(job.first_logits)])
 
     def _place(self, strand: Strand) -> None:
@@ -235,7 +245,7 @@ class ContinuousBatch:
         assert job.ticket is not None
         job.first_logits = logits.copy()
         for index in range(1, job.draws):
-            self._waiting.again(job.ticket, self._intake.sample(job, index))
+            self._waiting.again(job.ticket, Sibling(job, index))
 
     def _keep_prefix(self, strand: Strand, length: int) -> None:
         """Remember the first ``length`` positions of the row."""
@@ -372,11 +382,12 @@ class ContinuousBatch:
     def _advanced(self, job: Job, done: bool) -> None:
         """A strategy made a step."""
         if not done:
+            job.timeline.token()
             return
         found = self._lockstep.pop(job).strategy.outputs()
         outputs = [self._intake.output(job, index, item) for index, item in enumerate(found)]
         for output in outputs:
-            job.emit(Delta(output.index, output.text, output.token_ids))
+            job.emit(Delta(output.index, output.text, output.token_ids), timed=False)
         self._end(job, lambda: outputs)
 
     def drop(self, job: Job) -> None:

@@ -1,11 +1,13 @@
 """Many requests at once: one thread that works, and any number of threads that ask."""
 
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from llmc.errors import (
 )
 from llmc.runtime.cache_file import load_session, save_session
 from llmc.runtime.continuous import ContinuousBatch
-from llmc.runtime.handle import Handle, Mailbox
+from llmc.runtime.handle import Handle, Mailbox, is_serving, mark_serving
 from llmc.runtime.intake import Intake
 from llmc.runtime.kv_cache import CacheBudget
 from llmc.runtime.metrics import EngineMetrics, Gauges
@@ -85,9 +87,9 @@ class Engine:
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
         self._name = manifest.source.name
         self._intake = Intake(manifest, tokenizer, self.max_context, row_limit(manifest, options), drafter is not None)
-        self._pool = ThreadPoolExecutor(options.sampling_threads, "llmc-sampling")
+        self._pool = ThreadPoolExecutor(options.sampling_threads, "llmc-sampling", mark_serving)
         # Of its own, for a similarity that takes long must not keep others from sampling.
-        self._comparing = ThreadPoolExecutor(1, "llmc-comparing")
+        self._comparing = ThreadPoolExecutor(1, "llmc-comparing", mark_serving)
         self._waiting = Queue()
         self._batch = ContinuousBatch(
             session,
@@ -107,7 +109,11 @@ class Engine:
         self._closeable = [part for part in (store, drafter) if part is not None]
         self._jobs: dict[Job, None] = {}  # in the order in which they came
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may close an engine anywhere
+        self._pid = os.getpid()
+        self._then: Callable[[], None] | None = None
+        self._live: dict[int, Job] = {}  # by the number that a handle cancels it with
+        self._compared: dict[Job, None] = {}  # samples that are being compared
         self._thread: threading.Thread | None = None
         self._arriving = 0  # requests accepted, and not seen by the engine's thread yet
         self._unserved = 0  # seen, and without a row yet
@@ -130,7 +136,7 @@ class Engine:
         except LlmcError:
             self.metrics.refuse()
             raise
-        return Handle(mailbox, partial(self._cancel, job), job.streams, keep=request.on_delta is not None)
+        return Handle(mailbox, partial(self._cancel, job.number), job.streams, keep=request.on_delta is not None)
 
     def call(self, function: Callable[[], object]) -> None:
         """Run ``function`` on the engine's thread between two steps, and wait for it.
@@ -141,6 +147,8 @@ class Engine:
         if threading.current_thread() is self._thread:  # a client's function, which would wait for itself
             function()
             return
+        if is_serving():
+            raise UsageError("a function that came with a request asks the engine to wait for itself; do it elsewhere")
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
@@ -200,29 +208,34 @@ class Engine:
             raise UsageError("the engine has no prefix cache; load with prefix_cache_bytes above 0")
         return self.prefixes
 
-    def close(self, drain: bool = False) -> None:
+    def close(self, drain: bool = False, then: Callable[[], None] | None = None) -> None:
         """Stop, and wait until the engine's thread has ended; with ``drain`` accepted requests are finished first,
-        without it they fail. Closing twice is allowed."""
+        without it they fail. Closing twice is allowed. ``then`` is called once nothing uses the session any more."""
+        if os.getpid() != self._pid:  # in a forked process there is no thread to wait for
+            return
         with self._lock:
             first, self._closing = not self._closing, True
             thread = self._thread
+            self._then = self._then or then
         if thread is None:
             if first:
                 self._free()
             return
         self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
-        if thread is not threading.current_thread():  # a client's function, or the garbage collector, may close it
+        if not is_serving():  # a client's function may close it, or the garbage collector on any thread
             thread.join()
 
     def _free(self) -> None:
         """After the last request."""
-        self._pool.shutdown()
-        self._comparing.shutdown()
+        self._pool.shutdown(wait=False)
+        self._comparing.shutdown(wait=False)
         for part in self._closeable:
             try:
                 part.close()
             except Exception:
                 log.exception("%s could not be closed", type(part).__name__)
+        if self._then is not None:
+            self._then()
 
     def _accept(self, job: Job) -> None:
         self._start_thread()
@@ -234,26 +247,28 @@ class Engine:
     def _start_thread(self) -> None:
         if self._closing:
             raise EngineClosedError("the engine is closed; load the bundle again")
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "the engine's thread stayed in the process that this one was forked from; load here"
+            )
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="llmc-engine", daemon=True)
             self._thread.start()
 
-    def _cancel(self, job: Job) -> bool:
+    def _cancel(self, number: int) -> None:
         """May be called by the garbage collector, anywhere: it only leaves a message."""
-        if job.mailbox.ended or job.cancelled:
-            return False
-        job.cancelled = True
-        self._inbox.put(partial(self._fail, job, CancelledError("the request was cancelled")))
-        return True
+        self._inbox.put(partial(self._cancelled, number))
 
     # ------------------------------------------------------------------------------------------ the engine's thread
 
     def _serve(self) -> None:
+        mark_serving()
         while self._jobs or not self._closing or not self._inbox.empty():
             try:
                 self.step()
             except BaseException as error:  # without this thread, clients would wait for ever
-                log.exception("the engine failed in a step; every request that it had fails")
+                with suppress(Exception):  # a handler of the log may be what failed
+                    log.exception("the engine failed in a step; every request that it had fails")
                 self._fail_all(named(error))
         self._free()
 
@@ -270,15 +285,32 @@ class Engine:
         while not (self._jobs and self._inbox.empty()):
             if not self._jobs:
                 self._gauge()
-            self._inbox.get()()
+            with suppress(queue.Empty):
+                self._inbox.get(timeout=self._patience())()
             if self._closing and not self._jobs:
                 return
+            if not self._jobs:
+                self._expire()
+        self._expire()
+
+    def _patience(self) -> float | None:
+        """Seconds until the first deadline of those whose samples are being compared."""
+        first = min((job.deadline for job in self._compared), default=float("inf"))
+        return None if first == float("inf") else max(0.0, first - time.monotonic())
+
+    def _expire(self) -> None:
+        """Fail those whose time is over."""
         now = time.monotonic()
-        for job in [job for job in self._jobs if job.deadline <= now]:
+        for job in [job for job in (*self._jobs, *self._compared) if job.deadline <= now]:
             self._fail(job, DeadlineError(f"the deadline of {job.request.deadline_s:g} s passed; {job.progress()}"))
+
+    def _cancelled(self, number: int) -> None:
+        if (job := self._live.get(number)) is not None:
+            self._fail(job, CancelledError("the request was cancelled"))
 
     def _enqueue(self, job: Job) -> None:
         self._jobs[job] = None
+        self._live[job.number] = job
         with self._lock:
             self._arriving -= 1
             self._unserved += 1
@@ -288,6 +320,7 @@ class Engine:
         """A job is done. Comparing samples with one another may take long, so that is left to another thread."""
         self._jobs.pop(job, None)
         if job.params.consensus is not None or job.request.similarity is not None:
+            self._compared[job] = None
             self._comparing.submit(self._deliver, job, outputs)
         else:
             self._deliver(job, outputs)
@@ -296,7 +329,7 @@ class Engine:
         try:
             made = outputs()
             self._close(job, made[0].finish_reason, lambda: job.result(made))
-        except Exception as error:  # noqa: BLE001  # it reaches the client
+        except BaseException as error:  # noqa: BLE001  # it reaches the client
             self._close(job, "error", None, named(error))
 
     def _fail(self, job: Job, error: BaseException) -> None:
@@ -308,8 +341,12 @@ class Engine:
         self._close(job, _OUTCOMES.get(type(error), "error"), None, error)
 
     def _fail_all(self, error: BaseException) -> None:
-        for job in list(self._jobs):
-            self._fail(job, error)
+        for job in [*self._jobs, *self._compared]:
+            try:
+                self._fail(job, error)
+            except Exception:  # noqa: BLE001  # whatever it is, its client must not wait for ever
+                self._jobs.pop(job, None)
+                self._close(job, "error", None, error)
 
     def _close(
         self, job: Job, reason: str, result: Callable[[], GenerationResult] | None, error: BaseException | None = None
@@ -318,9 +355,15 @@ class Engine:
         job.timeline.finish(reason)
         # A kept traceback would keep everything that its frames saw; a failure inside still has it, in its cause.
         job.mailbox.end(result() if result else None, None if error is None else error.with_traceback(None))
-        if log.isEnabledFor(logging.INFO):
-            event(log, "request ended", **vars(job.timeline.metrics()))
-        record_spans(job.timeline, model=self._name, parent=job.trace)
+        self._inbox.put(partial(self._forget, job))
+        with suppress(Exception):  # what an application hangs on the log or the spans is not the engine's trouble
+            if log.isEnabledFor(logging.INFO):
+                event(log, "request ended", **vars(job.timeline.metrics()))
+            record_spans(job.timeline, model=self._name, parent=job.trace)
+
+    def _forget(self, job: Job) -> None:
+        self._live.pop(job.number, None)
+        self._compared.pop(job, None)
 
     def _gauge(self) -> None:
         """What holds now; and how many places in the queue are taken."""

@@ -1,6 +1,7 @@
 """A request's other end: wait for it, read it as it comes, or cancel it, from any thread or event loop."""
 
 import asyncio
+import copy
 import threading
 import weakref
 from collections import deque
@@ -10,6 +11,18 @@ from typing import Any
 
 from llmc.errors import UsageError
 from llmc.runtime.results import Delta, GenerationResult
+
+_SERVING = threading.local()
+
+
+def mark_serving() -> None:
+    """This thread serves requests: whoever waits for one on it would wait for ever."""
+    _SERVING.on = True
+
+
+def is_serving() -> bool:
+    """Whether this thread was marked."""
+    return getattr(_SERVING, "on", False)
 
 
 class Mailbox:
@@ -49,7 +62,7 @@ class Mailbox:
             TimeoutError: nothing came within ``timeout`` seconds.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._deltas or self.ended, timeout):
+            if not self._waited(lambda: bool(self._deltas) or self.ended, timeout):
                 raise TimeoutError(f"nothing came within {timeout} s; the request goes on")
             return self._deltas.popleft() if self._deltas else None
 
@@ -65,7 +78,7 @@ class Mailbox:
             TimeoutError: it did not come within ``timeout`` seconds.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self.ended, timeout):
+            if not self._waited(lambda: self.ended, timeout):
                 raise TimeoutError(f"the request did not end within {timeout} s; it goes on")
 
     def call_on_change(self, waker: Callable[[], None]) -> None:
@@ -83,6 +96,15 @@ class Mailbox:
                 self._wakers.append(waker)
                 self._wake()
 
+    def _waited(self, holds: Callable[[], bool], timeout: float | None) -> bool:
+        if is_serving() and not holds():
+            raise UsageError(
+                "a function that came with a request waits for a request, on the engine's own thread, where it would "
+                "wait for ever; wait in another thread"
+            )
+        endless = timeout is not None and timeout > threading.TIMEOUT_MAX
+        return self._changed.wait_for(holds, None if endless else timeout)
+
     def _wake(self) -> None:
         self._changed.notify_all()
         wakers, self._wakers = self._wakers, []
@@ -98,9 +120,12 @@ class Handle:
     request, unless it has an ``on_delta``.
     """
 
-    def __init__(self, mailbox: Mailbox, cancel: Callable[[], bool], outputs: int, keep: bool) -> None:
+    def __init__(self, mailbox: Mailbox, cancel: Callable[[], None], outputs: int, keep: bool) -> None:
         self._mailbox = mailbox
         self._cancel = cancel
+        self._cancelled = False
+        self.owner: object = None
+        """What must live as long as someone reads: the model."""
         self._outputs = outputs
         self._tokens: list[int] = []
         self._finalizer = None if keep else weakref.finalize(self, cancel)
@@ -119,7 +144,11 @@ class Handle:
 
     def cancel(self) -> bool:
         """Stop the request; its cache row is free after the engine's present step. False if it had ended already."""
-        return self._cancel()
+        if self._cancelled or self._mailbox.ended:
+            return False
+        self._cancelled = True
+        self._cancel()
+        return True
 
     close = cancel
 
@@ -216,7 +245,8 @@ class Handle:
     def _ended(self) -> GenerationResult:
         if self._finalizer is not None:  # it holds the request, whose error's traceback holds this handle
             self._finalizer.detach()
-        if self._mailbox.error is not None:
-            raise self._mailbox.error
+        error = self._mailbox.error
+        if error is not None:  # a copy each time: tracebacks of many readers would pile up in one
+            raise copy.copy(error) from error.__cause__
         assert self._mailbox.result is not None
         return self._mailbox.result

@@ -28,6 +28,10 @@ SINK_TOKENS = 4
 SHORTEST_SLIDING = 4 * SINK_TOKENS
 
 
+# Characters that no usual token exceeds: runs of spaces are the longest. Text beyond it is not even tokenized.
+LONGEST_TOKEN = 256
+
+
 class Intake:
     """Prepares requests for a model.
 
@@ -148,6 +152,13 @@ class Intake:
 
     def _ids(self, request: Request) -> list[int]:
         prompt = request.prompt
+        if isinstance(prompt, str) and request.params.on_overflow == "refuse":
+            most = self.max_context * LONGEST_TOKEN
+            if len(prompt) > most:
+                raise RequestError(
+                    f"the prompt has {len(prompt)} characters, a context of {self.max_context} tokens holds "
+                    f"fewer than {most}; shorten the prompt, or set on_overflow"
+                )
         if isinstance(prompt, str):
             ids = self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
         else:
@@ -197,10 +208,15 @@ def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tupl
         kept = max_context // 2
         return [*ids[:SINK_TOKENS], *ids[len(ids) - kept + SINK_TOKENS :]], len(ids) - kept
     rest = max_context - len(ids)
-    advice = f"ask for at most {rest} new tokens" if rest > 0 else "shorten the prompt"
+    if rest <= 0:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens, which leaves no room in a context of {max_context}; shorten it, set "
+            "on_overflow to truncate_left or sink, or build with a larger --max-context if the model allows it"
+        )
     raise RequestError(
         f"the prompt has {len(ids)} tokens and {params.max_tokens} new ones are asked for, but the context holds "
-        f"{max_context}; {advice}, set on_overflow, or build with a larger --max-context"
+        f"{max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with a larger "
+        "--max-context if the model allows it"
     )
 
 

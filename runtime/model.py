@@ -18,7 +18,7 @@ from llmc.runtime.handle import Handle
 from llmc.runtime.intake import token_ids
 from llmc.runtime.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.memory import check_load
-from llmc.runtime.options import EngineOptions, row_limit
+from llmc.runtime.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.prefix_store import PrefixStore
 from llmc.runtime.request import Request
@@ -70,6 +70,10 @@ def load(
     workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
     engine_options = _options(options, workers)
     row_limit(manifest, engine_options)
+    if engine_options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
+        raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
+        raise UsageError(f"memory is {memory!r}, expected bytes, an integer above 0, or None")
     from llmc.runtime.selftest import check_once  # which needs a model
 
     check_load(folder, manifest, context, memory)
@@ -155,8 +159,12 @@ class Model:
             return self._engine
 
     def submit(self, request: Request) -> Handle:
-        """:meth:`llmc.runtime.engine.Engine.submit`."""
-        return self.engine.submit(request)
+        """:meth:`llmc.runtime.engine.Engine.submit`; the handle keeps the model."""
+        if not isinstance(request, Request):
+            raise UsageError(f"submit takes a Request, not {request!r:.60}; stream and generate take prompts")
+        handle = self.engine.submit(request)
+        handle.owner = self
+        return handle
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationResult:
         """Complete ``prompt`` (text, or token ids taken as they are).
@@ -229,8 +237,9 @@ class Model:
                 return
             self._closed = True
         if self._engine is not None:
-            self._engine.close(drain)
-        self.runner.session.close()
+            self._engine.close(drain, then=self.runner.session.close)
+        else:
+            self.runner.session.close()
 
     def __enter__(self) -> "Model":
         return self
@@ -243,6 +252,8 @@ class Model:
 
 REQUEST_FIELDS = {field.name for field in fields(Request)} - {"prompt", "params"}
 # What the prefix cache takes by default: a share of the memory there is, and a bound that suits small machines.
+# A strict step feeds a dummy token after the last one, so a prompt of one and a new token want three positions.
+SHORTEST_STRICT = 3
 PREFIX_SHARE, PREFIX_BYTES = 8, 256_000_000
 # What may wait to be written to disk, beside that.
 PENDING_BYTES = 64_000_000
@@ -260,7 +271,8 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     limit = available_memory() + resident_bytes()[0] if memory is None else memory
     size = options.prefix_cache_bytes
     if size is None:
-        size = min(PREFIX_BYTES, (available_memory() if memory is None else memory) // PREFIX_SHARE)
+        spare = available_memory() if memory is None else memory - manifest.memory.total(runner.max_context)
+        size = max(0, min(PREFIX_BYTES, spare // (PREFIX_SHARE if memory is None else 1)))
     store = None
     if options.prefix_cache_folder is not None and size:
         store = PrefixStore(

@@ -68,10 +68,10 @@ class EngineOptions:
                 raise UsageError(f"{name} is {value!r}, expected {low} ... {high}")
         for name in ("draft", "prefix_cache_folder"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str | os.PathLike) or not str(value)):
+            if value is not None and (not isinstance(value, str | os.PathLike) or str(value) in ("", ".")):
                 raise UsageError(f"{name} is {value!r}, expected a path or None")
         if self.prefix_cache_folder is not None and self.prefix_cache_bytes == 0:
-            raise UsageError("prefix_cache_folder is set and prefix_cache_bytes is 0: prefixes pass through memory")
+            raise UsageError("prefix_cache_folder needs prefix_cache_bytes above 0: prefixes pass through memory")
         if self.draft is not None and self.determinism is Determinism.BATCH:
             raise UsageError(
                 "draft is set and determinism is 'batch', which cannot promise the same tokens with speculation as "

@@ -7,6 +7,7 @@ from llmc.errors import UsageError
 from llmc.runtime.results import Delta
 from llmc.runtime.sampling import Processor, SamplingParams
 
+LONGEST_DEADLINE = 10**9  # seconds
 # Ends an output: called with its new tokens and the text so far after every token; true means stop.
 StoppingCriterion = Callable[[Sequence[int], str], bool]
 
@@ -40,8 +41,12 @@ class Request:
     add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise UsageError(f"params is {self.params!r:.80}, expected SamplingParams")
         for name in ("logits_processors", "stopping_criteria"):
             listed = getattr(self, name)
+            if not isinstance(listed, list | tuple):
+                raise UsageError(f"{name} is {listed!r:.80}, expected a list of functions")
             object.__setattr__(self, name, tuple(listed))
             if not all(callable(item) for item in listed):
                 raise UsageError(f"{name} holds {listed!r:.80}, expected functions")
@@ -50,7 +55,9 @@ class Request:
                 raise UsageError(f"{name} is {getattr(self, name)!r:.80}, expected a function or None")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > 1000:
             raise UsageError(f"priority is {self.priority!r}, expected an integer from -1000 to 1000 (lower is sooner)")
-        if self.deadline_s is not None and not (
-            isinstance(self.deadline_s, int | float) and not isinstance(self.deadline_s, bool) and self.deadline_s > 0
-        ):
-            raise UsageError(f"deadline_s is {self.deadline_s!r}, expected seconds above 0, or None")
+        seconds = self.deadline_s
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 < seconds <= LONGEST_DEADLINE):
+            raise UsageError(
+                f"deadline_s is {seconds!r:.80}, expected seconds above 0, up to {LONGEST_DEADLINE}, or None"
+            )

@@ -32,7 +32,7 @@ def wrong_commands(text: str) -> list[str]:
         if command is None:
             wrong.append(verb)
             continue
-        known = {name for option in command.params for name in [*option.opts, *option.secondary_opts]}
+        known = {"--help"} | {name for option in command.params for name in [*option.opts, *option.secondary_opts]}
         wrong += [f"{verb} {flag}" for flag in FLAG.findall(re.sub(r'"[^"]*"', "", rest)) if flag not in known]
     return wrong
 

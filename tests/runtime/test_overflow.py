@@ -64,10 +64,9 @@ def slid(
 
 
 def test_what_does_not_fit_is_refused_unless_the_request_says_otherwise(engine: Any):
-    for prompt, new in ((LONG, 1), (LONG[:CONTEXT], 1), (LONG[:20], 13)):
-        with pytest.raises(
-            RequestError, match=rf"prompt has {len(prompt)} tokens and {new} new ones .* holds {CONTEXT}"
-        ):
+    no_room, too_many = rf"leaves no room in a context of {CONTEXT}", rf"13 new ones .* holds {CONTEXT}"
+    for prompt, new, why in ((LONG, 1, no_room), (LONG[:CONTEXT], 1, no_room), (LONG[:20], 13, too_many)):
+        with pytest.raises(RequestError, match=rf"prompt has {len(prompt)} tokens.* {why}"):
             engine.submit(Request(prompt, SamplingParams(max_tokens=new, temperature=0)))
     assert run(engine, LONG[:20], params("refuse", 12)).usage.truncated_tokens == 0
 
