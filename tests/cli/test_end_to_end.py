@@ -95,7 +95,7 @@ def test_dump_writes_the_graph_after_each_pass(llmc, tiny_export: Path, tmp_path
     ("options", "code", "sentence"),
     [
         (["-p", ""], 1, "empty"),
-        (["-p", "x " * 5000], 1, "the context holds"),
+        (["-p", "x " * 5000], 1, "no room in a context of 2048"),
         (["-p", "x", "--max-tokens", "100000"], 1, "the context holds"),
         (["-p", "x", "--max-tokens", "0"], 2, "--max-tokens is "),
         (["-p", "x", "--temperature", "-1"], 2, "--temperature is "),
