@@ -99,9 +99,14 @@ def test_a_function_may_close_the_model(own: Model, where: str):
     how[where] = [close] if where == "logits_processors" else close
     beside = companion(own)
     handle = own.stream(PROMPT, max_tokens=100, ignore_eos=True, **how)
-    for ended in (handle, beside):
+    if where == "similarity":  # whichever comes first: the comparison's end, or the engine's
+        with suppress(EngineClosedError):
+            handle.result(PATIENCE)
+    else:
         with pytest.raises(EngineClosedError):
-            ended.result(PATIENCE)
+            handle.result(PATIENCE)
+    with pytest.raises(EngineClosedError):
+        beside.result(PATIENCE)
     with pytest.raises(EngineClosedError):
         own.generate(PROMPT)
 
