@@ -12,7 +12,8 @@ class Invariance:
 
     Attributes:
         rows: of calls with one new token in each of several rows, how many rows.
-        tokens: of calls with two or more new tokens in one row, how many tokens.
+        tokens: of calls with two or more new tokens in one row, how many tokens; except 64 k + 1 of them, of which
+            nothing is known: attention works in tiles of 64 queries, and a lone last one takes other code.
         outputs: of calls of one row, how many logits.
         single: whether a new token alone in its row is computed as one among several in the same row.
     """

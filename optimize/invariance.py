@@ -2,6 +2,10 @@
 
 Kernels may round otherwise for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs, and its attention
 takes another product for a single token. What a runtime may rely on is therefore found by running the bundle.
+
+Attention also works in tiles of 64 queries, and a last tile of one query again takes that other product: calls of
+64 k + 1 tokens give other bits for their last token. They are left out here; a runtime that wants equal bits never
+makes them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +20,8 @@ from llmc.runtime.sessions import Batch, Phase, Session
 # Calls of so many rows, new tokens or logits are compared with the largest: odd and even, within and beyond the 4 rows
 # that MatMulNBits' kernels take at once.
 SIZES = (1, 2, 3, 4, 5, 6, 8)
+# Pieces of prompts: below, at and beyond one and two tiles of attention; each also even. Larger calls have more tiles.
+LONG_SIZES = (max(SIZES), 62, 64, 66, 67, 126, 128, 130)
 # Cached positions of the first row, and how many more each following row has: all even, and different.
 PREFIX, LONGER = 12, 2
 # Contexts in which prefixes and calls find no room are not measured.
@@ -46,14 +52,19 @@ class _Probe:
 
     def __init__(self, session: Session, manifest: Manifest) -> None:
         self._session = session
-        self._rows = [rows for rows in SIZES if rows <= manifest.limits.max_batch]
-        session.reserve(max(self._rows), SMALLEST_CONTEXT)
+        limits = manifest.limits
+        longest = min(limits.prefill_chunk, limits.max_context - PREFIX)
+        self._long = [tokens for tokens in LONG_SIZES if tokens <= max(longest, max(SIZES))]
+        self._feeds = Phase.PREFILL if "prefill" in manifest.graphs else Phase.DECODE
+        self._rows = [rows for rows in SIZES if rows <= limits.max_batch]
+        session.reserve(max(self._rows), max(SMALLEST_CONTEXT, PREFIX + max(self._long)))
         generator = np.random.default_rng(0)
         vocab_size = manifest.geometry.vocab_size
         self._prefixes = [
             generator.integers(0, vocab_size, PREFIX + LONGER * row).tolist() for row in range(max(self._rows))
         ]
         self._next = generator.integers(0, vocab_size, (max(self._rows), max(SIZES)))
+        self._text = generator.integers(0, vocab_size, max(self._long))
 
     def invariance(self, phase: Phase) -> Invariance:
         """What the graph of ``phase`` guarantees."""
@@ -64,10 +75,11 @@ class _Probe:
         steps = {rows: self._step(phase, rows) for rows in self._rows}
         pieces = {tokens: self._piece(phase, tokens, most) for tokens in SIZES[1:]}
         outputs = {count: self._piece(phase, most, count) for count in SIZES}
+        tokens = _multiple(SIZES[1:], lambda tokens: _same(pieces[tokens], pieces[most], tokens))
         one, many = steps[_reference(self._rows)], pieces[most]
         return Invariance(
             rows=_multiple(self._rows, lambda rows: _same(steps[rows], steps[_reference(self._rows)], rows)),
-            tokens=_multiple(SIZES[1:], lambda tokens: _same(pieces[tokens], many, tokens)),
+            tokens=_both(tokens, self._long_pieces(phase)) if phase is self._feeds else tokens,
             outputs=_multiple(SIZES, lambda count: _same(outputs[count], many, count)),
             single=_same((one[0][:1], one[1][:1], one[2][:1]), many, 1),
         )
@@ -80,6 +92,28 @@ class _Probe:
         hidden = _known(self._session.hidden)[:, 0].copy()
         cached = [self._session.read(row, length, length + 1)[:, :, 0] for row, length in enumerate(past)]
         return logits, hidden, np.stack(cached)
+
+    def _long_pieces(self, phase: Phase) -> int:
+        """What calls of 2 or more tokens guarantee, by calls as long as pieces of prompts are."""
+        past, ends = len(self._prefixes[0]), np.array(self._long) - 1
+
+        def run(tokens: int) -> list[NDArray[np.generic]]:
+            # Logits where any call ends, as many in each call; of those beyond this one its own end, again.
+            call = Batch(
+                phase, self._text[None, :tokens], np.array([past], np.int64), np.minimum(ends, tokens - 1)[None]
+            )
+            logits, shown = self._session.run(call)[0], np.count_nonzero(ends < tokens)
+            hidden = _known(self._session.hidden)[0]
+            cached = self._session.read(0, past, past + tokens)
+            return [logits[:shown].copy(), hidden[:shown].copy(), np.moveaxis(cached, 2, 0)]
+
+        wanted = run(_reference(self._long))
+
+        def same(tokens: int) -> bool:
+            found = run(tokens)
+            return all(np.array_equal(a[: len(b)], b[: len(a)]) for a, b in zip(wanted, found, strict=True))
+
+        return _multiple(self._long, same)
 
     def _piece(self, phase: Phase, tokens: int, outputs: int) -> Values:
         """The same of ``tokens`` new tokens of row 0, logits of the first ``outputs``, the last one repeated."""
@@ -109,3 +143,8 @@ def _multiple(sizes: Iterable[int], same: Same) -> int:
     if all(agree.values()):
         return 1
     return 2 if all(good for size, good in agree.items() if size % 2 == 0) else 0
+
+
+def _both(one: int, other: int) -> int:
+    """What holds where both do."""
+    return max(one, other) if one and other else 0

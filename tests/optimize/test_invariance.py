@@ -9,7 +9,7 @@ import pytest
 
 from llmc.bundle import Invariance, Manifest, read_bundle
 from llmc.optimize.build import build
-from llmc.optimize.invariance import SMALLEST_CONTEXT, measured
+from llmc.optimize.invariance import PREFIX, SMALLEST_CONTEXT, measured
 from llmc.runtime.sessions import Batch, Phase, open_session
 
 VOCAB, HIDDEN = 64, 8
@@ -83,6 +83,17 @@ def first_call_only(call: Batch, logits: np.ndarray) -> None:
         one_bit(logits)
 
 
+def long_calls(*sizes: int) -> Callable[[Batch, np.ndarray], None]:
+    """As attention in tiles: the last token of calls of these sizes is computed otherwise."""
+
+    def flaw(call: Batch, logits: np.ndarray) -> None:
+        tokens = call.input_ids.shape[1]
+        for output in np.flatnonzero(call.logit_indices[0] == tokens - 1) if tokens in sizes else ():
+            one_bit(logits[:, output : output + 1, -1:])
+
+    return flaw
+
+
 ALL = Invariance(rows=1, tokens=1, outputs=1, single=True)
 FLAWS = [
     (lambda call, logits: None, ALL, ALL),
@@ -92,12 +103,16 @@ FLAWS = [
     (six_rows, replace(ALL, rows=0), replace(ALL, rows=0)),
     (one_token, replace(ALL, single=False), replace(ALL, single=False)),
     (first_call_only, replace(ALL, tokens=0), ALL),
+    (long_calls(67), replace(ALL, tokens=2), ALL),
+    (long_calls(66), replace(ALL, tokens=0), ALL),
+    (long_calls(130), replace(ALL, tokens=0), ALL),
+    (long_calls(65, 129), ALL, ALL),  # which no runtime makes
 ]
 
 
 def with_limits(manifest: Manifest, max_context: int = 512, max_batch: int = 8) -> Manifest:
     geometry = replace(manifest.geometry, vocab_size=VOCAB)
-    limits = replace(manifest.limits, max_context=max_context, max_batch=max_batch)
+    limits = replace(manifest.limits, max_context=max_context, max_batch=max_batch, prefill_chunk=512)
     graphs = {phase: replace(manifest.graphs["decode"], file=f"{phase}.onnx") for phase in ("prefill", "decode")}
     return replace(manifest, geometry=geometry, limits=limits, graphs=graphs)
 
@@ -106,6 +121,16 @@ def with_limits(manifest: Manifest, max_context: int = 512, max_batch: int = 8) 
 def test_a_difference_of_one_bit_is_found_and_named(manifest: Manifest, flaw, prefill: Invariance, decode: Invariance):
     found = measured(Exact(flaw), with_limits(manifest))
     assert {phase: graph.invariance for phase, graph in found.graphs.items()} == {"prefill": prefill, "decode": decode}
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(64, 1), (65, 1), (66, 0)])
+def test_only_calls_as_long_as_the_bundle_serves_are_compared(manifest: Manifest, longest: int, tokens: int):
+    in_context = with_limits(manifest, max_context=PREFIX + longest)
+    in_chunk = with_limits(manifest)
+    in_chunk = replace(in_chunk, limits=replace(in_chunk.limits, prefill_chunk=longest))
+    for limited in (in_context, in_chunk):
+        found = measured(Exact(long_calls(66)), limited)
+        assert found.graphs["prefill"].invariance == replace(ALL, tokens=tokens)
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 3])
