@@ -20,8 +20,8 @@ from llmc.runtime.sessions import Batch, Phase, Session
 # Calls of so many rows, new tokens or logits are compared with the largest: odd and even, within and beyond the 4 rows
 # that MatMulNBits' kernels take at once.
 SIZES = (1, 2, 3, 4, 5, 6, 8)
-# Pieces of prompts: below, at and beyond one and two tiles of attention; each also even. Larger calls have more tiles.
-LONG_SIZES = (max(SIZES), 62, 64, 66, 67, 126, 128, 130)
+# Pieces of prompts, around one and two tiles of attention, and the piece that they are compared with.
+LONG_SIZES, LONGEST = (62, 64, 66, 67, 126, 128, 130), 132
 # Cached positions of the first row, and how many more each following row has: all even, and different.
 PREFIX, LONGER = 12, 2
 # Contexts in which prefixes and calls find no room are not measured.
@@ -53,18 +53,19 @@ class _Probe:
     def __init__(self, session: Session, manifest: Manifest) -> None:
         self._session = session
         limits = manifest.limits
-        longest = min(limits.prefill_chunk, limits.max_context - PREFIX)
-        self._long = [tokens for tokens in LONG_SIZES if tokens <= max(longest, max(SIZES))]
+        longest = min(limits.prefill_chunk, limits.max_context - PREFIX, LONGEST)
+        self._longest = max(longest - longest % 2, max(SIZES))
+        self._long = [tokens for tokens in LONG_SIZES if tokens < self._longest]
         self._feeds = Phase.PREFILL if "prefill" in manifest.graphs else Phase.DECODE
         self._rows = [rows for rows in SIZES if rows <= limits.max_batch]
-        session.reserve(max(self._rows), max(SMALLEST_CONTEXT, PREFIX + max(self._long)))
+        session.reserve(max(self._rows), max(SMALLEST_CONTEXT, PREFIX + self._longest))
         generator = np.random.default_rng(0)
         vocab_size = manifest.geometry.vocab_size
         self._prefixes = [
             generator.integers(0, vocab_size, PREFIX + LONGER * row).tolist() for row in range(max(self._rows))
         ]
         self._next = generator.integers(0, vocab_size, (max(self._rows), max(SIZES)))
-        self._text = generator.integers(0, vocab_size, max(self._long))
+        self._text = generator.integers(0, vocab_size, self._longest)
 
     def invariance(self, phase: Phase) -> Invariance:
         """What the graph of ``phase`` guarantees."""
@@ -107,11 +108,11 @@ class _Probe:
             cached = self._session.read(0, past, past + tokens)
             return [logits[:shown].copy(), hidden[:shown].copy(), np.moveaxis(cached, 2, 0)]
 
-        wanted = run(_reference(self._long))
+        wanted = run(self._longest)
 
         def same(tokens: int) -> bool:
             found = run(tokens)
-            return all(np.array_equal(a[: len(b)], b[: len(a)]) for a, b in zip(wanted, found, strict=True))
+            return all(np.array_equal(a[: len(b)], b) for a, b in zip(wanted, found, strict=True))
 
         return _multiple(self._long, same)
 

@@ -123,7 +123,7 @@ def test_a_difference_of_one_bit_is_found_and_named(manifest: Manifest, flaw, pr
     assert {phase: graph.invariance for phase, graph in found.graphs.items()} == {"prefill": prefill, "decode": decode}
 
 
-@pytest.mark.parametrize(("longest", "tokens"), [(64, 1), (65, 1), (66, 0)])
+@pytest.mark.parametrize(("longest", "tokens"), [(50, 1), (67, 1), (68, 0)])
 def test_only_calls_as_long_as_the_bundle_serves_are_compared(manifest: Manifest, longest: int, tokens: int):
     in_context = with_limits(manifest, max_context=PREFIX + longest)
     in_chunk = with_limits(manifest)
