@@ -96,7 +96,7 @@ class _Probe:
 
     def _long_pieces(self, phase: Phase) -> int:
         """What calls of 2 or more tokens guarantee, by calls as long as pieces of prompts are."""
-        past, ends = len(self._prefixes[0]), np.array(self._long) - 1
+        past, ends = len(self._prefixes[0]), np.array(self._long, np.int64) - 1
 
         def run(tokens: int) -> list[NDArray[np.generic]]:
             # Logits where any call ends, as many in each call; of those beyond this one its own end, again.
@@ -108,7 +108,7 @@ class _Probe:
             cached = self._session.read(0, past, past + tokens)
             return [logits[:shown].copy(), hidden[:shown].copy(), np.moveaxis(cached, 2, 0)]
 
-        wanted = run(self._longest)
+        wanted = run(self._longest) if self._long else []
 
         def same(tokens: int) -> bool:
             found = run(tokens)

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import stat
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -162,6 +163,36 @@ class CacheFile:
         return blocks
 
 
+def possible_path(path: str | Path) -> Path:
+    """``path``, if any file can have this name.
+
+    Raises:
+        UsageError: it holds a NUL, or what is no Unicode text.
+    """
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{str(path)!r} is no path: it holds a lone surrogate; give the name as text") from error
+    if b"\0" in encoded:
+        raise UsageError(f"{str(path)!r} is no path: it holds a NUL character; leave it out")
+    return Path(path)
+
+
+def open_file(path: Path, *, follow_symlinks: bool) -> BinaryIO:
+    """Open a file for reading; a pipe or device, whose opening may take for ever, is not opened.
+
+    Raises:
+        OSError: there is no file, or it may not be read.
+        UnreadableError: it is something else than a regular file.
+    """
+    mode = os.stat(path, follow_symlinks=follow_symlinks).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise UnreadableError("it is no regular file", damaged=False, ours=False)
+    return path.open("rb")
+
+
 def opened(file: BinaryIO) -> CacheFile:
     """The description of an open file, checked against its size.
 
@@ -223,7 +254,7 @@ def save_session(path: Path, tokens: Sequence[int], values: NDArray[Any], key: s
         UsageError: there is nothing to save, the values do not fit the tokens, or the place cannot be written.
         ResourceError: the disk is full.
     """
-    path = Path(path)
+    path = possible_path(path)
     if values.ndim != 4 or not 1 <= values.shape[2] <= len(tokens):
         raise UsageError(
             f"{path}: values of shape {list(values.shape)} for {len(tokens)} tokens; "
@@ -242,12 +273,12 @@ def load_session(path: Path, key: str) -> tuple[list[int], NDArray[Any]]:
     """The tokens and values that :func:`save_session` was given.
 
     Raises:
-        UsageError: the file cannot be opened.
+        UsageError: the file cannot be opened, or no file can have this name.
         RequestError: it is no session of llmc's, is damaged, or belongs to another model.
     """
-    path = Path(path)
+    path = possible_path(path)
     try:
-        with path.open("rb") as file:
+        with open_file(path, follow_symlinks=True) as file:
             found = opened(file)
             about = found.description
             if about.kind != "session":

@@ -16,7 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import UsageError
-from llmc.runtime.cache_file import STAGING, Description, UnreadableError, opened, publish
+from llmc.runtime.cache_file import (
+    STAGING,
+    Description,
+    UnreadableError,
+    open_file,
+    opened,
+    possible_path,
+    publish,
+)
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +97,13 @@ class PrefixStore:
         pending_bytes: what may wait to be written; beyond it a prefix is not stored.
 
     Raises:
-        UsageError: a bound is negative.
+        UsageError: a bound is negative, or no folder can have this name.
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, pending_bytes: int = PENDING_BYTES) -> None:
         if max_bytes < 0 or pending_bytes < 0:
             raise UsageError(f"max_bytes={max_bytes}, pending_bytes={pending_bytes}: expected 0 or more")
-        self.folder = Path(folder)
+        self.folder = possible_path(folder)
         self.max_bytes = max_bytes
         self.pending_bytes = pending_bytes
         self._lock = threading.Condition()
@@ -223,7 +231,7 @@ class PrefixStore:
     def _learn(self, shelf: _Shelf, name: str) -> None:
         path = shelf.folder / name
         try:
-            with path.open("rb") as file:
+            with open_file(path, follow_symlinks=False) as file:
                 about = opened(file).description
             if (about.kind, about.key.hex(), _name(about)) != ("prefix", shelf.folder.name, name):
                 raise UnreadableError("it lies under another name than its own")
@@ -249,7 +257,7 @@ class PrefixStore:
         """The leading wanted blocks, as far as the file has them in a row; None if it cannot be used."""
         path = shelf.folder / name
         try:
-            with path.open("rb") as stream:
+            with open_file(path, follow_symlinks=False) as stream:
                 found = opened(stream)  # once more: another process may have written it anew
                 if wanted[0] not in found.description.hashes:
                     raise UnreadableError("it lies under another name than its own")

@@ -83,6 +83,28 @@ def test_a_missing_session_is_a_wrong_argument(tmp_path: Path):
         load_session(tmp_path / "none", "model")
 
 
+def test_a_pipe_is_no_session(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RequestError, match=r"no session of llmc's.*no regular file"):
+        load_session(tmp_path / "pipe", "model")
+    with pytest.raises(UsageError, match=r"cannot be opened \(Is a directory"):
+        load_session(tmp_path, "model")
+
+
+def test_a_link_to_a_session_is_one(saved: Path, tmp_path: Path):
+    (tmp_path / "link").symlink_to(saved)
+    assert load_session(tmp_path / "link", "model")[0] == load_session(saved, "model")[0]
+
+
+@pytest.mark.parametrize(("name", "why"), [("a\0b", "NUL character"), ("a\ud800b", "lone surrogate")])
+def test_what_no_file_can_be_called_is_a_wrong_argument(tmp_path: Path, name: str, why: str):
+    for call in (load_session, lambda path, key: save_session(path, [1], values(1), key)):
+        with pytest.raises(UsageError, match=f"a.*b' is no path: it holds a {why}"):
+            call(tmp_path / name, "model")
+    with pytest.raises(UsageError, match="cannot be opened"):  # a byte that is no UTF-8, as file names may have
+        load_session(tmp_path / "a\udcffb", "model")
+
+
 def test_a_session_cut_anywhere_is_refused(saved: Path):
     content = saved.read_bytes()
     for length in range(0, len(content), 13):

@@ -265,6 +265,27 @@ def test_somebody_elses_file_is_left_alone(opened: Opened, folder: Path, caplog:
     assert notes.read_text() == "mine"
 
 
+def test_a_pipe_in_the_place_of_a_file_is_ignored(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
+    keep(opened, PROMPT)
+    (path,) = files(folder)
+    cache, store = opened()
+    assert found(cache, PROMPT) == WHOLE  # this process knows the file; memory answers from now on
+    path.unlink()
+    os.mkfifo(path)
+    os.utime(path.parent)
+    assert found(opened()[0], PROMPT) == 0  # one that reads the folder anew
+    root, hashes = bytes.fromhex(path.parent.name), [bytes.fromhex(path.stem.split("-")[1])]
+    assert store.load(root, hashes, PLENTY) == []  # and one that knew a file there
+    assert warnings(caplog) == [f"{path} is ignored: it is no regular file"] * 2
+    assert path.is_fifo()
+
+
+@pytest.mark.parametrize(("name", "why"), [("a\0b", "NUL character"), ("a\ud800b", "lone surrogate")])
+def test_what_no_folder_can_be_called_is_a_wrong_argument(name: str, why: str):
+    with pytest.raises(UsageError, match=f"is no path: it holds a {why}"):
+        PrefixStore(Path(name), 1)
+
+
 def test_a_file_under_another_name_is_not_believed(opened: Opened, folder: Path):
     keep(opened, PROMPT)
     (path,) = files(folder)
