@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc.errors import GrammarError, ResourceError, UsageError, require
+from llmc.runtime.gbnf import without_long_escapes
 from llmc.runtime.json_schema import LONGEST_REGEX, check_schema, schema_text
 from llmc.runtime.tokenizer import Tokenizer, return_freed_memory
 
@@ -197,12 +198,11 @@ class _Source:
         library = require("llguidance", "guided")
         if self.kind == "choice":
             return str(library.LLMatcher.grammar_from_lark(self._choice_grammar(vocabulary)))
-        if self.kind == "json_schema":
-            check_schema(json.loads(self.text))
         try:
             if self.kind == "json_schema":
+                check_schema(json.loads(self.text))
                 return str(library.LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON_OPTIONS))
-            return str(library.grammar_from(self.kind, self.text))
+            return str(library.grammar_from(self.kind, without_long_escapes(self.kind, self.text)))
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"{self.kind} cannot be read: {_shortened(str(error))}") from error
 

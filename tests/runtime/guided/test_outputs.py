@@ -137,6 +137,20 @@ class TestOutputs:
     def test_follow_the_grammar(self, vocabulary: Any, grammar: str) -> None:
         assert all(is_arithmetic(text) for text in vocabulary.outputs(grammar=grammar))
 
+    @pytest.mark.parametrize(
+        ("rule", "text"),
+        [
+            (r'"\u0041BCD"', "ABCD"),
+            (r'"\u00e9ab"', "éab"),
+            (r'"\U0001F389!"', "🎉!"),
+            (r'"\u4e2d\u0022\u005c"', '中"\\'),
+            (r'"\x41B" [\u0043-\u0043]', "ABC"),
+            (r'"\\u0041"', r"\u0041"),
+        ],
+    )
+    def test_follow_escapes_of_gbnf(self, tiny: Any, rule: str, text: str) -> None:
+        assert set(tiny.outputs(grammar=f"root ::= {rule}\n")) == {text}
+
     def test_never_spell_a_property_in_a_second_way(self, tiny: Any) -> None:
         """A name that is escaped would escape its own rule: {"a": 1, "\\u0061": "x"} is JSON of the wrong type."""
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
