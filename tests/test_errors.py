@@ -42,7 +42,7 @@ def test_require_gives_the_module():
 
 @pytest.mark.parametrize("module", ["no_such_engine", "no_such_engine.parts"])
 def test_require_names_the_pip_command(module: str):
-    with pytest.raises(errors.MissingExtraError, match=r"no_such_engine.* pip install 'llmc\[cpu\]'"):
+    with pytest.raises(errors.MissingExtraError, match=r"no_such_engine.* pip install '\.\[cpu\]'"):
         errors.require(module, "cpu")
 
 
