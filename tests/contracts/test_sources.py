@@ -48,5 +48,7 @@ def code_mentions(path: Path, word: str) -> list[str]:
 
 @pytest.mark.parametrize("path", PRODUCT, ids=names(PRODUCT))
 def test_telemetry_is_only_ever_switched_off(path: Path):
-    spans = {"opentelemetry", '"opentelemetry.trace"', '"opentelemetry.context"'} if path.name == "tracing.py" else set()
+    spans = (
+        {"opentelemetry", '"opentelemetry.trace"', '"opentelemetry.context"'} if path.name == "tracing.py" else set()
+    )
     assert set(code_mentions(path, "telemetry")) <= {'"ORT_DISABLE_TELEMETRY"', *spans}
