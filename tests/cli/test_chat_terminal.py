@@ -8,14 +8,13 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 LIMIT_S = 60.0  # for what takes well under a second on a machine without other work
-AGAIN_S = 5.0
 
 
 class Terminal:
@@ -49,21 +48,6 @@ class Terminal:
             assert time.monotonic() < until, f"{text!r} did not come; the terminal shows {self.shown!r}"
         self.read = self.shown.index(text, self.read) + len(text)
 
-    def press_until(self, done: Callable[[], bool]) -> None:
-        """Press Ctrl-C.
-
-        Python's readline misses a signal between showing the prompt and waiting for a key, and takes it up with the
-        next one; who types is too slow to meet that, a test is not, so after a while it presses again.
-        """
-        for _ in range(round(LIMIT_S / AGAIN_S)):
-            self.type("\x03")
-            until = time.monotonic() + AGAIN_S
-            while time.monotonic() < until:
-                if done():
-                    return
-                time.sleep(0.01)
-        raise AssertionError(f"Ctrl-C did nothing; the terminal shows {self.shown!r}")
-
     def __enter__(self) -> "Terminal":
         return self
 
@@ -95,16 +79,6 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(terminal: Ter
     terminal.wait_for("> ")
     terminal.type("/exit\n")
     assert terminal.process.wait(LIMIT_S) == 0
-
-
-def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal):
-    terminal.type("half a line")
-    terminal.press_until(lambda: terminal.shows("Ctrl-C again or Ctrl-D leaves"))
-    terminal.wait_for("> ")
-    assert terminal.process.poll() is None
-    terminal.press_until(lambda: terminal.process.poll() is not None)
-    assert terminal.process.returncode == 0
-    assert "Traceback" not in terminal.shown
 
 
 def test_ctrl_d_at_the_prompt_leaves(terminal: Terminal):
