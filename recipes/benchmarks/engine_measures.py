@@ -6,12 +6,10 @@ absolute times do not. Nothing is timed before it ran once.
 
 import argparse
 import json
-import os
 import resource
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import BUSY_FIELDS, STAT, this_machine
+from machine import Disturbance, this_machine
 
 from llmc.runtime import Model
 from llmc.runtime.engine import Engine
@@ -142,28 +140,8 @@ def print_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("| " + " | ".join(row) + " |")
 
 
-class OtherLoad:
+class OtherLoad(Disturbance):
     """Mean number of CPUs that were busy with something else than this process. Linux only, elsewhere None."""
 
     def __init__(self) -> None:
-        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
-
-    def cpus(self) -> float | None:
-        """Since this object was made."""
-        busy = _busy_seconds()
-        if self._busy is None or busy is None:
-            return None
-        others = busy - self._busy - (_own_seconds() - self._own)
-        return round(max(others, 0.0) / (time.perf_counter() - self._wall), 2)
-
-
-def _busy_seconds() -> float | None:
-    if not STAT.exists():
-        return None
-    ticks = STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
-    return sum(int(ticks[field]) for field in BUSY_FIELDS) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+        super().__init__(resource.RUSAGE_SELF)

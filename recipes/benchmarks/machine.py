@@ -46,21 +46,25 @@ def usable_cpus() -> int:
 
 
 class Disturbance:
-    """Mean number of CPUs that were busy with something else while the children of this process ran.
+    """Mean number of CPUs that were busy with something else while this process, or its children, ran.
 
     A run is disturbed when this is not close to zero; what the hypervisor took away counts too. Linux only, elsewhere
     :meth:`cpus` is None.
+
+    Args:
+        whose: ``resource.RUSAGE_CHILDREN``, of which only those that have ended count, or ``resource.RUSAGE_SELF``.
     """
 
-    def __init__(self) -> None:
-        self._wall, self._busy, self._children = time.perf_counter(), _busy_seconds(), _children_seconds()
+    def __init__(self, whose: int = resource.RUSAGE_CHILDREN) -> None:
+        self._whose = whose
+        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), _cpu_seconds(whose)
 
     def cpus(self) -> float | None:
-        """Busy CPUs other than the children's, on average since this object was made."""
+        """Busy CPUs other than its own, on average since this object was made."""
         busy = _busy_seconds()
         if self._busy is None or busy is None:
             return None
-        others = busy - self._busy - (_children_seconds() - self._children)
+        others = busy - self._busy - (_cpu_seconds(self._whose) - self._own)
         return round(max(others, 0.0) / (time.perf_counter() - self._wall), 2)
 
 
@@ -72,7 +76,7 @@ def _busy_seconds() -> float | None:
     return sum(int(ticks[field]) for field in BUSY_FIELDS) / os.sysconf("SC_CLK_TCK")
 
 
-def _children_seconds() -> float:
-    """CPU seconds of all children that have ended."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+def _cpu_seconds(whose: int) -> float:
+    """CPU seconds that the kernel counted for ``whose``."""
+    usage = resource.getrusage(whose)
     return usage.ru_utime + usage.ru_stime

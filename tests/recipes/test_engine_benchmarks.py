@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -85,16 +86,17 @@ def test_prompts_differ_by_salt_and_hold_no_special_tokens(script):
 
 def test_load_of_others_leaves_out_our_own(script, monkeypatch, tmp_path):
     measures = script("engine_measures")
-    monkeypatch.setattr(measures, "STAT", tmp_path / "stat")
-    seconds, clock = iter((100.0, 104.0)), itertools.count(0, 10)
-    monkeypatch.setattr(measures, "_own_seconds", lambda: next(seconds))
-    monkeypatch.setattr(measures.time, "perf_counter", lambda: next(clock))
+    machine = sys.modules[measures.Disturbance.__module__]
+    monkeypatch.setattr(machine, "STAT", tmp_path / "stat")
+    seconds, clock = {resource.RUSAGE_SELF: iter((100.0, 104.0))}, itertools.count(0, 10)
+    monkeypatch.setattr(machine, "_cpu_seconds", lambda whose: next(seconds[whose]))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
     (tmp_path / "stat").write_text("cpu 1000 0 0 5000 0 0 0 0 0 0\n")
     load = measures.OtherLoad()
     (tmp_path / "stat").write_text("cpu 1500 0 400 9000 0 0 0 0 0 0\n")  # 9 s busy at 100 ticks a second
     assert load.cpus() == pytest.approx(0.5)  # (9 - 4) s in 10 s
     (tmp_path / "stat").unlink()
-    monkeypatch.setattr(measures, "_own_seconds", lambda: 0.0)
+    monkeypatch.setattr(machine, "_cpu_seconds", lambda whose: 0.0)
     assert measures.OtherLoad().cpus() is None
 
 
