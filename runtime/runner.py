@@ -1,6 +1,6 @@
 """From tokens to tokens: prefill in chunks, then one token at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,9 +88,7 @@ class Runner:
         Raises:
             UsageError: with the first such id.
         """
-        wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
-        if wrong is not None:
-            raise UsageError(f"{where} token id {wrong}, which is out of range, expected 0 ... {self._vocab_size - 1}")
+        check_tokens(where, tokens, self._vocab_size)
 
     def check_prompt(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Refuse a request that cannot be served whole.
@@ -127,3 +125,14 @@ def batch(
 ) -> Batch:
     """One row's call: ``ids`` [1, S] after ``past`` [1] positions, logits at ``indices`` [O]."""
     return Batch(phase, ids, np.asarray(past, np.int64), np.asarray(indices, np.int64)[None])
+
+
+def check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Raises:
+        UsageError: with the first such id.
+    """
+    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise UsageError(f"{where} token id {wrong}, which is out of range, expected 0 ... {vocab_size - 1}")
