@@ -16,6 +16,7 @@
     |   |-- GrammarError         its grammar cannot be compiled, or allows no token
     |   `-- DraftError           a draft model has another tokenizer than the model
     |-- ResourceError        memory or disk does not suffice
+    |-- GpuError             GPU, driver or engine library are missing, unsupported or were lost
     `-- MissingExtraError    an optional dependency is not installed
 
 A message says what was found, what was expected and what to do. Errors of other libraries are translated where they
@@ -84,6 +85,17 @@ class DraftError(RequestError):
 
 class ResourceError(LlmcError):
     """The machine has not enough memory or disk for what was planned."""
+
+
+class GpuError(LlmcError):
+    """A GPU, its driver or its engine library is missing, too old, unsupported or failed.
+
+    ``lost`` tells that the GPU's context is gone: nothing in this process can use it any more.
+    """
+
+    def __init__(self, message: str, *, lost: bool = False) -> None:
+        super().__init__(message)
+        self.lost = lost
 
 
 class MissingExtraError(LlmcError):

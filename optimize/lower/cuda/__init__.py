@@ -1,0 +1,1 @@
+"""The portable decoder for ONNX Runtime on NVIDIA GPUs."""

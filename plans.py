@@ -1,0 +1,74 @@
+"""What a bundle says of a serialized engine, and of the memory that a GPU needs for it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The largest call that an optimisation profile takes: rows, new tokens and logits of each row."""
+
+    batch: int
+    sequence: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes that a bundle takes on its GPU; on a Jetson they are the machine's own.
+
+    Attributes:
+        context: the driver's and the libraries' own, from experience.
+        weights: of the engine or the graphs.
+        workspace: activations of the largest call.
+        cache_per_token: keys and values, per row and position.
+        logits: of one row.
+    """
+
+    context: int
+    weights: int
+    workspace: int
+    cache_per_token: int
+    logits: int
+
+    def total(self, positions: int, batch: int = 1) -> int:
+        """Bytes with room for ``positions`` in each of ``batch`` rows."""
+        return self.context + self.weights + self.workspace + (self.cache_per_token * positions + self.logits) * batch
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """A serialized TensorRT engine: which machine it is for, and which calls it takes.
+
+    Attributes:
+        file: the engine.
+        form: native (cache updated in place, attention with a mask), lengths (the same with the lengths of keys given
+            to attention) or primitives (basic operators, for TensorRT before 10.15).
+        compute: float16, bfloat16 or float32.
+        capacity: positions of the cache, 0 where the cache has as many as the call's bucket.
+        buckets: numbers of cache positions that attention may look at, ascending; the last one is the longest context.
+        decode, prefill: the profiles 0 and 1.
+        select: the engine that finds the largest logits, or empty; ``candidates`` of them.
+        platform: operating system and processor, as linux-x86_64.
+        compute_capabilities: of the GPUs it was built for, as 8.7.
+        version_compatible, hardware_compatibility, stripped: the builder's options; a stripped engine takes its weights
+            from the graph's file when it is loaded.
+        verified: ``device`` where the engine itself was run after building, ``cpu`` where only its graph was.
+        inspector: file with the network's layers.
+    """
+
+    file: str
+    form: str
+    compute: str
+    capacity: int
+    buckets: tuple[int, ...]
+    decode: Profile
+    prefill: Profile
+    select: str
+    candidates: int
+    platform: str
+    compute_capabilities: tuple[str, ...]
+    version_compatible: bool
+    hardware_compatibility: str
+    stripped: bool
+    verified: str
+    inspector: str
