@@ -18,9 +18,12 @@ from llmc.measured import NOTHING_KNOWN
 from llmc.measured import Invariance as Invariance
 from llmc.measured import PhaseQuality as PhaseQuality
 from llmc.measured import Quality as Quality
+from llmc.plans import DeviceMemory as DeviceMemory
+from llmc.plans import EnginePlan as EnginePlan
+from llmc.plans import Profile as Profile
 from llmc.strict import decode as decode
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 GRAPH_CONTRACT_VERSION = 2
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -34,7 +37,7 @@ TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.
 # Of logits, in a self-test: beyond this, nothing would be tested.
 LARGEST_TOLERANCE = 1.0
 # Bytes of one value of the KV cache, by its type.
-CACHE_BYTES = {"float32": 4, "int8": 1}
+CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
 T = TypeVar("T")
 
@@ -174,18 +177,20 @@ class Recipe:
 
     Attributes:
         name: the recipe file's name, or default.
-        precision, scheme: of the body's linears (fp32, fp16, int8, int4), and how integers were chosen (rtn, gptq...).
+        precision, scheme: of the body's linears (fp32, fp16, bf16, int8, int4, fp8), and how integers were chosen (rtn,
+            gptq...).
         block_size: inputs that share a weight scale; 0 where weights are not in blocks.
         symmetric: whether integer 0 stands for weight 0 without a zero point.
         head: precision of the head and a tied embedding.
-        phases: split (a graph each for prefill and decode) or shared (one).
-        activations: of the W8A8 prefill graph: per-token or static scales; none where activations stay float.
+        phases: split (a graph each for prefill and decode), shared (one) or single (one engine with two profiles).
+        activations: of W8A8: per-token or static scales; none where activations stay float.
         smoothing: SmoothQuant's alpha, 0 where nothing was smoothed.
         sparsity: none, magnitude or wanda (2 of every 4 weights are zero).
-        cache: float32, int8 (a scale per tensor) or int8-channel (a scale per channel).
+        cache: float32, float16, bfloat16, int8 (a scale per tensor) or int8-channel (a scale per channel).
         layers: precision by module name pattern, for those that differ from ``precision``.
         threads: with how many a measurement found it fastest, None where none was made.
         budget, calibration: what quality was to be kept; the text that was used, None where none was needed.
+        compute: type of activations and of float weights: float32, float16 or bfloat16.
     """
 
     name: str
@@ -203,9 +208,10 @@ class Recipe:
     threads: int | None
     budget: Budget
     calibration: Calibration | None
+    compute: str = "float32"
 
     def cache_type(self) -> str:
-        """The type of the KV cache's values, float32 or int8."""
+        """The type of the KV cache's values: float32, float16, bfloat16 or int8."""
         return self.cache.partition("-")[0]
 
 
@@ -279,8 +285,9 @@ class GoldenPrompt:
 class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
-    ``cache`` is the type of the KV cache's values, float32 or int8. ``compiled`` is None where the recipe wants no
-    compiled graphs. ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere.
+    ``cache`` is the type of the KV cache's values. ``compiled`` is None where the recipe wants no compiled graphs.
+    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. ``engine`` is there
+    for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every target with a GPU.
     """
 
     schema_version: int
@@ -300,6 +307,14 @@ class Manifest:
     golden: tuple[GoldenPrompt, ...]
     golden_tolerance: float
     files: dict[str, FileEntry]
+    engine: EnginePlan | None = None
+    device: DeviceMemory | None = None
+
+    def named_files(self) -> list[str]:
+        """Every file that some part of the manifest names."""
+        compiled = self.compiled.files.values() if self.compiled is not None else ()
+        engine = (self.engine.file, self.engine.select, self.engine.inspector) if self.engine is not None else ()
+        return [*(graph.file for graph in self.graphs.values()), *compiled, *filter(None, engine)]
 
 
 # ---------------------------------------------------------------------------------------------- reading and writing
@@ -320,8 +335,7 @@ def read_bundle(folder: Path) -> Manifest:
     """
     manifest = _read(folder, BUNDLE_MANIFEST, Manifest, "llmc build CHECKPOINT -o BUNDLE")
     _check_values(folder, manifest)
-    compiled = manifest.compiled.files if manifest.compiled is not None else {}
-    for name in (*manifest.files, *(graph.file for graph in manifest.graphs.values()), *compiled.values()):
+    for name in (*manifest.files, *manifest.named_files()):
         if name not in manifest.files or name.startswith("/") or ".." in name.split("/"):
             raise BundleError(f"{folder}: {BUNDLE_MANIFEST} names {name!r}, which is unlisted or lies outside; refused")
     for name, entry in manifest.files.items():
@@ -346,6 +360,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
         "recipe": manifest.recipe.threads is None or 0 < manifest.recipe.threads <= 1024,
         "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
+        "engine": manifest.engine is None or manifest.engine.is_sound(limits.max_context),
         "target": all(part.isdigit() for part in manifest.target.engine_minimum.split(".")),
     }
     for part, holds in sound.items():

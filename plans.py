@@ -72,3 +72,10 @@ class EnginePlan:
     stripped: bool
     verified: str
     inspector: str
+
+    def is_sound(self, max_context: int) -> bool:
+        """Whether a build can have written these numbers."""
+        rising = list(self.buckets) == sorted(set(self.buckets)) and min(self.buckets, default=0) > 0
+        enough = bool(self.buckets) and self.buckets[-1] >= max_context and self.capacity in (0, self.buckets[-1])
+        sizes = [size for p in (self.decode, self.prefill) for size in (p.batch, p.sequence, p.outputs)]
+        return rising and enough and min(sizes) > 0 and self.decode.sequence == 1 and self.candidates >= 0

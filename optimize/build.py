@@ -179,7 +179,17 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
         for phase, stored in forms(order.recipe).items():
             done = counted(order.progress, f"lowering and quantizing the {phase} graph", 7 * geometry.layers + 1)
             model = read_decoder(order.source)
-            plan = Plan(phase, geometry, order.limits, stored, weights, calibrated, order.recipe.cache, done)
+            plan = Plan(
+                phase,
+                geometry,
+                order.limits,
+                stored,
+                weights,
+                calibrated,
+                order.recipe.cache,
+                order.recipe.compute,
+                done,
+            )
             lower(model, order.target.name, plan, order.dump)
             _declare(model, order.target)
             name = f"{phase if phase != 'shared' else 'decoder'}.onnx"

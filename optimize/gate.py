@@ -256,7 +256,7 @@ def _shares(
 ) -> Shares:
     """The KL of a path by who causes it; a graph that quantizes activations can be mended by its head alone."""
     stored = forms(manifest.recipe)
-    form = stored.get(phase) or stored["shared"]
+    form = stored.get(phase) or next(iter(stored.values()))
     of_path = {error.name: error for error in errors if error.phase == phase}
     head = min(kl, of_path[HEAD].kl or 0.0)
     noises = {error.name: error.noise for error in linears if isinstance(form.of(error.name), WeightOnly)}

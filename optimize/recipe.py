@@ -28,6 +28,9 @@ DEFAULT_BATCH = 8
 # at a prompt of 512, equal at 2,048, and takes half the workspace.
 DEFAULT_CHUNK = 256
 BITS = {"int8": 8, "int4": 4}
+QUANTIZED = (*BITS, "fp8")
+# Float precisions and what they compute in, where the target can choose.
+COMPUTED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 LARGEST_NUMBER = 1 << 53  # whole numbers beyond are no exact floats
 SCHEMES = ("rtn", "gptq", "awq", "awq+gptq")
 ACTIVATIONS = ("per-token", "static")
@@ -51,17 +54,21 @@ class Request:
 
     Attributes:
         description: one sentence for people.
-        precision: fp32, fp16 (stored so, computed in float32), int8 (default) or int4.
+        precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4; on GPUs also bf16 and fp8.
         scheme: rtn (round to nearest with clip search), gptq, awq or awq+gptq; default: gptq when there is a
             calibration text and integers to choose, else rtn.
-        block_size: inputs that share a weight scale: 32, 64, 128 (default) or 256.
+        block_size: inputs that share a weight scale: 32, 64, 128 (default) or 256; TensorRT's int8 has one per output.
         symmetric: true (default), or false for a zero point per block.
         head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``.
-        phases: split (a W8A8 graph for prefill beside the weight-only one, default) or shared (one graph, less memory).
-        activations: of the W8A8 graph: per-token (default) or static, one calibrated scale per tensor.
+        phases: split (a W8A8 graph for prefill beside the weight-only one, default on CPUs), shared (one graph, less
+            memory) or single (one engine; TensorRT knows nothing else).
+        activations: of the W8A8 graph: per-token (default) or static, one calibrated scale per tensor. For TensorRT
+            none (default) or static, with int8 and fp8.
         smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off.
         sparsity: none (default), magnitude or wanda: 2 of every 4 weights of each layer's linears become zero.
-        cache: KV cache in float32 (default), int8 (a scale per tensor) or int8-channel (a scale per channel).
+        cache: KV cache in float32 (default), int8 (a scale per tensor) or int8-channel (a scale per channel); on GPUs
+            in the type of ``compute``.
+        compute: type of activations on GPUs: float16 (default), bfloat16 or float32; follows fp32, fp16 and bf16.
         layers: precision by pattern of module names (``*.mlp.down_proj``, ``model.layers.0.*``); the last match wins.
         compiled: whether the bundle carries the engine's compiled form, for fast loading (default true).
         max_context: longest sequence; default: the checkpoint's, at most 32,768.
@@ -82,6 +89,7 @@ class Request:
     smoothing: float | None = None
     sparsity: str | None = None
     cache: str | None = None
+    compute: str | None = None
     layers: dict[str, str] | None = None
     compiled: bool | None = None
     max_context: int | None = None
@@ -161,36 +169,71 @@ def resolve(
     precision = _one_of("precision", _or(request.precision, "int8"), target.precisions)
     head = _one_of("head", _or(request.head, precision), target.precisions)
     layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
-    integers = precision in BITS
-    blocks = not BITS.keys().isdisjoint({precision, head, *layers.values()})
-    if not blocks:
-        _refuse_integer_keys(request, precision)
-    phases = _or(request.phases, "split" if integers else "shared")
+    stored = {precision, head, *layers.values()}
+    _refuse_integer_keys(request, precision, stored)
+    phases = _phases(request.phases, target, integers=precision in QUANTIZED)
+    compute = _compute(request.compute, precision, target)
     context = _between("max_context", _or(request.max_context, min(max_positions, DEFAULT_CONTEXT)), 2, max_positions)
     limits = Limits(
         max_context=context,
         max_batch=_between("max_batch", _or(request.max_batch, DEFAULT_BATCH), 1, 1024),
         prefill_chunk=min(context, _between("prefill_chunk", _or(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)),
     )
-    split = _one_of("phases", phases, ("split", "shared") if integers else ("shared",)) == "split"
     recipe = Recipe(
         name=name,
         precision=precision,
-        scheme=_one_of("scheme", _or(request.scheme, "gptq" if blocks and calibrated else "rtn"), SCHEMES),
-        block_size=_one_of("block_size", _or(request.block_size, DEFAULT_BLOCK), BLOCKS) if blocks else 0,
-        symmetric=_or(request.symmetric, True),
+        scheme=_one_of(
+            "scheme", _or(request.scheme, "gptq" if calibrated and not stored.isdisjoint(BITS) else "rtn"), SCHEMES
+        ),
+        block_size=_block_size(request.block_size, stored, target),
+        symmetric=_symmetric(request.symmetric, target),
         head=head,
         phases=phases,
-        activations=_activations(request.activations, split),
+        activations=_activations(request.activations, phases, stored, target),
         smoothing=_between("smoothing", _or(request.smoothing, 0.0), 0.0, 1.0),
         sparsity=_one_of("sparsity", _or(request.sparsity, "none"), SPARSITIES),
-        cache=_one_of("cache", _or(request.cache, "float32"), tuple(target.caches)),
+        cache=_cache(request.cache, compute, target),
         layers=layers,
         threads=None,
         budget=_budget(request.budget or Budget()),
         calibration=None,
+        compute=compute,
     )
     return recipe, limits
+
+
+def _phases(asked: str | None, target: Capabilities, *, integers: bool) -> str:
+    allowed = target.phases if integers or "shared" not in target.phases else ("shared",)
+    return str(_one_of("phases", _or(asked, allowed[0]), allowed))
+
+
+def _compute(asked: str | None, precision: str, target: Capabilities) -> str:
+    """What activations are computed in: as the weights, where those are floats and the target has a choice."""
+    follows = COMPUTED.get(precision) if len(target.computes) > 1 else None
+    if asked is not None and follows is not None and asked != follows:
+        raise UsageError(f"compute is {asked!r}, but {precision} computes in {follows}; leave one of them out")
+    return str(_one_of("compute", _or(asked, follows or target.computes[0]), target.computes))
+
+
+def _cache(asked: str | None, compute: str, target: Capabilities) -> str:
+    allowed = (compute,) if target.has_gpu else tuple(target.caches)
+    return str(_one_of("cache", _or(asked, compute), allowed))
+
+
+def _block_size(asked: int | None, stored: set[str], target: Capabilities) -> int:
+    """The block of integer weights, 0 where there is none: TensorRT's int8 has a scale per output."""
+    blocked = {"int4"} if target.makes_engine else BITS.keys()
+    if blocked.isdisjoint(stored):
+        if asked is not None:
+            raise UsageError(f"block_size is {asked}, but nothing here is stored in blocks; leave it out")
+        return 0
+    return int(_one_of("block_size", _or(asked, DEFAULT_BLOCK), BLOCKS))
+
+
+def _symmetric(asked: bool | None, target: Capabilities) -> bool:
+    if asked is False and not target.asymmetric:
+        raise UsageError(f"symmetric is false, but {target.engine} has no zero points; leave it out")
+    return _or(asked, True)
 
 
 def needs_calibration(recipe: Recipe) -> str | None:
@@ -200,23 +243,33 @@ def needs_calibration(recipe: Recipe) -> str | None:
         f"smoothing = {recipe.smoothing}": recipe.smoothing > 0,
         # Masks are made layer by layer, with what calibration keeps in memory; magnitudes alone would need no text.
         f"sparsity = {recipe.sparsity!r}": recipe.sparsity != "none",
-        f"cache = {recipe.cache!r}": recipe.cache != "float32",
+        f"cache = {recipe.cache!r}": recipe.cache.startswith("int8"),
         "activations = 'static'": recipe.activations == "static",
     }
     return next((wish for wish, holds in wishes.items() if holds), None)
 
 
-def _refuse_integer_keys(request: Request, precision: str) -> None:
+def _refuse_integer_keys(request: Request, precision: str, stored: set[str]) -> None:
     """Keys that say how integers are chosen mean nothing where there are none."""
-    for key in ("block_size", "scheme", "symmetric", "activations", "smoothing"):
+    meaningless: tuple[str, ...] = () if not stored.isdisjoint(BITS) else ("block_size", "scheme", "symmetric")
+    if stored.isdisjoint(QUANTIZED):
+        meaningless += ("activations", "smoothing")
+    for key in meaningless:
         if getattr(request, key) is not None:
             raise UsageError(f"{key} is for int8 and int4, the precision is {precision}; leave it out")
 
 
-def _activations(asked: str | None, split: bool) -> str:
-    if not split and asked is not None:
-        raise UsageError(f"activations is {asked!r}, but only the prefill graph of split phases quantizes activations")
-    return str(_one_of("activations", _or(asked, "per-token"), ACTIVATIONS)) if split else "none"
+def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities) -> str:
+    if phases == "shared":
+        if asked is not None:
+            raise UsageError(
+                f"activations is {asked!r}, but only the prefill graph of split phases quantizes activations"
+            )
+        return "none"
+    found = str(_one_of("activations", _or(asked, target.activations[0]), target.activations))
+    if phases == "single" and found == "static" and stored.isdisjoint(("int8", "fp8")):
+        raise UsageError("activations is 'static', which goes with int8 or fp8 weights, and there are none")
+    return found
 
 
 def _budget(budget: Budget) -> Budget:

@@ -9,7 +9,11 @@ from llmc.errors import UsageError
 class Capabilities:
     """Facts about one engine on one kind of processor.
 
-    ``caches``: types that the KV cache may have, and the oldest engine that knows each.
+    ``caches``: types that the KV cache may have, and the oldest engine that knows each; the first one is the default,
+    but where activations may have several types it is theirs.
+    ``computes``: types of activations, the first one the default.
+    ``phases``: how the two phases may share graphs, the first one the default for integers.
+    ``activations``: how activations may be quantized, the first one the default.
     ``multi_row_prefill``: attention takes more than one new token in several rows at once.
     ``w8a8_features``: CPU features without which the engine's uint8 x int8 product saturates, by machine.
     """
@@ -23,6 +27,38 @@ class Capabilities:
     caches: dict[str, str]
     multi_row_prefill: bool
     w8a8_features: dict[str, tuple[str, ...]]
+    computes: tuple[str, ...] = ("float32",)
+    phases: tuple[str, ...] = ("split", "shared")
+    activations: tuple[str, ...] = ("per-token", "static")
+    asymmetric: bool = True
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether bundles for it run on a GPU."""
+        return self.name != "cpu"
+
+    @property
+    def makes_engine(self) -> bool:
+        """Whether the graph is compiled into an engine file."""
+        return self.phases == ("single",)
+
+
+def _tensorrt(name: str, minimum: str, opset: int, precisions: tuple[str, ...]) -> Capabilities:
+    return Capabilities(
+        name=name,
+        engine=name,
+        engine_minimum=minimum,
+        opset=opset,
+        ir_version=11,
+        precisions=precisions,
+        caches=dict.fromkeys(("float16", "bfloat16", "float32"), minimum),
+        multi_row_prefill=False,  # the prefill profile has one row: activations of several would only take memory
+        w8a8_features={},
+        computes=("float16", "bfloat16", "float32"),
+        phases=("single",),
+        activations=("none", "static"),
+        asymmetric=False,
+    )
 
 
 TARGETS = {
@@ -39,6 +75,22 @@ TARGETS = {
         # vpmaddubsw saturates at 16 bits; vpdpbusd accumulates in 32. Arm's dot products accumulate in 32 bits always.
         w8a8_features={"x86_64": ("vnni",), "aarch64": ()},
     ),
+    "cuda": Capabilities(
+        name="cuda",
+        engine="onnxruntime-cuda",
+        engine_minimum="1.28",
+        opset=21,
+        ir_version=10,
+        precisions=("fp16", "int8", "int4", "fp32"),
+        caches={"float16": "1.28", "float32": "1.28"},
+        multi_row_prefill=False,
+        w8a8_features={},
+        computes=("float16", "float32"),
+        phases=("shared",),
+        activations=("none",),
+    ),
+    "tensorrt": _tensorrt("tensorrt", "10.3", 24, ("fp16", "bf16", "int8", "int4", "fp8", "fp32")),
+    "tensorrt-rtx": _tensorrt("tensorrt-rtx", "1.0", 24, ("fp16", "bf16", "int8", "int4", "fp8", "fp32")),
 }
 
 

@@ -25,7 +25,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.results import GenerationResult
 from llmc.runtime.runner import Runner
 from llmc.runtime.sampling import SamplingParams
-from llmc.runtime.sessions import open_session
+from llmc.runtime.sessions import emulated, open_session
 from llmc.runtime.speculation import Drafter, ModelDrafter, PromptLookup
 from llmc.runtime.tokenizer import Tokenizer
 
@@ -40,6 +40,7 @@ def load(
     prefill_chunk: int | None = None,
     self_test: bool | None = None,
     memory: int | None = None,
+    emulate: bool = False,
     **options: Any,
 ) -> "Model":
     """Load a bundle.
@@ -54,16 +55,18 @@ def load(
             bundle with this engine, as far as the cache remembers.
         memory: bytes that this process may take, in which the whole of ``max_context`` must fit; default: what is
             available, and the cache is held against it as it grows.
+        emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
         options: fields of :class:`llmc.runtime.options.EngineOptions`.
 
     Raises:
+        GpuError: GPU, driver or engine library are missing, unsupported or fail.
         BundleError: the folder is no whole bundle, or not for this machine or version, or fails the self-test.
         MissingExtraError: the engine is not installed.
         ResourceError: memory does not suffice.
         UsageError: an argument is out of range.
     """
     folder = Path(bundle)
-    manifest = read_bundle(folder)
+    manifest = emulated(read_bundle(folder)) if emulate else read_bundle(folder)
     limits = manifest.limits
     context = _in_range("max_context", max_context, limits.max_context, limits.max_context)
     chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)

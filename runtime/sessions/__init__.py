@@ -1,15 +1,23 @@
 """The seam to the engines: one module per engine, imported when a bundle asks for it."""
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
-from llmc.bundle import Manifest
+from llmc.bundle import Manifest, Target
 from llmc.errors import BundleError
 from llmc.runtime.sessions.base import Batch, Phase, Session
 
-__all__ = ["Batch", "Phase", "Session", "open_session"]
+__all__ = ["Batch", "Phase", "Session", "emulated", "open_session"]
 
-ENGINES = {"onnxruntime": "llmc.runtime.sessions.onnxruntime:OnnxRuntimeSession"}
+ENGINES = {
+    "onnxruntime": "llmc.runtime.sessions.onnxruntime:OnnxRuntimeSession",
+    "onnxruntime-cuda": "llmc.runtime.sessions.cuda:CudaSession",
+    "tensorrt": "llmc.runtime.sessions.tensorrt:TensorRTSession",
+    "tensorrt-rtx": "llmc.runtime.sessions.tensorrt:TensorRTSession",
+}
+# The oldest ONNX Runtime whose Attention and TensorScatter mean what the standard says.
+EMULATOR = "1.28"
 
 
 def open_session(folder: Path, manifest: Manifest, threads: int) -> Session:
@@ -18,6 +26,7 @@ def open_session(folder: Path, manifest: Manifest, threads: int) -> Session:
     Raises:
         BundleError: this llmc has no such engine, or the engine refuses the graphs.
         MissingExtraError: the engine's library is not installed.
+        GpuError: GPU, driver or engine library are missing or unsupported.
     """
     name = manifest.target.engine
     if name not in ENGINES:
@@ -25,3 +34,18 @@ def open_session(folder: Path, manifest: Manifest, threads: int) -> Session:
     module, _, attribute = ENGINES[name].partition(":")
     session: Session = getattr(importlib.import_module(module), attribute)(folder, manifest, threads)
     return session
+
+
+def emulated(manifest: Manifest) -> Manifest:
+    """The manifest of a GPU's bundle as if it were for the CPU, so that its graph is run there: slow, to check it."""
+    if manifest.device is None:
+        return manifest
+    # Weights are expanded to float32 at every use; the cache lies in this process.
+    memory = replace(
+        manifest.memory,
+        weights=4 * manifest.source.parameters,
+        workspace=manifest.device.workspace,
+        cache_per_token=manifest.device.cache_per_token,
+    )
+    target = Target(manifest.target.name, "onnxruntime", manifest.target.engine_version, EMULATOR)
+    return replace(manifest, target=target, memory=memory, device=None)

@@ -26,6 +26,8 @@ class Batch:
         input_ids: int64 [B, S], right-padded.
         past_lengths: int64 [B], valid positions in the cache before this call.
         logit_indices: int64 [B, O], which of the S new positions get logits; O may be 0.
+        candidates: how many of the largest logits of each output the caller needs, 0 for all of them. A session may
+            then leave all others at -inf; :meth:`Session.full_logits` has them still.
     """
 
     phase: Phase
@@ -33,6 +35,7 @@ class Batch:
     past_lengths: NDArray[np.int64]
     logit_indices: NDArray[np.int64]
     first_row: int = 0
+    candidates: int = 0
 
 
 class Session(Protocol):
@@ -82,6 +85,9 @@ class Session(Protocol):
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab]; the next call may reuse the array, so copy what must outlive it."""
+
+    def full_logits(self) -> NDArray[np.float32]:
+        """All logits of the last call, float32 [B, O, vocab], also of one that asked for candidates."""
 
     def close(self) -> None:
         """Free the engine and the cache."""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import BundleError, LlmcError, RequestError, ResourceError, UsageError, require
+from llmc.errors import BundleError, GpuError, LlmcError, RequestError, ResourceError, UsageError, require
 from llmc.runtime import cache, compiled
 from llmc.runtime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
 from llmc.runtime.machine import cpu_features
@@ -45,18 +45,20 @@ class OnnxRuntimeSession:
         self._runtime = import_onnxruntime(manifest.target.engine_minimum)
         self._geometry = manifest.geometry
         self._limits = manifest.limits
-        self._cache_type = np.dtype(manifest.cache)
+        self._cache_type = cache_type(manifest)
         self._multi_row_prefill = all(graph.multi_row_prefill for graph in manifest.graphs.values())
         names = usable_graphs(manifest)
         self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
         files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs = {phase: files[name] for phase, name in names.items()}
+        self._takes_slots = any(value.name == "cache_slots" for value in self._graphs[Phase.DECODE].get_inputs())
         self._cache: list[NDArray[Any]] = []
         self._bound: OrderedDict[Any, _Binding] = OrderedDict()
         self._long: tuple[Any, _Binding] | None = None
         self._outputs: list[NDArray[np.float32]] = []
         self._written: list[int] = []  # of each row, the positions up to the last that was ever written
         self._capacity = 0
+        self._logits = np.empty((0, 0, manifest.geometry.vocab_size), np.float32)
         self._hidden = np.empty((0, 0, manifest.geometry.hidden_size), np.float32)
 
     @property
@@ -198,13 +200,17 @@ class OnnxRuntimeSession:
             binding.session.run_with_iobinding(binding.io)
         for row, end in enumerate(ends, batch.first_row):
             self._written[row] = max(self._written[row], end)
-        self._hidden = binding.hidden
-        return binding.logits
+        self._logits, self._hidden = binding.logits, binding.hidden
+        return self._logits
+
+    def full_logits(self) -> NDArray[np.float32]:
+        """All logits of the last call: this engine never leaves any out."""
+        return self._logits
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        parts = [(self.run(row).copy(), self._hidden.copy()) for row in _row_by_row(batch)]
-        logits, self._hidden = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        return logits
+        parts = [(self.run(row).copy(), self._hidden.copy()) for row in row_by_row(batch)]
+        self._logits, self._hidden = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return self._logits
 
     def close(self) -> None:
         """Free the graphs and the cache."""
@@ -230,6 +236,8 @@ class OnnxRuntimeSession:
         if not kept:
             self._long = None  # its outputs go before new ones come
         binding = _Binding(self._graphs[batch.phase], batch, caches, *self._outputs_for(batch, shared=kept))
+        if self._takes_slots:
+            binding.bind_slots(self._capacity)
         if not kept:
             self._long = (shape, binding)
             return binding
@@ -246,6 +254,17 @@ class OnnxRuntimeSession:
         most = max(SHARED_OUTPUTS, self.rows)
         self._outputs = self._outputs or [np.empty((most, width), np.float32) for width in widths]
         return [memory[: shape[0] * shape[1]].reshape(*shape, memory.shape[1]) for memory in self._outputs]
+
+
+def cache_type(manifest: Manifest) -> np.dtype[Any]:
+    """The type of cached keys and values.
+
+    Raises:
+        GpuError: they are bfloat16, for which numpy and ONNX Runtime's CPU kernels have nothing.
+    """
+    if manifest.cache == "bfloat16":
+        raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
+    return np.dtype(manifest.cache)
 
 
 def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -289,6 +308,11 @@ class _Binding:
             self._bind(self.io.bind_input, f"past_key_values.{layer}.{part}", tensor)
             self._bind(self.io.bind_output, f"present.{layer}.{part}", tensor)
 
+    def bind_slots(self, capacity: int) -> None:
+        """A graph that was made for TensorRT asks which positions of the cache it may look at: all."""
+        self.slots = np.arange(capacity)
+        self._bind(self.io.bind_input, "cache_slots", self.slots)
+
     @staticmethod
     def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
         bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
@@ -309,7 +333,9 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
             log.warning("%s; using the plain graphs, which load slower", error)
             if place.entry is not None:
                 cache.remove(place.entry)
-    return _opened(runtime, {name: folder / name for name in names}, threads, optimised=False)
+    # A graph that was made for another engine is run as written: fusions would compute something else than it says.
+    as_written = manifest.recipe.phases == "single"
+    return _opened(runtime, {name: folder / name for name in names}, threads, optimised=as_written)
 
 
 def _opened(runtime: Any, paths: dict[str, Path], threads: int, *, optimised: bool) -> dict[str, Any]:
@@ -326,7 +352,8 @@ def _opened(runtime: Any, paths: dict[str, Path], threads: int, *, optimised: bo
         return dict(zip(paths, pool.map(opened, paths.values()), strict=True))
 
 
-def _row_by_row(batch: Batch) -> Iterator[Batch]:
+def row_by_row(batch: Batch) -> Iterator[Batch]:
+    """A call of each row alone."""
     for r in range(len(batch.input_ids)):
         row = slice(r, r + 1)
         yield Batch(
