@@ -53,6 +53,7 @@ activations = "static"
 smoothing = 0.5
 sparsity = "wanda"
 cache = "int8-channel"
+compute = "float32"
 compiled = false
 max_context = 9
 max_batch = 2
@@ -78,7 +79,7 @@ decode_top1_agreement = 0.99
     assert request.budget == Budget(0.1, 0.9, 1.0)
     assert request.expected == Expected(0.01, 0.0, 0.99)
     assert replace(request, layers=None, budget=None, expected=None) == Request(
-        "all keys", "int4", "awq+gptq", 64, False, "int8", "split", "static", 0.5, "wanda", "int8-channel", None, False,
+        "all keys", "int4", "awq+gptq", 64, False, "int8", "split", "static", 0.5, "wanda", "int8-channel", "float32", None, False,
         9, 2, 5,
     )  # fmt: skip
 
