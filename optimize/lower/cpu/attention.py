@@ -1,5 +1,7 @@
 """Attention for ONNX Runtime on CPUs: packed projections into GroupQueryAttention over shared buffers."""
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 
@@ -20,6 +22,12 @@ from llmc.optimize.rewrite import (
 )
 
 QUANTIZED_CACHES = {"int8": "PER_TENSOR", "int8-channel": "PER_CHANNEL"}
+# What the cache's values are declared as, where it is not as the portable graph has them.
+CACHE_TYPES = {"float16": ir.DataType.FLOAT16, **dict.fromkeys(QUANTIZED_CACHES, ir.DataType.INT8)}
+
+# Makes ``seqlens_k`` int32 [B] (total length - 1 of each row) and ``total_sequence_length`` int32 [] or [1], in front
+# of a node.
+Positions = Callable[[ir.Graph, ir.Node], list[ir.Value]]
 
 
 def pack_projections(graph: ir.Graph, plan: Plan) -> int:
@@ -65,10 +73,15 @@ def _linear_before(value: ir.Value | None) -> Linear:
 
 def lower_attention(graph: ir.Graph, plan: Plan) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over the shared buffers, rotary tables as constants."""
+    return group_query_attention(graph, plan, _positions)
+
+
+def group_query_attention(graph: ir.Graph, plan: Plan, make_positions: Positions) -> int:
+    """llmc::CachedAttention -> GroupQueryAttention; ``make_positions`` is called once, for all layers."""
     positions: list[ir.Value] = []
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     for layer, node in enumerate(attentions):
-        positions = positions or _positions(graph, node)
+        positions = positions or make_positions(graph, node)
         query, key, value, past_key, past_value, _past_lengths, inv_freq = node.inputs
         packed = _split_source(query, key, value)
         window = node.attributes["window"].as_int()
@@ -78,7 +91,7 @@ def lower_attention(graph: ir.Graph, plan: Plan) -> int:
             "GroupQueryAttention",
             [
                 *((packed, None, None) if packed else (query, key, value)),
-                *(past_key, past_value, *positions, *_rotary_tables(graph, inv_freq, plan), *scales),
+                *(past_key, past_value, *positions, *rotary_tables(graph, inv_freq, plan), *scales),
             ],
             3,
             MICROSOFT,
@@ -111,12 +124,13 @@ def _positions(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
     return [emit("Sub", totals, scalar(graph, 1, np.int32)), longest]
 
 
-def _rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, plan: Plan) -> tuple[ir.Value, ir.Value]:
-    """Cosine and sine float32 [max_context, head_dim / 2] for the planned context, shared by all graphs."""
+def rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, plan: Plan) -> tuple[ir.Value, ir.Value]:
+    """Cosine and sine [max_context, head_dim / 2] for the planned context, shared by all graphs."""
     assert inv_freq is not None and inv_freq.const_value is not None
     frequencies = inv_freq.const_value.numpy().astype(np.float32)
     angles = np.arange(plan.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
-    tables = plan.weights.add(("rotary_emb.cos", "rotary_emb.sin"), lambda: (np.cos(angles), np.sin(angles)))
+    names = ("rotary_emb.cos", "rotary_emb.sin")
+    tables = plan.weights.add(names, lambda: [table(angles).astype(plan.compute) for table in (np.cos, np.sin)])
     cos, sin = (initializer(graph, table) for table in tables)
     return cos, sin
 
@@ -135,9 +149,9 @@ def _cache_scales(graph: ir.Graph, layer: int, plan: Plan) -> tuple[list[ir.Valu
 
 def type_cache(graph: ir.Graph, plan: Plan) -> int:
     """Declare the cache's inputs and outputs in the type that they are kept in."""
-    if plan.cache not in QUANTIZED_CACHES:
+    if plan.cache not in CACHE_TYPES:
         return 0
     values = [v for v in (*graph.inputs, *graph.outputs) if (v.name or "").startswith(("past_key_values.", "present."))]
     for value in values:
-        value.type = ir.TensorType(ir.DataType.INT8)
+        value.type = ir.TensorType(CACHE_TYPES[plan.cache])
     return len(values)

@@ -4,7 +4,7 @@ import math
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.cpu.linears import blocked, float16_weight
+from llmc.optimize.lower.cpu.linears import blocked, converted, float16_weight, float32_weight, float_type
 from llmc.optimize.lower.plan import Float16, Plan, WeightOnly
 from llmc.optimize.lower.raising import stored
 from llmc.optimize.quantize.grid import Grid
@@ -22,24 +22,19 @@ def lower_embedding(graph: ir.Graph, plan: Plan) -> int:
             case WeightOnly(grid):
                 rows = _blocked_rows(Emitter(gather), (table,), grid, plan)
             case Float16():
-                rows = _float16_rows(Emitter(gather), table, plan)
+                rows = _float_rows(Emitter(gather), float16_weight(table.name or "", (table,), plan), plan)
             case _:
-                rows = _float32_rows(Emitter(gather), table, plan)
+                rows = _float_rows(Emitter(gather), float32_weight(table.name or "", (table,), plan), plan)
         cast = sole_consumer(gather.outputs[0])
         replace(gather if cast is None or cast.op_type != "Cast" else cast, rows)
         count += 1
     return count
 
 
-def _float32_rows(emit: Emitter, table: ir.ExternalTensor, plan: Plan) -> ir.Value:
-    (weight,) = plan.weights.add([f"{table.name}.float32"], lambda: [plan.calibrated.matrix((table,))])
-    return emit("Gather", initializer(emit.graph, weight), emit.anchor.inputs[1], axis=0)
-
-
-def _float16_rows(emit: Emitter, table: ir.ExternalTensor, plan: Plan) -> ir.Value:
-    assert table.name is not None
-    weight = initializer(emit.graph, float16_weight(table.name, (table,), plan))
-    return emit("Cast", emit("Gather", weight, emit.anchor.inputs[1], axis=0), to=ir.DataType.FLOAT)
+def _float_rows(emit: Emitter, table: ir.ExternalTensor, plan: Plan) -> ir.Value:
+    """Rows [B, S, H] of a matrix, converted after they were read."""
+    rows = emit("Gather", initializer(emit.graph, table), emit.anchor.inputs[1], axis=0)
+    return converted(emit, rows, table.dtype, float_type(plan.compute))
 
 
 def _blocked_rows(emit: Emitter, table: tuple[ir.ExternalTensor], grid: Grid, plan: Plan) -> ir.Value:

@@ -44,9 +44,9 @@ def lower_linears(graph: ir.Graph, plan: Plan) -> int:
         linear = Linear.of(node)
         match plan.forms.of(linear.module):
             case Float32():
-                output = _float32_linear(linear, plan)
+                output = float_linear(linear, float32_weight(linear.tensor, linear.weights, plan), plan)
             case Float16():
-                output = _float16_linear(linear, plan)
+                output = float_linear(linear, float16_weight(linear.tensor, linear.weights, plan), plan)
             case WeightOnly(grid):
                 output = _blocked_linear(linear, grid, plan)
             case PerToken(grid):
@@ -60,20 +60,29 @@ def lower_linears(graph: ir.Graph, plan: Plan) -> int:
     return count
 
 
-def _float32_linear(linear: Linear, plan: Plan) -> ir.Value:
+def float_linear(linear: Linear, stored: ir.ExternalTensor, plan: Plan) -> ir.Value:
+    """A product in float32, or in float16 where weights and activations both are.
+
+    Of float16 weights in a float32 graph the engine makes float32 when it loads them: half the file, no less memory.
+    """
     emit = Emitter(linear.node)
-    (weight,) = plan.weights.add([f"{linear.tensor}.float32"], lambda: [plan.calibrated.matrix(linear.weights)])
-    output = emit("FusedMatMul", linear.node.inputs[0], initializer(emit.graph, weight), domain=MICROSOFT, transB=1)
-    return _with_bias(emit, output, linear, plan)
+    x, activations = linear.node.inputs[0], float_type(plan.compute)
+    assert x is not None
+    arithmetic = stored.dtype if stored.dtype == activations else ir.DataType.FLOAT
+    weight = converted(emit, initializer(emit.graph, stored), stored.dtype, arithmetic)
+    x = converted(emit, x, activations, arithmetic)
+    output = with_bias(emit, emit("FusedMatMul", x, weight, domain=MICROSOFT, transB=1), linear, plan, arithmetic)
+    return converted(emit, output, arithmetic, activations)
 
 
-def _float16_linear(linear: Linear, plan: Plan) -> ir.Value:
-    """The engine turns the weights into float32 when it loads them: half the file, the memory of float32."""
-    emit = Emitter(linear.node)
-    weight = float16_weight(linear.tensor, linear.weights, plan)
-    wide = emit("Cast", initializer(emit.graph, weight), to=ir.DataType.FLOAT)
-    output = emit("FusedMatMul", linear.node.inputs[0], wide, domain=MICROSOFT, transB=1)
-    return _with_bias(emit, output, linear, plan)
+def float_type(name: str) -> ir.DataType:
+    """The type that recipes call ``name``: float32, float16 or bfloat16."""
+    return ir.DataType.FLOAT if name == "float32" else ir.DataType[name.upper()]
+
+
+def converted(emit: Emitter, value: ir.Value, before: ir.DataType, after: ir.DataType) -> ir.Value:
+    """``value`` as the type ``after``; it is ``before`` now."""
+    return value if before == after else emit("Cast", value, to=after)
 
 
 def _blocked_linear(linear: Linear, grid: Grid, plan: Plan) -> ir.Value:
@@ -105,7 +114,7 @@ def _per_token_linear(linear: Linear, grid: Grid, plan: Plan, activations: dict[
     tokens, token_scales = activations[x]
     emit = Emitter(linear.node)
     product = _integer_product(emit, linear, grid, plan, tokens, scalar(emit.graph, 1.0, np.float32))
-    output = _with_bias(emit, emit("Mul", product, token_scales), linear, plan)
+    output = with_bias(emit, emit("Mul", product, token_scales), linear, plan)
     return emit("Reshape", output, _rows_shape(emit))
 
 
@@ -119,7 +128,7 @@ def _static_linear(linear: Linear, grid: Grid, plan: Plan, activations: dict[ir.
         flat = emit("Reshape", x, vector(emit.graph, [-1, linear.inputs]))
         activations[x] = emit("QuantizeLinear", flat, scale, scalar(emit.graph, MIDDLE, np.uint8)), scale
     tokens, scale = activations[x]
-    output = _with_bias(emit, _integer_product(emit, linear, grid, plan, tokens, scale), linear, plan)
+    output = with_bias(emit, _integer_product(emit, linear, grid, plan, tokens, scale), linear, plan)
     return emit("Reshape", output, _rows_shape(emit))
 
 
@@ -201,12 +210,16 @@ def _once(graph: ir.Graph, key: str, make: Callable[[], ir.Value]) -> ir.Value:
     return value
 
 
-def _with_bias(emit: Emitter, output: ir.Value, linear: Linear, plan: Plan) -> ir.Value:
-    return emit("Add", output, _bias(emit.graph, linear, plan)) if linear.biases else output
+def with_bias(
+    emit: Emitter, output: ir.Value, linear: Linear, plan: Plan, dtype: ir.DataType = ir.DataType.FLOAT
+) -> ir.Value:
+    """``output`` and the linear's bias, if it has one, added in the type ``dtype``."""
+    return emit("Add", output, _bias(emit.graph, linear, plan, dtype)) if linear.biases else output
 
 
-def _bias(graph: ir.Graph, linear: Linear, plan: Plan) -> ir.Value:
-    return constant(graph, f"{linear.name}.bias.float32", plan.calibrated.matrix(linear.biases))
+def _bias(graph: ir.Graph, linear: Linear, plan: Plan, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+    kind = dtype.numpy()
+    return constant(graph, f"{linear.name}.bias.{kind.name}", plan.calibrated.matrix(linear.biases).astype(kind))
 
 
 # ------------------------------------------------------------------------------------------------ weights
@@ -215,11 +228,13 @@ def _bias(graph: ir.Graph, linear: Linear, plan: Plan) -> ir.Value:
 def blocked(weights: tuple[ir.ExternalTensor, ...], grid: Grid, plan: Plan) -> list[ir.ExternalTensor]:
     """Packed weights uint8 [N, groups, bytes], scales [N, groups] and, on an asymmetric grid, packed zero points."""
     name = f"{'+'.join(weight.name or '' for weight in weights)}.{grid_name(grid)}"
-    names = [name, f"{name}.scales", *([] if grid.symmetric else [f"{name}.zeros"])]
+    scales = f"{name}.scales" if plan.compute == "float32" else f"{name}.scales.{plan.compute}"
+    names = [name, scales, *([] if grid.symmetric else [f"{name}.zeros"])]
 
     def make() -> list[NDArray[np.generic]]:
         quantized = plan.calibrated.quantized(weights, grid)
-        arrays: list[NDArray[np.generic]] = [pack_blocks(quantized.values, grid), quantized.scales]
+        scales = quantized.scales.astype(plan.compute, copy=False)
+        arrays: list[NDArray[np.generic]] = [pack_blocks(quantized.values, grid), scales]
         if quantized.zero_points is not None:
             arrays.append(pack_zero_points(quantized.zero_points, grid))
         return arrays
@@ -231,6 +246,12 @@ def by_column(linear: Linear, grid: Grid, plan: Plan) -> tuple[NDArray[np.int8],
     """Weights int8 [K, N] with scales float32 [N], as integer matrix products want them."""
     quantized = plan.calibrated.quantized(linear.weights, grid)
     return quantized.values.T, quantized.scales[:, 0]
+
+
+def float32_weight(name: str, weights: tuple[ir.ExternalTensor, ...], plan: Plan) -> ir.ExternalTensor:
+    """Stacked matrices as float32 [N, K]."""
+    (weight,) = plan.weights.add([f"{name}.float32"], lambda: [plan.calibrated.matrix(weights)])
+    return weight
 
 
 def float16_weight(name: str, weights: tuple[ir.ExternalTensor, ...], plan: Plan) -> ir.ExternalTensor:

@@ -12,7 +12,7 @@ def lower_norms(graph: ir.Graph, plan: Plan) -> int:
     count = 0
     for norm in nodes_of(graph, "RMSNormalization"):
         tensor = stored(norm.inputs[1])
-        weight = constant(graph, f"{tensor.name}.float32", plan.calibrated.rows(tensor))
+        weight = constant(graph, f"{tensor.name}.{plan.compute}", plan.calibrated.rows(tensor).astype(plan.compute))
         epsilon = norm.attributes["epsilon"].as_float()
         emit = Emitter(norm, main="SimplifiedLayerNormalization")
         replace(norm, emit("SimplifiedLayerNormalization", norm.inputs[0], weight, axis=-1, epsilon=epsilon))
