@@ -61,6 +61,11 @@ class Session(Protocol):
     def hidden(self) -> NDArray[np.float32] | None:
         """What the head read in the last call, float32 [B, O, hidden], reused as logits are; None if unknown."""
 
+    @property
+    def device_memory(self) -> int | None:
+        """Bytes of the GPU's memory that this session may take in all, with what it holds already; None where the
+        cache lies in the process. On an integrated GPU they are bytes of the machine's own memory."""
+
     def reserve(self, rows: int, capacity: int) -> None:
         """Grow the cache to at least ``rows`` rows of ``capacity`` positions; what it holds is kept."""
 

@@ -81,6 +81,11 @@ class OnnxRuntimeSession:
         """What the head read in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
         return self._hidden
 
+    @property
+    def device_memory(self) -> None:
+        """None: the cache lies in the process."""
+        return None
+
     def reserve(self, rows: int, capacity: int) -> None:
         """Grow the cache to at least ``rows`` x ``capacity``; contents are kept, bindings are made anew.
 

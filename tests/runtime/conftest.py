@@ -122,6 +122,7 @@ class Remembering:
 
     engine_version = "0"
     substitutes = False
+    device_memory: int | None = None
 
     def __init__(self) -> None:
         self.cache = np.full((0, 0), EMPTY, np.int64)
