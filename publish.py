@@ -12,7 +12,7 @@ from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, FileEntry, sha256_file
 from llmc.errors import ResourceError, UsageError
 
 # What a folder of llmc's may hold; anything else in it is somebody's own.
-OUR_SUFFIXES = (".json", ".onnx", ".bin", ".safetensors", ".jinja")
+OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".jinja")
 
 
 def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:

@@ -17,11 +17,11 @@ from llmc.cli.options import (
     EXISTING_FILE,
     EXISTING_FOLDER,
     NEW_FILE,
+    NEW_FOLDER,
     debug_option,
     force_option,
     json_option,
     memory_option,
-    output_option,
 )
 from llmc.errors import UsageError, require
 from llmc.publish import refuse_to_overwrite
@@ -31,19 +31,22 @@ if TYPE_CHECKING:
     from llmc.optimize.build import BuildReport
     from llmc.optimize.calibration import CalibrationRequest
 
-PRECISIONS = ("fp32", "fp16", "int8", "int4")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
+ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_compatible", "stripped", "deferred")
 
 
 @click.command("build")
 @click.argument("source", type=EXISTING_FOLDER)
-@output_option
-@click.option("--target", default="cpu", help="What the bundle will run on.")
+@click.option("-o", "--output", type=NEW_FOLDER, help="Folder to write; with --rebuild by default SOURCE itself.")
+@click.option("--target", default="cpu", help="What it will run on: cpu, cuda, tensorrt, tensorrt-rtx.  [default: cpu]")
 @click.option("--fp32", is_flag=True, help="Keep the weights in full precision.")
-@click.option("--fp16", is_flag=True, help="Store the weights in 16 bits, compute in full precision.")
+@click.option("--fp16", is_flag=True, help="Weights in 16 bits; CPUs compute in full precision, GPUs in 16 bits.")
+@click.option("--bf16", is_flag=True, help="Weights and arithmetic in bfloat16, for TensorRT.")
 @click.option("--int8", is_flag=True, help="8-bit weights.  [default]")
 @click.option("--int4", is_flag=True, help="4-bit weights.")
-@click.option("--max-context", type=int, help="Longest sequence in tokens.  [default: the model's, at most 32768]")
-@click.option("--max-batch", type=int, help="Sequences at a time.  [default: 1]")
+@click.option("--fp8", is_flag=True, help="Weights in float8 (e4m3), for TensorRT on GPUs from Ada and Hopper on.")
+@click.option("--max-context", type=int, help="Longest sequence.  [default: the model's, at most 32768; TensorRT 4096]")
+@click.option("--max-batch", type=int, help="Sequences at a time.  [default: 8]")
 @click.option("--recipe", help="TOML file that says how weights are compiled, or the name of one that comes with llmc.")
 @click.option("--calibration", type=EXISTING_FILE, help="Text, or JSONL of chats, that decides roundings.")
 @click.option("--samples", type=int, help="Windows of the calibration text.  [default: 64]")
@@ -54,26 +57,47 @@ PRECISIONS = ("fp32", "fp16", "int8", "int4")
 @click.option("--max-perplexity-increase", type=float, help="Fail if perplexity grows by more, 0.02 for 2 %.")
 @click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
 @click.option("--plot", type=NEW_FILE, help="With --auto: draw speed against quality into this PNG file.")
+@click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
+@click.option("--form", help="TensorRT: native, lengths (unproven) or primitives.  [default: what the library knows]")
+@click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
+@click.option("--hardware-compatibility", help="TensorRT: none, ampere_plus, same_compute_capability.  [default: none]")
+@click.option("--version-compatible", is_flag=True, default=None, help="TensorRT: newer libraries may run the engine.")
+@click.option("--stripped", is_flag=True, default=None, help="TensorRT: leave weights out of the engine file.")
+@click.option("--deferred", is_flag=True, default=None, help="TensorRT: no engine yet; --rebuild makes it there.")
 @memory_option
 @click.option("--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the graph after each pass here.")
 @force_option
 @json_option
 @debug_option
 def build_command(
-    source: Path, output: Path, search: bool, plot: Path | None, force: bool, as_json: bool, **choices: Any
+    source: Path,
+    output: Path | None,
+    search: bool,
+    plot: Path | None,
+    rebuild: bool,
+    force: bool,
+    as_json: bool,
+    **choices: Any,
 ) -> None:
     """Build a bundle from SOURCE, an export or a Hugging Face checkpoint, and verify it.
 
     A checkpoint is exported on the way.
     """
-    require("onnx_ir", "export")
+    require("onnx_ir", "build")
+    if rebuild:
+        rebuild_bundle(source, output, force, as_json)
+        return
+    if output is None:
+        raise click.UsageError("Missing option '-o' / '--output'.")
     from llmc.bundle import Budget
     from llmc.optimize.auto import AutoReport, automatic
     from llmc.optimize.build import build
+    from llmc.optimize.engine_request import EngineRequest
     from llmc.optimize.plots import pareto
 
     limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
     precision = chosen_precision(tuple(choices.pop(name) for name in PRECISIONS))
+    engine = EngineRequest(**{name: choices.pop(name) for name in ENGINE})
     calibration = calibration_request(choices.pop("calibration"), choices.pop("samples"), choices.pop("length"))
     if plot is not None and not search:
         raise click.UsageError("--plot is for --auto, which tries several recipes; llmc eval --plot draws one bundle")
@@ -86,6 +110,7 @@ def build_command(
             "budget": Budget(**limits),
             "recipe": find_recipe(choices["recipe"]),
             "calibration": calibration,
+            "engine": engine,
             "force": force,
             "progress": progress,
         }
@@ -96,6 +121,18 @@ def build_command(
         show.print_json(report)
     elif isinstance(report, AutoReport):
         print_trials(report)
+    else:
+        print_report(report)
+
+
+def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool) -> None:
+    """Compile a bundle's engine for this machine, in its place or into ``output``."""
+    from llmc.optimize.rebuild import rebuild
+
+    with show.progress() as progress:
+        report = rebuild(source, output or source, force=force or output is None, progress=progress)
+    if as_json:
+        show.print_json(report)
     else:
         print_report(report)
 

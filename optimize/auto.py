@@ -18,6 +18,7 @@ from llmc.bundle import Budget, Manifest, Recipe, decode, read_bundle, verify_fi
 from llmc.errors import BuildError, BundleError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.calibration import CalibrationRequest
+from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
@@ -120,6 +121,7 @@ def automatic(
     budget: Budget | None = None,
     recipe: Path | None = None,
     calibration: CalibrationRequest | None = None,
+    engine: EngineRequest | None = None,
     text: Path | None = None,
     memory: int | None = None,
     dump: Path | None = None,
@@ -135,6 +137,10 @@ def automatic(
         UsageError: no budget is given.
         BuildError: no candidate fits; the message names the nearest.
     """
+    if capabilities(target).has_gpu or engine not in (None, EngineRequest()):
+        raise UsageError(
+            f"--auto measures candidates on the CPU, the target is {target}; leave it out, and --target cpu"
+        )
     asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget)
     asked = asked.over(read_recipe(recipe)) if recipe is not None else asked
     limits = asked.budget or Budget()

@@ -1,5 +1,6 @@
 """Export -> bundle: calibrate, lower, quantize, write, run, judge, publish."""
 
+import logging
 import platform
 import shutil
 import time
@@ -7,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -18,6 +20,7 @@ from llmc.bundle import (
     TOKENIZER_FILES,
     Budget,
     Compiled,
+    EnginePlan,
     ExportManifest,
     Graph,
     Limits,
@@ -27,10 +30,12 @@ from llmc.bundle import (
     read_export,
     write_manifest,
 )
-from llmc.errors import UsageError
+from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrated import Calibrated
 from llmc.optimize.calibration import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
+from llmc.optimize.device_plan import device_plan, host_plan
+from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.evaluate import evaluate, read_windows
 from llmc.optimize.gate import advise, check
 from llmc.optimize.golden import golden_prompts
@@ -43,11 +48,19 @@ from llmc.optimize.rewrite import read_decoder
 from llmc.optimize.targets import Capabilities, capabilities
 from llmc.optimize.weights import WeightFile
 from llmc.publish import file_entries, staged
-from llmc.runtime import cache, load
+from llmc.runtime import Model, cache, load
 from llmc.runtime.compiled import compile_bundle
 from llmc.runtime.memory import usable_memory
-from llmc.runtime.selftest import LOGIT_TOLERANCE
+from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES
 from llmc.runtime.sessions.onnxruntime import import_onnxruntime
+
+if TYPE_CHECKING:
+    from llmc.optimize.engine import EngineSpec
+
+log = logging.getLogger(__name__)
+
+# Opset and IR version of the primitives form: the newest that TensorRT 10.3 reads.
+PRIMITIVES = (21, 10)
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,19 @@ class _Order:
     compiled: bool
     dump: Path | None
     progress: Progress
+    engine: "EngineSpec | None" = None
+
+    @property
+    def form(self) -> str:
+        """The engine's form; graphs that are no engine's are native."""
+        return self.engine.form if self.engine else "native"
+
+    @property
+    def lowering(self) -> str:
+        """The list of passes."""
+        if self.engine is None:
+            return self.target.name
+        return "tensorrt-primitives" if self.engine.form == "primitives" else "tensorrt"
 
 
 def build(
@@ -91,6 +117,7 @@ def build(
     budget: Budget | None = None,
     recipe: Path | recipes.Request | None = None,
     calibration: CalibrationRequest | None = None,
+    engine: EngineRequest | None = None,
     text: Path | None = None,
     judged: bool = False,
     memory: int | None = None,
@@ -103,13 +130,14 @@ def build(
     Args:
         source: folder written by ``llmc export``.
         output: bundle folder to write; must not exist unless ``force``.
-        target: cpu.
-        precision: fp32, fp16, int8 (default) or int4; overrides the recipe's.
-        max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768.
+        target: cpu (default), cuda, tensorrt or tensorrt-rtx.
+        precision: fp32, fp16, int8 (default) or int4, for GPUs also bf16 and fp8; overrides the recipe's.
+        max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768, for TensorRT 4,096.
         max_batch: requests that may run at once; default 8.
         budget: quality that the bundle must keep; its limits override the recipe's.
         recipe: TOML file or its contents, see :class:`llmc.optimize.recipe.Request`.
         calibration: text and decoder for recipes that look at activations.
+        engine: how a TensorRT engine is compiled; what it leaves open comes from the recipe.
         text: plain text, or chats as JSONL, that quality is judged on; with a budget and without a text, a short one
             of llmc's is.
         judged: judge quality on a text even without a budget.
@@ -122,13 +150,16 @@ def build(
         UsageError: the request is out of range or contradicts itself.
         CheckpointError: weights are truncated, NaN or infinite.
         BuildError: the graph cannot be lowered, or the result is beyond the budget.
-        MissingExtraError: the recipe needs calibration, and torch is not installed.
+        MissingExtraError: the recipe needs calibration, and torch is not installed; or the target's library is not.
+        GpuError: the target's library is too old or broken, or needs a GPU to build.
         ResourceError: the build takes more memory, by its plan.
     """
     start = time.perf_counter()
     export = read_export(Path(source))
     abilities = capabilities(target)
-    asked = recipes.Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget)
+    asked = recipes.Request(
+        precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine
+    )
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
     name = recipe.stem if isinstance(recipe, Path) else "default"
@@ -143,6 +174,10 @@ def build(
         Path(source), export, abilities, chosen, limits, text, judged, asked.compiled is not False, dump, progress
     )
     _check_memory(order, calibration, memory)
+    if abilities.makes_engine:
+        from llmc.optimize.engine import resolve_engine
+
+        order = replace(order, engine=resolve_engine(abilities, limits, asked.engine or EngineRequest()))
     with staged(Path(output), force=force) as folder:
         manifest = _make(order, folder, calibration)
     return BuildReport(Path(output), manifest, time.perf_counter() - start)
@@ -165,9 +200,16 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs = _compile(order, folder, weights)
     _copy_tokenizer(order.source, folder)
-    compiled = _precompile(order, graphs, folder) if order.compiled else None
+    compiled = _precompile(order, graphs, folder) if order.compiled and not order.target.has_gpu else None
+    engine = None
+    if order.engine is not None:
+        from llmc.optimize.engine import compile_engine
+
+        engine = compile_engine(
+            order.engine, folder / graphs["decode"].file, order.export, order.recipe, order.progress
+        )
     order.progress("hashing")
-    manifest = _judge(order, folder, _manifest(order, graphs, compiled, folder))
+    manifest = _judge(order, folder, _manifest(order, graphs, compiled, engine, folder))
     write_manifest(manifest, folder)
     return manifest
 
@@ -190,13 +232,13 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
                 order.recipe.compute,
                 done,
             )
-            lower(model, order.target.name, plan, order.dump)
-            _declare(model, order.target)
-            name = f"{phase if phase != 'shared' else 'decoder'}.onnx"
+            lower(model, order.lowering, plan, order.dump)
+            _declare(model, order)
+            name = f"{phase if phase in ('prefill', 'decode') else 'decoder'}.onnx"
             ir.save(model, folder / name)
             graphs[phase] = _describe(model.graph, name, stored, order.target)
     if len(graphs) == 1:
-        return dict.fromkeys(("prefill", "decode"), graphs["shared"])
+        return dict.fromkeys(("prefill", "decode"), *graphs.values())
     return graphs
 
 
@@ -205,12 +247,16 @@ def _linears(graph: ir.Graph) -> list[str]:
     return [node.name for node in graph if node.op_type == "MatMul" and node.name]
 
 
-def _declare(model: ir.Model, target: Capabilities) -> None:
+def _declare(model: ir.Model, order: _Order) -> None:
     """The lowered graph uses no operator newer than the target's opset, so that older engines load it too."""
     model.functions.clear()
     model.opset_imports.clear()
-    model.opset_imports.update({"": target.opset, "com.microsoft": 1})
-    model.ir_version = target.ir_version
+    if order.form == "primitives":
+        model.opset_imports[""], model.ir_version = PRIMITIVES
+    else:
+        model.opset_imports[""], model.ir_version = order.target.opset, order.target.ir_version
+    if not order.target.makes_engine:
+        model.opset_imports["com.microsoft"] = 1
 
 
 def _describe(graph: ir.Graph, name: str, stored: Forms, target: Capabilities) -> Graph:
@@ -250,10 +296,15 @@ def _precompile(order: _Order, graphs: dict[str, Graph], folder: Path) -> Compil
     return compile_bundle(runtime, folder, [graph.file for graph in graphs.values()])
 
 
-def _manifest(order: _Order, graphs: dict[str, Graph], compiled: Compiled | None, folder: Path) -> Manifest:
+def _manifest(
+    order: _Order, graphs: dict[str, Graph], compiled: Compiled | None, engine: EnginePlan | None, folder: Path
+) -> Manifest:
     """The manifest before the bundle has run: no quality and no self-test."""
     export, target, recipe = order.export, order.target, order.recipe
     minimum = target.caches[recipe.cache]
+    version = order.engine.version if order.engine else import_onnxruntime(minimum).__version__
+    tokenizer = (folder / TOKENIZER_FILE).stat().st_size
+    plan = host_plan(export.geometry, tokenizer) if target.has_gpu else None
     return Manifest(
         schema_version=SCHEMA_VERSION,
         llmc_version=__version__,
@@ -261,17 +312,19 @@ def _manifest(order: _Order, graphs: dict[str, Graph], compiled: Compiled | None
         geometry=export.geometry,
         source=export.source,
         generation=export.generation,
-        target=Target(target.name, target.engine, import_onnxruntime(minimum).__version__, minimum),
+        target=Target(target.name, target.engine, version, minimum),
         recipe=recipe,
         limits=order.limits,
-        memory=memory_plan(export.geometry, order.limits, recipe, (folder / TOKENIZER_FILE).stat().st_size),
+        memory=plan or memory_plan(export.geometry, order.limits, recipe, tokenizer),
         cache=recipe.cache_type(),
         graphs=graphs,
         compiled=compiled,
         quality=None,
         golden=(),
-        golden_tolerance=LOGIT_TOLERANCE,
+        golden_tolerance=LOGIT_TOLERANCES[recipe.compute] if target.has_gpu else LOGIT_TOLERANCE,
         files=file_entries(folder, sorted(path.name for path in folder.iterdir())),
+        engine=engine,
+        device=device_plan(export.geometry, order.limits, recipe, order.form) if target.has_gpu else None,
     )
 
 
@@ -280,9 +333,17 @@ def _judge(order: _Order, folder: Path, manifest: Manifest) -> Manifest:
 
     Raises:
         BuildError: the quality is beyond the recipe's budget.
+        ResourceError: it cannot be run here, yet a budget is to be kept.
     """
     write_manifest(manifest, folder)
-    with load(folder, self_test=False) as model:
+    try:
+        model, verified = _opened(order, folder)
+    except ResourceError as error:
+        if not order.target.has_gpu or order.judged:
+            raise
+        log.warning("%s; the bundle is published without golden prompts: verify it on its GPU", error)
+        return manifest
+    with model:
         golden, quality = golden_prompts(model, order.source, order.progress)
         if order.judged:
             text = read_windows(order.text, model)
@@ -292,6 +353,19 @@ def _judge(order: _Order, folder: Path, manifest: Manifest) -> Manifest:
             seen = partial(advise, folder, manifest, order.source, quality, text.ids, order.progress)
             check(quality, order.recipe.budget, seen)
             cache.prune("reference", KEPT_BYTES)
-        order.progress("comparing calls of different sizes")
-        manifest = measured(model.runner.session, manifest)
-    return replace(manifest, golden=golden, quality=quality)
+        if verified == "device":
+            order.progress("comparing calls of different sizes")
+            manifest = measured(model.runner.session, manifest)
+    engine = manifest.engine and replace(manifest.engine, verified=verified)
+    return replace(manifest, golden=golden, quality=quality, engine=engine)
+
+
+def _opened(order: _Order, folder: Path) -> tuple[Model, str]:
+    """What was built, loaded on the device that it is for, or else its graph on the CPU; and which of them."""
+    if not order.target.has_gpu:
+        return load(folder, self_test=False), "device"
+    try:
+        return load(folder, self_test=False), "device"
+    except (GpuError, MissingExtraError) as error:
+        log.info("%s; judging the graph on the CPU instead", error)
+    return load(folder, self_test=False, emulate=True), "cpu"

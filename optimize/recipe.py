@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError
+from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.targets import Capabilities
 
 if sys.version_info >= (3, 11):
@@ -22,6 +23,8 @@ DEFAULT_BLOCK = 128
 BLOCKS = (32, 64, 128, 256)
 # Positions of a rotary table are the only cost of a long context before it is used.
 DEFAULT_CONTEXT = 32768
+# TensorRT's cache is allocated whole: 32,768 positions of 8 rows would be many gigabytes that nobody asked for.
+ENGINE_CONTEXT = 4096
 # The W8A8 graph takes hardly longer for 8 rows than for one, and unused ones cost nothing.
 DEFAULT_BATCH = 8
 # Attention costs the square of a chunk, and activations of 512 tokens outgrow the caches: 256 is 5 % faster than 512
@@ -75,6 +78,7 @@ class Request:
         max_batch: requests that may run at once; default 8. Rows take memory when they are used.
         prefill_chunk: prompt tokens per call; default 256.
         budget: what quality the bundle must keep, or the build fails.
+        engine: how a TensorRT engine is compiled.
         expected: results on the small model, for tests and readers; not used by builds.
     """
 
@@ -96,13 +100,15 @@ class Request:
     max_batch: int | None = None
     prefill_chunk: int | None = None
     budget: Budget | None = None
+    engine: EngineRequest | None = None
     expected: Expected | None = None
 
     def over(self, other: "Request") -> "Request":
-        """This request with what it leaves open taken from ``other``; a budget is taken limit by limit."""
+        """This request with what it leaves open taken from ``other``; tables are taken key by key."""
         given = _given(self)
-        if self.budget is not None and other.budget is not None:
-            given["budget"] = replace(other.budget, **_given(self.budget))
+        for table in ("budget", "engine"):
+            if table in given and getattr(other, table) is not None:
+                given[table] = replace(getattr(other, table), **_given(given[table]))
         return replace(other, **given)
 
 
@@ -173,7 +179,10 @@ def resolve(
     _refuse_integer_keys(request, precision, stored)
     phases = _phases(request.phases, target, integers=precision in QUANTIZED)
     compute = _compute(request.compute, precision, target)
-    context = _between("max_context", _or(request.max_context, min(max_positions, DEFAULT_CONTEXT)), 2, max_positions)
+    if request.engine is not None and _given(request.engine) and not target.makes_engine:
+        raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
+    longest = min(max_positions, ENGINE_CONTEXT if target.makes_engine else DEFAULT_CONTEXT)
+    context = _between("max_context", _or(request.max_context, longest), 2, max_positions)
     limits = Limits(
         max_context=context,
         max_batch=_between("max_batch", _or(request.max_batch, DEFAULT_BATCH), 1, 1024),

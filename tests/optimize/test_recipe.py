@@ -19,6 +19,7 @@ from llmc.optimize.lower.plan import (
     forms,
 )
 from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.recipe import Expected, Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
 
@@ -68,6 +69,16 @@ max_kl = 0.1
 min_agreement = 0.9
 max_perplexity_increase = 1
 
+[engine]
+form = "primitives"
+compute_capabilities = "8.6"
+hardware_compatibility = "ampere_plus"
+version_compatible = true
+stripped = false
+deferred = false
+workspace = 2000000
+optimization_level = 3
+
 [expected]
 prefill_mean_kl = 0.01
 decode_mean_kl = 0
@@ -78,7 +89,8 @@ decode_top1_agreement = 0.99
     assert list(request.layers.items()) == [("*.mlp.down_proj", "int8"), ("model.layers.0.*", "fp32")]
     assert request.budget == Budget(0.1, 0.9, 1.0)
     assert request.expected == Expected(0.01, 0.0, 0.99)
-    assert replace(request, layers=None, budget=None, expected=None) == Request(
+    assert request.engine == EngineRequest("primitives", "8.6", "ampere_plus", True, False, False, 2_000_000, 3)
+    assert replace(request, layers=None, budget=None, engine=None, expected=None) == Request(
         "all keys", "int4", "awq+gptq", 64, False, "int8", "split", "static", 0.5, "wanda", "int8-channel", "float32", None, False,
         9, 2, 5,
     )  # fmt: skip

@@ -1,0 +1,225 @@
+"""From a lowered graph to the engine in a bundle: what is asked for, which form it takes, and what it then is.
+
+The engine's library is found once and handed on, so every version of TensorRT and TensorRT-RTX takes one path.
+"""
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llmc.bundle import EnginePlan, ExportManifest, Limits, Profile, Recipe
+from llmc.errors import BuildError, UsageError
+from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.progress import Progress
+from llmc.optimize.targets import Capabilities
+from llmc.optimize.tensorrt.abilities import abilities
+from llmc.optimize.tensorrt.builder import EngineOrder, build_engine
+from llmc.optimize.tensorrt.select import build_select
+from llmc.runtime import cache
+from llmc.runtime.engine_library import library_version, load_library
+from llmc.runtime.probe import Device, probe
+
+T = TypeVar("T")
+
+ENGINE_FILE = "engine.plan"
+SELECT_FILE = "select.plan"
+INSPECTOR_FILE = "engine.json"
+# Graph forms by preference; the lengths form computes less and is unproven, so it is only made when asked for.
+FORMS = ("native", "primitives")
+ALL_FORMS = ("native", "lengths", "primitives")
+HARDWARE = ("none", "ampere_plus", "same_compute_capability")
+# The first bucket, and the largest of what follows: each doubles, so at most half of what attention looks at is empty.
+FIRST_BUCKET = 256
+# Logits of one prefill call: drafts to verify and logits of a prompt come in pieces of this many.
+PREFILL_OUTPUTS = 32
+# More candidates than top-k is usually asked for; the device sorts these few, and a row of them is 512 bytes.
+CANDIDATES = 64
+# Bytes of the largest temporary that a kernel may want.
+WORKSPACE = 1 << 30
+TIMING_CACHE_BYTES = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine to be built, everything resolved. ``library`` is the module, ``gpu`` None where there is none."""
+
+    library: Any
+    version: str
+    form: str
+    capacity: int
+    buckets: tuple[int, ...]
+    decode: Profile
+    prefill: Profile
+    compute_capabilities: tuple[str, ...]
+    hardware_compatibility: str
+    version_compatible: bool
+    stripped: bool
+    workspace: int
+    optimization_level: int | None
+    gpu: Device | None
+
+
+def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest) -> EngineSpec:
+    """Fill in the defaults and refuse what the library here cannot do.
+
+    Raises:
+        MissingExtraError, GpuError: the library is not installed, too old or broken.
+        UsageError: a value is out of range, or not for this library.
+    """
+    library = None if request.deferred else load_library(target.engine)
+    form = _form(request.form, library, target)
+    buckets = bucket_sizes(limits.max_context)
+    wanted = _compute_capabilities(request.compute_capabilities, library, target)
+    gpu = next(iter(probe().driver.devices), None) if library is not None else None
+    if gpu is not None and not nameable_gpus(library):
+        wanted = (gpu.compute_capability,)  # TensorRT builds for the GPU that it runs on
+    return EngineSpec(
+        library=library,
+        version=library_version(library) if library is not None else "none",
+        form=form,
+        capacity=0 if form == "primitives" else buckets[-1],
+        buckets=buckets,
+        decode=Profile(limits.max_batch, 1, 1),
+        prefill=Profile(1, limits.prefill_chunk, min(limits.prefill_chunk, PREFILL_OUTPUTS)),
+        compute_capabilities=wanted,
+        hardware_compatibility=_hardware(request.hardware_compatibility),
+        version_compatible=bool(request.version_compatible),
+        stripped=bool(request.stripped),
+        workspace=_between("workspace", request.workspace, 1 << 20, 1 << 50, WORKSPACE),
+        optimization_level=_between("optimization_level", request.optimization_level, 0, 5, None),
+        gpu=gpu,
+    )
+
+
+def _form(asked: str | None, library: Any, target: Capabilities) -> str:
+    """The form that was asked for, or the best that the library knows; without a library all are possible."""
+    possible = ALL_FORMS if library is None else abilities(library).forms
+    form = asked or next(form for form in FORMS if form in possible)
+    if form not in possible:
+        raise UsageError(f"form is {form!r}, expected one of {', '.join(possible)} for {target.engine} here")
+    return form
+
+
+def _hardware(asked: str | None) -> str:
+    found = asked or HARDWARE[0]
+    if found not in HARDWARE:
+        raise UsageError(f"hardware_compatibility is {found!r}, expected one of {', '.join(HARDWARE)}")
+    return found
+
+
+def _between(name: str, value: int | None, low: int, high: int, default: T) -> int | T:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise UsageError(f"{name} is {value}, expected {low} ... {high}")
+    return value
+
+
+def bucket_sizes(max_context: int) -> tuple[int, ...]:
+    """How many cache positions calls look at: 256, twice that, ... and the longest context."""
+    sizes = []
+    size = FIRST_BUCKET
+    while size < max_context:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max_context)
+
+
+def nameable_gpus(library: Any) -> tuple[str, ...]:
+    """Compute capabilities that engines can be built for without such a GPU, as 8.6; none where the library is bound to
+    the GPU that it runs on, or where there is no library."""
+    names = dir(library.ComputeCapability) if library is not None and abilities(library).compute_capabilities else []
+    return tuple(f"{name[2:-1]}.{name[-1]}" for name in names if name.startswith("SM"))
+
+
+def _compute_capabilities(asked: str | None, library: Any, target: Capabilities) -> tuple[str, ...]:
+    if asked is None:
+        return ()
+    possible = nameable_gpus(library)
+    if not possible:
+        raise UsageError(f"compute_capabilities is {asked!r}, but {target.engine} builds for the GPU it runs on")
+    found = tuple(part.strip() for part in asked.split(","))
+    for part in found:
+        if part not in possible:
+            raise UsageError(f"compute_capabilities has {part!r}, {target.engine} builds for {', '.join(possible)}")
+    return found
+
+
+def compile_engine(
+    spec: EngineSpec, graph: Path, export: ExportManifest, recipe: Recipe, progress: Progress
+) -> EnginePlan:
+    """Compile the lowered ``graph`` into its folder.
+
+    Raises:
+        BuildError: the library refuses a part of the graph, or finds no kernels.
+        ResourceError: memory does not suffice.
+    """
+    files = ("", "", "")
+    if spec.library is not None:
+        files = _compile(spec, graph, export, progress)
+    return EnginePlan(
+        file=files[0],
+        form=spec.form,
+        compute=recipe.compute,
+        capacity=spec.capacity,
+        buckets=spec.buckets,
+        decode=spec.decode,
+        prefill=spec.prefill,
+        select=files[1],
+        candidates=min(CANDIDATES, export.geometry.vocab_size) if files[1] else 0,
+        platform=platform_name(),
+        compute_capabilities=spec.compute_capabilities,
+        version_compatible=spec.version_compatible,
+        hardware_compatibility=spec.hardware_compatibility,
+        stripped=spec.stripped,
+        verified="no",
+        inspector=files[2],
+    )
+
+
+def _compile(spec: EngineSpec, graph: Path, export: ExportManifest, progress: Progress) -> tuple[str, str, str]:
+    """Write the engine, the one that selects candidates, and a summary of the layers; their names."""
+    folder = graph.parent
+    order = EngineOrder(
+        output=folder / ENGINE_FILE,
+        form=spec.form,
+        capacity=spec.capacity or None,
+        buckets=spec.buckets,
+        decode=spec.decode,
+        prefill=spec.prefill,
+        workspace=spec.workspace,
+        optimization_level=spec.optimization_level,
+        timing_cache=timing_cache(spec),
+        version_compatible=spec.version_compatible,
+        hardware_compatibility=spec.hardware_compatibility,
+        stripped=spec.stripped,
+        compute_capabilities=spec.compute_capabilities,
+        summary=folder / INSPECTOR_FILE,
+    )
+    report = build_engine(spec.library, graph, order, progress=progress)
+    _check_layers(report.aliased, spec, export)
+    build_select(spec.library, folder / SELECT_FILE, order, export.geometry.vocab_size, CANDIDATES, progress=progress)
+    return ENGINE_FILE, SELECT_FILE, INSPECTOR_FILE
+
+
+def timing_cache(spec: EngineSpec) -> Path:
+    """Where measured kernel times are kept for the next build with this library, for these GPUs, on this machine."""
+    gpu = f"{spec.gpu.name}-{spec.gpu.compute_capability}" if spec.gpu else "none"
+    key = f"{spec.library.__name__}-{spec.version}-{gpu}-{'+'.join(spec.compute_capabilities)}"
+    return cache.entry("timing", key.replace(" ", "-").replace("/", "-")) / "timing.cache"
+
+
+def platform_name() -> str:
+    """Operating system and processor that engines are bound to, as linux-x86_64."""
+    return f"{platform.system().lower()}-{platform.machine()}"
+
+
+def _check_layers(aliased: int, spec: EngineSpec, export: ExportManifest) -> None:
+    """In-place caches are what the native forms are for: the parser must have kept every one of them."""
+    wanted = 0 if spec.form == "primitives" else 2 * export.geometry.layers
+    if aliased != wanted:
+        raise BuildError(
+            f"{spec.library.__name__} {spec.version} made {aliased} in-place cache updates of the graph, {wanted} are "
+            "expected; build with form = 'primitives', and report this"
+        )
