@@ -19,6 +19,7 @@ from llmc.runtime.costs import StepCosts
 from llmc.runtime.metrics import EngineMetrics
 from llmc.runtime.options import Determinism
 from llmc.runtime.rows import Rows
+from llmc.runtime.sampling import suffice
 from llmc.runtime.sequence import Strand
 from llmc.runtime.sessions import Batch, Phase, Session
 
@@ -67,6 +68,7 @@ class FastCalls:
         self._metrics = metrics
         graphs = manifest.graphs
         self._in_pairs = in_pairs
+        self._candidates = 0 if manifest.engine is None else manifest.engine.candidates
         self._dummy = not graphs["decode"].invariance.single or graphs["decode"].invariance.tokens == 2
         split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file and not session.substitutes
         self._prefill_graph_from = PREFILL_GRAPH_FROM.get(manifest.recipe.precision, 1 << 30) if split else 1 << 30
@@ -81,7 +83,7 @@ class FastCalls:
         """See :class:`Calls`."""
         ids = [[strand.context[strand.cached]] for strand in strands]
         past = [strand.cached for strand in strands]
-        return self._one_token_each(self.phase(len(strands)), ids, past, strands[0].row)
+        return self._one_token_each(self.phase(len(strands)), ids, past, strands)
 
     def verify(self, strand: Strand, drafts: Sequence[int]) -> Floats:
         """See :class:`Calls`."""
@@ -101,9 +103,14 @@ class FastCalls:
         return self._costs.predict(self.phase(rows), rows, 1)
 
     def _one_token_each(
-        self, phase: Phase, ids: list[list[int]], past: list[int], row: int
+        self, phase: Phase, ids: list[list[int]], past: list[int], strands: Sequence[Strand]
     ) -> tuple[Floats, Floats | None]:
-        logits = self._run(phase, np.array(ids, np.int64), past, [[0]] * len(ids), row)
+        """One call, which brings the largest logits only where these decide every strand's token."""
+        few = all(0 < strand.needs < self._candidates for strand in strands)
+        wanted = self._candidates if few else 0
+        logits = self._run(phase, np.array(ids, np.int64), past, [[0]] * len(ids), strands[0].row, wanted)
+        if few and not all(suffice(row, strand.needs) for row, strand in zip(logits[:, 0], strands, strict=False)):
+            logits = self.session.full_logits()
         hidden = self.session.hidden
         return logits[:, 0], None if hidden is None else hidden[:, 0]
 
@@ -112,10 +119,18 @@ class FastCalls:
         logits: Floats = self._run(phase, ids, [strand.cached], [list(range(len(tokens)))], strand.row)[0]
         return logits
 
-    def _run(self, phase: Phase, ids: NDArray[np.int64], past: list[int], outputs: list[list[int]], row: int) -> Floats:
+    def _run(
+        self,
+        phase: Phase,
+        ids: NDArray[np.int64],
+        past: list[int],
+        outputs: list[list[int]],
+        row: int,
+        candidates: int = 0,
+    ) -> Floats:
         indices = np.array(outputs, np.int64).reshape(len(ids), -1)
         start = time.perf_counter()
-        logits: Floats = self.session.run(Batch(phase, ids, np.array(past, np.int64), indices, row))
+        logits: Floats = self.session.run(Batch(phase, ids, np.array(past, np.int64), indices, row, candidates))
         seconds = time.perf_counter() - start
         self._costs.observe(phase, len(ids), ids.shape[1], seconds)
         self._metrics.step(phase.value, seconds, len(ids))
@@ -142,7 +157,7 @@ class BatchCalls(FastCalls):
             neighbour = self.rows.at(strands[-1].row + 1)
             ids.append([0])
             past.append(0 if neighbour is None else neighbour.cached)
-        return self._one_token_each(Phase.DECODE, ids, past, strands[0].row)
+        return self._one_token_each(Phase.DECODE, ids, past, strands)
 
 
 class StrictCalls(BatchCalls):

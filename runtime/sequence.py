@@ -28,7 +28,10 @@ class Strand:
         cached: how many of them are in the row. A strand that decodes has all but the last.
         row: its row, -1 without one.
         fed_from: tokens that were in the row before the first chunk: the prefix cache's.
+        needs: how many of the largest logits decide its next token, 0 for all of them.
     """
+
+    needs = 0
 
     def __init__(self, job: "Job", context: list[int]) -> None:
         self.key = next(_KEYS)
@@ -70,6 +73,7 @@ class Sample(Strand):
         self.index = index
         self.tokens = self.context
         self.sampler = sampler
+        self.needs = sampler.needs
         self.finish_reason: FinishReason | None = None
         self._text = text
         self._parts: list[str] = []

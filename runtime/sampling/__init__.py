@@ -12,6 +12,7 @@ The steps run in the order of :mod:`llmc.runtime.sampling.processors`. Three pro
   :class:`RandomSampler`.
 """
 
+from llmc.runtime.sampling.candidates import suffice
 from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from llmc.runtime.sampling.masses import Logits
@@ -33,5 +34,6 @@ __all__ = [
     "build_processors",
     "make_sampler",
     "prompt_logprobs",
+    "suffice",
     "uniform",
 ]

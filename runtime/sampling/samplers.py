@@ -38,6 +38,11 @@ class Sampler(Protocol):
     def seed(self) -> int | None:
         """What makes the draws repeatable; None for a sampler that draws nothing."""
 
+    @property
+    def needs(self) -> int:
+        """How many of the largest logits decide the token, 0 for all of them: the others may be -inf, as long as
+        :func:`llmc.runtime.sampling.candidates.suffice` holds."""
+
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
         """The token that follows ``tokens`` (prompt and output), from ``logits`` (float32 [V], left as they are).
 
@@ -55,9 +60,11 @@ class Chooser(ABC):
 
     Attributes:
         seed: what makes the draws repeatable; None if nothing is drawn.
+        needs: see :class:`Sampler`.
     """
 
     seed: int | None = None
+    needs: int = 0
 
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
         return Choice(self.choose(logits, len(tokens)))
@@ -103,7 +110,9 @@ def make_sampler(
     top = 0 if params.logprobs is None and params.best_of is not None else params.logprobs
     if not steps and top is None:
         return chooser
-    return ProcessedSampler(steps, chooser, tail, guide, top)
+    # After a first cut to k, nothing sees more than that; a log-probability is a share of the whole.
+    needs = params.top_k if top is None and steps[0][0] == "top_k" else 0
+    return ProcessedSampler(steps, chooser, tail, guide, top, needs)
 
 
 _Steps = list[tuple[str, Processor]]
@@ -134,6 +143,8 @@ def _split(steps: _Steps) -> tuple[_Steps, _Steps]:
 
 class GreedySampler(Chooser):
     """The most probable token; of several, the one with the lowest id."""
+
+    needs = 1
 
     def choose(self, logits: Logits, position: int) -> int:
         token = int(logits.argmax())  # NaN counts as the largest
@@ -166,6 +177,7 @@ class RandomSampler(Chooser):
         self._params = params
         self._vocab_size = vocab_size
         self._uses_top_k = 0 < params.top_k < vocab_size
+        self.needs = params.top_k if self._uses_top_k else 0
         self._masses = Masses(0 if self._uses_top_k else vocab_size)
 
     def choose(self, logits: Logits, position: int) -> int:
@@ -271,15 +283,19 @@ class ProcessedSampler:
         tail: the steps that the chooser does itself, to report the distribution that it draws from.
         guide: told every token chosen.
         top: how many of the most probable tokens to report; None reports no log-probabilities.
+        needs: see :class:`Sampler`.
     """
 
-    def __init__(self, steps: _Steps, chooser: Chooser, tail: _Steps, guide: Guide | None, top: int | None) -> None:
+    def __init__(
+        self, steps: _Steps, chooser: Chooser, tail: _Steps, guide: Guide | None, top: int | None, needs: int = 0
+    ) -> None:
         self._names = [name for name, _ in steps]
         shaping = next((i for i, name in enumerate(self._names) if name in FILTERS), len(steps))
         self._processors = [step for _, step in steps[:shaping]]
         self._filters = [step for _, step in steps[shaping:]]
         self._tail = [step for _, step in tail]
         self._chooser, self._guide, self._top = chooser, guide, top
+        self.needs = needs
         self._scratch = np.empty(0, np.float32)
 
     @property

@@ -20,6 +20,8 @@ CAPACITY = 16
 class Held:
     """A strand as calls see it."""
 
+    needs = 0
+
     def __init__(self, context: list[int], cached: int) -> None:
         self.context, self.cached, self.row = context, cached, -1
 
