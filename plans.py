@@ -30,9 +30,19 @@ class DeviceMemory:
     cache_per_token: int
     logits: int
 
+    def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
+        """Bytes by what they are for, with room for ``positions`` in each of ``batch`` rows."""
+        return {
+            "context": self.context,
+            "weights": self.weights,
+            "workspace": self.workspace,
+            "cache": self.cache_per_token * positions * batch,
+            "logits": self.logits * batch,
+        }
+
     def total(self, positions: int, batch: int = 1) -> int:
-        """Bytes with room for ``positions`` in each of ``batch`` rows."""
-        return self.context + self.weights + self.workspace + (self.cache_per_token * positions + self.logits) * batch
+        """The sum of the parts."""
+        return sum(self.parts(positions, batch).values())
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import click
 
 from llmc import bundle
 from llmc.cli import output as show
-from llmc.cli.build import chosen_precision, find_recipe
-from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option, memory_option
+from llmc.cli.build import PRECISIONS, chosen_precision, find_recipe
+from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option, memory_option, size
 from llmc.errors import BundleError, LlmcError, ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -50,37 +50,41 @@ class Stage:
 @click.argument("path", type=EXISTING_FOLDER)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
+@click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.  [default: cpu]")
 @click.option("--fp32", is_flag=True, help="Plan a build in full precision.")
 @click.option("--fp16", is_flag=True, help="Plan a build in 16 bits.")
+@click.option("--bf16", is_flag=True, help="Plan a build in bfloat16.")
 @click.option("--int8", is_flag=True, help="Plan a build with 8-bit weights.  [default]")
 @click.option("--int4", is_flag=True, help="Plan a build with 4-bit weights.")
+@click.option("--fp8", is_flag=True, help="Plan a build with weights in float8.")
 @click.option("--recipe", help="Plan a build by this TOML file, or by a recipe that comes with llmc.")
 @memory_option
+@click.option("--gpu-memory", type=size, help="Memory that the GPU has, as 8GB.  [default: what it says]")
 @json_option
 @debug_option
 def plan_command(
     path: Path,
+    target: str,
     context: int | None,
     batch: int,
-    fp32: bool,
-    fp16: bool,
-    int8: bool,
-    int4: bool,
     recipe: str | None,
     memory: int | None,
+    gpu_memory: int | None,
     as_json: bool,
+    **precisions: bool,
 ) -> None:
     """Say what memory each stage from PATH, a checkpoint, an export or a bundle, to tokens takes at its peak.
 
     Exits with 1 if a stage does not fit into what is available, or into --memory. Peaks are resident memory: of a
     compiled bundle, weights and embedding are pages of its files, which processes share and the system may drop.
     """
-    from llmc.runtime.memory import describe, memory_to_use
+    from llmc.runtime.memory import GPU, describe, memory_to_use
 
-    precision = chosen_precision((fp32, fp16, int8, int4))
+    precision = chosen_precision(tuple(precisions[name] for name in PRECISIONS))
     here = memory_to_use(memory)
-    plans = plans_of(path, context, batch, precision, find_recipe(recipe))
-    stages = [Stage(plan, plan.verdict(here.bytes)) for plan in plans]
+    plans = plans_of(path, context, batch, precision, find_recipe(recipe), target)
+    there = _gpu_memory(gpu_memory) if any(plan.stage == GPU for plan in plans) else None
+    stages = [Stage(plan, plan.verdict(_available(plan, here.bytes, there))) for plan in plans]
     if as_json:
         report = {"path": path, "available": here.bytes, "source": here.source}
         show.print_json({**report, "stages": [stage.to_json() for stage in stages]})
@@ -91,7 +95,25 @@ def plan_command(
         raise ResourceError(f"{path}: {'; '.join(refused)}")
 
 
-def plans_of(path: Path, context: int | None, batch: int, precision: str | None, recipe: Path | None) -> list[Plan]:
+def _gpu_memory(given: int | None) -> int | None:
+    """Free memory of the first GPU unless it is ``given``; None where there is no GPU to ask."""
+    from llmc.runtime.probe import probe
+
+    return given if given is not None else next((gpu.free_memory for gpu in probe().driver.devices), None)
+
+
+def _available(plan: Plan, machine: int, gpu: int | None) -> int:
+    """What a stage may take; a GPU that cannot be asked is taken to suffice."""
+    from llmc.runtime.memory import GPU
+
+    if plan.stage != GPU:
+        return machine
+    return plan.total if gpu is None else gpu
+
+
+def plans_of(
+    path: Path, context: int | None, batch: int, precision: str | None, recipe: Path | None, target: str = "cpu"
+) -> list[Plan]:
     """Plans of the stages that lie ahead of ``path``, in their order.
 
     Raises:
@@ -99,52 +121,68 @@ def plans_of(path: Path, context: int | None, batch: int, precision: str | None,
         LlmcError: the folder is none of llmc's, or broken.
     """
     if (path / bundle.BUNDLE_MANIFEST).exists():
-        if precision or recipe:
-            raise UsageError(f"{path} is built already, a precision or recipe is for an export or a checkpoint")
-        return [_run_plan(path, context, batch)]
+        if precision or recipe or target != "cpu":
+            raise UsageError(f"{path} is built already; precision, recipe and target are for an export or a checkpoint")
+        return _run_plans(path, context, batch)
     if (path / bundle.EXPORT_MANIFEST).exists():
-        return _build_plans(path, bundle.read_export(path).geometry, context, batch, precision, recipe)
+        return _build_plans(path, bundle.read_export(path).geometry, context, batch, precision, recipe, target)
     if (path / bundle.CONFIG_FILE).exists():
         from llmc.export.checkpoint import read_checkpoint
 
         geometry = read_checkpoint(path).config.geometry
-        return [export_plan(geometry), *_build_plans(path, geometry, context, batch, precision, recipe)]
+        return [export_plan(geometry), *_build_plans(path, geometry, context, batch, precision, recipe, target)]
     raise BundleError(
         f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
         f"{bundle.CONFIG_FILE} (a Hugging Face checkpoint) is here"
     )
 
 
-def _run_plan(path: Path, context: int | None, batch: int) -> Plan:
-    from llmc.runtime.memory import plan_load
+def _run_plans(path: Path, context: int | None, batch: int) -> list[Plan]:
+    from llmc.runtime.memory import plan_device, plan_load
 
     manifest = bundle.read_bundle(path)
     limits = manifest.limits
     for flag, value, most in (("context", context, limits.max_context), ("batch", batch, limits.max_batch)):
         if value is not None and value > most:
             raise UsageError(f"--{flag} is {value}, the bundle was built for {most}; build with a larger --max-{flag}")
-    return plan_load(manifest, context, batch)
+    run = plan_load(manifest, context, batch)
+    return [run] if manifest.device is None else [run, plan_device(manifest.device, limits, context, batch)]
 
 
 def _build_plans(
-    path: Path, geometry: Geometry, context: int | None, batch: int, precision: str | None, recipe: Path | None
+    path: Path,
+    geometry: Geometry,
+    context: int | None,
+    batch: int,
+    precision: str | None,
+    recipe: Path | None,
+    target: str,
 ) -> list[Plan]:
     """Building with the defaults of a build, and running what it gives."""
     from dataclasses import replace
 
     from llmc.optimize.calibration import DEFAULT_LENGTH, DEFAULT_SAMPLES
+    from llmc.optimize.device_plan import device_plan, host_plan
     from llmc.optimize.plan import memory_plan, plan_build
     from llmc.optimize.recipe import Request, read_recipe, resolve
     from llmc.optimize.targets import capabilities
-    from llmc.runtime.memory import plan_run
+    from llmc.runtime.memory import plan_device, plan_run
 
     asked = Request(precision=precision, max_context=context, max_batch=batch)
     asked = asked.over(read_recipe(recipe)) if recipe else asked
-    chosen, limits = resolve(asked, capabilities("cpu"), geometry.max_positions, "plan")
-    tokenizer = _tokenizer_bytes(path)
-    build = plan_build(geometry, chosen, limits, tokenizer, DEFAULT_SAMPLES, DEFAULT_LENGTH, bool(chosen.budget))
+    abilities = capabilities(target)
+    chosen, limits = resolve(asked, abilities, geometry.max_positions, "plan")
+    tokenizer, calibrated = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH)
     wider = replace(limits, max_batch=LARGEST_BATCH)
-    return [build, plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)]
+    if not abilities.has_gpu:
+        build = plan_build(geometry, chosen, limits, tokenizer, *calibrated, judged=bool(chosen.budget))
+        return [build, plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)]
+    device = device_plan(geometry, limits, chosen)
+    return [
+        plan_build(geometry, chosen, limits, tokenizer, *calibrated, device=device),
+        plan_run(host_plan(geometry, tokenizer), wider, limits.max_context, batch),
+        plan_device(device, wider, limits.max_context, batch),
+    ]
 
 
 def _tokenizer_bytes(path: Path) -> int:
@@ -186,7 +224,7 @@ def print_stages(stages: list[Stage], available: int, source: str) -> None:
     """A table of parts for each stage, and what is available."""
     for stage in stages:
         plan, verdict = stage.plan, stage.verdict
-        at = f" {plan.context} tokens x {plan.batch}" if plan.stage == "run" else ""
+        at = f" {plan.context} tokens x {plan.batch}" if plan.stage.startswith("run") else ""
         rows = [(name, show.size(count)) for name, count in plan.parts.items()]
         state = "fits" if verdict.fits else f"{show.size(verdict.missing)} missing"
         show.print_table((plan.stage + at, ""), [*rows, ("peak", f"{show.size(plan.total)}  {state}")])

@@ -189,7 +189,9 @@ def _check_memory(order: _Order, calibration: CalibrationRequest | None, memory:
     if calibration is not None and calibration.asked is not None:
         check_windows(calibration, order.export.geometry.max_positions)
     windows = calibration.windows if calibration is not None else (0, 0)
-    plan = plan_build(order.export.geometry, order.recipe, order.limits, tokenizer, *windows, judged=order.judged)
+    geometry, recipe = order.export.geometry, order.recipe
+    device = device_plan(geometry, order.limits, recipe) if order.target.has_gpu else None
+    plan = plan_build(geometry, recipe, order.limits, tokenizer, *windows, judged=order.judged, device=device)
     plan.check(order.source, usable_memory(plan.parts["engine"], memory))
 
 

@@ -7,7 +7,7 @@ geometries of Qwen2.5-0.5B and Llama-3.2-1B; recipes/benchmarks/memory.py measur
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from llmc.bundle import CACHE_BYTES, Geometry, Limits, MemoryPlan, Recipe
+from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, MemoryPlan, Recipe
 from llmc.optimize.evaluate import WINDOW
 from llmc.optimize.lower.plan import HEAD, Form, Forms, PerToken, Static, WeightOnly, embedding_form, forms
 from llmc.optimize.quantize.grid import Grid
@@ -45,6 +45,8 @@ RETAINED = 1
 REFERENCE_COPIES = 2
 # Opening a plain graph and saving it compiled holds its weights as stored, packed, and in part once more while written.
 COMPILING = 2.6
+# TensorRT-RTX's builder with its kernels, and the weights that it holds.
+ENGINE_LIBRARY, ENGINE_COPIES = 500 * MB, 1.5
 # A golden prompt and its answer; with a text, one of its windows.
 GOLDEN_TOKENS = 40
 # Logits of these tokens at a time: the reference's, the engine's, and a copy of each call's and of all calls'.
@@ -145,6 +147,7 @@ def plan_build(
     samples: int = 0,
     length: int = 0,
     judged: bool = False,
+    device: DeviceMemory | None = None,
 ) -> Plan:
     """The peak of a build: the largest of calibrating, quantizing, compiling, and judging the finished bundle.
 
@@ -154,9 +157,13 @@ def plan_build(
         tokenizer_bytes: size of tokenizer.json.
         samples, length: of the calibration text, if the recipe calibrates.
         judged: whether quality is judged on a text.
+        device: of a bundle for a GPU, which is judged on the CPU only where that fits as well.
     """
-    judging = _judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
-    steps = [_quantizing(geometry), _compiling(geometry, recipe), judging]
+    if device is not None:
+        steps = [_quantizing(geometry), _engine(device)]
+    else:
+        judging = _judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
+        steps = [_quantizing(geometry), _compiling(geometry, recipe), judging]
     if needs_calibration(recipe):
         steps.append(_calibrating(geometry, recipe, samples, length))
     parts = max(steps, key=lambda step: sum(step.values()))
@@ -176,6 +183,11 @@ def _compiling(geometry: Geometry, recipe: Recipe) -> dict[str, int]:
         "left from quantizing": RETAINED * _largest(geometry),
         "compiling the largest graph": round(COMPILING * max(weight_bytes(geometry, recipe).values())),
     }
+
+
+def _engine(device: DeviceMemory) -> dict[str, int]:
+    """An engine's builder, with the weights mapped and once more in what it writes."""
+    return {"engine": INTERPRETER + BUILDER + ENGINE_LIBRARY, "weights": round(ENGINE_COPIES * device.weights)}
 
 
 def _largest(geometry: Geometry) -> int:

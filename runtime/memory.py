@@ -5,12 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmc.bundle import Limits, Manifest, MemoryPlan
+from llmc.bundle import DeviceMemory, Limits, Manifest, MemoryPlan
 from llmc.errors import ResourceError
 from llmc.runtime.kv_cache import next_capacity
 from llmc.runtime.machine import Available, available_memory, memory_here, resident_bytes
 
 MB = 1_000_000
+GPU = "run on the GPU"  # the stage whose memory is not the machine's
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Plan:
     """What one stage takes at its peak: resident bytes by name, pages of mapped files included.
 
     Attributes:
-        stage: export, build or run.
+        stage: export, build, run or :data:`GPU`.
         context, batch: cached tokens of a row, and rows, that the parts are for.
         limits: the largest of both that the model or the bundle can serve.
         needed: total bytes for another context and batch.
@@ -121,6 +122,12 @@ def plan_run(plan: MemoryPlan, limits: Limits, context: int | None = None, batch
 def plan_load(manifest: Manifest, context: int | None = None, batch: int = 1) -> Plan:
     """:func:`plan_run` of a bundle."""
     return plan_run(manifest.memory, manifest.limits, context, batch)
+
+
+def plan_device(plan: DeviceMemory, limits: Limits, context: int | None = None, batch: int = 1) -> Plan:
+    """What a bundle takes of its GPU's memory, with ``context`` (default: the longest) positions in each row."""
+    context = limits.max_context if context is None else context
+    return Plan(GPU, plan.parts(context, batch), context, batch, limits, plan.total)
 
 
 def check_load(folder: Path, manifest: Manifest, context: int, memory: int | None = None) -> None:

@@ -96,7 +96,7 @@ def test_more_than_a_bundle_was_built_for_is_wrong_usage(llmc, tiny_bundle: Path
     for arguments, sentence in (
         (["--context", 2049], "--context is 2049, the bundle was built for 2048; build with a larger --max-context"),
         (["--batch", 9], "--batch is 9, the bundle was built for 8; build with a larger --max-batch"),
-        (["--int4"], "is built already, a precision or recipe is for an export or a checkpoint"),
+        (["--int4"], "is built already; precision, recipe and target are for an export or a checkpoint"),
     ):
         ran = llmc("plan", tiny_bundle, *arguments)
         assert ran.code == 2
