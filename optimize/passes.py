@@ -15,7 +15,15 @@ from llmc.bundle import Geometry
 from llmc.errors import BuildError
 from llmc.optimize.lower import raising
 from llmc.optimize.lower.cpu import attention, embedding, linears, norms
+from llmc.optimize.lower.cuda import attention as cuda_attention
+from llmc.optimize.lower.cuda import linears as cuda_linears
+from llmc.optimize.lower.cuda import outputs as cuda_outputs
 from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.tensorrt import attention as tensorrt_attention
+from llmc.optimize.lower.tensorrt import embedding as tensorrt_embedding
+from llmc.optimize.lower.tensorrt import linears as tensorrt_linears
+from llmc.optimize.lower.tensorrt import norms as tensorrt_norms
+from llmc.optimize.lower.tensorrt import primitives, types
 from llmc.optimize.rewrite import remove_dead
 
 log = logging.getLogger(__name__)
@@ -48,6 +56,44 @@ PASSES: dict[str, tuple[Step, ...]] = {
         # After the linears: it moves scales that only per-token activations have.
         Step("defer token scales", linears.defer_token_scales),
         Step("lower embedding", embedding.lower_embedding, lambda _: 1),
+        Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
+    ),
+    # TensorRT from 10.15 on and TensorRT-RTX. Query, key and value stay apart: the builder merges what it can.
+    "tensorrt": (
+        Step("raise linears", raising.raise_linears, lambda g: 7 * g.layers + 1),
+        Step("lower attention", tensorrt_attention.lower_attention, lambda g: g.layers),
+        # After attention, which looks through the norms of qk-norm: 2 per layer and the last, with qk-norm 4.
+        Step("lower norms", tensorrt_norms.lower_norms),
+        Step("lower linears", tensorrt_linears.lower_linears, lambda g: 7 * g.layers + 1),
+        Step("lower embedding", tensorrt_embedding.lower_embedding, lambda _: 1),
+        # Last: what passes made has the type that they gave it, and what the export left has float32.
+        Step("type values", types.type_values),
+        Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
+    ),
+    # TensorRT 10.3 to 10.13: the same in operators that those have.
+    "tensorrt-primitives": (
+        Step("raise linears", raising.raise_linears, lambda g: 7 * g.layers + 1),
+        Step("lower attention", primitives.lower_attention, lambda g: g.layers),
+        Step("lower norms", primitives.lower_norms),
+        Step("lower linears", tensorrt_linears.lower_linears, lambda g: 7 * g.layers + 1),
+        Step("lower embedding", tensorrt_embedding.lower_embedding, lambda _: 1),
+        Step("type values", types.type_values),
+        Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
+    ),
+    "cuda": (
+        # As on the CPU, in the order of the CPU's passes and for their reasons.
+        Step("raise linears", raising.raise_linears, lambda g: 7 * g.layers + 1),
+        Step("pack projections", attention.pack_projections, lambda g: g.layers),
+        Step("lower attention", cuda_attention.lower_attention, lambda g: g.layers),
+        Step("type cache", attention.type_cache),
+        Step("gather logit rows", cuda_outputs.gather_logit_rows, lambda _: 1),
+        Step("lower norms", norms.lower_norms),
+        Step("fuse skip norms", norms.fuse_skip_norms, lambda g: 2 * g.layers - 1),
+        Step("fuse SiLU", norms.fuse_silu, lambda g: g.layers),
+        Step("lower linears", cuda_linears.lower_linears, lambda g: 7 * g.layers + 1),
+        Step("lower embedding", embedding.lower_embedding, lambda _: 1),
+        # Last: until here outputs are in the type that the graph computes in.
+        Step("float32 outputs", cuda_outputs.float32_outputs),
         Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
     ),
 }

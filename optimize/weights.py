@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -84,6 +85,16 @@ def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
             yield future.result()
 
 
+def stored_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """A contiguous array as ONNX stores it: two values of 4 bits in a byte, the first one in its low half."""
+    values: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
+    if array.dtype != ml_dtypes.int4:
+        return values
+    halves = np.append(values, np.uint8(0)) if len(values) % 2 else values
+    packed: NDArray[np.uint8] = np.bitwise_or(halves[0::2] & np.uint8(15), halves[1::2] << np.uint8(4))
+    return packed
+
+
 class WeightFile:
     """The bundle's weight file: tensors are appended once under a name and handed out as external tensors.
 
@@ -113,11 +124,10 @@ class WeightFile:
 
     def _append(self, name: str, array: NDArray[Any]) -> None:
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
-        offset = self._file.tell()
-        self._file.write(array.data)
-        self._tensors[name] = self._reference(
-            name, offset, array.nbytes, ir.DataType.from_numpy(array.dtype), array.shape
-        )
+        offset, data = self._file.tell(), stored_bytes(array)
+        self._file.write(data.data)
+        dtype = ir.DataType.from_numpy(array.dtype)
+        self._tensors[name] = self._reference(name, offset, data.nbytes, dtype, array.shape)
 
     def _reference(
         self, name: str, offset: int, length: int, dtype: ir.DataType, shape: Sequence[int]

@@ -1,0 +1,63 @@
+"""Attention of TensorRT from 10.15 on, and of TensorRT-RTX: the cache is updated in place, and one operator attends.
+
+TensorScatter becomes a KV-cache update, whose output shares the memory of its input. Attention reads the first
+``attended`` positions of the updated cache, so that a step costs what the sequence is long, not what the cache holds.
+"""
+
+import onnx_ir as ir
+
+from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.tensorrt.slots import Slots
+from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace, vector
+
+
+def lower_attention(graph: ir.Graph, plan: Plan) -> int:
+    """llmc::CachedAttention -> RotaryEmbedding, TensorScatter and Attention under a mask that layers share."""
+    attentions = list(nodes_of(graph, "CachedAttention", LLMC))
+    if not attentions:
+        return 0
+    slots = Slots.before(attentions[0], plan, "attended")
+    attended = Emitter(attentions[0], "attended")("Shape", slots.cache_slots)
+    for node in attentions:
+        emit = Emitter(node, main="Attention")
+        query, key, value = heads(emit)
+        query, key = (emit("RotaryEmbedding", x, slots.cos, slots.sin, slots.positions) for x in (query, key))
+        presents = [
+            emit("TensorScatter", past, new, slots.past_lengths, axis=2)
+            for past, new in zip(node.inputs[3:5], (key, value), strict=True)
+        ]
+        seen = [emit("Slice", present, vector(graph, [0]), attended, vector(graph, [2])) for present in presents]
+        mask = slots.masks[node.attributes["window"].as_int()]
+        output = emit("Attention", query, *seen, mask, scale=node.attributes["scale"].as_float())
+        replace(node, merged(emit, output), *presents)
+    return len(attentions)
+
+
+def heads(emit: Emitter) -> list[ir.Value]:
+    """Query, key and value of the attention before which ``emit`` emits, [B, heads, S, D]."""
+    node = emit.anchor
+    query_heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_heads"))
+    counts = (query_heads, kv_heads, kv_heads)
+    return [_split(emit, value, count) for value, count in zip(node.inputs[:3], counts, strict=True)]
+
+
+def _split(emit: Emitter, value: ir.Value | None, count: int) -> ir.Value:
+    """[B, S, heads * D] -> [B, heads, S, D]; the norm of each head has split them already."""
+    assert value is not None
+    producer = value.producer()
+    if producer is not None and producer.op_type == "Reshape" and _is_norm(producer.inputs[0]):
+        split = producer.inputs[0]
+    else:
+        split = emit("Reshape", value, vector(emit.graph, [0, 0, count, -1]))
+    return emit("Transpose", split, perm=[0, 2, 1, 3])
+
+
+def _is_norm(value: ir.Value | None) -> bool:
+    producer = value.producer() if value is not None else None
+    return producer is not None and producer.op_type == "RMSNormalization"
+
+
+def merged(emit: Emitter, output: ir.Value) -> ir.Value:
+    """[B, heads, S, D] -> [B, S, heads * D]."""
+    turned = emit("Transpose", output, perm=[0, 2, 1, 3])
+    return emit("Reshape", turned, vector(emit.graph, [0, 0, -1]))

@@ -1,0 +1,88 @@
+"""Where a call's tokens stand in the cache: values that every layer's attention reads, made once."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.tensorrt.weights import ARRAY_TYPES
+from llmc.optimize.rewrite import Emitter, initializer, nodes_of, scalar, vector
+
+CACHE_SLOTS = "cache_slots"
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Shared values of a graph.
+
+    Attributes:
+        cache_slots: int64 [A], 0 ... A-1, the input whose length says how many cache positions attention looks at.
+        past_lengths: int64 [B], the graph's input.
+        positions: int64 [B, S] of the new tokens.
+        masks: by window, bool [B, 1, repeats * S, A], true where a query may look.
+        cos, sin: [max_context, D/2] in the compute type.
+    """
+
+    cache_slots: ir.Value
+    past_lengths: ir.Value
+    positions: ir.Value
+    masks: dict[int, ir.Value]
+    cos: ir.Value
+    sin: ir.Value
+
+    @classmethod
+    def before(cls, first: ir.Node, plan: Plan, dim: str, repeats: int = 1) -> "Slots":
+        """Make them in front of the first attention.
+
+        Args:
+            first: a ``llmc::CachedAttention``.
+            plan: the graph to make.
+            dim: name of the length of ``cache_slots``.
+            repeats: how often the queries of a row follow each other in a mask.
+        """
+        emit = Emitter(first, "positions")
+        graph = emit.graph
+        ids, past_lengths = graph_input(graph, "input_ids"), graph_input(graph, "past_lengths")
+        cache_slots = _add_input(graph, dim)
+        sequence = emit("Squeeze", emit("Shape", ids, start=1, end=2), vector(graph, [0]))
+        steps = emit("Range", scalar(graph, 0, np.int64), sequence, scalar(graph, 1, np.int64))
+        positions = emit("Add", emit("Unsqueeze", past_lengths, vector(graph, [1])), steps)
+        column = emit("Unsqueeze", positions, vector(graph, [1, 3]))  # (B, 1, S, 1)
+        if repeats > 1:
+            column = emit("Tile", column, vector(graph, [1, 1, repeats, 1]))
+        windows = sorted({node.attributes["window"].as_int() for node in nodes_of(graph, first.op_type, first.domain)})
+        masks = {window: _mask(emit, cache_slots, column, window) for window in windows}
+        return cls(cache_slots, past_lengths, positions, masks, *_rotary_tables(graph, first.inputs[6], plan))
+
+
+def graph_input(graph: ir.Graph, name: str) -> ir.Value:
+    """The input called ``name``."""
+    return next(value for value in graph.inputs if value.name == name)
+
+
+def _add_input(graph: ir.Graph, dim: str) -> ir.Value:
+    """The input ``cache_slots``, behind those that every call has."""
+    value = ir.Value(name=CACHE_SLOTS, shape=ir.Shape([dim]), type=ir.TensorType(ir.DataType.INT64))
+    graph.inputs.insert(3, value)
+    return value
+
+
+def _mask(emit: Emitter, slots: ir.Value, column: ir.Value, window: int) -> ir.Value:
+    """A query at position p sees the slots 0 ... p, with a window W only p-W+1 ... p."""
+    causal = emit("LessOrEqual", slots, column)
+    if not window:
+        return causal
+    oldest = emit("Sub", column, scalar(emit.graph, window, np.int64))
+    return emit("And", causal, emit("Greater", slots, oldest))
+
+
+def _rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, plan: Plan) -> tuple[ir.Value, ir.Value]:
+    """Cosine and sine [max_context, D/2] of all positions that the plan allows, computed in float32."""
+    assert inv_freq is not None and inv_freq.const_value is not None
+    frequencies = inv_freq.const_value.numpy().astype(np.float32)
+    angles = np.arange(plan.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
+    dtype = ARRAY_TYPES[plan.compute]
+    names = [f"rotary_emb.{part}.{plan.compute}" for part in ("cos", "sin")]
+    cos, sin = plan.weights.add(names, lambda: [part.astype(dtype) for part in (np.cos(angles), np.sin(angles))])
+    return initializer(graph, cos), initializer(graph, sin)

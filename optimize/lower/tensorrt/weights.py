@@ -1,0 +1,202 @@
+"""Weights as TensorRT takes them: [inputs, outputs], symmetric, every scale above zero."""
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmc.errors import BuildError
+from llmc.optimize.calibrated import grid_name
+from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.raising import Linear
+from llmc.optimize.quantize.grid import Float, Grid, Quantized
+from llmc.optimize.rewrite import sizes
+from llmc.optimize.weights import in_parallel, pieces
+
+Array = NDArray[np.generic]
+
+ARRAY_TYPES: dict[str, np.dtype[np.generic]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+# The smallest scale that is stored. float16 still has 16 steps below it; weights of a group that would need a smaller
+# one are below 2e-4 and are rounded to this one.
+SMALLEST_SCALE = 2.0**-20
+LARGEST_FLOAT8 = 448.0  # of e4m3
+INT4_BLOCKS = (128, 64, 32)
+
+
+def compute_type(plan: Plan) -> ir.DataType:
+    """The type of the graph's activations."""
+    return ir.DataType.from_numpy(ARRAY_TYPES[plan.compute])
+
+
+def narrowed(values: Float, compute: str, name: str) -> Array:
+    """Values in the compute type, rounded to nearest.
+
+    Raises:
+        BuildError: a value is beyond the type's range.
+    """
+    with np.errstate(over="ignore"):
+        found: Array = values.astype(ARRAY_TYPES[compute])
+    if not np.isfinite(found.astype(np.float32)).all():
+        raise BuildError(f"{name} holds weights beyond {compute}'s range; build with --precision bf16 or fp32")
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- float weights
+
+
+def float_rows(tensor: ir.ExternalTensor, plan: Plan) -> ir.ExternalTensor:
+    """A matrix [N, K] in the compute type."""
+
+    def make() -> list[Array]:
+        found = np.empty(sizes(tensor), ARRAY_TYPES[plan.compute])
+
+        def fill(span: tuple[int, int]) -> None:
+            found[slice(*span)] = narrowed(plan.calibrated.rows(tensor, *span), plan.compute, tensor.name or "")
+
+        _each_piece(tensor, fill)
+        return [found]
+
+    return plan.weights.add([f"{tensor.name}.{plan.compute}"], make)[0]
+
+
+def float_columns(linear: Linear, plan: Plan) -> ir.ExternalTensor:
+    """A linear's weights [K, N] in the compute type."""
+    (tensor,) = linear.weights
+
+    def make() -> list[Array]:
+        found = np.empty((linear.inputs, linear.outputs), ARRAY_TYPES[plan.compute])
+
+        def fill(span: tuple[int, int]) -> None:
+            found[:, slice(*span)] = narrowed(plan.calibrated.rows(tensor, *span), plan.compute, linear.name).T
+
+        _each_piece(tensor, fill)
+        return [found]
+
+    return plan.weights.add([f"{tensor.name}.{plan.compute}.columns"], make)[0]
+
+
+def float8_columns(linear: Linear, plan: Plan) -> list[ir.ExternalTensor]:
+    """A linear's weights float8 e4m3 [K, N] and their scales [N] in the compute type."""
+    (tensor,) = linear.weights
+    dtype = ARRAY_TYPES[plan.compute]
+
+    def make() -> list[Array]:
+        values = np.empty((linear.inputs, linear.outputs), ml_dtypes.float8_e4m3fn)
+        scales = np.empty(linear.outputs, dtype)
+
+        def fill(span: tuple[int, int]) -> None:
+            rows = plan.calibrated.rows(tensor, *span)
+            found = stored_scales(np.abs(rows).max(axis=1) / LARGEST_FLOAT8, dtype)
+            scaled = np.clip(rows / found.astype(np.float32)[:, None], -LARGEST_FLOAT8, LARGEST_FLOAT8)
+            values[:, slice(*span)] = scaled.T.astype(ml_dtypes.float8_e4m3fn)
+            scales[slice(*span)] = found
+
+        _each_piece(tensor, fill)
+        return [values, scales]
+
+    name = f"{tensor.name}.float8.{plan.compute}"
+    return plan.weights.add([name, f"{name}.scales"], make)
+
+
+def _each_piece(tensor: ir.ExternalTensor, work: Callable[[tuple[int, int]], None]) -> None:
+    for _ in in_parallel(work, pieces(sizes(tensor))):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------ integer weights
+
+
+def integer_columns(linear: Linear, grid: Grid, plan: Plan) -> list[ir.ExternalTensor]:
+    """A linear's weights int8 or int4 [K, N] and their scales in the compute type: [N], or [groups, N] of blocks.
+
+    Raises:
+        BuildError: the grid has zero points, or int4 weights have an odd number of outputs.
+    """
+    if not grid.symmetric:
+        raise BuildError(f"{linear.name}: TensorRT has no zero points; build with symmetric = true")
+    if grid.bits == 4 and linear.outputs % 2:
+        raise BuildError(
+            f"{linear.name}: TensorRT packs int4 weights in pairs of outputs, and there are {linear.outputs}; "
+            'store it otherwise: layers = {"' + linear.module + '" = "int8"}'
+        )
+    dtype = ARRAY_TYPES[plan.compute]
+    kind = np.dtype(np.int8 if grid.bits == 8 else ml_dtypes.int4)
+
+    def make() -> list[Array]:
+        values, scales = with_positive_scales(plan.calibrated.quantized(linear.weights, grid), dtype)
+        return [values.T.astype(kind, order="C"), scales.T if grid.block else scales[:, 0]]
+
+    name = f"{linear.tensor}.{grid_name(grid)}.{plan.compute}"
+    return plan.weights.add([name, f"{name}.scales"], make)
+
+
+def with_positive_scales(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np.int8], Array]:
+    """The same matrix with scales above zero: int8 [N, K], and scales [N, groups] of type ``dtype``.
+
+    A group whose scale is negative changes the signs of its integers. The lowest one has no opposite: it becomes the
+    highest, and the scale is fitted to that by least squares. Where ``dtype`` holds a scale only roughly, integers are
+    rounded anew to what it holds.
+    """
+    rows, inputs = found.values.shape
+    groups = found.scales.shape[1]
+    values = np.empty((rows, groups, inputs // groups), np.int8)
+    scales = np.empty((rows, groups), dtype)
+
+    def fill(span: tuple[int, int]) -> None:
+        part = slice(*span)
+        steps = found.values[part].reshape(-1, *values.shape[1:])
+        values[part], scales[part] = _positive(steps, found.scales[part], found.grid, dtype)
+
+    for _ in in_parallel(fill, pieces((rows, inputs))):
+        pass
+    return values.reshape(rows, inputs), scales
+
+
+def _positive(
+    steps: NDArray[np.int8], scales: Float, grid: Grid, dtype: np.dtype[np.generic]
+) -> tuple[NDArray[np.int8], Array]:
+    """See :func:`with_positive_scales`, for steps [n, groups, width] and scales [n, groups]."""
+    turned = steps * np.where(scales < 0, np.float32(-1), np.float32(1))[..., None]
+    clipped = np.minimum(turned, grid.high)
+    norms = np.maximum(np.square(clipped).sum(axis=-1), 1)
+    beyond = (turned > grid.high).any(axis=-1)
+    fitted = np.abs(scales) * np.where(beyond, (turned * clipped).sum(axis=-1) / norms, 1)
+    stored = stored_scales(fitted, dtype)
+    again = np.rint(clipped * (fitted / stored.astype(np.float32))[..., None])
+    return np.clip(again, grid.low, grid.high).astype(np.int8), stored
+
+
+def stored_scales(scales: Float, dtype: np.dtype[np.generic]) -> Array:
+    """Scales above zero in the type that they are stored in.
+
+    Raises:
+        BuildError: a scale is beyond the type's range.
+    """
+    with np.errstate(over="ignore"):
+        found: Array = np.maximum(scales, SMALLEST_SCALE).astype(dtype)
+    if not np.isfinite(found.astype(np.float32)).all():
+        raise BuildError(f"a scale of {float(scales.max())} is beyond {dtype.name}; build with --precision fp32")
+    return found
+
+
+def fitted(grid: Grid, inputs: int, name: str) -> Grid:
+    """The grid with a block that divides the inputs: its own, or the largest of 128, 64 and 32 below it that does.
+
+    Raises:
+        BuildError: there is none.
+    """
+    if not grid.block or inputs % grid.block == 0:
+        return grid
+    block = next((block for block in INT4_BLOCKS if block < grid.block and inputs % block == 0), None)
+    if block is None:
+        raise BuildError(
+            f"{name}: none of 128, 64 and 32 divides its {inputs} inputs, and TensorRT takes only whole blocks of int4 "
+            'weights; store it otherwise: layers = {"' + name + '" = "int8"}'
+        )
+    return Grid(grid.bits, block, grid.symmetric)
