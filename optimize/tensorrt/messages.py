@@ -1,0 +1,61 @@
+"""What the library logs while it parses and builds, and which of it means that the engine would be wrong."""
+
+import re
+from collections.abc import Collection, Sequence
+
+from llmc.errors import BuildError, GpuError, LlmcError, ResourceError
+from llmc.runtime.engine_library import Message
+
+# Said of every healthy graph: indices are int64 on purpose, and nobody asked for the removed tactic sources.
+HARMLESS = re.compile(r"Make sure input \S+ has Int64 binding|[Uu]nused tactic source|[Dd]isabling unused")
+# The parser leaves out what it does not know, and says so in passing: results would be wrong, not the build.
+DROPPED = re.compile(r"\bunused\b|\bunsupported\b|\bis (?:being )?ignored\b|\bwill be ignored\b", re.IGNORECASE)
+# "Input Tensor cache_slots is unused or used only at compile-time": named so that shapes' inputs can be excepted.
+INPUT = re.compile(r"Input Tensor (\S+) is unused")
+NO_DRIVER = re.compile(r"cudaError 35|CUDA_SUCCESS|CUDA initialization failure")
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|FAILED_ALLOCATION|insufficient memory|within workspace limit", re.IGNORECASE
+)
+SAID_AT_MOST = 4
+
+
+def dropped(messages: Sequence[Message], shapes_only: Collection[str] = ()) -> list[str]:
+    """Messages that say that something of the graph was left out.
+
+    ``shapes_only`` names inputs of which only the shape is meant to be used.
+    """
+    return [message.text for message in messages if _says_dropped(message.text, shapes_only)]
+
+
+def _says_dropped(text: str, shapes_only: Collection[str]) -> bool:
+    named = INPUT.search(text)
+    expected = named is not None and named[1] in shapes_only
+    return bool(DROPPED.search(text)) and not HARMLESS.search(text) and not expected
+
+
+def remarks(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Warnings that are not known to be harmless, each once."""
+    texts = (message.text for message in messages if not HARMLESS.search(message.text))
+    return tuple(dict.fromkeys(texts))
+
+
+def failure(what: str, messages: Sequence[Message]) -> LlmcError:
+    """The error for a build that the library gave up, told from what it logged.
+
+    A build without a driver ends in the same errors of CUDA as one on a broken GPU, so they are told apart from what
+    the graph is to blame for.
+    """
+    errors = list(dict.fromkeys(message.text.strip() for message in messages if message.is_error))
+    if errors and not NO_DRIVER.search(errors[0]):
+        errors = [error for error in errors if not NO_DRIVER.search(error)]  # its aftermath where there is no driver
+    said = "; ".join(errors[:SAID_AT_MOST]) or "it said nothing"
+    if OUT_OF_MEMORY.search(said):
+        return ResourceError(
+            f"{what} ran out of memory: {said}; allow a larger workspace, or ask for a smaller context, chunk or batch"
+        )
+    if errors and NO_DRIVER.search(errors[0]):
+        return GpuError(
+            f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, "
+            "or leave out stripped and refittable"
+        )
+    return BuildError(f"{what} failed: {said}")

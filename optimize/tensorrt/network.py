@@ -1,0 +1,257 @@
+"""From a lowered ONNX file to a network of the library, with nothing lost on the way.
+
+The file holds no weights, only where they lie: they are mapped into memory and given to the parser by address, so no
+protobuf message comes near 2 GB and no weight is copied.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+
+from llmc.errors import BuildError
+from llmc.optimize.tensorrt.abilities import LENGTHS, abilities
+from llmc.optimize.tensorrt.messages import dropped
+from llmc.optimize.tensorrt.order import Layer
+from llmc.runtime.engine_library import logger
+
+CAPACITY, ATTENDED = "capacity", "cache_slots"
+INTEGERS = {"INT32", "INT64", "BOOL"}
+NAMED_AT_MOST = 4
+
+
+def read_graph(path: Path, capacity: int | None) -> onnx.ModelProto:
+    """The file without its weights; its dimension ``capacity`` is made static where one is given.
+
+    Raises:
+        BuildError: it is no ONNX file.
+    """
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (OSError, DecodeError) as error:
+        raise BuildError(f"{path} is missing or corrupt ({error}); lower the graph again") from error
+    if capacity is not None:
+        graph = model.graph
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param == CAPACITY:
+                    dim.dim_value = capacity
+    return model
+
+
+class Network:
+    """A parsed graph. Keeps the mapped weights alive, which the library reads while it builds."""
+
+    def __init__(self, library: Any, builder: Any, path: Path, model: onnx.ModelProto) -> None:
+        self.library = library
+        self.graph = model.graph
+        self._weights: dict[str, Any] = {}
+        can = abilities(library)
+        flags = 1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if can.strongly_typed else 0
+        self.native = builder.create_network(flags)
+        self._parser = library.OnnxParser(self.native, logger(library).native)
+        self._parse(path, model, by_address=can.initializer_streaming)
+
+    def _parse(self, path: Path, model: onnx.ModelProto, *, by_address: bool) -> None:
+        with logger(self.library).collected() as messages:
+            if by_address:
+                parsed = self._load(path, model)
+            else:  # external data is looked up beside the path
+                parsed = self._parser.parse(model.SerializeToString(), str(path))
+        if not parsed:
+            raise BuildError(f"{path.name} is refused by the parser: {'; '.join(self._errors())}")
+        refused = [*dropped(messages), *self._left_out()]
+        if refused:
+            raise BuildError(
+                f"{path.name}: the parser left out part of the graph, so that results would be wrong: "
+                f"{'; '.join(refused[:NAMED_AT_MOST])}"
+            )
+
+    def _load(self, path: Path, model: onnx.ModelProto) -> bool:
+        if not self._parser.load_model_proto(model.SerializeToString()):
+            return False
+        for tensor in model.graph.initializer:
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                address, size = self._mapped(path.parent, tensor)
+                if not self._parser.load_initializer(tensor.name, address, size):
+                    raise BuildError(f"{path.name}: the parser refuses the weights {tensor.name} of {size} bytes")
+        return bool(self._parser.parse_model_proto())
+
+    def _mapped(self, folder: Path, tensor: onnx.TensorProto) -> tuple[int, int]:
+        """Address and bytes of weights in their mapped file."""
+        where = {entry.key: entry.value for entry in tensor.external_data}
+        name = where["location"]
+        if name not in self._weights:
+            try:
+                self._weights[name] = np.memmap(folder / name, np.uint8, "r")
+            except (OSError, ValueError) as error:
+                raise BuildError(f"{folder / name} cannot be mapped ({error}), yet holds {tensor.name}") from error
+        offset, size = int(where.get("offset", 0)), int(where.get("length", 0))
+        if offset + size > self._weights[name].size:
+            raise BuildError(f"{folder / name} ends inside {tensor.name}; the file is truncated, lower the graph again")
+        return self._weights[name].ctypes.data + offset, size
+
+    def _errors(self) -> list[str]:
+        """Node, operator and reason of each refusal."""
+        errors = (self._parser.get_error(i) for i in range(min(self._parser.num_errors, NAMED_AT_MOST)))
+        texts = [f"{error.node_name() or 'node'} ({error.node_operator() or '?'}): {error.desc()}" for error in errors]
+        return texts or ["it gave no reason"]
+
+    def layers(self) -> Iterator[Any]:
+        """All layers in order."""
+        return (self.native.get_layer(i) for i in range(self.native.num_layers))
+
+    def inputs(self) -> list[Any]:
+        """The tensors that a call gives."""
+        return [self.native.get_input(i) for i in range(self.native.num_inputs)]
+
+    def outputs(self) -> list[Any]:
+        """The tensors that a call gets."""
+        return [self.native.get_output(i) for i in range(self.native.num_outputs)]
+
+    def _left_out(self) -> list[str]:
+        """Values of the graph that no layer reads though a node of the graph does.
+
+        The parser drops inputs that it does not know, and warns only where they are inputs of the whole graph. What
+        computed them is then left without a reader.
+        """
+        read = {tensor.name for layer in self.layers() for tensor in _inputs(layer)}
+        read |= {output.name for output in self.outputs()}
+        made = {tensor.name for layer in self.layers() for tensor in _outputs(layer)}
+        made |= {tensor.name for tensor in self.inputs()}
+        readers = {name: node for node in self.graph.node for name in node.input if name}
+        lost = [name for name in readers if name in made and name not in read]
+        return [f"{readers[name].op_type} {readers[name].name} does not get {name}" for name in lost]
+
+    # ------------------------------------------------------------------------------------------------- attention
+
+    def allow_decomposition(self) -> int:
+        """Let attention run as several kernels where no fused one fits, as in float32; return how many there are."""
+        found = 0
+        for layer in self._attentions():
+            layer.attention.decomposable = True
+            found += 1
+        return found
+
+    def attend_by_lengths(self) -> None:
+        """Give attention the lengths of keys instead of a mask: the form ``lengths``. Not run on a GPU yet.
+
+        ``past_lengths`` plus the new tokens is how many keys each row has; a mask aligned to the lower right then
+        lets token i of S see the keys up to ``length - S + i``.
+
+        Raises:
+            BuildError: the library's attention takes no lengths, or the network has no attention.
+        """
+        if LENGTHS not in abilities(self.library).forms:
+            raise BuildError("this library's attention takes no lengths of keys; build the form native")
+        attentions = list(self._attentions())
+        if not attentions:
+            raise BuildError("the form lengths was asked for, and the network has no attention layer to change")
+        lengths = self._lengths()
+        for layer in attentions:
+            self._replace_by_lengths(layer.attention, lengths)
+
+    def _replace_by_lengths(self, old: Any, lengths: Any) -> None:
+        """Put attention without a mask in the place of ``old``: a mask cannot be taken away again."""
+        tensors = [old.get_input(i) for i in range(3)]  # queries, keys, values
+        kind = self.library.CausalMaskKind.LOWER_RIGHT
+        new = self.native.add_attention_v2(*tensors, old.norm_op, kind)
+        new.name = f"{old.name}.lengths"
+        new.key_value_lengths = lengths
+        output = old.get_output(0)
+        for reader in self.layers():
+            for index in range(reader.num_inputs):
+                tensor = reader.get_input(index)
+                if tensor is not None and tensor.name == output.name:
+                    reader.set_input(index, new.get_output(0))
+
+    def _attentions(self) -> Iterator[Any]:
+        if not abilities(self.library).native_attention:
+            return
+        for layer in self.layers():
+            if layer.type == self.library.LayerType.ATTENTION_INPUT:
+                layer.__class__ = self.library.IAttentionInputLayer  # the documented way to downcast
+                yield layer
+
+    def _lengths(self) -> Any:
+        """Valid keys of each row, int32 [batch]."""
+        inputs = {tensor.name: tensor for tensor in self.inputs()}
+        network, library = self.native, self.library
+        shape = network.add_shape(inputs["input_ids"]).get_output(0)
+        tokens = network.add_slice(shape, (1,), (1,), (1,)).get_output(0)
+        both = network.add_elementwise(inputs["past_lengths"], tokens, library.ElementWiseOperation.SUM)
+        lengths = network.add_cast(both.get_output(0), library.DataType.INT32)
+        lengths.name = "key_value_lengths"
+        return lengths.get_output(0)
+
+    # --------------------------------------------------------------------------------------------------- summary
+
+    def summary(self) -> tuple[Layer, ...]:
+        """Layers that compute on tensors, see :class:`llmc.optimize.tensorrt.order.EngineReport`."""
+        described = [_describe(layer) for layer in self._live()]
+        return tuple(layer for layer in described if layer.type != "CONSTANT" and layer.dtype not in INTEGERS)
+
+    def _live(self) -> list[Any]:
+        """Layers that an output depends on."""
+        layers = list(self.layers())
+        makers = {tensor.name: i for i, layer in enumerate(layers) for tensor in _outputs(layer)}
+        live: set[int] = set()
+        pending = [makers[output.name] for output in self.outputs()]
+        while pending:
+            index = pending.pop()
+            if index not in live:
+                live.add(index)
+                pending += [makers[tensor.name] for tensor in _inputs(layers[index]) if tensor.name in makers]
+        return [layers[index] for index in sorted(live)]
+
+    def aliases(self) -> dict[str, str]:
+        """Outputs that are an input updated in place, as output -> input."""
+        updates = [layer for layer in self.layers() if layer.type.name == "KV_CACHE_UPDATE"]
+        return {layer.get_output(0).name: layer.get_input(0).name for layer in updates}
+
+
+def _inputs(layer: Any) -> Iterator[Any]:
+    """Tensors that a layer reads; optional ones may be missing."""
+    return (tensor for tensor in map(layer.get_input, range(layer.num_inputs)) if tensor is not None)
+
+
+def _outputs(layer: Any) -> Iterator[Any]:
+    return (tensor for tensor in map(layer.get_output, range(layer.num_outputs)) if tensor is not None)
+
+
+def _describe(layer: Any) -> Layer:
+    tensors = list(_outputs(layer))
+    if not tensors:
+        return Layer(layer.name, layer.type.name, "", ())
+    return Layer(layer.name, layer.type.name, tensors[0].dtype.name, _shape(tensors[0]))
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Sizes of a tensor; empty where the library cannot tell the rank."""
+    try:
+        return tuple(int(size) for size in tensor.shape)
+    except ValueError:
+        return ()
+
+
+def profile_shapes(graph: onnx.GraphProto, ranges: Any) -> dict[str, Sequence[tuple[int, ...]]]:
+    """Least, best and largest shape of each input that has named dimensions.
+
+    Raises:
+        BuildError: a dimension has a name that the profiles say nothing about.
+    """
+    shapes = {}
+    for value in graph.input:
+        dims = list(value.type.tensor_type.shape.dim)
+        unknown = [dim.dim_param for dim in dims if not dim.HasField("dim_value") and dim.dim_param not in ranges]
+        if unknown:
+            raise BuildError(
+                f"input {value.name} has the dimension {unknown[0] or '?'!r}; expected one of {', '.join(ranges)}"
+            )
+        sizes = [ranges[dim.dim_param] if not dim.HasField("dim_value") else (dim.dim_value,) * 3 for dim in dims]
+        if any(not dim.HasField("dim_value") for dim in dims):
+            shapes[value.name] = [tuple(size[kind] for size in sizes) for kind in range(3)]
+    return shapes

@@ -1,0 +1,40 @@
+"""Times that a build measured, kept for the next one: a second build of the same model skips most of the search."""
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from llmc.runtime.engine_library import logger
+
+log = logging.getLogger(__name__)
+
+
+def use(library: Any, config: Any, path: Path) -> Any:
+    """Give the builder's configuration the times in ``path``; none if it is missing, damaged or another machine's."""
+    with contextlib.suppress(OSError):
+        cache = config.create_timing_cache(path.read_bytes())
+        with logger(library).collected() as messages:
+            if cache is not None and config.set_timing_cache(cache, False):
+                return cache
+        said = messages[0].text if messages else "it was written by another version or for another GPU"
+        log.warning("%s: the timing cache is not used (%s); the build takes longer and replaces it", path, said)
+    cache = config.create_timing_cache(b"")
+    config.set_timing_cache(cache, False)
+    return cache
+
+
+def keep(config: Any, path: Path) -> None:
+    """Write the times of a build to ``path``, atomically; where it cannot be written they are lost, with a warning."""
+    cache = config.get_timing_cache()
+    if cache is None:
+        return
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_bytes(memoryview(cache.serialize()))
+        staged.replace(path)
+    except OSError as error:
+        log.warning("%s: the timing cache cannot be kept (%s)", path, error.strerror)
+        staged.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""TensorRT and TensorRT-RTX as libraries: imported on first use, with one logger each.
+
+Both have the same Python interface. TensorRT keeps one logger per process (a second one is ignored), so messages go to
+one object whose listeners come and go.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llmc.errors import GpuError, MissingExtraError, UsageError, require
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Library:
+    module: str
+    minimum: tuple[int, int]
+    install: str
+
+
+_RTX_INSTALL = "pip install '.[tensorrt-rtx]' in llmc's folder"
+_INSTALL = (
+    "on a Jetson it comes with JetPack (apt install python3-libnvinfer, and a virtual environment made with "
+    "--system-site-packages); elsewhere pip install --extra-index-url https://pypi.nvidia.com tensorrt-cu13"
+)
+LIBRARIES = {
+    "tensorrt": _Library("tensorrt", (10, 3), _INSTALL),  # JetPack 6.2's
+    "tensorrt-rtx": _Library("tensorrt_rtx", (1, 0), _RTX_INSTALL),
+}
+_DRIVER = "install NVIDIA's driver, or free the GPU if it is out of memory; llmc doctor tells what is there"
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a library logged; ``severity`` is INTERNAL_ERROR, ERROR or WARNING."""
+
+    severity: str
+    text: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the library calls it an error."""
+        return self.severity != "WARNING"
+
+
+class Log:
+    """The logger that a library is given, once per process: ``native`` is the library's own object."""
+
+    def __init__(self, library: Any) -> None:
+        def receive(_: Any, severity: Any, text: str) -> None:
+            self.receive(severity.name, text)
+
+        self._listeners: list[list[Message]] = []
+        self.native = type("Log", (library.ILogger,), {"log": receive})()
+
+    def receive(self, severity: str, text: str) -> None:
+        """Hand a message on, to whoever collects and to Python's logging; what is less than a warning is for debugging.
+
+        The library calls this from threads of its own, so it must not raise.
+        """
+        if severity not in ("INTERNAL_ERROR", "ERROR", "WARNING"):
+            log.debug("%s", text)
+            return
+        for listener in self._listeners:
+            listener.append(Message(severity, text))
+        log.info("%s: %s", severity.lower(), text)
+
+    @contextmanager
+    def collected(self) -> Iterator[list[Message]]:
+        """A list that receives every warning and error until the block ends, in order."""
+        messages: list[Message] = []
+        self._listeners.append(messages)
+        try:
+            yield messages
+        finally:
+            self._listeners[:] = [each for each in self._listeners if each is not messages]
+
+
+@cache
+def logger(library: Any) -> Log:
+    """The library's logger, the same one at every call."""
+    return Log(library)
+
+
+def library_version(library: Any) -> str:
+    """Version of the installed library, for example 10.3.0."""
+    return str(library.__version__)
+
+
+def load_library(engine: str) -> Any:
+    """Import the library of an engine, tensorrt or tensorrt-rtx. No GPU is touched.
+
+    Raises:
+        UsageError: the engine is none of those.
+        MissingExtraError: the library is not installed.
+        GpuError: it is too old, or its files are incomplete.
+    """
+    if engine not in LIBRARIES:
+        raise UsageError(f"engine {engine!r} has no library of TensorRT's kind; expected {' or '.join(LIBRARIES)}")
+    wanted = LIBRARIES[engine]
+    library = _imported(wanted, engine)
+    found = library_version(library)
+    if _numbers(found) < wanted.minimum:
+        needed = ".".join(map(str, wanted.minimum))
+        raise GpuError(f"{wanted.module} {found} is installed, llmc needs {needed} or later: {wanted.install}")
+    return library
+
+
+def _imported(wanted: _Library, engine: str) -> Any:
+    try:
+        return require(wanted.module, engine)
+    except MissingExtraError as error:
+        raise MissingExtraError(f"{wanted.module} is not installed: {wanted.install}") from error
+    except (ImportError, OSError, AttributeError) as error:
+        raise GpuError(
+            f"{wanted.module} is installed and cannot be loaded ({error}); install it again: {wanted.install}"
+        ) from error
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def make_builder(library: Any) -> Any:
+    """A builder of engines. TensorRT needs a GPU for it, TensorRT-RTX does not.
+
+    Raises:
+        GpuError: the library cannot start, mostly for want of a driver.
+    """
+    return _made(library, library.Builder)
+
+
+def make_runtime(library: Any) -> Any:
+    """What engines are loaded with.
+
+    Raises:
+        GpuError: the library cannot start, mostly for want of a driver.
+    """
+    return _made(library, library.Runtime)
+
+
+def _made(library: Any, make: Any) -> Any:
+    """``make`` a thing of the library's, or say what the library logged when it could not."""
+    native = logger(library)
+    with native.collected() as messages:
+        try:
+            return make(native.native)
+        except (TypeError, RuntimeError) as error:  # the binding turns a null pointer into a TypeError
+            said = "; ".join(dict.fromkeys(message.text for message in messages)) or str(error)
+            version = f"{library.__name__} {library_version(library)}"
+            raise GpuError(f"{version} cannot use a GPU here ({said}); {_DRIVER}") from error
