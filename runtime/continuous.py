@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.runtime.calls import CHUNK_WITH_ALL_LOGITS, make_calls, next_end
 from llmc.runtime.costs import StepCosts
+from llmc.runtime.drawing import Drawn, draw, draw_one, neighbours
 from llmc.runtime.intake import SINK_TOKENS, Intake
 from llmc.runtime.kv_cache import CacheBudget, next_capacity
 from llmc.runtime.lockstep import Lockstep
@@ -27,7 +28,7 @@ from llmc.runtime.sampling import Choice, Logits, prompt_logprobs
 from llmc.runtime.scheduler import ChunkPacer, Queue
 from llmc.runtime.sequence import Job, Sample, Strand, named
 from llmc.runtime.sessions import Session
-from llmc.runtime.speculation import LENGTHS, Drafter, Ledger, Speculator, verify
+from llmc.runtime.speculation import LENGTHS, Drafter, Ledger, Speculator
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,6 @@ class Sibling:
 
     job: Job
     index: int
-
-
-@dataclass
-class Drawn:
-    """What came of one strand's step: tokens of a sample, logits and hidden state for a strategy, or an error."""
-
-    strand: Strand
-    drafted: int = 0
-    choices: list[Choice] = field(default_factory=list)
-    logits: Logits | None = None
-    hidden: Logits | None = None
-    error: BaseException | None = None
 
 
 class ContinuousBatch:
@@ -108,18 +97,19 @@ class ContinuousBatch:
         self._ledger = Ledger()
         self._lengths = tuple(length for length in LENGTHS if length <= options.max_draft_tokens)
         self._lockstep: dict[Job, Lockstep] = {}
-        self._plan = manifest.memory
+        self._manifest = manifest
+        self._cache_per_token = (manifest.device or manifest.memory).cache_per_token
         self._limit = intake.max_context + (options.determinism is Determinism.STRICT)
 
     @property
     def reserved_bytes(self) -> int:
-        """Address space of the cache."""
-        return self._session.rows * self._session.capacity * self._plan.cache_per_token
+        """Address space of the cache, in the memory that it lies in."""
+        return self._session.rows * self._session.capacity * self._cache_per_token
 
     @property
     def used_bytes(self) -> int:
         """What valid positions fill of it."""
-        return sum(strand.cached for strand in self._strands()) * self._plan.cache_per_token
+        return sum(strand.cached for strand in self._strands()) * self._cache_per_token
 
     # ------------------------------------------------------------------------------------------ admission
 
@@ -427,49 +417,6 @@ class ContinuousBatch:
         wanted = next_capacity(max(positions, 1), self._limit)
         session = self._session
         if rows > session.rows or wanted > session.capacity:
-            if session.rows:
-                more = max(rows, session.rows), max(wanted, session.capacity)
-                check_growth(self._plan, session.capacity, more[1], session.rows, more[0])
+            if session.rows:  # what comes first was planned when the bundle was loaded
+                check_growth(self._manifest, session, rows, wanted)
             session.reserve(rows, wanted)
-
-
-def draw(strand: Strand, guesses: Sequence[int], logits: NDArray[np.float32]) -> Drawn:
-    """A sample's tokens as long as they agree with the guesses, and one more, from logits [1 + guesses, V]."""
-    assert isinstance(strand, Sample)
-    drawn = Drawn(strand, len(guesses))
-
-    def token(i: int) -> int:
-        tokens = [*strand.tokens, *(choice.token for choice in drawn.choices)] if drawn.choices else strand.tokens
-        drawn.choices.append(strand.sampler(logits[i], tokens))
-        return drawn.choices[-1].token
-
-    try:
-        for _ in verify(guesses, token):
-            if strand.complete:
-                break
-    except BaseException as error:  # noqa: BLE001  # raised again where the job is known
-        drawn.error = error
-    return drawn
-
-
-def draw_one(work: tuple[Strand, Logits, Logits | None]) -> Drawn:
-    """A sample's next token; for a strand in lockstep copies of its logits [V] and hidden state [H]."""
-    strand, logits, hidden = work
-    if isinstance(strand, Sample):
-        return draw(strand, (), logits[None])
-    return Drawn(strand, logits=logits.copy(), hidden=None if hidden is None else hidden.copy())
-
-
-def neighbours(strands: Sequence[Strand], drafts: dict[int, list[int]]) -> Iterator[list[Strand]]:
-    """Strands that can share a call: in rows side by side, none with drafts; those with drafts are alone."""
-    group: list[Strand] = []
-    for strand in strands:
-        if drafts[strand.key]:
-            if group:
-                yield group
-            yield [strand]
-            group = []
-        else:
-            group.append(strand)
-    if group:
-        yield group

@@ -101,7 +101,7 @@ class Engine:
             metrics=self.metrics,
             options=options,
             prefill_chunk=prefill_chunk,
-            budget=CacheBudget(manifest.memory, memory, 0 if prefixes is None else prefixes.max_bytes),
+            budget=CacheBudget(manifest, memory, 0 if prefixes is None else prefixes.max_bytes, session.device_memory),
             prefixes=prefixes,
             drafter=drafter,
             pool=self._pool if options.sampling_threads > 1 else None,

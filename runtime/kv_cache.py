@@ -1,6 +1,10 @@
 """How the KV cache grows: in steps as sequences get longer, never the whole context up front."""
 
-from llmc.bundle import MemoryPlan
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from llmc.bundle import EnginePlan, Manifest
 from llmc.errors import ResourceError
 
 FIRST_STEP = 256
@@ -17,28 +21,58 @@ def next_capacity(needed: int, maximum: int) -> int:
     return min(maximum, -(-needed // step) * step)
 
 
+def rounded_up(engine: EnginePlan | None, positions: int) -> int:
+    """Positions that a session makes room for when it is asked for so many: a TensorRT engine has one capacity, or one
+    for each of its buckets; other engines take any."""
+    if engine is None:
+        return positions
+    return engine.capacity or next((bucket for bucket in engine.buckets if bucket >= positions), positions)
+
+
+def device_bytes(manifest: Manifest, positions: int, rows: int) -> int:
+    """Bytes of the GPU's memory with room for ``positions`` in each of ``rows`` rows; 0 for a bundle without a GPU."""
+    if manifest.device is None:
+        return 0
+    return manifest.device.total(rounded_up(manifest.engine, positions), rows)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What of one memory may be taken, and what so many positions in so many rows take; ``what`` names it."""
+
+    needed: Callable[[int, int], int]
+    limit: int
+    what: str
+
+
 class CacheBudget:
-    """Whether the cache may have so many rows and positions, in the bytes that the process may take.
+    """Whether the cache may have so many rows and positions, in the bytes that may be taken.
 
     Args:
-        plan: the bundle's memory plan.
+        manifest: of the bundle; its plans say what rows take of the process's memory and of the GPU's.
         memory: bytes for the whole process.
         others: bytes of them that something else was promised: the prefix cache.
+        device_memory: bytes of the GPU's memory that the session may take in all; None where it has none.
     """
 
-    def __init__(self, plan: MemoryPlan, memory: int, others: int = 0) -> None:
-        self._plan = plan
-        self._memory = memory
-        self._others = others
+    def __init__(self, manifest: Manifest, memory: int, others: int = 0, device_memory: int | None = None) -> None:
+        plan = manifest.memory
+        self._shares = [_Share(lambda positions, rows: plan.total(positions, rows) + others, memory, "MB")]
+        if device_memory is not None:
+            self._shares.append(_Share(partial(device_bytes, manifest), device_memory, "MB of the GPU's memory"))
 
     def fits(self, positions: int, rows: int) -> bool:
         """Whether ``rows`` rows of ``positions`` positions fit."""
-        return self._plan.total(positions, rows) + self._others <= self._memory
+        return self._lacking(positions, rows) is None
 
     def refusal(self, positions: int, rows: int) -> ResourceError:
         """What to say to a request that does not fit even alone."""
-        needed = self._plan.total(positions, rows) + self._others
+        share = self._lacking(positions, rows) or self._shares[0]
         return ResourceError(
-            f"the request may grow to {positions} positions in {rows} row(s), for which {needed // MB} MB are needed "
-            f"in all, and {self._memory // MB} MB may be taken; shorten its prompt, ask for fewer tokens or free memory"
+            f"the request may grow to {positions} positions in {rows} row(s), for which "
+            f"{share.needed(positions, rows) // MB} {share.what} are needed in all, and {share.limit // MB} MB may be "
+            "taken; shorten its prompt, ask for fewer tokens or free memory"
         )
+
+    def _lacking(self, positions: int, rows: int) -> _Share | None:
+        return next((share for share in self._shares if share.needed(positions, rows) > share.limit), None)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from llmc.bundle import DeviceMemory, Limits, Manifest, MemoryPlan
 from llmc.errors import ResourceError
-from llmc.runtime.kv_cache import next_capacity
+from llmc.runtime.kv_cache import device_bytes, next_capacity
 from llmc.runtime.machine import Available, available_memory, memory_here, resident_bytes
+from llmc.runtime.sessions import Session
 
 MB = 1_000_000
 GPU = "run on the GPU"  # the stage whose memory is not the machine's
@@ -151,18 +152,27 @@ def usable_memory(held: int, memory: int | None = None) -> int:
     return available_memory() + min(held, resident_bytes()[0]) if memory is None else memory
 
 
-def check_growth(plan: MemoryPlan, old: int, new: int, old_rows: int = 1, new_rows: int = 1) -> None:
-    """Refuse to grow the cache from ``old_rows`` x ``old`` to ``new_rows`` x ``new`` positions when memory does not
-    suffice.
+def check_growth(manifest: Manifest, session: Session, rows: int, positions: int) -> None:
+    """Refuse to grow a session's cache to ``rows`` x ``positions``, never below what it has, when the memory of the
+    machine or of the GPU does not suffice.
 
     Raises:
         ResourceError: with the numbers; the cache keeps its size.
     """
-    needed, available = plan.total(new, new_rows) - plan.total(old, old_rows), available_memory()
+    plan, held = manifest.memory, max(1, session.rows)
+    rows, positions = max(rows, held), max(positions, session.capacity)
+    needed, available = plan.total(positions, rows) - plan.total(session.capacity, held), available_memory()
     if needed > available:
         raise ResourceError(
-            f"the cache for {new} tokens needs {needed // MB} MB more, {available // MB} MB are available; "
+            f"the cache for {positions} tokens needs {needed // MB} MB more, {available // MB} MB are available; "
             "free memory, or use a shorter prompt or fewer new tokens"
+        )
+    limit = session.device_memory if manifest.device is not None else None
+    if limit is not None and (wanted := device_bytes(manifest, positions, rows)) > limit:
+        raise ResourceError(
+            f"with a cache for {positions} tokens in {rows} row(s) the model takes {wanted // MB} MB of the GPU's "
+            f"memory, {limit // MB} MB may be taken; free memory of the GPU, or use shorter prompts, fewer new tokens "
+            "or fewer requests at once"
         )
 
 

@@ -27,7 +27,7 @@ class Runner:
         self.session = session
         self.max_context = max_context
         self.prefill_chunk = prefill_chunk
-        self._memory = manifest.memory
+        self._manifest = manifest
         self._vocab_size = manifest.geometry.vocab_size
         # Reused by every step: its arrays are written in place, for after a step all caches are cold.
         self._step = batch(Phase.DECODE, np.zeros((1, 1), np.int64), [0], [0])
@@ -79,7 +79,7 @@ class Runner:
             raise RequestError(f"position {positions} is asked for, the context holds {self.max_context}")
         if positions > self.session.capacity:
             capacity = next_capacity(positions, self.max_context)
-            check_growth(self._memory, self.session.capacity, capacity)
+            check_growth(self._manifest, self.session, 1, capacity)
             self.session.reserve(1, capacity)
 
     def check_tokens(self, where: str, tokens: Sequence[int]) -> None:

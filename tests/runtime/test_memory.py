@@ -13,9 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.bundle import Limits, Manifest, MemoryPlan, read_bundle, write_manifest
+from llmc.bundle import (
+    DeviceMemory,
+    EnginePlan,
+    Limits,
+    Manifest,
+    MemoryPlan,
+    Profile,
+    read_bundle,
+    write_manifest,
+)
 from llmc.errors import BundleError, ResourceError, UsageError
 from llmc.runtime import load
+from llmc.runtime.kv_cache import CacheBudget, device_bytes
 from llmc.runtime.machine import Available
 from llmc.runtime.memory import Plan, check_growth, check_load, memory_to_use, plan_run, usable_memory
 from llmc.runtime.sessions import onnxruntime
@@ -148,12 +158,99 @@ def test_memory_that_is_given_goes_before_what_the_machine_has(monkeypatch: pyte
     assert memory_to_use(9) == Available(9, "--memory")
 
 
-def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
+def held(rows: int, capacity: int, device_memory: int | None = None) -> Any:
+    """A session as :func:`check_growth` sees it."""
+    return SimpleNamespace(rows=rows, capacity=capacity, device_memory=device_memory)
+
+
+def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch, manifest: Manifest):
+    planned = replace(manifest, memory=PLAN)
     available(monkeypatch, 12 * MB)
-    check_growth(PLAN, 1000, 2000)
+    check_growth(planned, held(1, 1000), 1, 2000)
     available(monkeypatch, 12 * MB - 1)
     with pytest.raises(ResourceError, match="cache for 2000 tokens needs 12 MB more, 11 MB are available; free memory"):
-        check_growth(PLAN, 1000, 2000)
+        check_growth(planned, held(1, 1000), 1, 2000)
+    # Rows and positions never become fewer, so each more of the one is had for all of the other.
+    available(monkeypatch, 33 * MB)
+    check_growth(planned, held(1, 1000), 4, 10)
+    available(monkeypatch, 33 * MB - 1)
+    with pytest.raises(ResourceError, match="cache for 1000 tokens needs 33 MB more"):
+        check_growth(planned, held(4, 1000), 7, 10)
+
+
+# A GPU's bundle: the cache takes nothing of the process, and has 4,096 positions whatever it is asked for.
+ON_GPU = DeviceMemory(context=500 * MB, weights=100 * MB, workspace=50 * MB, cache_per_token=10_000, logits=1 * MB)
+ENGINE = EnginePlan(
+    file="engine.plan",
+    form="native",
+    compute="float16",
+    capacity=4096,
+    buckets=(256, 1024, 4096),
+    decode=Profile(8, 1, 1),
+    prefill=Profile(1, 256, 8),
+    select="",
+    candidates=0,
+    platform="linux-x86_64",
+    compute_capabilities=("8.7",),
+    version_compatible=False,
+    hardware_compatibility="none",
+    stripped=False,
+    verified="cpu",
+    inspector="engine.json",
+)
+
+
+@pytest.fixture
+def on_gpu(manifest: Manifest) -> Manifest:
+    memory = replace(PLAN, weights=0, embedding=0, workspace=0, workspace_per_token=0, cache_per_token=0)
+    return replace(manifest, memory=memory, engine=ENGINE, device=ON_GPU)
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "positions"),
+    [
+        (None, 300, 300),
+        (ENGINE, 300, 4096),
+        (replace(ENGINE, capacity=0), 300, 1024),
+        (replace(ENGINE, capacity=0), 1024, 1024),
+        (replace(ENGINE, capacity=0), 5000, 5000),  # which the session refuses
+    ],
+)
+def test_the_gpu_holds_as_many_positions_as_the_engine_makes_room_for(
+    on_gpu: Manifest, engine: EnginePlan | None, asked: int, positions: int
+):
+    planned = replace(on_gpu, engine=engine)
+    assert device_bytes(planned, asked, 3) == ON_GPU.total(positions, 3)
+    assert device_bytes(replace(planned, device=None), asked, 3) == 0
+
+
+def test_a_cache_on_a_gpu_is_held_against_the_gpus_memory(monkeypatch: pytest.MonkeyPatch, on_gpu: Manifest):
+    available(monkeypatch, 3 * MB)  # of the process: logits
+    needed = ON_GPU.total(4096, 2)
+    check_growth(on_gpu, held(1, 4096, needed), 2, 256)
+    with pytest.raises(ResourceError) as refused:
+        check_growth(on_gpu, held(1, 4096, needed - 1), 2, 256)
+    assert "cache for 4096 tokens in 2 row(s) the model takes 733 MB of the GPU's memory, 733 MB may" in str(
+        refused.value
+    )
+    check_growth(on_gpu, held(1, 4096, None), 2, 256)
+    check_growth(replace(on_gpu, device=None), held(1, 256, 0), 2, 256)  # run on the CPU, to check it
+
+
+@pytest.mark.parametrize(
+    ("process", "gpu", "lacking"), [(0, 0, ""), (-1, 0, "MB are"), (0, -1, "MB of the GPU's memory")]
+)
+def test_a_budget_holds_both_memories_and_names_the_one_that_lacks(
+    on_gpu: Manifest, process: int, gpu: int, lacking: str
+):
+    others = 7 * MB
+    memory, device = on_gpu.memory.total(256, 2) + others + process, ON_GPU.total(4096, 2) + gpu
+    budget = CacheBudget(on_gpu, memory, others, device)
+    assert budget.fits(256, 2) == (not lacking)
+    assert budget.fits(256, 1)
+    if lacking:
+        assert f"{(device if gpu else memory) // MB} MB may be taken" in str(budget.refusal(256, 2))
+        assert lacking in str(budget.refusal(256, 2))
 
 
 # ------------------------------------------------------------------------------------------------------------ loading

@@ -30,12 +30,17 @@ class Remembering:
 
     engine_version = "0"
     substitutes = False
+    device_memory = None
 
     def __init__(self) -> None:
         self.cache = np.zeros((0, 0), np.int64)
         self.calls: list[tuple[str, int, int, int]] = []
         """Phase, new tokens, past and logits of each call."""
         self.reserved: list[int] = []
+
+    @property
+    def rows(self) -> int:
+        return self.cache.shape[0]
 
     @property
     def capacity(self) -> int:
