@@ -1,0 +1,1 @@
+"""The parts of ``recipes/gpu_check.py``."""
