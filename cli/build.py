@@ -60,7 +60,7 @@ ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_com
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
 @click.option("--form", help="TensorRT: native, lengths (unproven) or primitives.  [default: what the library knows]")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
-@click.option("--hardware-compatibility", help="TensorRT: none, ampere_plus, same_compute_capability.  [default: none]")
+@click.option("--hardware-compatibility", help="TensorRT: none, ampere or same.  [default: none]")
 @click.option("--version-compatible", is_flag=True, default=None, help="TensorRT: newer libraries may run the engine.")
 @click.option("--stripped", is_flag=True, default=None, help="TensorRT: leave weights out of the engine file.")
 @click.option("--deferred", is_flag=True, default=None, help="TensorRT: no engine yet; --rebuild makes it there.")

@@ -14,6 +14,7 @@ from llmc.cli.options import (
     NEW_FILE,
     bundle_argument,
     debug_option,
+    emulate_option,
     json_option,
     threads_option,
 )
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--layers", is_flag=True, help="Measure the error of each layer on its own, too.")
 @click.option("--plot", type=NEW_FILE, help="Draw errors of layers and the histogram of KL into this PNG file.")
 @threads_option
+@emulate_option
 @json_option
 @debug_option
 def eval_command(
@@ -44,6 +46,7 @@ def eval_command(
     layers: bool,
     plot: Path | None,
     threads: int | None,
+    emulate: bool,
     as_json: bool,
 ) -> None:
     """Judge BUNDLE on a text, through prefill and through decode, for they are different graphs.
@@ -65,7 +68,7 @@ def eval_command(
     from llmc.runtime import load
 
     with show.progress() as progress:
-        with load(bundle, threads=threads) as model:
+        with load(bundle, threads=threads, emulate=emulate) as model:
             windows = read_windows(text, model, window, MAX_WINDOWS if max_windows is None else max_windows)
             found = evaluate(model, windows, reference=reference, progress=progress)
             manifest, substitutes = model.manifest, model.runner.session.substitutes

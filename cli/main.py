@@ -23,6 +23,7 @@ VERBS = {
     "eval": "llmc.cli.eval:eval_command",
     "inspect": "llmc.cli.inspect:inspect_command",
     "verify": "llmc.cli.verify:verify_command",
+    "doctor": "llmc.cli.doctor:doctor_command",
 }
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended
 

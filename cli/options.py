@@ -64,6 +64,9 @@ threads_option = click.option(
     "--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: as many as are usable]"
 )
 memory_option = click.option("--memory", type=size, help="Memory it may take, as 2GB.  [default: what is available]")
+emulate_option = click.option(
+    "--emulate", is_flag=True, help="Run the graph of a GPU's bundle on the CPU: slow, to check it without the GPU."
+)
 bundle_argument = click.argument("bundle", type=EXISTING_FOLDER)
 
 

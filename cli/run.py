@@ -17,6 +17,7 @@ from llmc.cli.options import (
     SectionCommand,
     bundle_argument,
     debug_option,
+    emulate_option,
     engine_options,
     memory_option,
     sampling_options,
@@ -29,7 +30,7 @@ from llmc.errors import UsageError
 if TYPE_CHECKING:
     from llmc.runtime import GenerationResult, Handle, Output
 
-LOADING = ("threads", "max_context", "memory", "self_test")
+LOADING = ("threads", "max_context", "memory", "self_test", "emulate")
 max_context_option = click.option(
     "--max-context", type=int, cls=EngineOption, help="Longest sequence in tokens.  [default: the bundle's]"
 )
@@ -50,6 +51,7 @@ stats_option = click.option("--stats", is_flag=True, help="Print counts, times a
 @threads_option
 @memory_option
 @self_test_option
+@emulate_option
 @debug_option
 @sampling_options
 @max_context_option
@@ -84,7 +86,7 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
 
 def loading(options: dict[str, Any]) -> dict[str, Any]:
     """Arguments of :func:`llmc.runtime.load`; those of the engine only where they were given."""
-    return {name: options[name] for name in LOADING} | take(options, ENGINE_NAMES)
+    return {name: options[name] for name in LOADING if name in options} | take(options, ENGINE_NAMES)
 
 
 def refuse_unseen(sampling: dict[str, Any]) -> None:

@@ -7,15 +7,16 @@ from pathlib import Path
 import click
 
 from llmc.cli import output as show
-from llmc.cli.options import bundle_argument, debug_option, json_option, threads_option
+from llmc.cli.options import bundle_argument, debug_option, emulate_option, json_option, threads_option
 
 
 @click.command("verify")
 @bundle_argument
 @threads_option
+@emulate_option
 @json_option
 @debug_option
-def verify_command(bundle: Path, threads: int | None, as_json: bool) -> None:
+def verify_command(bundle: Path, threads: int | None, emulate: bool, as_json: bool) -> None:
     """Hash every file of BUNDLE and replay its golden prompts.
 
     Exits with 1 if a file is corrupt or this machine computes something else.
@@ -23,7 +24,7 @@ def verify_command(bundle: Path, threads: int | None, as_json: bool) -> None:
     from llmc.runtime.selftest import verify
 
     with show.progress() as progress:
-        report = verify(bundle, threads=threads, progress=progress)
+        report = verify(bundle, threads=threads, emulate=emulate, progress=progress)
     if as_json:
         show.print_json(report)
         return
@@ -35,4 +36,4 @@ def verify_command(bundle: Path, threads: int | None, as_json: bool) -> None:
             ("largest difference", f"{report.largest_difference:.2g} in logits"),
         ]
     )
-    click.echo(f"{bundle} is sound")
+    click.echo(f"{bundle} is sound" + (" as far as the CPU can tell: the GPU was not used" if emulate else ""))

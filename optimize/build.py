@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -211,7 +212,7 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
             order.engine, folder / graphs["decode"].file, order.export, order.recipe, order.progress
         )
     order.progress("hashing")
-    manifest = _judge(order, folder, _manifest(order, graphs, compiled, engine, folder))
+    manifest = _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
     write_manifest(manifest, folder)
     return manifest
 
@@ -330,7 +331,7 @@ def _manifest(
     )
 
 
-def _judge(order: _Order, folder: Path, manifest: Manifest) -> Manifest:
+def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:
     """Load what was built, run the golden prompts and a text, and put the results beside the unquantized model's.
 
     Raises:
@@ -339,7 +340,7 @@ def _judge(order: _Order, folder: Path, manifest: Manifest) -> Manifest:
     """
     write_manifest(manifest, folder)
     try:
-        model, verified = _opened(order, folder)
+        model, verified = _opened(order, folder, manifest, weights)
     except ResourceError as error:
         if not order.target.has_gpu or order.judged:
             raise
@@ -362,7 +363,7 @@ def _judge(order: _Order, folder: Path, manifest: Manifest) -> Manifest:
     return replace(manifest, golden=golden, quality=quality, engine=engine)
 
 
-def _opened(order: _Order, folder: Path) -> tuple[Model, str]:
+def _opened(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> tuple[Model, str]:
     """What was built, loaded on the device that it is for, or else its graph on the CPU; and which of them."""
     if not order.target.has_gpu:
         return load(folder, self_test=False), "device"
@@ -370,4 +371,18 @@ def _opened(order: _Order, folder: Path) -> tuple[Model, str]:
         return load(folder, self_test=False), "device"
     except (GpuError, MissingExtraError) as error:
         log.info("%s; judging the graph on the CPU instead", error)
-    return load(folder, self_test=False, emulate=True), "cpu"
+    if order.recipe.compute != "bfloat16":
+        return load(folder, self_test=False, emulate=True), "cpu"
+    with TemporaryDirectory(prefix=".float32.", dir=folder) as work:  # mapped files outlive their names
+        return load(_in_float32(order, Path(work), manifest, weights), self_test=False, emulate=True), "cpu"
+
+
+def _in_float32(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Path:
+    """The same graph computing in float32: no CPU kernel knows bfloat16."""
+    recipe = replace(order.recipe, compute="float32", cache="float32")
+    graphs = _compile(replace(order, recipe=recipe, dump=None), folder, weights)
+    _copy_tokenizer(order.source, folder)
+    files = file_entries(folder, sorted(path.name for path in folder.iterdir()))
+    stand_in = replace(manifest, recipe=recipe, cache="float32", graphs=graphs, engine=None, files=files)
+    write_manifest(stand_in, folder)
+    return folder

@@ -4,7 +4,7 @@ The engine's library is found once and handed on, so every version of TensorRT a
 """
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,8 @@ from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.progress import Progress
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.abilities import abilities
-from llmc.optimize.tensorrt.builder import EngineOrder, build_engine
+from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.order import EngineOrder, Options
 from llmc.optimize.tensorrt.select import build_select
 from llmc.runtime import cache
 from llmc.runtime.engine_library import library_version, load_library
@@ -28,7 +29,6 @@ INSPECTOR_FILE = "engine.json"
 # Graph forms by preference; the lengths form computes less and is unproven, so it is only made when asked for.
 FORMS = ("native", "primitives")
 ALL_FORMS = ("native", "lengths", "primitives")
-HARDWARE = ("none", "ampere_plus", "same_compute_capability")
 # The first bucket, and the largest of what follows: each doubles, so at most half of what attention looks at is empty.
 FIRST_BUCKET = 256
 # Logits of one prefill call: drafts to verify and logits of a prompt come in pieces of this many.
@@ -83,7 +83,7 @@ def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest)
         decode=Profile(limits.max_batch, 1, 1),
         prefill=Profile(1, limits.prefill_chunk, min(limits.prefill_chunk, PREFILL_OUTPUTS)),
         compute_capabilities=wanted,
-        hardware_compatibility=_hardware(request.hardware_compatibility),
+        hardware_compatibility=request.hardware_compatibility or "none",
         version_compatible=bool(request.version_compatible),
         stripped=bool(request.stripped),
         workspace=_between("workspace", request.workspace, 1 << 20, 1 << 50, WORKSPACE),
@@ -99,13 +99,6 @@ def _form(asked: str | None, library: Any, target: Capabilities) -> str:
     if form not in possible:
         raise UsageError(f"form is {form!r}, expected one of {', '.join(possible)} for {target.engine} here")
     return form
-
-
-def _hardware(asked: str | None) -> str:
-    found = asked or HARDWARE[0]
-    if found not in HARDWARE:
-        raise UsageError(f"hardware_compatibility is {found!r}, expected one of {', '.join(HARDWARE)}")
-    return found
 
 
 def _between(name: str, value: int | None, low: int, high: int, default: T) -> int | T:
@@ -181,13 +174,7 @@ def compile_engine(
 def _compile(spec: EngineSpec, graph: Path, export: ExportManifest, progress: Progress) -> tuple[str, str, str]:
     """Write the engine, the one that selects candidates, and a summary of the layers; their names."""
     folder = graph.parent
-    order = EngineOrder(
-        output=folder / ENGINE_FILE,
-        form=spec.form,
-        capacity=spec.capacity or None,
-        buckets=spec.buckets,
-        decode=spec.decode,
-        prefill=spec.prefill,
+    options = Options(
         workspace=spec.workspace,
         optimization_level=spec.optimization_level,
         timing_cache=timing_cache(spec),
@@ -195,11 +182,29 @@ def _compile(spec: EngineSpec, graph: Path, export: ExportManifest, progress: Pr
         hardware_compatibility=spec.hardware_compatibility,
         stripped=spec.stripped,
         compute_capabilities=spec.compute_capabilities,
-        summary=folder / INSPECTOR_FILE,
+    )
+    order = EngineOrder(
+        output=folder / ENGINE_FILE,
+        buckets=spec.buckets,
+        decode=spec.decode,
+        prefill=spec.prefill,
+        form=spec.form,
+        capacity=spec.capacity or None,
+        options=options,
+        inspector=folder / INSPECTOR_FILE,
     )
     report = build_engine(spec.library, graph, order, progress=progress)
-    _check_layers(report.aliased, spec, export)
-    build_select(spec.library, folder / SELECT_FILE, order, export.geometry.vocab_size, CANDIDATES, progress=progress)
+    _check_layers(len(report.aliases), spec, export)
+    vocab = export.geometry.vocab_size
+    build_select(
+        spec.library,
+        folder / SELECT_FILE,
+        vocab_size=vocab,
+        candidates=min(CANDIDATES, vocab),
+        rows=spec.decode.batch,
+        options=replace(options, stripped=False),
+        progress=progress,
+    )
     return ENGINE_FILE, SELECT_FILE, INSPECTOR_FILE
 
 

@@ -10,7 +10,7 @@ class EngineRequest:
     Attributes:
         form: native, lengths (unproven) or primitives; default: native where the library has what it takes.
         compute_capabilities: of the GPUs to build for, with commas between them, as "8.6,8.9"; TensorRT-RTX only.
-        hardware_compatibility: none (default), ampere_plus or same_compute_capability.
+        hardware_compatibility: none (default), ampere (all from 8.0 on) or same (same compute capability).
         version_compatible: whether newer versions of the library may run it (default false).
         stripped: leave the weights out of the engine; they are taken from the graph's file at load (default false).
         deferred: make no engine now; ``llmc build --rebuild`` compiles it where it is to run (default false).

@@ -45,9 +45,13 @@ class VerifyReport:
 
 
 def verify(
-    bundle: str | Path, *, threads: int | None = None, progress: Callable[[str], None] = lambda step: None
+    bundle: str | Path,
+    *,
+    threads: int | None = None,
+    emulate: bool = False,
+    progress: Callable[[str], None] = lambda step: None,
 ) -> VerifyReport:
-    """Hash every file, load the bundle and replay its golden prompts.
+    """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU.
 
     Raises:
         BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
@@ -56,7 +60,7 @@ def verify(
     manifest = read_bundle(folder)
     for name in verify_files(folder, manifest):
         progress(f"hashed {name}")
-    with load(folder, threads=threads, self_test=False) as model:
+    with load(folder, threads=threads, self_test=False, emulate=emulate) as model:
         return _replayed(model, progress)
 
 

@@ -82,7 +82,7 @@ class FakeModel:
         self.closed = True
 
 
-LOADED = {"threads": None, "max_context": None, "self_test": None, "memory": None}
+LOADED = {"threads": None, "max_context": None, "self_test": None, "memory": None, "emulate": False}
 
 
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
@@ -240,6 +240,7 @@ def test_options_of_loading_reach_the_library(llmc, model: FakeModel, tmp_path: 
         "max_context": 64,
         "self_test": False,
         "memory": 10**6,
+        "emulate": False,
         "draft": "lookup",
         "determinism": "strict",
         "max_batch": 4,

@@ -203,7 +203,7 @@ def test_bench_refuses_what_cannot_be_and_options_of_its_other_half(
 
 def test_verify_passes_its_options_on_and_says_sound(llmc, verifications: list[dict[str, Any]], tmp_path: Path):
     ran = llmc("verify", tmp_path, "--threads", 2)
-    assert verifications == [{"bundle": tmp_path, "threads": 2}]
+    assert verifications == [{"bundle": tmp_path, "threads": 2, "emulate": False}]
     assert "63 of 64" in ran.out
     assert ran.out.endswith(f"{tmp_path} is sound\n")
 
