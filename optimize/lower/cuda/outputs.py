@@ -20,7 +20,8 @@ def gather_logit_rows(graph: ir.Graph, plan: Plan) -> int:
     for node in nodes_of(graph, "GatherND"):
         emit = Emitter(node, main="Gather")
         flat = emit("Reshape", node.inputs[0], vector(graph, [-1, plan.geometry.hidden_size]))
-        firsts = emit("CumSum", sequence_lengths(graph, emit), scalar(graph, 0, np.int64), exclusive=1)
+        lengths = sequence_lengths(graph, Emitter(node, "positions"))
+        firsts = emit("CumSum", lengths, scalar(graph, 0, np.int64), exclusive=1)
         column = emit("Unsqueeze", firsts, vector(graph, [1]))
         rows = emit("Add", graph_input(graph, "logit_indices"), column)
         replace(node, emit("Gather", flat, rows, axis=0))
