@@ -162,10 +162,13 @@ def _package(name: str) -> str:
 
 
 def _system_tensorrt(root: Path) -> tuple[str, ...]:
-    """Debian's packages for all of Python 3 lie in one folder, and the extension module names its Python."""
-    found = (root / "usr/lib").glob("python3*/dist-packages/tensorrt/tensorrt*.so")
-    versions = {match for path in found for match in re.findall(r"cpython-(\d)(\d+)", path.name)}
-    return tuple(sorted(f"{major}.{minor}" for major, minor in versions))
+    """The folder names its Python, or where it serves all of Python 3 the extension module does."""
+    found = set()
+    for path in (root / "usr/lib").glob("python3*/dist-packages/tensorrt/tensorrt*.so"):
+        tag = re.search(r"cpython-(\d)(\d+)", path.name)
+        folder = re.search(r"python(\d)\.(\d+)$", path.parents[2].name)
+        found |= {f"{match[1]}.{match[2]}" for match in (tag, folder) if match}
+    return tuple(sorted(found))
 
 
 # ------------------------------------------------------------------------------------------------------------ processes

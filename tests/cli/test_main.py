@@ -15,7 +15,7 @@ import llmc as package
 from llmc import errors
 from llmc.cli import main as frame
 
-VERBS = ("export", "plan", "build", "run", "chat", "bench", "eval", "inspect", "verify")
+VERBS = ("export", "plan", "build", "run", "chat", "bench", "eval", "inspect", "verify", "doctor")
 
 
 def failing(error: BaseException) -> click.Command:

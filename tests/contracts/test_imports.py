@@ -77,7 +77,7 @@ def test_command_line_pulls_in_no_engine_and_not_even_numpy():
     assert imported_by("import llmc.cli.main").isdisjoint({*HEAVY, "numpy", "rich", "tokenizers", "jinja2"})
 
 
-@pytest.mark.parametrize("verb", ["", "export", "build", "run", "chat", "bench", "inspect", "verify"])
+@pytest.mark.parametrize("verb", ["", "export", "build", "run", "chat", "bench", "inspect", "verify", "doctor"])
 def test_help_imports_no_engine(verb: str):
     arguments = [verb, "--help"] if verb else ["--help"]
     code = f"""

@@ -1,0 +1,116 @@
+"""``llmc doctor``: what this machine has, and what each target would do on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmc.cli import output as show
+from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
+
+if TYPE_CHECKING:
+    from llmc.runtime.doctor import Diagnosis
+    from llmc.runtime.jetson import Jetson
+    from llmc.runtime.outlook import Outlook
+    from llmc.runtime.probe import Device, Driver, Library
+
+Rows = Iterator[tuple[str, str]]
+
+
+@click.command("doctor")
+@click.argument("bundle", type=EXISTING_FOLDER, required=False)
+@json_option
+@debug_option
+def doctor_command(bundle: Path | None, as_json: bool) -> None:
+    """Say what this machine has, what each target would do on it, and whether BUNDLE runs here.
+
+    Engines and drivers are examined in processes of their own: one that crashes is a line of the report. Exits with 0
+    whatever is found.
+    """
+    from llmc.runtime.doctor import diagnose, this_machine
+    from llmc.runtime.probe import probe
+
+    diagnosis = diagnose(probe(), this_machine(), bundle)
+    if as_json:
+        show.print_json(diagnosis)
+    else:
+        show.print_rows([*machine_rows(diagnosis), *verdict_rows(diagnosis)])
+
+
+def machine_rows(diagnosis: Diagnosis) -> Rows:
+    """Processor, memory, driver, GPUs, libraries, Jetson."""
+    machine, probe = diagnosis.machine, diagnosis.probe
+    features = "".join(f", {feature}" for feature in machine.features)
+    yield "machine", f"{probe.platform}, {machine.cpu}, {machine.threads} threads{features}"
+    yield "memory", f"{show.size(machine.memory.bytes)} available ({machine.memory.source})"
+    yield "Python", probe.python
+    if probe.jetson is not None:
+        yield from jetson_rows(probe.jetson)
+    yield "driver", driver_words(probe.driver, probe.kernel_module)
+    for device in probe.driver.devices:
+        yield f"GPU {device.index}", device_words(device)
+    for name, library in probe.libraries.items():
+        yield name, library_words(library)
+
+
+def jetson_rows(jetson: Jetson) -> Rows:
+    """Model, release, power, memory, clocks."""
+    jetpack = f", JetPack {jetson.jetpack.name}" if jetson.jetpack else ""
+    yield "Jetson", f"{jetson.model or 'of an unknown model'}, L4T {jetson.l4t or 'unknown'}{jetpack}"
+    mode = jetson.power_mode
+    yield "power mode", f"{mode.name} ({mode.number})" if mode else "unknown"
+    if jetson.memory is not None:
+        yield "shared memory", f"{show.size(jetson.memory)}, swap {show.size(jetson.swap or 0)}"
+    clocks = {"GPU": (jetson.gpu_clock, jetson.gpu_clock_max), "CPU": (jetson.cpu_clock, jetson.cpu_clock_max)}
+    known = [f"{name} {now / 1e6:.0f} of {most / 1e6:.0f} MHz" for name, (now, most) in clocks.items() if now and most]
+    if known:
+        yield "clocks", ", ".join(known)
+
+
+def driver_words(driver: Driver, kernel_module: str | None) -> str:
+    """The driver in one line."""
+    module = f"kernel module {kernel_module}" if kernel_module else "no kernel module"
+    if driver.state == "missing":
+        return f"none ({driver.problem}; {module})"
+    served = f"CUDA {driver.version or 'unknown'}, {module}"
+    return served if driver.state == "ok" else f"{driver.state}: {driver.problem} ({served})"
+
+
+def device_words(device: Device) -> str:
+    """A GPU in one line."""
+    free = "" if device.free_memory is None else f", {show.size(device.free_memory)} free"
+    shared = ", the machine's own" if device.integrated else ""
+    memory = f"{show.size(device.total_memory)} memory{shared}{free}"
+    return f"{device.name}, compute capability {device.compute_capability}, {memory}"
+
+
+def library_words(library: Library) -> str:
+    """A library in one line."""
+    if library.state != "ok":
+        return "not installed" if library.state == "missing" else f"{library.state}: {library.problem}"
+    cuda = f" for CUDA {library.cuda}" if library.cuda else ""
+    abilities = f": {', '.join(library.abilities)}" if library.abilities else ""
+    problem = f" ({library.problem})" if library.problem else ""
+    return f"{library.version}{cuda}{abilities}{problem}"
+
+
+def verdict_rows(diagnosis: Diagnosis) -> Rows:
+    """What each target would do, advice, and the bundle."""
+    for name, outlook in diagnosis.targets.items():
+        yield f"target {name}", outlook.state
+        yield from (("", reason) for reason in reasons(outlook))
+    yield from (("advice", advice) for advice in diagnosis.advice)
+    bundle = diagnosis.bundle
+    if bundle is not None:
+        yield "bundle", f"{bundle.path} {'runs here' if bundle.runs else 'does not run here'}"
+        yield from (("", reason) for reason in bundle.reasons)
+        if bundle.remedy:
+            yield "to do", bundle.remedy
+
+
+def reasons(outlook: Outlook) -> list[str]:
+    """Obstacles with their remedies, then notes."""
+    return [*(f"{obstacle.found}: {obstacle.remedy}" for obstacle in outlook.obstacles), *outlook.notes]

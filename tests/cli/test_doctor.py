@@ -1,0 +1,114 @@
+"""``llmc doctor``: rows for people, JSON for programs, exit code 0 whatever is found, no engine in this process."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from doubles.machines import H200, NO_GPU, ORIN
+
+from llmc.runtime.probe import Driver, Library, Probe
+
+# With six processes of its own, each of which imports a library; a busy machine takes several times the quiet second.
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Probe], None]:
+    """Let the probe find another machine."""
+
+    def plant(found: Probe) -> None:
+        monkeypatch.setattr("llmc.runtime.probe.probe", lambda: found)
+
+    return plant
+
+
+def rows(out: str) -> dict[str, str]:
+    """First column -> the rest of the line; what follows under it is left out."""
+    found = {}
+    for line in out.splitlines():
+        name, _, rest = line.partition("  ")
+        if name.strip():
+            found[name] = rest.strip()
+    return found
+
+
+def test_a_server_is_described_in_rows(llmc, machine: Callable[[Probe], None]):
+    machine(H200)
+    ran = llmc("doctor")
+    shown = rows(ran.out)
+    assert (ran.code, ran.err) == (0, "")
+    assert shown["driver"] == "CUDA 13.0, kernel module 580.95.05"
+    assert shown["GPU 0"] == "NVIDIA H200, compute capability 9.0, 150.00 GB memory, 149.00 GB free"
+    assert shown["tensorrt"] == "11.4.0.106 for CUDA 13: native, runtime, builder"
+    assert shown["target tensorrt"] == "ready"
+    assert shown["target tensorrt-rtx"] == "can build, not run"
+    assert "tensorrt-rtx does not list compute capability 9.0 (NVIDIA H200): use the target tensorrt or cuda" in ran.out
+
+
+def test_a_jetson_is_described_in_rows(llmc, machine: Callable[[Probe], None]):
+    machine(ORIN)
+    ran = llmc("doctor")
+    shown = rows(ran.out)
+    assert shown["Jetson"].endswith("Kit Super, L4T 36.4.3, JetPack 6.1 or 6.2")
+    assert shown["power mode"] == "25W (1)"
+    assert shown["shared memory"] == "7.99 GB, swap 4.00 GB"
+    assert shown["clocks"] == "GPU 306 of 1020 MHz, CPU 730 of 1728 MHz"
+    assert "sudo nvpmodel -m 2" in ran.out
+    assert "8.00 GB memory, the machine's own" in shown["GPU 0"]
+
+
+def test_crashes_are_rows_of_the_report(llmc, machine: Callable[[Probe], None]):
+    libraries = NO_GPU.libraries | {"tensorrt": Library("crashed", "ended by SIGSEGV")}
+    machine(Probe(**{**vars(NO_GPU), "driver": Driver("hung", "no answer within 20 s"), "libraries": libraries}))
+    ran = llmc("doctor")
+    assert ran.code == 0
+    assert rows(ran.out)["tensorrt"] == "crashed: ended by SIGSEGV"
+    assert rows(ran.out)["driver"] == "hung: no answer within 20 s (CUDA unknown, no kernel module)"
+
+
+def test_json_holds_the_probe_and_the_verdicts(llmc, machine: Callable[[Probe], None]):
+    machine(ORIN)
+    found = json.loads(llmc("doctor", "--json").out)
+    assert found["probe"]["jetson"]["power_mode"] == {"number": 1, "name": "25W"}
+    assert found["targets"]["tensorrt"]["state"] == "can run, not build"
+    assert found["targets"]["tensorrt"]["runs"] is True
+    assert found["targets"]["cuda"]["obstacles"][0]["blocks"] == ["run"]
+    assert found["bundle"] is None
+
+
+def test_a_bundle_is_judged_and_exit_code_0_stays(llmc, machine: Callable[[Probe], None], tmp_path: Path):
+    machine(NO_GPU)
+    ran = llmc("doctor", tmp_path)
+    assert ran.code == 0
+    assert f"{tmp_path} does not run here" in ran.out
+    assert rows(ran.out)["to do"] == "llmc build CHECKPOINT -o BUNDLE"
+
+
+def test_a_folder_that_does_not_exist_is_wrong_usage(llmc):
+    ran = llmc("doctor", "/no/such/folder")
+    assert (ran.code, ran.out) == (2, "")
+
+
+def test_the_machine_of_this_test_is_diagnosed_without_an_engine_in_the_process():
+    code = """
+import sys
+from llmc.cli.main import main
+try:
+    main(["doctor", "--json"])
+except SystemExit as stop:
+    assert not stop.code, stop.code
+heavy = {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "torch", "onnx"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    found = json.loads(ran.stdout)
+    assert found["targets"]["cpu"]["state"] in ("ready", "can run, not build")
+
+
+def test_a_built_bundle_runs_on_the_machine_that_built_it(llmc, tiny_bundle: Path):
+    found = json.loads(llmc("doctor", tiny_bundle, "--json").out)["bundle"]
+    assert (found["runs"], found["reasons"]) == (True, [])

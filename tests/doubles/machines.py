@@ -1,0 +1,133 @@
+"""Machines as a probe finds them: what their drivers, libraries and files say, after NVIDIA's documentation."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from llmc.runtime.jetson import JETPACKS, Jetson, PowerMode
+from llmc.runtime.probe import Device, Driver, Library, Probe
+
+GB = 10**9
+PACKAGES = {"numpy": "2.4.6", "tokenizers": "0.23.3", "onnx": "1.23.2", "onnx-ir": "1.1.0", "ml_dtypes": "0.6.0"}
+MISSING = Library("missing", "No module named this")
+CPU_RUNTIME = Library("ok", "", "1.31.1", "", ("CPUExecutionProvider",))
+GPU_RUNTIME = Library("ok", "", "1.31.1", "13", ("CUDAExecutionProvider", "CPUExecutionProvider", "cuda"))
+NATIVE = ("native", "runtime", "builder")
+
+NO_GPU = Probe(
+    platform="linux-x86_64",
+    python="3.12.3",
+    kernel_module=None,
+    driver=Driver("missing", "libcuda.so.1: cannot open shared object file: No such file or directory"),
+    libraries={
+        "cuda-bindings": Library("ok", "no driver", "13.5.0", "13", ()),
+        "onnxruntime": CPU_RUNTIME,
+        "tensorrt": MISSING,
+        "tensorrt-rtx": Library("ok", "", "1.7.1.116", "13", NATIVE),
+    },
+    packages=PACKAGES,
+    system_tensorrt=(),
+    jetson=None,
+    seconds=0.5,
+)
+
+
+def server(name: str, capability: str, memory: int, kernel: str = "580.95.05", cuda: str = "13.0") -> Probe:
+    """An x86-64 machine with one GPU and every library."""
+    device = Device(0, name, capability, memory, memory - GB, False)
+    return replace(
+        NO_GPU,
+        kernel_module=kernel,
+        driver=Driver("ok", "", cuda, (device,)),
+        libraries={
+            "cuda-bindings": Library("ok", "", "13.5.0", "13", ("initialised",)),
+            "onnxruntime": GPU_RUNTIME,
+            "tensorrt": Library("ok", "", "11.4.0.106", "13", NATIVE),
+            "tensorrt-rtx": Library("ok", "", "1.7.1.116", "13", NATIVE),
+        },
+    )
+
+
+H200 = server("NVIDIA H200", "9.0", 150 * GB)
+RTX_4090 = server("NVIDIA GeForce RTX 4090", "8.9", 25 * GB)
+RTX_5090 = server("NVIDIA GeForce RTX 5090", "12.0", 34 * GB)
+GB10 = replace(
+    server("NVIDIA GB10", "12.1", 128 * GB),
+    platform="linux-aarch64",
+    libraries=H200.libraries | {"onnxruntime": CPU_RUNTIME},
+)
+
+ORIN_MODES = (PowerMode(0, "15W"), PowerMode(1, "25W"), PowerMode(2, "MAXN_SUPER"))
+ORIN = replace(
+    NO_GPU,
+    platform="linux-aarch64",
+    python="3.10.12",
+    kernel_module="540.4.0",
+    driver=Driver("ok", "", "12.6", (Device(0, "Orin", "8.7", 8 * GB, 6 * GB, True),)),
+    libraries={
+        "cuda-bindings": Library("ok", "", "12.9.10", "12", ("initialised",)),
+        "onnxruntime": Library("ok", "", "1.23.2", "", ("CPUExecutionProvider",)),
+        "tensorrt": Library("ok", "", "10.3.0", "", ("runtime", "builder")),
+        "tensorrt-rtx": MISSING,
+    },
+    system_tensorrt=("3.10",),
+    jetson=Jetson(
+        model="NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super",
+        l4t="36.4.3",
+        jetpack=JETPACKS[36, 4],
+        power_mode=ORIN_MODES[1],
+        power_modes=ORIN_MODES,
+        memory=7_990_000_640,
+        swap=3_995_000_832,
+        gpu_clock=306_000_000,
+        gpu_clock_max=1_020_000_000,
+        cpu_clock=729_600_000,
+        cpu_clock_max=1_728_000_000,
+    ),
+)
+THOR = replace(
+    ORIN,
+    python="3.12.3",
+    kernel_module="580.00",
+    driver=Driver("ok", "", "13.2", (Device(0, "NVIDIA Thor", "11.0", 128 * GB, 120 * GB, True),)),
+    libraries={
+        "cuda-bindings": Library("ok", "", "13.5.0", "13", ("initialised",)),
+        "onnxruntime": CPU_RUNTIME,
+        "tensorrt": Library("ok", "", "10.16.2", "", NATIVE),
+        "tensorrt-rtx": MISSING,
+    },
+    system_tensorrt=("3.12",),
+    jetson=replace(ORIN.jetson, model="NVIDIA Jetson AGX Thor Developer Kit", l4t="39.2.0", jetpack=JETPACKS[39, 2]),
+)
+
+_POWER = """\
+# Power model configuration
+< POWER_MODEL ID=0 NAME=15W >
+CPU_ONLINE CORE_0 1
+< POWER_MODEL ID=1 NAME=25W >
+< POWER_MODEL ID=2 NAME=MAXN_SUPER >
+< PM_CONFIG DEFAULT=1 >
+"""
+ORIN_FILES = {
+    "etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64, "
+    "DATE: Wed Jan  8 01:49:37 UTC 2025\n",
+    "proc/device-tree/model": "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super\0",
+    "etc/nvpmodel.conf": _POWER,
+    "var/lib/nvpmodel/status": "pmode:0001 fmode:fanNull\n",
+    "proc/meminfo": "MemTotal:        7802735 kB\nMemFree:  100000 kB\nSwapTotal:       3901368 kB\n",
+    "sys/class/devfreq/17000000.gpu/cur_freq": "306000000\n",
+    "sys/class/devfreq/17000000.gpu/max_freq": "1020000000\n",
+    "sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq": "729600\n",
+    "sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq": "1728000\n",
+    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  540.4.0  Release Build  "
+    "(buildbrain@host)  Wed Jan  8\nGCC version:  collect2: error\n",
+    "usr/lib/python3.10/dist-packages/tensorrt/tensorrt.so": "",
+}
+
+
+def write_files(root: Path, files: dict[str, str]) -> Path:
+    """Write ``files`` below ``root``, which then stands for /."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
