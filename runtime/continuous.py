@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
+from llmc.errors import GpuError
 from llmc.runtime.calls import CHUNK_WITH_ALL_LOGITS, make_calls, next_end
 from llmc.runtime.costs import StepCosts
 from llmc.runtime.drawing import Drawn, draw, draw_one, neighbours
@@ -23,7 +24,7 @@ from llmc.runtime.options import Determinism, EngineOptions, in_pairs
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.ranking import ranked
 from llmc.runtime.results import Delta, Output
-from llmc.runtime.rows import Rows
+from llmc.runtime.rows import Rows, TornError
 from llmc.runtime.sampling import Choice, Logits, prompt_logprobs
 from llmc.runtime.scheduler import ChunkPacer, Queue
 from llmc.runtime.sequence import Job, Sample, Strand, named
@@ -253,16 +254,21 @@ class ContinuousBatch:
         if not strands:
             return
         begun = time.perf_counter()
-        try:
-            drawn = [item for group in neighbours(strands, drafts) for item in self._run(group, drafts)]
-        except Exception as error:  # noqa: BLE001  # the call that they share failed
-            for job in {strand.job: None for strand in strands}:
-                self._fail(job, named(error))
-            return
+        drawn: list[Drawn] = []
+        failed: dict[Job, BaseException] = {}
+        for group in neighbours(strands, drafts):
+            try:
+                drawn += self._run(group, drafts)
+            except Exception as error:  # the call that they share failed
+                if is_fatal(error):
+                    raise
+                failed |= {strand.job: named(error) for strand in group}
         self._pacer.decoded(time.perf_counter() - begun)
         for item in drawn:  # all of them before anyone leaves: whoever leaves has rows moved
             item.strand.cached += max(1, len(item.choices))
-        for job in {strand.job: None for strand in strands}:
+        for job, reason in failed.items():
+            self._fail(job, reason)
+        for job in dict.fromkeys(strand.job for strand in strands if strand.job not in failed):
             with self._guarded(job):
                 self._take(job, [item for item in drawn if item.strand.job is job], len(strands))
 
@@ -387,6 +393,12 @@ class ContinuousBatch:
             self._free(strand)
         self._lockstep.pop(job, None)
 
+    def abandon(self) -> list[Job]:
+        """Take every row from who holds it, for nobody knows what is in them; says whose they were."""
+        holders = list(dict.fromkeys(strand.job for strand in self._strands()))
+        self._rows.clear()
+        return holders
+
     def _free(self, strand: Strand) -> None:
         if strand.row >= 0:
             self._rows.release(strand)
@@ -396,10 +408,12 @@ class ContinuousBatch:
 
     @contextmanager
     def _guarded(self, job: Job) -> Iterator[None]:
-        """What goes wrong inside is the end of this job and of no other."""
+        """What goes wrong inside is the end of this job and of no other, unless it concerns all rows."""
         try:
             yield
-        except BaseException as error:  # noqa: BLE001  # even a client's SystemExit is not the engine's end
+        except BaseException as error:  # even a client's SystemExit is not the engine's end
+            if is_fatal(error):
+                raise
             self._fail(job, named(error))
 
     # ------------------------------------------------------------------------------------------ the cache
@@ -420,3 +434,13 @@ class ContinuousBatch:
             if session.rows:  # what comes first was planned when the bundle was loaded
                 check_growth(self._manifest, session, rows, wanted)
             session.reserve(rows, wanted)
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether it concerns everyone who holds a row."""
+    return isinstance(error, TornError) or is_lost(error)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether nothing in this process can use the GPU any more."""
+    return isinstance(error, GpuError) and error.lost

@@ -20,13 +20,14 @@ from llmc.errors import (
     CancelledError,
     DeadlineError,
     EngineClosedError,
+    GpuError,
     LlmcError,
     QueueFullError,
     RequestError,
     UsageError,
 )
 from llmc.runtime.cache_file import load_session, save_session
-from llmc.runtime.continuous import ContinuousBatch
+from llmc.runtime.continuous import ContinuousBatch, is_lost
 from llmc.runtime.handle import Handle, Mailbox, is_serving, mark_serving
 from llmc.runtime.intake import Intake
 from llmc.runtime.kv_cache import CacheBudget
@@ -36,6 +37,7 @@ from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.prefix_store import PrefixStore
 from llmc.runtime.request import Request
 from llmc.runtime.results import GenerationResult, Output
+from llmc.runtime.rows import TornError
 from llmc.runtime.scheduler import Queue
 from llmc.runtime.sequence import Job, named
 from llmc.runtime.sessions import Session
@@ -53,7 +55,8 @@ class Engine:
 
     :meth:`submit` may be called from any thread or event loop. One thread of the engine's own does everything else, a
     :meth:`step` at a time; it starts with the first request. What a request brings along (processors, criteria) runs
-    on that thread and its helpers; where it fails, its request fails, and all others go on.
+    on that thread and its helpers; where it fails, its request fails, and all others go on. A call of the session that
+    fails is the end of the requests that shared it, and a GPU that was lost the end of all of them and of the engine.
 
     Args:
         session: the loaded graphs and their cache; nobody else may use it while requests run.
@@ -118,6 +121,8 @@ class Engine:
         self._arriving = 0  # requests accepted, and not seen by the engine's thread yet
         self._unserved = 0  # seen, and without a row yet
         self._closing = False
+        self._freed = False
+        self._lost: GpuError | None = None
 
     # ------------------------------------------------------------------------------------------ any thread
 
@@ -126,7 +131,7 @@ class Engine:
 
         Raises:
             QueueFullError: ``options.max_queue`` requests wait already.
-            EngineClosedError: the engine is closed.
+            EngineClosedError: the engine is closed, or its GPU was lost.
             RequestError, UsageError, GrammarError: the request cannot be served.
         """
         try:
@@ -210,19 +215,23 @@ class Engine:
 
     def close(self, drain: bool = False, then: Callable[[], None] | None = None) -> None:
         """Stop, and wait until the engine's thread has ended; with ``drain`` accepted requests are finished first,
-        without it they fail. Closing twice is allowed. ``then`` is called once nothing uses the session any more."""
+        without it they fail. Closing twice is allowed, and so is closing an engine that stopped because its GPU was
+        lost. ``then`` is called once nothing uses the session any more."""
         if os.getpid() != self._pid:  # in a forked process there is no thread to wait for
             return
         with self._lock:
             first, self._closing = not self._closing, True
             thread = self._thread
             self._then = self._then or then
-        if thread is None:
+            freed = self._freed
+        if freed:  # closed before, or stopped by itself
+            self._call_then()
+        elif thread is None:
             if first:
                 self._free()
-            return
-        self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
-        if not is_serving():  # a client's function may close it, or the garbage collector on any thread
+        else:
+            self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
+        if thread is not None and not is_serving():  # a client's function or the garbage collector may close it
             thread.join()
 
     def _free(self) -> None:
@@ -234,8 +243,20 @@ class Engine:
                 part.close()
             except Exception:
                 log.exception("%s could not be closed", type(part).__name__)
-        if self._then is not None:
-            self._then()
+        self._call_then()
+
+    def _call_then(self) -> None:
+        with self._lock:
+            self._freed = True
+            then, self._then = self._then, None
+        if then is None:
+            return
+        try:
+            then()
+        except GpuError as error:
+            if self._lost is None:
+                raise
+            log.warning("what a lost GPU held could not be freed: %s", error)
 
     def _accept(self, job: Job) -> None:
         self._start_thread()
@@ -245,6 +266,8 @@ class Engine:
         self._inbox.put(partial(self._enqueue, job))
 
     def _start_thread(self) -> None:
+        if self._lost is not None:
+            raise EngineClosedError(f"the engine is closed: {self._lost}")
         if self._closing:
             raise EngineClosedError("the engine is closed; load the bundle again")
         if os.getpid() != self._pid:
@@ -266,15 +289,34 @@ class Engine:
         while self._jobs or not self._closing or not self._inbox.empty():
             try:
                 self.step()
-            except BaseException as error:  # without this thread, clients would wait for ever
-                with suppress(Exception):  # a handler of the log may be what failed
-                    log.exception("the engine failed in a step; every request that it had fails")
-                self._fail_all(named(error))
+            except BaseException as error:  # noqa: BLE001  # without this thread, clients would wait for ever
+                self._recover(error)
         self._free()
+
+    def _recover(self, error: BaseException) -> None:
+        """A step failed as a whole: whoever held a row fails; everyone else too, unless rows were all that suffered."""
+        with suppress(Exception):  # a handler of the log may be what failed
+            log.error("the engine failed in a step; the requests that it had fail", exc_info=error)
+        torn = isinstance(error, TornError)
+        reason = error.__cause__ if torn and error.__cause__ is not None else error
+        if is_lost(reason):
+            torn, reason = False, self._lose(reason)
+        holders = self._batch.abandon()
+        self._fail_each(holders if torn else [*self._jobs, *self._compared], named(reason))
+
+    def _lose(self, error: BaseException) -> GpuError:
+        """From here on nothing can be run: no request is accepted, and the thread ends."""
+        lost = GpuError(f"the GPU was lost ({error}); load the bundle again in a new process", lost=True)
+        with self._lock:
+            self._lost, self._closing = lost, True
+        return lost
 
     def step(self) -> None:
         """One round: take messages, give rows to those who wait, feed a chunk of a prompt, decode everyone who can."""
         self._receive()
+        if self._lost is not None:  # those who came meanwhile
+            self._fail_all(self._lost)
+            return
         self._batch.admit()
         self._gauge()
         self._batch.feed()
@@ -341,7 +383,10 @@ class Engine:
         self._close(job, _OUTCOMES.get(type(error), "error"), None, error)
 
     def _fail_all(self, error: BaseException) -> None:
-        for job in [*self._jobs, *self._compared]:
+        self._fail_each([*self._jobs, *self._compared], error)
+
+    def _fail_each(self, jobs: Sequence[Job], error: BaseException) -> None:
+        for job in jobs:
             try:
                 self._fail(job, error)
             except Exception:  # noqa: BLE001  # whatever it is, its client must not wait for ever

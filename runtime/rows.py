@@ -1,8 +1,14 @@
 """Which sequence holds which row of the cache."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from llmc.runtime.sessions import Session
+
+
+class TornError(Exception):
+    """Positions could not be moved between rows, for the reason that is its cause: nobody knows what the rows hold."""
 
 
 class Held(Protocol):
@@ -60,7 +66,8 @@ class Rows:
     def share(self, source: Held, target: Held, start: int, cached: int) -> None:
         """Make ``target`` equal to ``source`` up to ``cached`` positions; they are known to agree before ``start``."""
         if start < cached:
-            self._session.copy(source.row, target.row, start, cached)
+            with moving():
+                self._session.copy(source.row, target.row, start, cached)
         target.cached = cached
 
     def release(self, held: Held) -> None:
@@ -85,7 +92,8 @@ class Rows:
         """Put who is at ``source`` to ``target``, and say which row that leaves free."""
         if source != target:
             held = self._order[source]
-            self._session.copy(source, target, 0, held.cached)
+            with moving():
+                self._session.copy(source, target, 0, held.cached)
             self._order[target], held.row = held, target
         return source
 
@@ -94,8 +102,22 @@ class Rows:
         if other is held:
             return
         here = held.row
-        kept = self._session.read(here, 0, held.cached)
-        self._session.copy(row, here, 0, other.cached)
-        self._session.write(row, 0, kept)
+        with moving():
+            kept = self._session.read(here, 0, held.cached)
+            self._session.copy(row, here, 0, other.cached)
+            self._session.write(row, 0, kept)
         self._order[here], self._order[row] = other, held
         held.row, other.row = row, here
+
+
+@contextmanager
+def moving() -> Iterator[None]:
+    """What goes wrong inside may have left one sequence's positions in another one's row.
+
+    Raises:
+        TornError: from whatever was raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise TornError(f"positions could not be moved between rows: {error}") from error

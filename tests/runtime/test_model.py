@@ -30,6 +30,7 @@ class Scripted:
 
     engine_version = "0"
     substitutes = False
+    device_memory = None
     capacity = 512
     rows = 1
     hidden = None
