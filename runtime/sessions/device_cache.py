@@ -15,7 +15,7 @@ from llmc.runtime.cuda import Driver
 STAGING_BYTES = 16 * 2**20
 # Kernels read whole vectors, so every tensor begins on such a boundary, as memory of cuMemAlloc does.
 ALIGNMENT = 256
-TYPES = {1: np.dtype(np.int8), 2: np.dtype(np.float16), 4: np.dtype(np.float32)}
+TYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.int8), 2: np.dtype(np.float16), 4: np.dtype(np.float32)}
 
 
 class DeviceCache:
@@ -48,7 +48,7 @@ class DeviceCache:
         self.tensors = 2 * geometry.layers
         self._heads, self._head_dim = geometry.kv_heads, geometry.head_dim
         self._position = geometry.head_dim * itemsize  # bytes of one position of one head
-        self.dtype = TYPES[itemsize] if dtype is None else dtype
+        self.dtype: np.dtype[Any] = TYPES[itemsize] if dtype is None else dtype
         self._blocks = [0] * buffers
         self._capacity = 0
         self._written: list[int] = []  # of each row, the positions up to the last that was ever written
@@ -274,5 +274,5 @@ class DeviceCache:
 def host_array(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Host memory as an array, which must not outlive it."""
     count = int(np.prod(shape, dtype=np.int64))
-    memory = (ctypes.c_char * max(1, count * dtype.itemsize)).from_address(address)
+    memory: Any = (ctypes.c_char * max(1, count * dtype.itemsize)).from_address(address)
     return np.frombuffer(memory, dtype, count).reshape(shape)
