@@ -153,7 +153,7 @@ def _device_memory(manifest: Manifest, probe: Probe) -> Iterator[Obstacle]:
 
 def fits_gpu(plan: EnginePlan, capability: str) -> bool:
     """Whether the engine has code for a GPU: for those it names; all of its library's where it names none."""
-    if plan.hardware_compatibility == "ampere_plus" and version(capability) >= AMPERE:
+    if plan.hardware_compatibility == "ampere" and version(capability) >= AMPERE:
         return True
     return not plan.compute_capabilities or capability in plan.compute_capabilities
 

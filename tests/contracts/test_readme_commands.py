@@ -9,7 +9,14 @@ import pytest
 
 from llmc.cli.main import cli
 
-PAGES = ["README.md", "runtime/README.md", "recipes/README.md", "CONTRIBUTING.md"]
+PAGES = [
+    "README.md",
+    "runtime/README.md",
+    "recipes/README.md",
+    "recipes/gpu.md",
+    "recipes/jetson.md",
+    "CONTRIBUTING.md",
+]
 # What a fenced block or a span of code says about the command: the verb, and all that follows on the line.
 COMMAND = re.compile(r"(?:^\s{4}|^\$ |`)llmc (?P<verb>[a-z]\w+)(?P<rest>[^`\n#]*)", re.M)
 FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")

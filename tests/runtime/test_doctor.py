@@ -429,9 +429,9 @@ def test_engines_are_for_one_version_unless_built_otherwise(built: str, installe
     [
         (("8.9",), "none", "8.9", True),
         (("8.9",), "none", "8.6", False),
-        (("8.9",), "ampere_plus", "8.6", True),
-        (("8.9",), "ampere_plus", "7.5", False),
-        (("8.9",), "same_compute_capability", "8.9", True),
+        (("8.9",), "ampere", "8.6", True),
+        (("8.9",), "ampere", "7.5", False),
+        (("8.9",), "same", "8.9", True),
         ((), "none", "12.0", True),
     ],
 )
