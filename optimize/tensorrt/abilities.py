@@ -25,7 +25,8 @@ class Abilities:
         stream_writer: the engine is written in pieces instead of being returned whole.
         progress_monitor: the builder tells how far it is, and can be stopped.
         initializer_streaming: the parser takes weights by address.
-        timing_cache: measured times are kept from build to build.
+        timing_cache: measured times can be kept from build to build. TensorRT-RTX measures nothing while it builds, and
+            its timing cache is a deprecated empty shell.
         inspector: layers of an engine can be listed.
         compute_capabilities: the GPUs to build for can be named, so that no GPU is needed (TensorRT-RTX).
     """
@@ -69,6 +70,7 @@ def abilities(library: Any) -> Abilities:
             found = getattr(found, name)
         return True
 
+    gpus_by_name = has("IBuilderConfig.set_compute_capability") and has("ComputeCapability")
     return Abilities(
         native_cache=has("INetworkDefinition.add_kv_cache_update"),
         native_attention=has("INetworkDefinition.add_attention") and has("LayerType.ATTENTION_INPUT"),
@@ -88,7 +90,7 @@ def abilities(library: Any) -> Abilities:
         stream_writer=has("Builder.build_serialized_network_to_stream") and has("IStreamWriter"),
         progress_monitor=has("IProgressMonitor") and has("IBuilderConfig.progress_monitor"),
         initializer_streaming=has("OnnxParser.load_initializer") and has("OnnxParser.load_model_proto"),
-        timing_cache=has("IBuilderConfig.create_timing_cache"),
+        timing_cache=has("IBuilderConfig.create_timing_cache") and not gpus_by_name,
         inspector=has("EngineInspector.get_engine_information"),
-        compute_capabilities=has("IBuilderConfig.set_compute_capability") and has("ComputeCapability"),
+        compute_capabilities=gpus_by_name,
     )

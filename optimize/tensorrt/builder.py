@@ -5,6 +5,7 @@ builds without a GPU; TensorRT itself was not at hand: these calls were checked 
 not run.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,8 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
     except OSError as error:
         raise ResourceError(f"{work.output} cannot be written ({error.strerror})") from error
     finally:
-        staged.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            staged.unlink()
     if work.can.timing_cache and work.options.timing_cache is not None:
         timing_cache.keep(config, work.options.timing_cache)
     progress(STEP, 1.0)

@@ -4,7 +4,7 @@ The file holds no weights, only where they lie: they are mapped into memory and 
 protobuf message comes near 2 GB and no weight is copied.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from llmc.errors import BuildError
 from llmc.optimize.tensorrt.abilities import LENGTHS, abilities
 from llmc.optimize.tensorrt.messages import dropped
-from llmc.optimize.tensorrt.order import Layer
+from llmc.optimize.tensorrt.order import Layer, Ranges
 from llmc.runtime.engine_library import logger
 
 CAPACITY, ATTENDED = "capacity", "cache_slots"
@@ -237,13 +237,13 @@ def _shape(tensor: Any) -> tuple[int, ...]:
         return ()
 
 
-def profile_shapes(graph: onnx.GraphProto, ranges: Any) -> dict[str, Sequence[tuple[int, ...]]]:
+def profile_shapes(graph: onnx.GraphProto, ranges: Ranges) -> dict[str, list[tuple[int, ...]]]:
     """Least, best and largest shape of each input that has named dimensions.
 
     Raises:
         BuildError: a dimension has a name that the profiles say nothing about.
     """
-    shapes = {}
+    shapes: dict[str, list[tuple[int, ...]]] = {}
     for value in graph.input:
         dims = list(value.type.tensor_type.shape.dim)
         unknown = [dim.dim_param for dim in dims if not dim.HasField("dim_value") and dim.dim_param not in ranges]

@@ -37,4 +37,5 @@ def keep(config: Any, path: Path) -> None:
         staged.replace(path)
     except OSError as error:
         log.warning("%s: the timing cache cannot be kept (%s)", path, error.strerror)
-        staged.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            staged.unlink()

@@ -1,0 +1,66 @@
+"""The small engine beside a decoder's: from logits on the device to their largest, so that few bytes leave it."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import TensorProto, helper
+
+from llmc.errors import UsageError
+from llmc.optimize.progress import Progress, silent
+from llmc.optimize.tensorrt.builder import build_graph
+from llmc.optimize.tensorrt.order import EngineReport, Options
+
+# TensorRT's limit on the k of its TopK layer.
+CANDIDATES_AT_MOST = 3840
+# What TensorRT 10.3 reads, and nothing newer is needed.
+OPSET, IR_VERSION = 17, 8
+
+
+def select_graph(vocab_size: int, candidates: int) -> onnx.ModelProto:
+    """``logits`` float32 [rows, vocab] -> ``values`` float32 and ``indices`` int64 [rows, candidates], largest first.
+
+    Raises:
+        UsageError: more candidates than tokens, or than TensorRT finds.
+    """
+    most = min(vocab_size, CANDIDATES_AT_MOST)
+    if not 1 <= candidates <= most:
+        raise UsageError(f"candidates is {candidates}; expected 1 ... {most}")
+    k = helper.make_tensor("candidates", TensorProto.INT64, [1], [candidates])
+    node = helper.make_node("TopK", ["logits", "candidates"], ["values", "indices"], name="select", axis=1)
+    graph = helper.make_graph(
+        [node],
+        "select",
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["rows", vocab_size])],
+        [
+            helper.make_tensor_value_info("values", TensorProto.FLOAT, ["rows", candidates]),
+            helper.make_tensor_value_info("indices", TensorProto.INT64, ["rows", candidates]),
+        ],
+        [k],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+
+
+def build_select(
+    library: Any,
+    output: Path,
+    *,
+    vocab_size: int,
+    candidates: int,
+    rows: int,
+    options: Options | None = None,
+    progress: Progress = silent,
+) -> EngineReport:
+    """Build the engine of :func:`select_graph` for up to ``rows`` rows, with one profile.
+
+    Raises:
+        UsageError: as :func:`select_graph`.
+        LlmcError: as :func:`llmc.optimize.tensorrt.builder.build_engine`.
+    """
+    graph = output.with_name(f".{output.name}.onnx")
+    try:
+        graph.write_bytes(select_graph(vocab_size, candidates).SerializeToString())
+        profile = {"rows": (1, 1, rows)}
+        return build_graph(library, graph, output, [profile], options or Options(), progress=progress)
+    finally:
+        graph.unlink(missing_ok=True)

@@ -1,0 +1,362 @@
+"""TensorRT's Python interface as it was recorded, version by version: what is not in a recording does not exist.
+
+``RecordedLibrary("10.3")`` stands in for the module ``tensorrt``. Its classes have the recorded members and no others,
+its methods take the recorded arguments and no others, and every call is written down. What methods do is the little
+that a builder's caller notices: a parsed graph has layers, a built engine has bytes.
+"""
+
+import enum
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import helper
+
+FOLDER = Path(__file__).parents[1] / "data" / "tensorrt_api"
+VERSIONS = ("10.3", "10.13", "10.16", "11.4")
+PLAN = b"a serialized engine"
+TYPES = {"float32": "FLOAT", "float16": "HALF", "int64": "INT64", "int32": "INT32", "bool": "BOOL", "int8": "INT8"}
+COUNTED = {"num_layers": "_layers", "num_inputs": "_inputs", "num_outputs": "_outputs", "num_errors": "_errors"}
+# Operators that became layers of their own, and the method that says whether a version has it.
+LAYERS = {
+    "TensorScatter": ("add_kv_cache_update", "KV_CACHE_UPDATE"),
+    "Attention": ("add_attention", "ATTENTION_INPUT"),
+    "RotaryEmbedding": ("add_rotary_embedding", "ROTARY_EMBEDDING"),
+    "RMSNormalization": ("add_normalization_v2", "NORMALIZATION"),
+}
+
+
+@lru_cache
+def surface(version: str) -> dict[str, Any]:
+    """Classes and their members, see ``tests/data/tensorrt_api/record.py``."""
+    found: dict[str, Any] = json.loads((FOLDER / f"{version}.json").read_text())
+    return found
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method that was called, or an attribute that was set (its name ends in ``=``)."""
+
+    owner: str
+    name: str
+    arguments: tuple[Any, ...]
+
+
+class RecordedLibrary:
+    """A module ``tensorrt`` of one recorded version.
+
+    Args:
+        log: what the builder logs while it builds, as (severity, text).
+        builds: whether the builder succeeds.
+        drops: inputs of operators that the parser passes over, as ("Attention", 6).
+    """
+
+    def __init__(
+        self,
+        version: str,
+        *,
+        log: tuple[tuple[str, str], ...] = (),
+        builds: bool = True,
+        drops: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        described = surface(version)
+        self.__name__ = "tensorrt"
+        self.__version__ = described["__version__"]
+        self.log, self.builds, self.drops = log, builds, drops
+        self.calls: list[Call] = []
+        self.native_logger: Any = None
+        for name, spec in described.items():
+            if name != "__version__":
+                setattr(self, name, self._class(name, spec))
+
+    def names(self, owner: str) -> list[str]:
+        """What was called on objects of one class, in order."""
+        return [call.name for call in self.calls if call.owner == owner]
+
+    def arguments(self, owner: str, name: str) -> list[tuple[Any, ...]]:
+        """The arguments of each call of one method."""
+        return [call.arguments for call in self.calls if (call.owner, call.name) == (owner, name)]
+
+    def make(self, owner: str, /, **values: Any) -> Any:
+        """An object of a recorded class with some of its attributes set, behind the caller's back."""
+        cls = getattr(self, owner)
+        made = cls.__new__(cls)
+        made.__dict__.update(values)
+        return made
+
+    def _class(self, name: str, spec: dict[str, Any]) -> Any:
+        if "enum" in spec:
+            return enum.IntEnum(name, spec["enum"])
+        members = {
+            member: self._class(member, kind)
+            if isinstance(kind, dict)
+            else _attribute(self, name, member)
+            if kind is None
+            else _method(self, name, member, kind)
+            for member, kind in spec["members"].items()
+        }
+        return type(name, (_Strict,), {**members, "__module__": "tensorrt"})
+
+
+class _Strict:
+    """Base of the recorded classes: nothing may be set, overridden or read that was not recorded."""
+
+    def __init_subclass__(cls) -> None:
+        recorded = next((base for base in cls.__mro__[1:] if base.__module__ == "tensorrt"), None)
+        if recorded is not None and cls.__module__ != "tensorrt":
+            unknown = [name for name in vars(cls) if name[0] != "_" and not hasattr(recorded, name)]
+            assert not unknown, f"{recorded.__name__} has no {unknown}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name[0] != "_" and not hasattr(type(self), name):
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        object.__setattr__(self, name, value)
+
+
+def _attribute(library: RecordedLibrary, owner: str, name: str) -> property:
+    def read(self: Any) -> Any:
+        return len(self.__dict__.get(COUNTED[name], ())) if name in COUNTED else self.__dict__.get(name)
+
+    def write(self: Any, value: Any) -> None:
+        library.calls.append(Call(owner, f"{name}=", (value,)))
+        self.__dict__[name] = value
+
+    return property(read, write)
+
+
+def _method(library: RecordedLibrary, owner: str, name: str, overloads: list[list[str]]) -> Callable[..., Any]:
+    behaviour = BEHAVIOURS.get((owner, name)) or BEHAVIOURS.get(("", name))
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = next((found for names in overloads if (found := _bound(names, args, kwargs)) is not None), None)
+        if given is None:
+            raise TypeError(f"{owner}.{name}{args}{kwargs}: incompatible arguments, expected {overloads}")
+        library.calls.append(Call(owner, name, given))
+        return behaviour(library, self, *given) if behaviour else None
+
+    return call
+
+
+def _bound(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The arguments in order, or None if they do not fit these names; a name with ``=`` may be left out."""
+    if names == ["*"]:
+        return args
+    plain = [name.rstrip("=") for name in names]
+    if len(args) > len(names) or set(kwargs) - set(plain[len(args) :]):
+        return None
+    found = dict(zip(plain, args, strict=False)) | kwargs
+    if any(name not in found and not names[i].endswith("=") for i, name in enumerate(plain)):
+        return None
+    return tuple(found[name] for name in plain if name in found)
+
+
+# ---------------------------------------------------------------------------------------------------- behaviours
+
+
+def new(name: str, **values: Any) -> Callable[..., Any]:
+    """A behaviour that returns an object of a class; it keeps the arguments it was made with."""
+    return lambda library, self, *args: library.make(name, **{key: make() for key, make in values.items()})
+
+
+def start(library: RecordedLibrary, self: Any, native_logger: Any) -> None:
+    library.native_logger = native_logger
+
+
+def create_network(library: RecordedLibrary, self: Any, flags: int = 0) -> Any:
+    return library.make("INetworkDefinition", _inputs=[], _outputs=[], _layers=[])
+
+
+def create_parser(library: RecordedLibrary, self: Any, network: Any, native_logger: Any) -> None:
+    self.__dict__.update(_network=network, _errors=[])
+
+
+def parse(library: RecordedLibrary, self: Any, model: bytes, path: str | None = None) -> bool:
+    graph = onnx.load_from_string(bytes(model)).graph
+    for node in graph.node:
+        needed = LAYERS.get(node.op_type, ("add_cast", ""))[0]
+        if not hasattr(library.INetworkDefinition, needed):
+            self._errors.append((node.name, node.op_type, "no importer registered"))
+    if not self._errors:
+        _import(library, self._network, graph)
+    return not self._errors
+
+
+def load_model(library: RecordedLibrary, self: Any, model: bytes, path: str | None = None) -> bool:
+    self.__dict__["_model"] = bytes(model)
+    return True
+
+
+def load_initializer(library: RecordedLibrary, self: Any, name: str, data: int, size: int) -> bool:
+    return any(t.name == name for t in onnx.load_from_string(self._model).graph.initializer)
+
+
+def parse_loaded(library: RecordedLibrary, self: Any) -> bool:
+    return parse(library, self, self._model)
+
+
+def get_error(library: RecordedLibrary, self: Any, index: int) -> Any:
+    error = library.make("ParserError")
+    error.__dict__["_error"] = self._errors[index]
+    return error
+
+
+def _import(library: RecordedLibrary, network: Any, graph: Any) -> None:
+    """A layer for each node: enough of one for who walks through the network."""
+    tensors = {value.name: _tensor(library, value.name, value) for value in (*graph.input, *graph.output)}
+
+    def tensor(name: str) -> Any:
+        return tensors.setdefault(name, _tensor(library, name))
+
+    network._inputs.extend(tensors[value.name] for value in graph.input)
+    network._outputs.extend(tensors[value.name] for value in graph.output)
+    for node in graph.node:
+        read = [name for i, name in enumerate(node.input) if name and (node.op_type, i) not in library.drops]
+        kind = LAYERS.get(node.op_type, ("", "ELEMENTWISE"))[1]
+        between = [tensor(f"{node.name}.attention")] if kind == "ATTENTION_INPUT" else None
+        made = [tensor(name) for name in node.output]
+        network._layers.append(_layer(library, node.name, kind, list(map(tensor, read)), between or made))
+        if between:
+            network._layers[-1].__dict__["attention"] = library.make(
+                "IAttention", name=node.name, _inputs=list(map(tensor, read)), _outputs=made
+            )
+            network._layers.append(_layer(library, f"{node.name}.out", "ATTENTION_OUTPUT", between, made))
+
+
+def _tensor(library: RecordedLibrary, name: str, value: Any = None) -> Any:
+    kind, shape = "float16", ()
+    if value is not None:
+        kind = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).name
+        shape = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
+    return library.make("ITensor", name=name, shape=shape, dtype=library.DataType[TYPES[kind]])
+
+
+def _layer(library: RecordedLibrary, name: str, kind: str, inputs: list[Any], outputs: list[Any]) -> Any:
+    return library.make(
+        "ILayer",
+        name=name,
+        type=library.LayerType[kind],
+        _inputs=inputs,
+        _outputs=outputs,
+    )
+
+
+def add(kind: str, dtype: str = "INT64") -> Callable[..., Any]:
+    """A behaviour that appends a layer of one output."""
+
+    def behaviour(library: RecordedLibrary, self: Any, *args: Any) -> Any:
+        inputs = [arg for arg in args if type(arg) is library.ITensor]
+        output = library.make("ITensor", name=f"{kind}.{len(self._layers)}", shape=(-1,), dtype=library.DataType[dtype])
+        self._layers.append(_layer(library, f"{kind}.{len(self._layers)}", kind, inputs, [output]))
+        return self._layers[-1]
+
+    return behaviour
+
+
+def add_attention(library: RecordedLibrary, self: Any, *args: Any) -> Any:
+    layer = add("ATTENTION_INPUT", "HALF")(library, self, *args)
+    layer.__dict__["attention"] = attention = library.make(
+        "IAttention", _inputs=layer._inputs, _outputs=layer._outputs, causal_kind=args[4]
+    )
+    return attention
+
+
+def set_input(library: RecordedLibrary, self: Any, index: int, tensor: Any) -> None:
+    self._inputs[index] = tensor
+
+
+def log_and(result: Callable[..., Any]) -> Callable[..., Any]:
+    """A behaviour that logs what the library was told to log, and then succeeds or not."""
+
+    def behaviour(library: RecordedLibrary, self: Any, *args: Any) -> Any:
+        for severity, text in library.log:
+            library.native_logger.log(library.ILogger.Severity[severity], text)
+        return result(library, *args)
+
+    return behaviour
+
+
+def whole(library: RecordedLibrary, network: Any, config: Any) -> bytes | None:
+    return PLAN if _steps(config) and library.builds else None
+
+
+def in_pieces(library: RecordedLibrary, network: Any, config: Any, writer: Any) -> bool:
+    if not _steps(config) or not library.builds:
+        return True  # as the real one does
+    return all(writer.write(PLAN[i : i + 4]) == len(PLAN[i : i + 4]) for i in range(0, len(PLAN), 4))
+
+
+def _steps(config: Any) -> bool:
+    """Two phases of two steps, one within the other; whether the monitor let them end."""
+    monitor = config.progress_monitor
+    if monitor is None:
+        return True
+    monitor.phase_start("build", None, 2)
+    monitor.phase_start("tactics", "build", 2)
+    going = all(monitor.step_complete(name, step) for name, step in (("tactics", 0), ("tactics", 1), ("build", 0)))
+    monitor.phase_finish("tactics")
+    return going and monitor.step_complete("build", 1)
+
+
+def item(field: str) -> Callable[..., Any]:
+    return lambda library, self, index: getattr(self, field)[index]
+
+
+def part(index: int) -> Callable[..., Any]:
+    return lambda library, self: self._error[index]
+
+
+def refuse(library: RecordedLibrary, self: Any, *args: Any) -> bool:
+    return False
+
+
+def accept(library: RecordedLibrary, self: Any, *args: Any) -> bool:
+    return True
+
+
+BEHAVIOURS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("Builder", "__init__"): start,
+    ("Builder", "create_network"): create_network,
+    ("Builder", "create_builder_config"): new("IBuilderConfig"),
+    ("Builder", "create_optimization_profile"): new("IOptimizationProfile"),
+    ("Builder", "build_serialized_network"): log_and(whole),
+    ("Builder", "build_serialized_network_to_stream"): log_and(in_pieces),
+    ("OnnxParser", "__init__"): create_parser,
+    ("OnnxParser", "parse"): parse,
+    ("OnnxParser", "load_model_proto"): load_model,
+    ("OnnxParser", "load_initializer"): load_initializer,
+    ("OnnxParser", "parse_model_proto"): parse_loaded,
+    ("OnnxParser", "get_error"): get_error,
+    ("ParserError", "node_name"): part(0),
+    ("ParserError", "node_operator"): part(1),
+    ("ParserError", "desc"): part(2),
+    ("INetworkDefinition", "get_layer"): item("_layers"),
+    ("INetworkDefinition", "get_input"): item("_inputs"),
+    ("INetworkDefinition", "get_output"): item("_outputs"),
+    ("INetworkDefinition", "add_shape"): add("SHAPE"),
+    ("INetworkDefinition", "add_slice"): add("SLICE"),
+    ("INetworkDefinition", "add_elementwise"): add("ELEMENTWISE"),
+    ("INetworkDefinition", "add_cast"): add("CAST", "INT32"),
+    ("INetworkDefinition", "add_attention_v2"): add_attention,
+    ("", "get_input"): item("_inputs"),
+    ("", "get_output"): item("_outputs"),
+    ("", "set_input"): set_input,
+    ("IBuilderConfig", "add_optimization_profile"): lambda library, self, profile: 0,
+    ("IBuilderConfig", "create_timing_cache"): lambda library, self, data: library.make("ITimingCache", _data=data),
+    ("IBuilderConfig", "set_timing_cache"): lambda library, self, cache, ignore: (
+        self.__dict__.update(_times=cache) or cache._data != b"damaged"
+    ),
+    ("IBuilderConfig", "get_timing_cache"): lambda library, self: self.__dict__.get("_times"),
+    ("ITimingCache", "serialize"): lambda library, self: b"times",
+    ("OnnxParserRefitter", "refit_from_file"): accept,
+    ("Refitter", "get_missing_weights"): lambda library, self: [],
+    ("Refitter", "refit_cuda_engine"): accept,
+}
+
+
+def replaced(monkeypatch: Any, owner: str, name: str, behaviour: Callable[..., Any]) -> None:
+    """Let a method of libraries made from now on behave otherwise."""
+    monkeypatch.setitem(BEHAVIOURS, (owner, name), partial(behaviour))

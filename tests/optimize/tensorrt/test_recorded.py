@@ -1,0 +1,316 @@
+"""The builder's calls against the recorded interfaces of TensorRT 10.3 ... 11.4, which cannot be installed here.
+
+A recorded library raises at every name and argument that its version does not have, so a build that ends has proven
+its calls; what they compute, only a GPU can tell.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles.recorded import PLAN, VERSIONS, RecordedLibrary, replaced
+
+from llmc.errors import BuildError, GpuError, ResourceError, UsageError
+from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.order import EngineOrder, Options
+from llmc.optimize.tensorrt.select import build_select
+
+NATIVE_VERSIONS = ("10.16", "11.4")
+PRIMITIVE = """
+<ir_version: 10, opset_import: ["" : 21]>
+decoder (int64[batch, sequence] input_ids, float16[batch, 2, capacity, 16] past) =>
+    (float16[batch, 2, capacity, 16] present)
+{
+    ids = Cast <to = 10> (input_ids)
+    many = ReduceSum (ids)
+    present = Add (past, many)
+}
+"""
+
+
+@pytest.fixture
+def basic(save: Callable[..., Path]) -> Path:
+    """A graph of operators that every version has."""
+    return save(PRIMITIVE)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_takes_our_calls(version: str, basic: Path, primitive: EngineOrder):
+    library = RecordedLibrary(version)
+    report = build_engine(library, basic, primitive)
+    assert primitive.output.read_bytes() == PLAN
+    assert report.size == len(PLAN)
+    assert report.version.startswith(version)
+    assert primitive.inspector.exists()
+
+
+@pytest.mark.parametrize("version", NATIVE_VERSIONS)
+def test_native_versions_take_our_calls(version: str, decoder: Path, order: EngineOrder):
+    library = RecordedLibrary(version)
+    report = build_engine(library, decoder, order)
+    assert report.aliases["present.0.key"] == "past_key_values.0.key"
+    assert library.arguments("IAttention", "decomposable=") == [(True,)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_option_is_one_that_the_version_has(version: str, basic: Path, primitive: EngineOrder, tmp_path: Path):
+    options = Options(
+        workspace=1 << 20,
+        optimization_level=5,
+        timing_cache=tmp_path / "times",
+        version_compatible=True,
+        hardware_compatibility="ampere",
+        stripped=True,
+        refittable=True,
+        detailed=False,
+    )
+    library = RecordedLibrary(version)
+    build_engine(library, basic, replace(primitive, options=options))
+    flags = [flag.name for (flag,) in library.arguments("IBuilderConfig", "set_flag")]
+    assert flags == ["VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL"]
+    assert library.arguments("IBuilderConfig", "set_memory_pool_limit") == [(library.MemoryPoolType.WORKSPACE, 1 << 20)]
+    assert library.arguments("IBuilderConfig", "builder_optimization_level=") == [(5,)]
+    ((level,),) = library.arguments("IBuilderConfig", "hardware_compatibility_level=")
+    assert level.name == "AMPERE_PLUS"
+    ((verbosity,),) = library.arguments("IBuilderConfig", "profiling_verbosity=")
+    assert verbosity.name == "LAYER_NAMES_ONLY"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_select_engines_take_calls_that_the_version_has(version: str, tmp_path: Path):
+    library = RecordedLibrary(version)
+    build_select(library, tmp_path / "select.plan", vocab_size=96, candidates=8, rows=4)
+    assert library.arguments("IOptimizationProfile", "set_shape") == [("logits", (1, 96), (1, 96), (4, 96))]
+    assert [path.name for path in tmp_path.iterdir()] == ["select.plan"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_network_is_strongly_typed(version: str, basic: Path, primitive: EngineOrder):
+    library = RecordedLibrary(version)
+    build_engine(library, basic, primitive)
+    strongly_typed = 1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    assert library.arguments("Builder", "create_network") == [(strongly_typed,)]
+
+
+def test_decode_is_the_first_profile_and_prefill_the_second(decoder: Path, order: EngineOrder):
+    library = RecordedLibrary("11.4")
+    build_engine(library, decoder, order)
+    shapes = library.arguments("IOptimizationProfile", "set_shape")
+    half = len(shapes) // 2
+    assert shapes[0] == ("input_ids", (1, 1), (1, 1), (4, 1))
+    assert shapes[half] == ("input_ids", (1, 1), (1, 8), (1, 8))
+    assert ("cache_slots", (8,), (16,), (32,)) in shapes[:half]
+    cache = ((1, 2, 32, 16), (1, 2, 32, 16), (4, 2, 32, 16))
+    assert ("past_key_values.0.key", *cache) in shapes[:half]
+    steps = [call for call in library.names("IBuilderConfig") if call == "add_optimization_profile"]
+    assert len(steps) == 2
+
+
+def test_without_a_static_capacity_the_cache_is_as_long_as_the_bucket(basic: Path, primitive: EngineOrder):
+    library = RecordedLibrary("10.3")
+    build_engine(library, basic, primitive)
+    shapes = library.arguments("IOptimizationProfile", "set_shape")
+    assert ("past", (1, 2, 8, 16), (1, 2, 16, 16), (4, 2, 32, 16)) in shapes
+
+
+def test_weights_are_given_by_address_where_the_parser_takes_them(decoder: Path, order: EngineOrder):
+    library = RecordedLibrary("11.4")
+    build_engine(library, decoder, order)
+    assert library.names("OnnxParser")[:2] == ["__init__", "load_model_proto"]
+    given = {name: size for name, _, size in library.arguments("OnnxParser", "load_initializer")}
+    assert given["embed"] == 96 * 32 * 2
+    assert "parse" not in library.names("OnnxParser")
+
+
+def test_older_parsers_find_the_weights_beside_the_graph(basic: Path, primitive: EngineOrder):
+    library = RecordedLibrary("10.3")
+    build_engine(library, basic, primitive)
+    ((_, path),) = library.arguments("OnnxParser", "parse")
+    assert path == str(basic)
+
+
+def test_the_engine_is_written_in_pieces_where_the_builder_can(basic: Path, primitive: EngineOrder):
+    for version, whole in (("10.3", True), ("10.13", False)):
+        library = RecordedLibrary(version)
+        build_engine(library, basic, primitive)
+        assert ("build_serialized_network" in library.names("Builder")) is whole
+        assert ("build_serialized_network_to_stream" in library.names("Builder")) is not whole
+
+
+def test_the_lengths_form_aligns_the_mask_to_the_lower_right(decoder: Path, order: EngineOrder):
+    library = RecordedLibrary("11.4")
+    report = build_engine(library, decoder, replace(order, form="lengths"))
+    ((*_, kind),) = library.arguments("INetworkDefinition", "add_attention_v2")
+    assert kind.name == "LOWER_RIGHT"
+    ((lengths,),) = library.arguments("IAttention", "key_value_lengths=")
+    assert lengths.dtype.name == "INT32"
+    assert "n.mask" not in [layer.name for layer in report.layers]
+
+
+@pytest.mark.parametrize("version", ["10.3", "10.13", "10.16"])
+def test_the_lengths_form_is_refused_where_attention_takes_none(version: str, basic: Path, order: EngineOrder):
+    with pytest.raises(BuildError, match="attention takes no lengths"):
+        build_engine(RecordedLibrary(version), basic, replace(order, form="lengths"))
+
+
+def test_a_native_graph_is_refused_by_an_older_parser_with_its_nodes(decoder: Path, order: EngineOrder):
+    with pytest.raises(BuildError, match=r"n.normed \(RMSNormalization\): no importer registered; n.q_turned"):
+        build_engine(RecordedLibrary("10.13"), decoder, order)
+
+
+def test_a_parser_that_passes_over_an_input_is_found_out(decoder: Path, order: EngineOrder):
+    library = RecordedLibrary("11.4", drops=(("Attention", 3),))
+    with pytest.raises(BuildError, match=r"left out part of the graph.*: Attention n.mixed does not get mask"):
+        build_engine(library, decoder, order)
+
+
+def test_gpus_by_name_are_refused_where_the_library_knows_only_its_own(basic: Path, primitive: EngineOrder):
+    wanted = replace(primitive, options=Options(compute_capabilities=("8.6",)))
+    with pytest.raises(UsageError, match=r"tensorrt 11\S+ builds no engine that is for named compute capabilities"):
+        build_engine(RecordedLibrary("11.4"), basic, wanted)
+
+
+# -------------------------------------------------------------------------------------------------- what it logs
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Unused Input: lengths",
+        "[RemoveDeadLayers] Input Tensor lengths is unused or used only at compile-time, but is not being removed.",
+        "node mixed: attribute softcap is ignored",
+        "Attention with these inputs is unsupported, it will be ignored",
+    ],
+)
+@pytest.mark.parametrize("version", ["10.3", "11.4"])
+def test_a_warning_that_something_was_left_out_fails_the_build(
+    version: str, text: str, basic: Path, primitive: EngineOrder
+):
+    library = RecordedLibrary(version, log=(("WARNING", text),))
+    with pytest.raises(BuildError, match=r"building engine.plan left out part of the graph"):
+        build_engine(library, basic, primitive)
+    assert not primitive.output.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["Make sure input input_ids has Int64 binding.", "Disabling unused tactic source: EDGE_MASK_CONVOLUTIONS"]
+)
+def test_harmless_warnings_are_not_even_reported(text: str, basic: Path, primitive: EngineOrder):
+    library = RecordedLibrary("11.4", log=(("WARNING", text), ("INFO", "Unused Input: x")))
+    assert build_engine(library, basic, primitive).warnings == ()
+
+
+def test_other_warnings_are_reported_once(basic: Path, primitive: EngineOrder):
+    library = RecordedLibrary("11.4", log=(("WARNING", "half of the tactics failed"),) * 2)
+    assert build_engine(library, basic, primitive).warnings == ("half of the tactics failed",)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("no kernel for n.mixed", BuildError, "building engine.plan failed: no kernel for n.mixed"),
+        ("Requested amount of GPU memory: out of memory", ResourceError, "ask for a smaller context, chunk or batch"),
+        ("cudaError 35: no driver", GpuError, "needs a GPU and its driver"),
+    ],
+)
+@pytest.mark.parametrize("version", ["10.3", "11.4"])
+def test_a_build_that_is_given_up_says_why(
+    version: str, text: str, error: type[Exception], message: str, basic: Path, primitive: EngineOrder
+):
+    library = RecordedLibrary(version, builds=False, log=(("ERROR", text), ("ERROR", text)))
+    with pytest.raises(error, match=message):
+        build_engine(library, basic, primitive)
+    assert not primitive.output.exists()
+
+
+def test_an_internal_error_fails_a_build_that_goes_on(basic: Path, primitive: EngineOrder):
+    library = RecordedLibrary("11.4", log=(("INTERNAL_ERROR", "assertion failed"),))
+    with pytest.raises(BuildError, match="assertion failed"):
+        build_engine(library, basic, primitive)
+
+
+def test_a_library_without_a_gpu_says_what_it_logged(
+    basic: Path, primitive: EngineOrder, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(library: RecordedLibrary, self: Any, native: Any) -> None:
+        native.log(library.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    replaced(monkeypatch, "Builder", "__init__", fail)
+    with pytest.raises(GpuError, match=r"tensorrt 10.3\S* cannot use a GPU here \(CUDA initialization failure"):
+        build_engine(RecordedLibrary("10.3"), basic, primitive)
+
+
+@pytest.mark.parametrize("version", ["10.3", "11.4"])
+def test_a_full_disk_is_told_and_leaves_nothing(
+    version: str, basic: Path, primitive: EngineOrder, monkeypatch: pytest.MonkeyPatch
+):
+    if not Path("/dev/full").exists():
+        pytest.skip("no device that is always full")
+    staged = primitive.output.with_name(".engine.plan.part")
+    staged.symlink_to("/dev/full")
+    with pytest.raises(ResourceError, match=r"engine.plan cannot be written \(No space left"):
+        build_engine(RecordedLibrary(version), basic, primitive)
+    assert not primitive.output.exists()
+    assert not staged.is_symlink()
+
+
+# ------------------------------------------------------------------------------------------------- timing cache
+
+
+def timed(order: EngineOrder, path: Path) -> EngineOrder:
+    return replace(order, options=Options(timing_cache=path))
+
+
+def test_the_timing_cache_is_kept_and_read_again(basic: Path, primitive: EngineOrder, tmp_path: Path):
+    kept = tmp_path / "times" / "l4"
+    library = RecordedLibrary("10.3")
+    build_engine(library, basic, timed(primitive, kept))
+    assert library.arguments("IBuilderConfig", "create_timing_cache") == [(b"",)]
+    assert kept.read_bytes() == b"times"
+    again = RecordedLibrary("10.3")
+    build_engine(again, basic, timed(primitive, kept))
+    assert again.arguments("IBuilderConfig", "create_timing_cache") == [(b"times",)]
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_a_damaged_timing_cache_is_replaced_with_a_warning(
+    basic: Path, primitive: EngineOrder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    kept = tmp_path / "times"
+    kept.write_bytes(b"damaged")
+    with caplog.at_level(logging.WARNING):
+        build_engine(RecordedLibrary("11.4"), basic, timed(primitive, kept))
+    assert "times: the timing cache is not used (it was written by another version" in caplog.text
+    assert kept.read_bytes() == b"times"
+
+
+def test_a_timing_cache_that_cannot_be_written_is_lost_with_a_warning(
+    basic: Path, primitive: EngineOrder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING):
+        report = build_engine(RecordedLibrary("11.4"), basic, timed(primitive, tmp_path / "file" / "times"))
+    assert "the timing cache cannot be kept" in caplog.text
+    assert report.output.exists()
+
+
+# ---------------------------------------------------------------------------------------------- the double itself
+
+
+def test_a_recorded_library_has_nothing_that_was_not_recorded():
+    library = RecordedLibrary("10.3")
+    with pytest.raises(AttributeError):
+        _ = library.IStreamWriter
+    builder = library.Builder(library.ILogger())
+    with pytest.raises(AttributeError):
+        _ = builder.build_serialized_network_to_stream
+    with pytest.raises(AttributeError, match="IBuilderConfig has no turbo"):
+        builder.create_builder_config().turbo = True
+    with pytest.raises(TypeError, match="incompatible arguments"):
+        builder.create_network(1, 2)
+    with pytest.raises(AssertionError, match="has no"):
+        type("Monitor", (library.IProgressMonitor,), {"phase_began": lambda *_: None})

@@ -1,0 +1,41 @@
+"""The engine that finds the largest logits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from llmc.errors import UsageError
+from llmc.optimize.tensorrt.select import build_select, select_graph
+
+VOCAB, CANDIDATES = 96, 8
+
+
+def test_the_graph_finds_the_largest_in_order():
+    logits = np.random.default_rng(0).standard_normal((3, VOCAB)).astype(np.float32)
+    session = ort.InferenceSession(
+        select_graph(VOCAB, CANDIDATES).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    values, indices = session.run(None, {"logits": logits})
+    assert indices.dtype == np.int64
+    assert np.array_equal(indices, np.argsort(-logits, axis=1, kind="stable")[:, :CANDIDATES])
+    assert np.array_equal(values, np.take_along_axis(logits, indices, 1))
+
+
+def test_tensorrt_builds_it_and_leaves_only_the_engine(rtx: Any, tmp_path: Path):
+    report = build_select(rtx, tmp_path / "select.plan", vocab_size=VOCAB, candidates=CANDIDATES, rows=4)
+    assert [layer.type for layer in report.layers] == ["TOPK"]
+    assert report.size == (tmp_path / "select.plan").stat().st_size
+    assert [path.name for path in tmp_path.iterdir()] == ["select.plan"]
+
+
+@pytest.mark.parametrize(("vocab", "candidates"), [(96, 97), (96, 0), (10_000, 3841)])
+def test_more_candidates_than_there_are_or_may_be_are_refused(vocab: int, candidates: int):
+    with pytest.raises(UsageError, match=f"candidates is {candidates}; expected 1 ... {min(vocab, 3840)}"):
+        select_graph(vocab, candidates)
+
+
+def test_as_many_candidates_as_may_be_are_built(rtx: Any, tmp_path: Path):
+    build_select(rtx, tmp_path / "select.plan", vocab_size=4000, candidates=3840, rows=1)
