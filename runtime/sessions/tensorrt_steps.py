@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import GpuError
+from llmc.errors import GpuError, LlmcError
 from llmc.runtime.cuda import Driver
 from llmc.runtime.sessions.device_cache import host_array
 from llmc.runtime.sessions.tensorrt_engine import ALIGNMENT, Context, Shape
@@ -108,7 +108,11 @@ class Block:
         self._driver = driver
         self._shared = driver.device.integrated
         self.host = driver.alloc_host(size)
-        self.device = driver.device_address(self.host) if self._shared else driver.alloc(size)
+        try:
+            self.device = driver.device_address(self.host) if self._shared else driver.alloc(size)
+        except LlmcError:
+            driver.free_host(self.host)
+            raise
 
     def upload(self, size: int, stream: int) -> None:
         """Queue the copy of the first ``size`` bytes to the device."""
@@ -155,7 +159,7 @@ class Step:
         self._upload = size_of(inputs)
         self._logits = outputs["logits"]
         self._download = self._logits.offset if call.candidates else self._logits.end
-        self.shapes = {**fixed[0], **{name: part.shape for name, part in inputs.items()}}
+        self.shapes = {**{name: part.shape for name, part in inputs.items()}, **fixed[0]}
         self.addresses = {
             **fixed[1],
             **{name: taken.device + part.offset for name, part in inputs.items()},

@@ -189,7 +189,7 @@ def test_rows_and_positions_outside_the_cache_are_refused(cache: DeviceCache, ro
 
 
 def test_contents_of_another_bundle_are_refused(cache: DeviceCache):
-    given, says = values(4), r"expected float16 \[4, 2, positions, 16\]: they come from another bundle"
+    given = values(4)
     for wrong in (given[1:], given[:, :1], given[..., :8], given[0], given.astype(np.float32)):
         with pytest.raises(
             UsageError, match=r"expected float16 \[4, 2, positions, 16\]: they come from another bundle"
