@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from llmc.runtime.jetson import Jetson
 from llmc.runtime.probe import Device, Library, Probe
 
-RUN, BUILD = "run", "build"
+# Running, compiling (which --rebuild does too), and judging, which a build from an export does beside.
+RUN, BUILD, JUDGE = "run", "build", "judge"
 BOTH = (BUILD, RUN)
 REBUILD = "llmc build --rebuild"
+REBUILD_HERE = f"build with --deferred on another machine, then {REBUILD} BUNDLE on this one, which needs none"
 
 # The oldest driver of each major version of CUDA: https://docs.nvidia.com/deploy/cuda-compatibility
 OLDEST_DRIVER = {"12": "525", "13": "580"}
@@ -34,7 +36,11 @@ DRIVER_REMEDIES = {
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why something cannot be done, and the remedy; ``blocks`` holds ``build``, ``run`` or both."""
+    """Why something cannot be done, and the remedy.
+
+    ``blocks`` holds what cannot be done: ``build``, ``run``, or ``judge`` where engines can be rebuilt and no export
+    can be built.
+    """
 
     blocks: tuple[str, ...]
     found: str
@@ -51,19 +57,29 @@ class Outlook:
     @property
     def runs(self) -> bool:
         """Whether bundles of the target run here."""
-        return not any(RUN in obstacle.blocks for obstacle in self.obstacles)
+        return not self._blocked(RUN)
 
     @property
     def builds(self) -> bool:
-        """Whether bundles of the target can be built here."""
-        return not any(BUILD in obstacle.blocks for obstacle in self.obstacles)
+        """Whether bundles of the target can be built here, from an export."""
+        return not self._blocked(BUILD) and not self._blocked(JUDGE)
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether the engines of bundles can be compiled here."""
+        return not self._blocked(BUILD)
 
     @property
     def state(self) -> str:
         """In words."""
         if self.builds:
             return "ready" if self.runs else "can build, not run"
+        if self.rebuilds:
+            return "can run and rebuild" if self.runs else "can rebuild, not run"
         return "can run, not build" if self.runs else "not possible"
+
+    def _blocked(self, what: str) -> bool:
+        return any(what in obstacle.blocks for obstacle in self.obstacles)
 
 
 @dataclass(frozen=True)
@@ -184,8 +200,9 @@ def _install_tensorrt(probe: Probe) -> str:
 
 def _without_cuda(library: Library, probe: Probe) -> Obstacle:
     """The packages onnxruntime and onnxruntime-gpu have one name when imported; only the second one has CUDA."""
-    swap = "pip uninstall -y onnxruntime; pip install '.[gpu]' in llmc's folder"
-    remedy = swap if probe.platform.endswith("x86_64") else NO_WHEEL
+    remedy = _install("cuda", NEEDS["cuda"], probe)
+    if remedy.startswith("pip"):
+        remedy = f"pip uninstall -y onnxruntime; {remedy}"
     return Obstacle((RUN,), f"onnxruntime {library.version} is the package without CUDA", remedy)
 
 
@@ -274,17 +291,18 @@ def _build(target: str, probe: Probe) -> Iterator[Obstacle]:
         remedy = "pip install '.[build]' in llmc's folder, which brings no torch"
         yield Obstacle((BUILD,), f"building needs {', '.join(lacking)}", remedy)
     judge = probe.libraries["onnxruntime"]
-    if judge.state != "ok" or version(judge.version) < version(JUDGE_MINIMUM):
+    if not judges(judge):
         installed = f"{judge.version} is" if judge.state == "ok" else "none is"
         found = f"an export is built beside ONNX Runtime {JUDGE_MINIMUM} or newer, which judges; {installed} installed"
-        yield Obstacle((BUILD,), found, _without_judge(target, probe))
+        makes_engine = target.startswith("tensorrt")
+        newer = "use Python 3.11 or newer and " if probe.python.startswith("3.10.") else ""
+        remedy = REBUILD_HERE if makes_engine else f"{newer}pip install -U onnxruntime"
+        yield Obstacle((JUDGE,) if makes_engine else (BUILD,), found, remedy)
 
 
-def _without_judge(target: str, probe: Probe) -> str:
-    if target.startswith("tensorrt"):
-        return f"build with --deferred on another machine, then {REBUILD} BUNDLE on this one, which needs none"
-    newer = "use Python 3.11 or newer and " if probe.python.startswith("3.10.") else ""
-    return f"{newer}pip install -U onnxruntime"
+def judges(library: Library) -> bool:
+    """Whether this ONNX Runtime runs the exported graph."""
+    return library.state == "ok" and version(library.version) >= version(JUDGE_MINIMUM)
 
 
 def _notes(target: str, needs: Needs, probe: Probe) -> Iterator[str]:
@@ -298,7 +316,8 @@ def _notes(target: str, needs: Needs, probe: Probe) -> Iterator[str]:
         yield f"builds ahead of time for GPUs of compute capability {', '.join(RTX_GPUS)}"
     if target == "tensorrt" and device is not None and version(device.compute_capability) < version(OLDEST_FP8_GPU):
         yield f"no fp8: it needs compute capability {OLDEST_FP8_GPU}, {device.name} has {device.compute_capability}"
-    if target == "tensorrt" and (library.state != "ok" or device is None):
+    able = judges(probe.libraries["onnxruntime"]) and all(name in probe.packages for name in BUILD_PACKAGES)
+    if target == "tensorrt" and able and (library.state != "ok" or device is None):
         yield "builds with --deferred: the engine is compiled where it is to run"
     if library.state == "ok" and library.problem and target != "cpu":
         yield f"{needs.library} says: {library.problem}"

@@ -114,15 +114,18 @@ class Probe:
 def probe(
     timeout_s: float = TIMEOUT_S, root: Path = ROOT, commands: Mapping[str, Sequence[str]] | None = None
 ) -> Probe:
-    """Examine this machine; takes a second or two, and never more than about ``timeout_s``.
+    """Examine this machine; takes a second or two, and never more than about twice ``timeout_s``.
 
     Args:
-        timeout_s: seconds after which a step counts as hung; all run at the same time.
+        timeout_s: seconds after which a step counts as hung.
         root: folder in place of /, for files of the system.
         commands: what each step runs; default: :func:`step_commands`.
     """
     started = time.monotonic()
-    answers = run_steps(step_commands() if commands is None else commands, timeout_s)
+    wanted = dict(step_commands() if commands is None else commands)
+    # The driver first, and alone: libraries take memory of the GPU while they are tried.
+    answers = run_steps({"driver": wanted.pop("driver")}, timeout_s)
+    answers |= run_steps(wanted, timeout_s)
     return Probe(
         platform=f"{sys.platform}-{platform.machine()}",
         python=platform.python_version(),

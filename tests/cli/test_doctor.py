@@ -73,7 +73,7 @@ def test_json_holds_the_probe_and_the_verdicts(llmc, machine: Callable[[Probe], 
     machine(ORIN)
     found = json.loads(llmc("doctor", "--json").out)
     assert found["probe"]["jetson"]["power_mode"] == {"number": 1, "name": "25W"}
-    assert found["targets"]["tensorrt"]["state"] == "can run, not build"
+    assert found["targets"]["tensorrt"]["state"] == "can run and rebuild"
     assert found["targets"]["tensorrt"]["runs"] is True
     assert found["targets"]["cuda"]["obstacles"][0]["blocks"] == ["run"]
     assert found["bundle"] is None

@@ -42,7 +42,7 @@ def with_library(probe: Probe, name: str, library: Library) -> Probe:
         (RTX_4090, "ready", "ready", "ready", "ready"),
         (RTX_5090, "ready", "ready", "ready", "ready"),
         (GB10, "ready", "can build, not run", "ready", "ready"),
-        (ORIN, "can run, not build", "not possible", "can run, not build", "not possible"),
+        (ORIN, "can run, not build", "not possible", "can run and rebuild", "not possible"),
         (THOR, "ready", "can build, not run", "ready", "not possible"),
     ],
     ids=["no GPU", "H200", "RTX 4090", "RTX 5090", "GB10", "Orin", "Thor"],
@@ -177,6 +177,10 @@ def test_a_cuda_provider_that_does_not_load_is_told_with_its_reason():
 def test_python_3_10_has_no_onnxruntime_for_cuda():
     given = outlook("cuda", replace(with_library(H200, "onnxruntime", MISSING), python="3.10.12"))
     assert "use Python 3.11 or newer: onnxruntime-gpu 1.28 has no wheel for 3.10" in found(given)
+    exchanged = outlook(
+        "cuda", replace(with_library(H200, "onnxruntime", NO_GPU.libraries["onnxruntime"]), python="3.10.1")
+    )
+    assert "use Python 3.11 or newer: onnxruntime-gpu 1.28 has no wheel for 3.10" in found(exchanged)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +228,17 @@ def test_building_needs_packages_that_running_does_not():
     bare = replace(H200, packages={"numpy": "2.4.6", "tokenizers": "0.23.3"})
     assert set(states(bare).values()) == {"can run, not build", "not possible"}
     assert "building needs onnx, onnx-ir, ml_dtypes: pip install '.[build]'" in found(outlook("cpu", bare))
+
+
+def test_without_what_judges_engines_are_still_rebuilt():
+    bare = with_library(NO_GPU, "onnxruntime", MISSING)
+    assert states(bare) == {
+        "cpu": "not possible",
+        "cuda": "not possible",
+        "tensorrt": "not possible",
+        "tensorrt-rtx": "can rebuild, not run",
+    }
+    assert outlook("tensorrt", bare).notes == ()
 
 
 def test_versions_compare_by_number():

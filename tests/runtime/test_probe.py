@@ -52,6 +52,14 @@ def test_a_crash_is_a_finding_and_hides_nothing_else(tmp_path: Path):
     assert found.driver == Driver("missing", "nothing here")
 
 
+def test_the_driver_is_asked_before_any_library_takes_memory(tmp_path: Path):
+    mark = tmp_path / "asked"
+    late = f"import time, pathlib; time.sleep(0.3); pathlib.Path({str(mark)!r}).touch(); print('{{}}')"
+    seen = f"import os, json; print(json.dumps({{'state': 'ok', 'version': str(os.path.exists({str(mark)!r}))}}))"
+    found = probe(root=tmp_path, commands=commands(driver=python(late), tensorrt=python(seen)))
+    assert found.libraries["tensorrt"].version == "True"
+
+
 def test_a_hang_is_a_finding_and_ends(tmp_path: Path):
     started = time.monotonic()
     found = run_steps(commands(driver=HANG), SHORT_S)
