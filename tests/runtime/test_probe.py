@@ -14,7 +14,7 @@ from doubles.machines import ORIN, ORIN_FILES, write_files
 
 from llmc.runtime import probe_steps
 from llmc.runtime.jetson import jetpack_of, read_jetson
-from llmc.runtime.probe import LIBRARIES, Driver, Library, probe, run_steps, step_commands
+from llmc.runtime.probe import LIBRARIES, Driver, Library, probe, probe_driver, run_steps, step_commands
 
 # A step that hangs is given this long; the machine may be busy, so nothing is asserted about steps that answer.
 SHORT_S = 0.5
@@ -128,6 +128,10 @@ def test_steps_do_not_import_from_the_folder_that_the_command_runs_in(tmp_path: 
     monkeypatch.chdir(tmp_path)
     found = run_steps({"tensorrt": step_commands()["tensorrt"]}, PATIENCE_S)["tensorrt"]
     assert "a file of the user" not in found["problem"]
+
+
+def test_the_driver_can_be_asked_alone():
+    assert probe_driver(PATIENCE_S).state in ("ok", "missing", "failed")
 
 
 def test_the_module_prints_json():
