@@ -34,7 +34,7 @@ def baseline(export: str, rounds: int, device: str, compiler: str) -> dict[str, 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation="sdpa").eval()
     context = config.max_position_embeddings
-    with torch.inference_mode():
+    with torch.no_grad():
         length = min(PREFILL, context)
         prefill_s = prefill(model, length, rounds)
         step_s = decode(model, min(PROMPT, context // 2), min(NEW_TOKENS, context // 4), rounds, compiler)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,13 @@ def bandwidth(on_device: bool) -> dict[str, Any]:
 
 
 def _device_bandwidth() -> dict[str, Any]:
-    with closing(opened_driver()) as driver:
+    with closing(opened_driver()) as driver, ExitStack() as taken:
         size = min(COPY_BYTES, driver.memory_info()[0] // 4)
-        source, target, stream = driver.alloc(size), driver.alloc(size), driver.stream()
+        source, target = driver.alloc(size), driver.alloc(size)
+        for address in (source, target):
+            taken.callback(driver.free, address)
+        stream = driver.stream()
+        taken.callback(driver.destroy_stream, stream)
         driver.fill(source, size, stream)
 
         def copies() -> None:

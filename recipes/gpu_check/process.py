@@ -31,8 +31,8 @@ class Outcome:
         message: why, in one line; empty where it is done.
         exit: its exit status, negative for a signal; None where it was not started or did not end.
         seconds: wall-clock time.
-        resident_bytes, anonymous_bytes: peaks of its resident memory: all of it with the pages of mapped files, and
-            without them (looked at 50 times a second); None where the system does not tell.
+        resident_bytes, anonymous_bytes: peaks of its resident memory, with the pages of mapped files and without them,
+            looked at 50 times a second; None where the system does not tell.
         output: the end of what it wrote to its standard error.
         result: the JSON object that it printed.
     """
@@ -67,17 +67,16 @@ def run(command: Sequence[str], limit_s: float) -> Outcome:
 
 
 def _wait(child: "subprocess.Popen[bytes]", until: float) -> tuple[int | None, int | None, int | None]:
-    """Exit status (None: not yet at ``until``), peaks of resident and of anonymous memory."""
+    """Exit status (None: not yet at ``until``), peaks of resident and of anonymous memory.
+
+    The peak that ``wait4`` tells would begin with what we had when the process was made.
+    """
     resident, anonymous = 0, 0
-    while time.perf_counter() < until:
-        pid, status, usage = os.wait4(child.pid, os.WNOHANG)
-        if pid:
-            child.returncode = os.waitstatus_to_exitcode(status)
-            return child.returncode, max(resident, usage.ru_maxrss * 1024), anonymous or None
+    while child.poll() is None and time.perf_counter() < until:
         found = _memory(child.pid)
         resident, anonymous = max(resident, found.get("VmHWM", 0)), max(anonymous, found.get("RssAnon", 0))
         time.sleep(POLL_S)
-    return None, resident or None, anonymous or None
+    return child.returncode, resident or None, anonymous or None
 
 
 def _memory(pid: int) -> dict[str, int]:

@@ -20,8 +20,8 @@ def now() -> str:
 def fresh(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """A document without steps.
 
-    Its ``steps`` are in the order in which they ended; ``rows``, ``goals`` and ``facts`` follow from them; ``complete`` tells that
-    no step is left.
+    Its ``steps`` are in the order in which they ended; ``rows``, ``goals`` and ``facts`` follow from them; ``complete``
+    tells that no step is left.
     """
     return {
         "schema": SCHEMA,

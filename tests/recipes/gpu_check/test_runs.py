@@ -1,0 +1,404 @@
+"""Runs of the check of GPU targets: without a GPU, on the small model, and what becomes of steps that fail."""
+
+import importlib
+import inspect
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+
+from llmc.errors import GpuError, MissingExtraError
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+SCRIPT = RECIPES / "gpu_check.py"
+# Quotients of the same float64 in another order.
+CLOSE = 1e-12
+# Seconds until a process that was interrupted must be gone.
+PATIENCE_S = 60
+STATES = {"done", "failed", "crashed", "timed out", "not run"}
+# What a reader of the file may rely on: names and types.
+NONE = type(None)
+NUMBER = (int, float)
+FIGURE = (*NUMBER, NONE)
+DOCUMENT = {
+    "schema": int,
+    "command": str,
+    "arguments": dict,
+    "started": str,
+    "ended": (str, NONE),
+    "complete": bool,
+    "steps": list,
+    "rows": list,
+    "goals": list,
+    "facts": dict,
+}
+STEP = {
+    "name": str,
+    "ended": str,
+    "state": str,
+    "message": str,
+    "exit": (int, NONE),
+    "seconds": NUMBER,
+    "resident_bytes": (int, NONE),
+    "anonymous_bytes": (int, NONE),
+    "output": str,
+    "result": (dict, NONE),
+}
+ROW = {
+    "target": str,
+    "geometry": str,
+    "precision": str,
+    "states": dict,
+    "ttft_s": dict,
+    "tokens_per_s": FIGURE,
+    "share": FIGURE,
+    "speedup": FIGURE,
+    "prefill_ratio": FIGURE,
+    "batch_tokens_per_s": FIGURE,
+    "device_bytes": (int, NONE),
+    "verified": str,
+}
+GOAL = {
+    "name": str,
+    "target": str,
+    "geometry": str,
+    "precision": str,
+    "at_least": NUMBER,
+    "figure": FIGURE,
+    "verdict": str,
+}
+Part = Callable[[str], ModuleType]
+
+
+def check_entry(entry: dict[str, Any], schema: dict[str, Any]) -> None:
+    assert entry.keys() == schema.keys()
+    assert {name: value for name, value in entry.items() if not isinstance(value, schema[name])} == {}
+
+
+def check_schema(document: dict[str, Any]) -> None:
+    check_entry(document, DOCUMENT)
+    for kind, schema in {"steps": STEP, "rows": ROW, "goals": GOAL}.items():
+        for entry in document[kind]:
+            check_entry(entry, schema)
+    assert {step["state"] for step in document["steps"]} <= STATES
+    assert {goal["verdict"] for goal in document["goals"]} <= {"passed", "missed", "not run"}
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def exports(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exports as they are carried along: the small model, and a broken one in the place of the larger."""
+    folder = tmp_path_factory.mktemp("exports")
+    (folder / "tiny").symlink_to(tiny_export)
+    (folder / "0.5b").mkdir()
+    (folder / "0.5b" / "export.json").write_text("{}")
+    return folder
+
+
+def command(out: Path, exports: Path, *more: str) -> list[str]:
+    options = ["--targets", "cpu", "--geometries", "0.5b", "tiny", "--precisions", "int8", "--quick"]
+    return [sys.executable, str(SCRIPT), "--out", str(out), "--exports", str(exports), *options, *more]
+
+
+@pytest.fixture(scope="module")
+def finished(exports: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A whole run in which the export of one model is broken."""
+    out = tmp_path_factory.mktemp("run") / "gpu_check.json"
+    return out, subprocess.run(command(out, exports, "--commit", "planted"), capture_output=True, text=True)
+
+
+def test_a_run_without_a_gpu_writes_everything_that_it_promises(finished):
+    document = json.loads(finished[0].read_text())
+    check_schema(document)
+    assert document["complete"] and document["ended"]
+    results = {step["name"]: step["result"] for step in document["steps"] if step["state"] == "done"}
+    assert results["machine"]["commit"] == "planted"
+    reference = results["tiny/reference"]
+    assert reference["source"] == "transformers" and reference["difference_of_both"] > 0
+    verified = results["cpu/tiny/int8/verify"]
+    assert verified["golden"]["equal_tokens"] == verified["golden"]["tokens"] > 0
+    assert verified["reference"]["paths"].keys() == {"prefill", "decode"}
+    assert results["cpu/tiny/int8/determinism"]["tokens"]["equal_again"] == 8
+    assert results["cpu/tiny/int8/build"]["bytes"] > 5_000_000
+    measured = results["cpu/tiny/int8/measure"]
+    assert [entry["prompt"] for entry in measured["alone"]] == [128, 512, 1920]  # the small model ends at 2,048
+    assert measured["batch"]["rows"] == 8
+
+
+def test_rows_of_a_run_follow_from_its_steps(finished):
+    document = json.loads(finished[0].read_text())
+    results = {step["name"]: step["result"] for step in document["steps"]}
+    row = next(row for row in document["rows"] if row["geometry"] == "tiny")
+    measured = results["cpu/tiny/int8/measure"]
+    alone = measured["alone"][0]
+    read = measured["weight_bytes"] + measured["cache_bytes_per_position"] * (128 + 64)
+    assert row["verified"] == "yes"
+    assert row["tokens_per_s"] == pytest.approx(1 / alone["tpot_s"], rel=CLOSE)
+    assert row["share"] == pytest.approx(read / alone["tpot_s"] / results["bandwidth"]["bytes_per_s"], rel=CLOSE)
+    assert row["speedup"] is row["prefill_ratio"] is row["device_bytes"] is None
+    assert {goal["verdict"] for goal in document["goals"]} == {"not run"}  # they are about GPUs
+
+
+def test_a_step_that_fails_is_recorded_and_the_rest_goes_on(finished):
+    path, done = finished
+    states = {step["name"]: (step["state"], step["message"]) for step in json.loads(path.read_text())["steps"]}
+    assert done.returncode == 1
+    assert states["cpu/0.5b/int8/build"][0] == "failed" and "export.json" in states["cpu/0.5b/int8/build"][1]
+    assert states["cpu/0.5b/int8/verify"] == ("not run", "cpu/0.5b/int8/build is not done")
+    assert states["cpu/tiny/int8/measure"] == ("done", "")
+    assert "failed: cpu/0.5b/int8/build: " in done.stdout and "Traceback" not in done.stdout
+
+
+def test_a_resumed_run_keeps_what_is_done(finished, exports, tmp_path):
+    before = json.loads(finished[0].read_text())
+    out = tmp_path / "again.json"
+    out.write_text(json.dumps(before))
+    done = subprocess.run(command(out, exports, "--resume"), capture_output=True, text=True)
+    after = json.loads(out.read_text())
+    kept = [step for step in before["steps"] if step["state"] == "done" and not step["name"].startswith("0.5b")]
+    assert all(step in after["steps"] for step in kept)
+    assert {step["name"] for step in after["steps"]} == {step["name"] for step in before["steps"]}
+    assert "tiny/int8" not in done.stderr and "cpu/0.5b/int8/build: failed" in done.stderr
+
+
+def test_a_run_that_is_cut_off_leaves_a_whole_file_and_no_process(exports, tmp_path):
+    out = tmp_path / "cut.json"
+    run = subprocess.Popen(command(out, exports), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + PATIENCE_S
+    while not out.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    document = json.loads(out.read_text())
+    check_schema(document)
+    assert not document["complete"] and document["ended"] is None
+    assert 0 < len(document["steps"]) < 12
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+def test_no_step_begins_when_the_time_is_up(exports, tmp_path):
+    out = tmp_path / "late.json"
+    assert subprocess.run(command(out, exports, "--minutes", "0"), capture_output=True).returncode == 0
+    document = json.loads(out.read_text())
+    check_schema(document)
+    assert {step["state"] for step in document["steps"]} == {"not run"}
+    assert document["steps"][0]["message"] == "no time was left"
+
+
+def test_arguments_that_contradict_each_other_exit_with_2(tmp_path):
+    done = subprocess.run([sys.executable, str(SCRIPT), "--keep"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "--keep needs --work" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+def outcome(part: Part, code: str, limit: float = 30.0) -> Any:
+    return part("process").run([sys.executable, "-c", code], limit)
+
+
+def test_a_result_is_the_object_at_the_end_of_what_was_printed(part):
+    done = outcome(part, "print('a library says { nothing'); print('{\\n \"x\": [1]\\n}')")
+    assert (done.state, done.message, done.exit, done.result) == ("done", "", 0, {"x": [1]})
+    assert done.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "message"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "crashed", "ended by SIGSEGV; its last line: no message"),
+        ("import sys; print('x', file=sys.stderr); sys.exit(1)", "failed", "x"),
+        ("import sys; print('no torch', file=sys.stderr); sys.exit(3)", "not run", "no torch"),
+        ("print('hello')", "failed", "it printed no JSON object"),
+        ('print(\'{"problems": ["a", "b"]}\')', "failed", "a; b"),
+        ("print('{\"problems\": []}')", "done", ""),
+    ],
+    ids=["crash", "error", "missing", "no-result", "problems", "no-problems"],
+)
+def test_an_end_is_put_into_words(part, code, state, message):
+    done = outcome(part, code)
+    assert (done.state, done.message) == (state, message)
+
+
+def test_a_step_that_hangs_is_ended_with_what_it_started(part, tmp_path):
+    start = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); "
+    noted = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); "
+    done = outcome(part, f"{start}{noted}print('waiting', file=sys.stderr, flush=True); p.wait()", limit=3)
+    assert (done.state, done.message) == ("timed out", "no end after 3 s; its last line: waiting")
+    until = time.monotonic() + PATIENCE_S
+    while runs((tmp_path / "pid").read_text()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not runs((tmp_path / "pid").read_text())
+
+
+def runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_peaks_of_memory_are_those_of_the_step_alone(part):
+    ballast = bytearray(200_000_000)  # of the process that starts it
+    done = outcome(part, "import time; x = bytearray(100_000_000); time.sleep(0.5); print('{}')")
+    assert 100_000_000 < done.anonymous_bytes <= done.resident_bytes < len(ballast)
+
+
+def test_a_worker_prints_its_result_alone_and_no_number_that_json_lacks():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from gpu_check import work; from types import SimpleNamespace\n"
+        "def f(x): print('chatter', flush=True); return {'x': [x, float('nan')], 'y': {'z': float('inf')}}\n"
+        "work.WORKERS['p'] = 'p:f'; sys.modules['p'] = SimpleNamespace(f=f); sys.exit(work.work('p', '{\"x\": 1}'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(RECIPES)], capture_output=True, text=True)
+    assert json.loads(done.stdout) == {"x": [1, None], "y": {"z": None}}
+    assert done.stderr == "chatter\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(MissingExtraError("no torch"), 3), (GpuError("context lost"), 1), (ValueError("a bug"), None)],
+)
+def test_what_is_not_installed_is_told_from_what_fails(part, monkeypatch, error, status):
+    work = part("work")
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(work.os, "dup2", lambda a, b: None)
+    monkeypatch.setattr(work.importlib, "import_module", lambda name: SimpleNamespace(machine=fail))
+    if status is None:
+        with pytest.raises(ValueError, match="a bug"):  # which keeps its traceback
+            work.work("machine", "{}")
+    else:
+        assert work.work("machine", "{}") == status
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+@pytest.fixture
+def options(part: Part, tmp_path: Path) -> Callable[..., Any]:
+    def make(**changes: Any) -> Any:
+        plan = part("plan")
+        given = {
+            "targets": plan.TARGETS,
+            "geometries": plan.GEOMETRIES,
+            "precisions": plan.PRECISIONS,
+            "exports": None,
+            "work": tmp_path,
+            "rounds": 1,
+            "emulate": False,
+            "probes": True,
+        }
+        return plan.Options(**(given | changes))
+
+    return make
+
+
+def test_every_step_comes_once_and_after_what_it_needs(part, options):
+    plan = part("plan")
+    seen: set[str] = set()
+    for step in plan.steps(options()):
+        assert step.name not in seen and {*step.needs, *step.uses} <= seen
+        seen.add(step.name)
+    assert {f"{target}/{model}/int4/measure" for target in plan.TARGETS for model in ("tiny", "1b")} <= seen
+    compared = {f"{target}/tiny/{precision}/lengths" for target in plan.ENGINES for precision in plan.PRECISIONS}
+    assert {name for name in seen if name.endswith("/lengths")} == compared
+    assert {name for name in seen if name.endswith("/baseline")} == {"tiny/baseline", "0.5b/baseline", "1b/baseline"}
+
+
+def test_steps_say_what_their_workers_take(part, options):
+    workers = part("work").WORKERS
+    tried = set()
+    for step in part("plan").steps(options()):
+        if "--worker" in step.command:
+            *_, name, arguments = step.command
+            module, _, function = workers[name].partition(":")
+            inspect.signature(getattr(importlib.import_module(module), function)).bind(**json.loads(arguments))
+            tried.add(name)
+    assert tried == workers.keys()
+
+
+def test_builds_are_commands_that_llmc_knows(part, options):
+    from llmc.cli.build import build_command
+
+    known = {name for option in build_command.params if isinstance(option, click.Option) for name in option.opts}
+    builds = [step.command for step in part("plan").steps(options(targets=("tensorrt",))) if "build" in step.kind]
+    assert any("--form" in build for build in builds)
+    for build in builds:
+        assert build[:4] == (sys.executable, "-m", "llmc.cli", "build")
+        assert {word for word in build[4:] if word.startswith("-")} <= known
+
+
+def test_a_gpu_is_needed_to_run_what_is_built_for_one(part, options):
+    by_name = {step.name: step for step in part("plan").steps(options(targets=("tensorrt-rtx",)))}
+    assert by_name["tensorrt-rtx/tiny/int8/build"].needs == ("tensorrt-rtx/library", "tiny/export")
+    assert "bandwidth" in by_name["tensorrt-rtx/tiny/int8/verify"].needs
+    emulated = {step.name: step for step in part("plan").steps(options(targets=("tensorrt-rtx",), emulate=True))}
+    assert "bandwidth" not in emulated["tensorrt-rtx/tiny/int8/verify"].needs and "tiny/baseline" not in emulated
+
+
+# --------------------------------------------------------------------------------------------------------------- store
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(part, tmp_path):
+    store, path = part("store"), tmp_path / "x.json"
+    document = store.fresh("x", {})
+    store.write(document, path)
+    with pytest.raises(ValueError, match="JSON"):
+        store.write(document | {"arguments": {"x": float("nan")}}, path)
+    assert store.read(path) == document
+    check_schema(document)
+
+
+def test_files_of_others_are_refused(part, tmp_path):
+    (tmp_path / "x.json").write_text('{"schema": 99}')
+    with pytest.raises(ValueError, match="was not written by this version"):
+        part("store").read(tmp_path / "x.json")
+
+
+def test_folders_go_when_nothing_that_is_left_needs_them(part, tmp_path):
+    plan, main = part("plan"), part("main")
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "kept.npz").write_text("")
+    made = plan.Step("build", (), makes=tmp_path / "bundle")
+    reference = plan.Step("reference", (), makes=tmp_path / "kept.npz")
+    last = plan.Step("measure", (), ("build",), uses=("reference",))
+    main.discard([made, reference, last], [last])
+    assert (tmp_path / "bundle").exists() and (tmp_path / "kept.npz").exists()
+    main.discard([made, reference, last], [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_is_repeated_when_its_bundle_is_gone_and_still_needed(part, tmp_path):
+    plan, main, store, process = part("plan"), part("main"), part("store"), part("process")
+    made = plan.Step("build", (), makes=tmp_path / "bundle")
+    last = plan.Step("measure", (), ("build",))
+    document = store.fresh("", {})
+    store.put(document, store.record("build", process.Outcome("done")))
+    assert not main.reusable(made, [made, last], document)
+    (tmp_path / "bundle").mkdir()
+    assert main.reusable(made, [made, last], document)
+    (tmp_path / "bundle").rmdir()
+    store.put(document, store.record("measure", process.Outcome("done")))
+    assert main.reusable(made, [made, last], document)
+
+
+def test_a_report_without_what_is_kept_of_it_fails_the_step(part, monkeypatch):
+    main, plan = part("main"), part("plan")
+    monkeypatch.setattr(main, "run", lambda command, limit: part("process").Outcome("done", result={"seconds": 1.0}))
+    found = main.attempt(plan.Step("x/y/z/build", (), digest=plan.built), part("store").fresh("", {}), 9.0)
+    assert (found.state, found.message) == ("failed", "its result lacks 'manifest'")
