@@ -129,8 +129,9 @@ def _engine(folder: Path, manifest: Manifest, probe: Probe, library: Library) ->
         found = f"its engine was built by {manifest.target.engine} {built}, {library.version} is installed"
         yield Obstacle((RUN,), found, again)
     if device is not None and not fits_gpu(plan, device.compute_capability):
-        gpus = ", ".join(plan.compute_capabilities)
-        found = f"its engine is for compute capability {gpus}, {device.name} has {device.compute_capability}"
+        found = (
+            f"its engine is for compute capability {engine_gpus(plan)}, {device.name} has {device.compute_capability}"
+        )
         yield Obstacle((RUN,), found, again)
 
 
@@ -152,10 +153,18 @@ def _device_memory(manifest: Manifest, probe: Probe) -> Iterator[Obstacle]:
 
 
 def fits_gpu(plan: EnginePlan, capability: str) -> bool:
-    """Whether the engine has code for a GPU: for those it names; all of its library's where it names none."""
-    if plan.hardware_compatibility == "ampere" and version(capability) >= AMPERE:
-        return True
-    return not plan.compute_capabilities or capability in plan.compute_capabilities
+    """Whether the engine has code for a GPU: for those that it names; from Ampere on where it names none, as
+    TensorRT-RTX builds by default, or was built so."""
+    if plan.hardware_compatibility == "ampere" or not plan.compute_capabilities:
+        return version(capability) >= AMPERE
+    return capability in plan.compute_capabilities
+
+
+def engine_gpus(plan: EnginePlan) -> str:
+    """The compute capabilities that :func:`fits_gpu` accepts, in words."""
+    if plan.hardware_compatibility == "ampere" or not plan.compute_capabilities:
+        return "8.0 and newer"
+    return " or ".join(plan.compute_capabilities)
 
 
 def fits_version(built: str, installed: str, compatible: bool) -> bool:

@@ -11,7 +11,7 @@ from llmc import bundle
 from llmc.optimize.targets import TARGETS
 from llmc.plans import DeviceMemory, EnginePlan, Profile
 from llmc.publish import file_entries
-from llmc.runtime.doctor import Diagnosis, Machine, diagnose, fits_gpu, fits_version, this_machine
+from llmc.runtime.doctor import Diagnosis, Machine, diagnose, engine_gpus, fits_gpu, fits_version, this_machine
 from llmc.runtime.machine import Available
 from llmc.runtime.outlook import NEEDS, Outlook, outlook, version
 from llmc.runtime.probe import Driver, Library, Probe
@@ -439,6 +439,12 @@ def test_engines_are_for_one_version_unless_built_otherwise(built: str, installe
     assert fits_version(built, installed, compatible) == fits
 
 
+def test_the_gpus_of_an_engine_are_said_in_words():
+    assert engine_gpus(PLAN) == "8.9"
+    assert engine_gpus(replace(PLAN, compute_capabilities=("8.6", "8.9"))) == "8.6 or 8.9"
+    assert engine_gpus(replace(PLAN, compute_capabilities=())) == "8.0 and newer"
+
+
 @pytest.mark.parametrize(
     ("named", "compatibility", "capability", "fits"),
     [
@@ -448,6 +454,7 @@ def test_engines_are_for_one_version_unless_built_otherwise(built: str, installe
         (("8.9",), "ampere", "7.5", False),
         (("8.9",), "same", "8.9", True),
         ((), "none", "12.0", True),
+        ((), "none", "7.5", False),
     ],
 )
 def test_engines_are_for_the_gpus_that_they_name(
