@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave the batch between two steps, and prompts are fed beside it in chunks."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -393,11 +393,13 @@ class ContinuousBatch:
             self._free(strand)
         self._lockstep.pop(job, None)
 
-    def abandon(self) -> list[Job]:
-        """Take every row from who holds it, for nobody knows what is in them; says whose they were."""
-        holders = list(dict.fromkeys(strand.job for strand in self._strands()))
+    def abandon(self, jobs: Iterable[Job]) -> list[Job]:
+        """Take every row from who holds it, for nobody knows what is in them; which of ``jobs`` that was."""
+        held = [strand for job in jobs for strand in job.strands if strand.row >= 0]
         self._rows.clear()
-        return holders
+        for strand in held:  # one that was about to leave may be in no row's place any more
+            strand.row = -1
+        return list(dict.fromkeys(strand.job for strand in held))
 
     def _free(self, strand: Strand) -> None:
         if strand.row >= 0:

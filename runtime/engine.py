@@ -301,7 +301,7 @@ class Engine:
         reason = error.__cause__ if torn and error.__cause__ is not None else error
         if is_lost(reason):
             torn, reason = False, self._lose(reason)
-        holders = self._batch.abandon()
+        holders = self._batch.abandon(self._jobs)
         self._fail_each(holders if torn else [*self._jobs, *self._compared], named(reason))
 
     def _lose(self, error: BaseException) -> GpuError:

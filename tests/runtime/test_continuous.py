@@ -1,12 +1,16 @@
 """Between a request's arrival and its end: chunks beside decoding, drafts past an end, and a cache that grows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from llmc.errors import ResourceError
+from llmc.bundle import DeviceMemory, EnginePlan, Manifest, Profile
+from llmc.errors import RequestError, ResourceError
+from llmc.runtime.engine import Engine
+from llmc.runtime.options import EngineOptions
 from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
@@ -240,6 +244,116 @@ def test_memory_that_ends_while_the_cache_grows_fails_who_needs_it(make_engine: 
         tokens(handles[1])
     assert tokens(handles[0]) == alone(modest.prompt, modest.params)
     assert tokens(engine.submit(modest)) == alone(modest.prompt, modest.params)
+
+
+FIXED = 512
+BYTES = DeviceMemory(context=1000, weights=2000, workspace=500, cache_per_token=10, logits=40)
+
+
+@pytest.fixture
+def fixed(remembering: Any) -> Any:
+    """A session whose cache has one capacity, as a TensorRT engine's, and rows by fours."""
+
+    class Fixed(remembering):  # type: ignore[misc]
+        device_memory = 1 << 40
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[tuple[int, int]] = []
+
+        def reserve(self, rows: int, capacity: int) -> None:
+            self.asked.append((rows, capacity))
+            self.resize(max(-(-rows // 4) * 4, self.rows), FIXED)
+
+    return Fixed()
+
+
+@pytest.fixture
+def on_gpu(served: Manifest, tiny_tokenizer: Any) -> Iterator[Callable[..., Engine]]:
+    """Makes engines for a bundle whose cache lies on a GPU."""
+    plan = EnginePlan(
+        file="engine.plan",
+        form="native",
+        compute="float16",
+        capacity=FIXED,
+        buckets=(256, FIXED),
+        decode=Profile(8, 1, 1),
+        prefill=Profile(1, 128, 8),
+        select="",
+        candidates=0,
+        platform="linux-x86_64",
+        compute_capabilities=("8.7",),
+        version_compatible=False,
+        hardware_compatibility="none",
+        stripped=False,
+        verified="cpu",
+        inspector="engine.json",
+    )
+    memory = replace(served.memory, cache_per_token=0, workspace_per_token=0)
+    manifest = replace(served, engine=plan, device=BYTES, memory=memory)
+    engines: list[Engine] = []
+
+    def make(session: Any, max_context: int = 256, memory: int = 1 << 40, **options: Any) -> Engine:
+        options = {"options": EngineOptions(**options), "max_context": max_context, "memory": memory}
+        engines.append(Engine(session, manifest, tiny_tokenizer, prefill_chunk=32, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("level", ["fast", "batch", "strict"])
+def test_a_session_that_makes_more_room_than_it_is_asked_for_serves_as_any(
+    on_gpu: Any, fixed: Any, alone: Alone, level: str
+):
+    engine = on_gpu(fixed, determinism=level)
+    requests = [Request(prompt(10 * i, 5 + i), params(200, temperature=0.7, seed=i)) for i in range(1, 8)]
+    assert [tokens(handle) for handle in held_back(engine, requests)] == [
+        alone(request.prompt, request.params) for request in requests
+    ]
+    assert fixed.cache.shape == (8, FIXED)
+    assert len(fixed.asked) == 2  # once for four rows, once for eight, and never for more positions
+    assert engine._batch.reserved_bytes == 8 * FIXED * BYTES.cache_per_token
+
+
+def test_the_context_ends_where_it_was_said_to_and_not_where_the_cache_does(on_gpu: Any, fixed: Any):
+    engine = on_gpu(fixed, max_context=64)
+    with pytest.raises(RequestError, match="but the context holds 64"):
+        engine.submit(Request(prompt(10, 60), params(5)))
+    sliding = engine.submit(Request(prompt(10, 60), params(30, on_overflow="sink"))).result(PATIENCE)
+    assert len(sliding.token_ids) == 30
+    assert sliding.usage.truncated_tokens > 0
+    assert max(int(batch.past_lengths.max()) for batch in fixed.calls) < 64
+
+
+def test_a_request_that_does_not_fit_into_the_gpus_memory_is_refused_by_its_numbers(on_gpu: Any, fixed: Any):
+    fixed.device_memory = BYTES.total(FIXED, 1) - 1
+    with pytest.raises(ResourceError, match=r"may grow to 256 positions in 1 row\(s\), .* MB of the GPU's memory are"):
+        on_gpu(fixed).submit(Request(prompt(10, 5), params(5))).result(PATIENCE)
+    assert fixed.asked == []
+
+
+def test_requests_go_one_after_another_where_the_gpu_has_room_for_one(on_gpu: Any, fixed: Any, alone: Alone):
+    fixed.device_memory = BYTES.total(FIXED, 2) - 1
+    engine = on_gpu(fixed)
+    requests = [Request(prompt(10 * i, 5), params(6)) for i in range(1, 4)]
+    assert [tokens(handle) for handle in held_back(engine, requests)] == [
+        alone(request.prompt, request.params) for request in requests
+    ]
+    assert {len(batch.input_ids) for batch in fixed.calls} == {1}
+
+
+def test_growth_that_the_gpu_has_lost_room_for_fails_who_needs_it(on_gpu: Any, fixed: Any, alone: Alone):
+    """Another process took memory since the engine was made."""
+    engine = on_gpu(fixed)
+    fixed.device_memory = BYTES.total(FIXED, 4)
+    requests = [Request(prompt(10 * i, 5), params(6)) for i in range(1, 6)]
+    handles = held_back(engine, requests)
+    for handle, request in zip(handles[:4], requests, strict=False):
+        assert tokens(handle) == alone(request.prompt, request.params)
+    with pytest.raises(ResourceError, match=r"for 512 tokens in 5 row\(s\) the model takes .* of the GPU's memory"):
+        tokens(handles[4])
 
 
 def test_a_step_that_fails_inside_the_engine_fails_its_requests_and_no_later_ones(

@@ -175,6 +175,21 @@ def test_the_cache_grows_in_steps_and_never_beyond_the_context(manifest: Manifes
     assert session.reserved == [256, 512, 600]
 
 
+def test_a_session_that_makes_more_room_than_it_is_asked_for_is_asked_once(manifest: Manifest):
+    class Fixed(Remembering):
+        def reserve(self, rows: int, capacity: int) -> None:
+            super().reserve(max(rows, 2), 1024)
+
+    fixed = Fixed()
+    runner = Runner(fixed, manifest, max_context=512, prefill_chunk=32)
+    roomy = Runner(Remembering(), manifest, max_context=512, prefill_chunk=32)
+    greedy = GreedySampler()
+    assert list(islice(runner.tokens(PROMPT, greedy), 300)) == list(islice(roomy.tokens(PROMPT, greedy), 300))
+    assert fixed.reserved == [1024]
+    with pytest.raises(RequestError, match="position 513 is asked for, the context holds 512"):
+        runner.reserve(513)
+
+
 def test_growth_keeps_what_the_cache_holds(manifest: Manifest):
     grown, roomy = (Runner(Remembering(), manifest, 512, 512) for _ in range(2))
     roomy.reserve(512)
