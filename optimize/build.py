@@ -11,7 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from llmc import __version__
 from llmc.bundle import (
@@ -26,8 +28,10 @@ from llmc.bundle import (
     Graph,
     Limits,
     Manifest,
+    Quality,
     Recipe,
     Target,
+    read_bundle,
     read_export,
     write_manifest,
 )
@@ -38,7 +42,7 @@ from llmc.optimize.calibration import KEPT_BYTES, CalibrationRequest, calibrated
 from llmc.optimize.device_plan import device_plan, host_plan
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.evaluate import evaluate, read_windows
-from llmc.optimize.gate import advise, check
+from llmc.optimize.gate import Advice, advise, check
 from llmc.optimize.golden import golden_prompts
 from llmc.optimize.invariance import measured
 from llmc.optimize.lower.plan import Form, Forms, PerToken, Plan, Static, check_patterns, forms
@@ -353,7 +357,7 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
             kept = cache.entry("reference", order.export.source.fingerprint)
             found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
             quality = replace(found.quality, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
-            seen = partial(advise, folder, manifest, order.source, quality, text.ids, order.progress)
+            seen = partial(_advice, order, folder, manifest, weights, quality, text.ids)
             check(quality, order.recipe.budget, seen)
             cache.prune("reference", KEPT_BYTES)
         if verified == "device":
@@ -361,6 +365,17 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
             manifest = measured(model.runner.session, manifest)
     engine = manifest.engine and replace(manifest.engine, verified=verified)
     return replace(manifest, golden=golden, quality=quality, engine=engine)
+
+
+def _advice(
+    order: _Order, folder: Path, manifest: Manifest, weights: Calibrated, quality: Quality, ids: NDArray[np.int64]
+) -> Advice:
+    """Where the quality goes; a graph for a GPU is cut into layers in float32, which is what they are compared with."""
+    if not order.target.has_gpu:
+        return advise(folder, manifest, order.source, quality, ids, order.progress)
+    with TemporaryDirectory(prefix=".float32.", dir=folder) as work:
+        stand_in = _in_float32(order, Path(work), manifest, weights)
+        return advise(stand_in, read_bundle(stand_in), order.source, quality, ids, order.progress)
 
 
 def _opened(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> tuple[Model, str]:

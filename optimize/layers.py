@@ -146,6 +146,8 @@ class _Graph:
         self._geometry = manifest.geometry
         self._cache_type = np.dtype(manifest.cache)
         self._model = ir.load(self._path)
+        # A graph that was made for TensorRT asks which positions of the cache it may look at.
+        self._slots = [value.name for value in self._model.graph.inputs if value.name == "cache_slots"]
         _split_skip_norms(self._model.graph)
         self._values = {value.name for node in self._model.graph for value in node.outputs}
 
@@ -158,14 +160,21 @@ class _Graph:
         """Hidden states after one layer, from those before it [n, S, H]."""
         names = [f"past_key_values.{layer}.{part}" for part in ("key", "value")]
         outputs = [f"hidden.{layer + 1}", *(name.replace("past_key_values", "present") for name in names)]
-        run = self._part([f"hidden.{layer}", "past_lengths", *names], outputs)
-        g = self._geometry
+        # All layers may ask the first one's cache how many positions there are.
+        first = "past_key_values.0.key"
+        run = self._part([f"hidden.{layer}", "past_lengths", *self._slots, *dict.fromkeys((first, *names))], outputs)
+        g, slots = self._geometry, dict.fromkeys(self._slots, np.arange(ids.shape[1]))
         result = np.empty_like(hidden)
         for row in range(len(hidden)):
             cache: list[Any] = [np.zeros((1, g.kv_heads, ids.shape[1], g.head_dim), self._cache_type)] * 2
             for span in _calls(ids.shape[1], phase):
                 feeds = {f"hidden.{layer}": hidden[row : row + 1, span], "input_ids": ids[row : row + 1, span]}
-                feeds |= {"past_lengths": np.array([span.start], np.int64), **dict(zip(names, cache, strict=True))}
+                feeds |= {
+                    "past_lengths": np.array([span.start], np.int64),
+                    **slots,
+                    first: cache[0],
+                    **dict(zip(names, cache, strict=True)),
+                }
                 result[row, span], *cache = run(feeds)
         return result
 
