@@ -54,7 +54,7 @@ def eval_command(
     Perplexity is over windows of the text that do not overlap; the first token of each is not scored. With the
     reference: KL(reference || bundle), how often both choose the same token, and how long greedy answers agree.
     """
-    require("onnx_ir", "export")
+    require("onnx_ir", "build")
     if plot is not None:
         require("matplotlib", "plot")
         if not plot.absolute().parent.is_dir():

@@ -1,5 +1,5 @@
-"""Portable decoder -> bundle: lower, quantize, write, run, judge, publish. Needs the extra ``export``."""
+"""Portable decoder -> bundle: lower, quantize, write, run, judge, publish. Needs the extra ``build``."""
 
 from llmc.errors import require
 
-require("onnx_ir", "export")
+require("onnx_ir", "build")

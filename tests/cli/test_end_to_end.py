@@ -160,7 +160,7 @@ def test_a_missing_compiler_names_the_pip_command(tiny_export: Path, tmp_path: P
     command = [sys.executable, "-c", code, "build", str(tiny_export), "-o", str(tmp_path / "out")]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
-    assert "pip install '.[export]'" in ran.stderr
+    assert "pip install '.[build]'" in ran.stderr
     assert ran.stderr.count("\n") == 1
 
 

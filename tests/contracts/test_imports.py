@@ -58,7 +58,17 @@ def test_a_planted_breach_is_caught(tmp_path: Path, module: str, line: str, cont
     assert any(row.startswith(contract) for row in broken), result.stdout
 
 
-HEAVY = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "safetensors")
+HEAVY = (
+    "torch",
+    "onnx",
+    "onnx_ir",
+    "onnxscript",
+    "onnxruntime",
+    "transformers",
+    "safetensors",
+    "tensorrt",
+    "tensorrt_rtx",
+)
 
 
 def imported_by(code: str) -> set[str]:
