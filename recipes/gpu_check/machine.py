@@ -148,13 +148,14 @@ def rates_of(copies: Callable[[], None], moved: int) -> dict[str, float]:
     return {"bytes_per_s": moved / min(seconds), "median_bytes_per_s": moved / statistics.median(seconds)}
 
 
-def library(target: str) -> dict[str, Any]:
-    """Name and version of the library that runs bundles of ``target``.
+def library(target: str, emulate: bool) -> dict[str, Any]:
+    """Name and version of the library that builds and runs bundles of ``target``.
 
     Raises:
         NotHereError: it is not installed, broken, too old, or has no kernels for GPUs.
     """
-    return {"cpu": _onnxruntime, "cuda": _onnxruntime_cuda}.get(target, _tensorrt)(target)
+    cuda = _onnxruntime if emulate else _onnxruntime_cuda
+    return {"cpu": _onnxruntime, "cuda": cuda}.get(target, _tensorrt)(target)
 
 
 def _onnxruntime(target: str) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
     parser.add_argument("--geometries", nargs="+", choices=GEOMETRIES, help="default: all; --quick: without 1b")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--quick", action="store_true", help="fewer models and rounds, no buckets and forms")
+    parser.add_argument("--rounds", type=int, help=f"timed runs of each kind ({ROUNDS}, --quick: {QUICK_ROUNDS})")
     parser.add_argument("--minutes", type=float, help="begin no step after so many; what is left is not run")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help=f"seconds for one step ({LIMIT_S:.0f})")
     parser.add_argument("--resume", action="store_true", help="keep the steps of --out that are done, run the others")
@@ -64,6 +65,10 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
     asked = parser.parse_args(arguments)
     if asked.keep and asked.work is None:
         parser.error("--keep needs --work: a temporary folder is removed in any case")
+    if asked.rounds is None:
+        asked.rounds = QUICK_ROUNDS if asked.quick else ROUNDS
+    if asked.rounds < 1 or asked.limit <= 0:
+        parser.error("--rounds must be at least 1, --limit above 0")
     if asked.geometries is None:
         asked.geometries = list(GEOMETRIES[:2] if asked.quick else GEOMETRIES)
     return asked
@@ -78,7 +83,7 @@ def chosen(asked: argparse.Namespace, folder: Path) -> Options:
         precisions=tuple(dict.fromkeys(asked.precisions)),
         exports=asked.exports and asked.exports.resolve(),
         work=folder,
-        rounds=QUICK_ROUNDS if asked.quick else ROUNDS,
+        rounds=asked.rounds,
         emulate=asked.emulate,
         probes=not asked.quick,
         limit_s=asked.limit,

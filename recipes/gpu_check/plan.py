@@ -72,7 +72,7 @@ def steps(options: Options) -> list[Step]:
     found = [
         _worker("machine", LEARN_S),
         _worker("bandwidth", LEARN_S, on_device=options.on_device),
-        *(_worker(f"{target}/library", LEARN_S, target=target) for target in options.targets),
+        *(_worker(f"{target}/library", LEARN_S, target=target, emulate=options.emulate) for target in options.targets),
     ]
     for geometry in options.geometries:
         found += _of_geometry(geometry, options)

@@ -106,7 +106,7 @@ def exports(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def command(out: Path, exports: Path, *more: str) -> list[str]:
-    options = ["--targets", "cpu", "--geometries", "0.5b", "tiny", "--precisions", "int8", "--quick"]
+    options = ["--targets", "cpu", "--geometries", "0.5b", "tiny", "--precisions", "int8", "--quick", "--rounds", "1"]
     return [sys.executable, str(SCRIPT), "--out", str(out), "--exports", str(exports), *options, *more]
 
 

@@ -269,6 +269,7 @@ def test_torch_on_the_gpu_is_not_run_without_one(part, monkeypatch):
         part("baseline").baseline("nowhere", 1, "cuda", "inductor")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, of its compiler
 def test_transformers_decodes_in_one_compiled_graph(part):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
