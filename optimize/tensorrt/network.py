@@ -143,16 +143,30 @@ class Network:
         lets token i of S see the keys up to ``length - S + i``.
 
         Raises:
-            BuildError: the library's attention takes no lengths, or the network has no attention.
+            BuildError: the library's attention takes no lengths, the network has no attention, or one with a mask that
+                lengths cannot say (a sliding window).
         """
         if LENGTHS not in abilities(self.library).forms:
             raise BuildError("this library's attention takes no lengths of keys; build the form native")
         attentions = list(self._attentions())
         if not attentions:
             raise BuildError("the form lengths was asked for, and the network has no attention layer to change")
+        for layer in attentions:
+            self._check_causal(layer.attention)
         lengths = self._lengths()
         for layer in attentions:
             self._replace_by_lengths(layer.attention, lengths)
+
+    def _check_causal(self, attention: Any) -> None:
+        """Lengths say what the mask ``cache_slots <= position`` says, and no more."""
+        mask = attention.mask.name if attention.mask is not None else ""
+        maker = next((node for node in self.graph.node if mask and mask in node.output), None)
+        if maker is None or maker.op_type != "LessOrEqual" or maker.input[0] != ATTENDED:
+            found = f"{maker.op_type} {maker.name}" if maker else "nothing"
+            raise BuildError(
+                f"{attention.name}: the form lengths cannot replace a mask that {found} makes, as of a sliding window; "
+                "build the form native"
+            )
 
     def _replace_by_lengths(self, old: Any, lengths: Any) -> None:
         """Put attention without a mask in the place of ``old``: a mask cannot be taken away again."""

@@ -221,7 +221,11 @@ def _import(library: RecordedLibrary, network: Any, graph: Any) -> None:
         network._layers.append(_layer(library, node.name, kind, list(map(tensor, read)), between or made))
         if between:
             network._layers[-1].__dict__["attention"] = library.make(
-                "IAttention", name=node.name, _inputs=list(map(tensor, read)), _outputs=made
+                "IAttention",
+                name=node.name,
+                mask=tensor(read[3]) if len(read) > 3 else None,
+                _inputs=list(map(tensor, read)),
+                _outputs=made,
             )
             network._layers.append(_layer(library, f"{node.name}.out", "ATTENTION_OUTPUT", between, made))
 

@@ -1,0 +1,188 @@
+"""Every family, lowered and built by TensorRT-RTX with both profiles: nothing is lost, types and shapes are right."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
+from llmc.errors import BuildError
+from llmc.optimize.calibrated import Calibrated
+from llmc.optimize.lower.plan import Computed, Form, Forms, Plan, Static, WeightOnly
+from llmc.optimize.passes import lower
+from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.order import EngineOrder, EngineReport, Options
+from llmc.optimize.weights import WeightFile
+from llmc.plans import Profile
+
+random_checkpoints = sys.modules["llmc_random_checkpoints"]
+CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)
+# One of each family, for what does not depend on the small differences between checkpoints.
+FAMILIES = (
+    "llama-biases",
+    "mistral-window-wide-heads",
+    "qwen2-tied-bf16",
+    "qwen3-biases-window-in-first-layer",
+)
+INNER = 96  # divides into blocks of int4
+CAPACITY = 64
+BUCKETS = (16, 32, CAPACITY)
+DECODE, PREFILL = Profile(4, 1, 1), Profile(1, 16, 4)
+WEIGHTS: dict[str, Form] = {"fp16": Computed(), "int8": WeightOnly(Grid(8)), "int4": WeightOnly(Grid(4, 32))}
+LINEARS_PER_LAYER = 7
+PASSES = {"native": "tensorrt", "lengths": "tensorrt", "primitives": "tensorrt-primitives"}
+# Opset and IR version that the build declares for each form.
+DECLARED = {"native": (24, 11), "lengths": (24, 11), "primitives": (21, 10)}
+
+
+class Ranges(Calibrated):
+    """Weights as the checkpoint has them, and the same range of activations everywhere."""
+
+    def activation(self, module: str) -> float:
+        return 8.0
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The export of a random checkpoint by its name; each is made once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            from llmc.export import export
+
+            folder = tmp_path_factory.mktemp(name)
+            case = {**random_checkpoints.CASES[name], "intermediate_size": INNER}
+            random_checkpoints.write_random_checkpoint(case, folder / "checkpoint")
+            made[name] = export(folder / "checkpoint", folder / "export").output
+        return made[name]
+
+    return get
+
+
+class Built:
+    """A lowered graph and the engine that was built of it."""
+
+    def __init__(self, folder: Path, geometry: Geometry, report: EngineReport) -> None:
+        self.graph = ir.load(folder / DECODER_FILE).graph
+        self.geometry = geometry
+        self.report = report
+        self.layers = Counter(layer.type for layer in report.layers)
+
+
+@pytest.fixture
+def built(rtx: Any, exports: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[..., Built]]:
+    """Lowers an export and builds it."""
+    with ExitStack() as opened:
+
+        def build(
+            name: str, body: Form, *, form: str = "native", compute: str = "float16", options: Options | None = None
+        ) -> Built:
+            export = exports(name)
+            geometry, model = read_export(export).geometry, ir.load(export / DECODER_FILE)
+            weights = opened.enter_context(closing(WeightFile(tmp_path)))
+            limits = Limits(CAPACITY, DECODE.batch, PREFILL.sequence)
+            head = WeightOnly(Grid(8)) if isinstance(body, Static) else body
+            plan = Plan("single", geometry, limits, Forms(body, head), weights, Ranges(), compute, compute)
+            lower(model, PASSES[form], plan)
+            weights.close()
+            model.functions.clear()
+            model.opset_imports.clear()
+            model.opset_imports[""], model.ir_version = DECLARED[form]
+            ir.save(model, tmp_path / DECODER_FILE)
+            order = EngineOrder(
+                output=tmp_path / "engine.plan",
+                buckets=BUCKETS,
+                decode=DECODE,
+                prefill=PREFILL,
+                form=form,
+                capacity=None if form == "primitives" else CAPACITY,
+                options=options or Options(),
+                inspector=tmp_path / "engine.json",
+            )
+            return Built(tmp_path, geometry, build_engine(rtx, tmp_path / DECODER_FILE, order))
+
+        yield build
+
+
+def check_native(built: Built) -> None:
+    """In-place caches and one attention per layer, and inputs and outputs as the contract names them."""
+    layers = built.geometry.layers
+    parts = [f"{i}.{part}" for i in range(layers) for part in ("key", "value")]
+    assert built.report.aliases == {f"present.{part}": f"past_key_values.{part}" for part in parts}
+    assert built.layers["KV_CACHE_UPDATE"] == 2 * layers
+    assert built.layers["ATTENTION_INPUT"] == built.layers["ATTENTION_OUTPUT"] == layers
+    updates = [layer for layer in built.report.layers if layer.type == "KV_CACHE_UPDATE"]
+    g = built.geometry
+    assert {layer.shape for layer in updates} == {(-1, g.kv_heads, CAPACITY, g.head_dim)}
+    assert built.report.warnings == ()
+
+
+def cache_types(built: Built) -> set[str]:
+    return {layer.dtype for layer in built.report.layers if layer.type == "KV_CACHE_UPDATE"}
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        *((name, weights) for name in FAMILIES for weights in WEIGHTS),
+        *((name, "int4") for name in CASES if name not in FAMILIES),
+    ],
+)
+def test_every_checkpoint_is_built(name: str, weights: str, built: Callable[..., Built]):
+    engine = built(name, WEIGHTS[weights])
+    check_native(engine)
+    linears = LINEARS_PER_LAYER * engine.geometry.layers + 1
+    assert engine.layers["MATRIX_MULTIPLY"] >= linears
+    assert engine.layers["DEQUANTIZE"] == (0 if weights == "fp16" else linears)
+    assert cache_types(engine) == {"HALF"}
+
+
+@pytest.mark.parametrize("name", FAMILIES[:2])
+def test_engines_are_cross_compiled(name: str, built: Callable[..., Built]):
+    engine = built(name, WEIGHTS["int4"], options=Options(compute_capabilities=("8.6", "8.9")))
+    check_native(engine)
+    assert engine.report.size > 10_000
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied-bf16"])
+def test_the_lengths_form_has_one_attention_without_a_mask_per_layer(name: str, built: Callable[..., Built]):
+    engine = built(name, WEIGHTS["fp16"], form="lengths")
+    names = [layer.name for layer in engine.report.layers if layer.type == "ATTENTION_INPUT"]
+    assert len(names) == engine.geometry.layers
+    assert all(".lengths" in name for name in names)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "window" in name])
+def test_the_lengths_form_is_refused_for_sliding_windows(name: str, built: Callable[..., Built]):
+    with pytest.raises(BuildError, match=r"lengths cannot replace a mask that And \S+ makes, as of a sliding window"):
+        built(name, WEIGHTS["fp16"], form="lengths")
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [*((name, "fp16") for name in FAMILIES), ("llama-biases", "int8"), ("qwen2-tied-bf16", "int4")]
+)
+def test_the_primitive_form_is_built_of_basic_layers(name: str, weights: str, built: Callable[..., Built]):
+    engine = built(name, WEIGHTS[weights], form="primitives")
+    assert engine.report.aliases == {}
+    assert not {"ATTENTION_INPUT", "KV_CACHE_UPDATE", "ROTARY_EMBEDDING"} & set(engine.layers)
+    assert engine.report.warnings == ()
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_other_types_are_built(compute: str, built: Callable[..., Built]):
+    engine = built("llama-biases", Computed(), compute=compute)
+    check_native(engine)
+    assert cache_types(engine) == {"FLOAT" if compute == "float32" else "BF16"}
+
+
+def test_integer_activations_are_built(built: Callable[..., Built]):
+    engine = built("llama-biases", Static())
+    check_native(engine)
+    assert engine.layers["QUANTIZE"] > 0
