@@ -55,7 +55,6 @@ class TensorRTSession:
     def __init__(
         self, folder: Path, manifest: Manifest, threads: int, *, driver: Driver | None = None, library: Any = None
     ) -> None:
-        self._plan = required_plan(folder, manifest)
         self._folder = folder
         self._geometry = manifest.geometry
         self._limits = manifest.limits
@@ -65,6 +64,7 @@ class TensorRTSession:
         self._driver = open_driver() if driver is None else driver
         self._later(self._driver.close)
         try:
+            self._plan = required_plan(folder, manifest)
             with self._guarded():
                 self._open(manifest)
         except BaseException:
@@ -76,7 +76,7 @@ class TensorRTSession:
     def _open(self, manifest: Manifest) -> None:
         driver, g = self._driver, self._geometry
         check_machine(self._folder, manifest, self._plan, self.engine_version, driver.device)
-        check_memory(self._folder, driver, manifest.device, self._plan)
+        self._device_memory = check_memory(self._folder, driver, manifest.device, self._plan)
         driver.activate()
         self._stream = driver.stream()
         self._later(driver.destroy_stream, self._stream)
@@ -203,6 +203,11 @@ class TensorRTSession:
     def hidden(self) -> NDArray[np.float32]:
         """What the head read in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
         return self._hidden
+
+    @property
+    def device_memory(self) -> int:
+        """Bytes of the GPU's memory that were free when the bundle was loaded, with what the driver holds itself."""
+        return self._device_memory
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Grow the cache to at least ``rows`` x ``capacity``, rounded up to what the engine takes.

@@ -88,19 +88,20 @@ class Sparse:
         return view
 
 
-def check_memory(folder: Path, driver: Driver, memory: DeviceMemory | None, plan: EnginePlan) -> None:
-    """Refuse to load what cannot fit with one row of the cache.
+def check_memory(folder: Path, driver: Driver, memory: DeviceMemory | None, plan: EnginePlan) -> int:
+    """Bytes that the session may take in all; refuses to load what cannot fit with one row of the cache.
 
     Raises:
         ResourceError: with what is needed, what is free, and what would fit.
     """
+    free = free_memory(driver)
     if memory is None:
-        return
-    free = free_memory(driver) + memory.context  # which is taken by now
+        return free
+    free += memory.context  # which is taken by now
     positions = plan.capacity or plan.buckets[0]
     needed = memory.total(positions)
     if needed <= free:
-        return
+        return free
     fits = largest(plan.buckets[-1], memory.total, free)
     advice = f"build with --max-context {fits}" if fits else "use a smaller precision or model"
     raise ResourceError(
