@@ -129,7 +129,9 @@ def outlook(target: str, probe: Probe) -> Outlook:
     needs = NEEDS[target]
     obstacles = [*_library(target, needs, probe)]
     if needs.gpu:
-        obstacles += [*_driver(needs, probe), *_gpu(target, needs, probe), *_bindings(needs, probe)]
+        obstacles += [*_driver(needs, probe), *_gpu(needs, probe), *_bindings(needs, probe)]
+    if target.startswith("tensorrt") and not any(BUILD in obstacle.blocks for obstacle in obstacles):
+        obstacles += _abilities(target, probe.libraries[needs.library])
     obstacles += _build(target, probe)
     return Outlook(tuple(obstacles), tuple(_notes(target, needs, probe)))
 
@@ -159,8 +161,6 @@ def _library(target: str, needs: Needs, probe: Probe) -> Iterator[Obstacle]:
             f"ONNX Runtime cannot load its CUDA provider: {library.problem}",
             "pip install 'onnxruntime-gpu[cuda,cudnn]', which brings CUDA's libraries",
         )
-    elif target.startswith("tensorrt"):
-        yield from _abilities(target, library, probe)
 
 
 def _install(target: str, needs: Needs, probe: Probe) -> str:
@@ -185,8 +185,9 @@ def upgrade(target: str, needs: Needs, probe: Probe) -> str:
 def _install_tensorrt(probe: Probe) -> str:
     """TensorRT is not on PyPI: a Jetson has it in its system, any other machine gets it from NVIDIA."""
     if probe.jetson is None:
-        major = probe.driver.version.partition(".")[0] or max(OLDEST_DRIVER)
-        return f"pip install --extra-index-url https://pypi.nvidia.com tensorrt-cu{min(major, max(OLDEST_DRIVER))}"
+        major = probe.driver.version.partition(".")[0]
+        cuda = major if major in OLDEST_DRIVER else max(OLDEST_DRIVER)
+        return f"pip install --extra-index-url https://pypi.nvidia.com tensorrt-cu{cuda}"
     jetpack, here = probe.jetson.jetpack, ".".join(probe.python.split(".")[:2])
     if jetpack is not None and version(jetpack.tensorrt) < version(NEEDS["tensorrt"].minimum):
         return f"JetPack {jetpack.name} has TensorRT {jetpack.tensorrt}: install JetPack 6.2 or newer"
@@ -206,10 +207,8 @@ def _without_cuda(library: Library, probe: Probe) -> Obstacle:
     return Obstacle((RUN,), f"onnxruntime {library.version} is the package without CUDA", remedy)
 
 
-def _abilities(target: str, library: Library, probe: Probe) -> Iterator[Obstacle]:
-    """Whether the library could make what runs and what builds; without a GPU TensorRT cannot, which is said once."""
-    if target == "tensorrt" and not probe.driver.devices:
-        return
+def _abilities(target: str, library: Library) -> Iterator[Obstacle]:
+    """Whether the library could make what runs and what builds, where nothing else explains that it could not."""
     for ability, blocked in (("runtime", RUN), ("builder", BUILD)):
         if ability not in library.abilities:
             found = (
@@ -260,7 +259,7 @@ def _newer_driver(cuda: str, jetson: Jetson | None) -> str:
     return f"install the driver {OLDEST_DRIVER.get(cuda, 'of that CUDA')} or newer, or the library for the present one"
 
 
-def _gpu(target: str, needs: Needs, probe: Probe) -> Iterator[Obstacle]:
+def _gpu(needs: Needs, probe: Probe) -> Iterator[Obstacle]:
     """The first GPU is the one that is used."""
     device = first_device(probe)
     if device is not None and not needs.supports(device.compute_capability):

@@ -224,6 +224,13 @@ def test_a_library_that_can_make_nothing_here_is_an_obstacle():
     assert "tensorrt 11.4.0.106 cannot make a builder here: Builder: factory function returned nullptr" in found(given)
 
 
+def test_a_driver_that_is_too_old_explains_why_nothing_can_be_made():
+    silent = with_library(H200, "tensorrt", replace(H200.libraries["tensorrt"], abilities=("native",)))
+    given = outlook("tensorrt", replace(silent, driver=replace(H200.driver, version="12.2")))
+    assert given.obstacles[0].remedy.startswith("install the driver 580 or newer")
+    assert "cannot make" not in found(given)
+
+
 def test_building_needs_packages_that_running_does_not():
     bare = replace(H200, packages={"numpy": "2.4.6", "tokenizers": "0.23.3"})
     assert set(states(bare).values()) == {"can run, not build", "not possible"}
