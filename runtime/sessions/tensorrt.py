@@ -316,7 +316,7 @@ class TensorRTSession:
 
     def _check_call(self, batch: Batch) -> None:
         rows, sequence = batch.input_ids.shape
-        last = int(batch.past_lengths.max()) + sequence
+        last = max(batch.past_lengths.tolist()) + sequence
         if batch.first_row + rows > self.rows or last > self.capacity:
             raise UsageError(
                 f"rows {batch.first_row} ... {batch.first_row + rows - 1} up to position {last} are asked for, the "
@@ -354,8 +354,8 @@ class TensorRTSession:
 
     def _run_piece(self, batch: Batch, piece: Piece, candidates: int) -> Step:
         ids = batch.input_ids[piece.rows, piece.tokens]
-        past = batch.past_lengths[piece.rows] + piece.tokens.start
-        ends = (past + ids.shape[1]).tolist()
+        past = [length + piece.tokens.start for length in batch.past_lengths[piece.rows].tolist()]
+        ends = [length + ids.shape[1] for length in past]
         first_row = batch.first_row + piece.rows.start
         step = self._step(
             Call(
@@ -371,8 +371,9 @@ class TensorRTSession:
         )
         step.inputs["input_ids"][:] = ids
         step.inputs["past_lengths"][:] = past
-        indices = batch.logit_indices[piece.rows, piece.outputs] - piece.tokens.start
-        step.inputs["logit_indices"][:] = indices if piece.outputs.size else 0
+        step.inputs["logit_indices"][:] = 0
+        if piece.profile == PREFILL and piece.outputs.size:
+            step.inputs["logit_indices"][:] = batch.logit_indices[piece.rows, piece.outputs] - piece.tokens.start
         self._steps.run(step)
         self._cache.computed(first_row, ends)
         return step
