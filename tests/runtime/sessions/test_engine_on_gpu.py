@@ -1,0 +1,116 @@
+"""The engine that serves requests, on TensorRT's session behind doubles: its tokens, and a GPU lost under it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from llmc.errors import EngineClosedError, GpuError, LlmcError
+from llmc.runtime.engine import Engine
+from llmc.runtime.options import EngineOptions
+from llmc.runtime.prefix_cache import PrefixCache
+from llmc.runtime.request import Request
+from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.tokenizer import Tokenizer
+
+PATIENCE = 60
+CONTEXT = 64
+TOP_K = 3  # of 5 candidates
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_k": TOP_K, "seed": 1},
+    {"temperature": 1.2, "top_k": TOP_K, "top_p": 0.9, "seed": 2, "n": 2},
+    {"temperature": 0.0, "max_tokens": 30},
+]
+WHOLE = {"temperature": 0.0, "repetition_penalty": 1.5}
+# Calls of the driver until the context is lost: while requests are admitted, fed, decoded and recorded.
+LOSSES = range(1, 232, 23)
+
+
+def requests(settings: list[dict[str, Any]]) -> list[Request]:
+    return [
+        Request(
+            [(7 * i + 3 * j) % 90 for j in range(4 + 3 * i)],
+            SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **given}),
+        )
+        for i, given in enumerate(settings)
+    ]
+
+
+@pytest.fixture
+def serve(tiny_tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[Engine, list[Any]]]]:
+    """Serves requests, all of them there before the first step, on a setup's session; their tokens or errors."""
+    engines: list[tuple[Engine, Any]] = []
+
+    def outcomes(setup: Any, asked: list[Request], session: Any = None) -> tuple[Engine, list[Any]]:
+        opened = session or setup.open()
+        engine = Engine(
+            opened,
+            setup.manifest,
+            tiny_tokenizer,
+            max_context=CONTEXT,
+            prefill_chunk=12,
+            options=EngineOptions(),
+            memory=1 << 40,
+            prefixes=PrefixCache("gpu", block=4, max_bytes=1 << 20),
+        )
+        engines.append((engine, opened))
+        handles: list[Any] = []
+        engine.call(lambda: handles.extend(engine.submit(request) for request in asked))
+        return engine, [outcome(handle) for handle in handles]
+
+    yield outcomes
+    for engine, opened in engines:
+        engine.close(then=opened.close)
+
+
+def outcome(handle: Any) -> Any:
+    try:
+        return [list(output.token_ids) for output in handle.result(PATIENCE).outputs]
+    except LlmcError as error:
+        return error
+
+
+@pytest.mark.parametrize("form", ["native", "primitives"])
+def test_candidates_give_the_tokens_of_all_logits(bundle: Callable[..., Any], serve: Any, form: str):
+    few, whole = bundle(form), bundle(form, select=False)
+    assert serve(few, requests(SETTINGS))[1] == serve(whole, requests(SETTINGS))[1]
+    assert few.driver.copied["host", "device"] < whole.driver.copied["host", "device"]
+
+
+def test_a_request_that_needs_all_logits_has_them(bundle: Callable[..., Any], serve: Any):
+    asked = requests([*SETTINGS, WHOLE])
+    assert serve(bundle(), asked)[1] == serve(bundle(select=False), asked)[1]
+
+
+@pytest.mark.parametrize("form", ["native", "primitives"])
+def test_tokens_are_those_of_onnx_runtime_on_the_same_graph(bundle: Callable[..., Any], serve: Any, form: str):
+    setup = bundle(form)
+    assert serve(setup, requests(SETTINGS))[1] == serve(setup, requests(SETTINGS), setup.reference())[1]
+
+
+@pytest.mark.parametrize("calls", LOSSES)
+def test_wherever_the_context_is_lost_requests_fail_and_the_engine_ends(
+    bundle: Callable[..., Any], serve: Any, calls: int
+):
+    _, wanted = serve(bundle(), requests(SETTINGS))
+    setup = bundle()
+    session = setup.open()
+    setup.driver.lose = setup.driver._count + calls
+    engine, found = serve(setup, requests(SETTINGS), session)
+    lost = [item for item in found if isinstance(item, GpuError)]
+    assert lost and all(item.lost for item in lost)
+    assert all(item == want for item, want in zip(found, wanted, strict=True) if not isinstance(item, GpuError))
+    with pytest.raises(EngineClosedError, match="the GPU was lost"):
+        engine.submit(requests(SETTINGS)[0])
+    engine.close(then=session.close)  # of which nothing can be freed any more
+
+
+def test_a_call_that_the_engine_refuses_costs_its_requests_only(bundle: Callable[..., Any], serve: Any):
+    setup = bundle()
+    setup.library.fails_at = 6
+    engine, found = serve(setup, requests(SETTINGS))
+    failed = [item for item in found if isinstance(item, GpuError)]
+    assert failed and not any(item.lost for item in failed)
+    again = [outcome(engine.submit(request)) for request in requests(SETTINGS)]
+    assert not any(isinstance(item, LlmcError) for item in again)
