@@ -25,7 +25,7 @@ def lower_embedding(graph: ir.Graph, plan: Plan) -> int:
     for gather in nodes_of(graph, "Gather"):
         if gather.name != "model.embed_tokens":
             continue
-        emit, table = Emitter(gather, main="Gather"), stored(gather.inputs[0])
+        emit, table = Emitter(gather), stored(gather.inputs[0])
         match plan.embedding:
             case Computed():
                 rows = emit("Gather", initializer(graph, weights.float_rows(table, plan)), gather.inputs[1], axis=0)

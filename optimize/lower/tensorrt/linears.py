@@ -27,7 +27,7 @@ def lower_linears(graph: ir.Graph, plan: Plan) -> int:
             if x not in quantized:
                 quantized[x] = _rounded_input(linear, x, form, plan)
             x = quantized[x]
-        emit = Emitter(node, main="MatMul")
+        emit = Emitter(node)
         output = emit("MatMul", x, _weight(Emitter(node, f"{linear.name}.weight"), linear, form, plan))
         if linear.biases:
             output = emit("Add", output, _bias(graph, linear, plan))
