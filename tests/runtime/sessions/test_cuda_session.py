@@ -1,26 +1,21 @@
-"""The CUDA session on doubles: a GPU in host memory, and ONNX Runtime's CPU kernels behind its CUDA provider.
+"""The CUDA session on doubles: a GPU in host memory, and ONNX Runtime's CPU kernels behind its CUDA provider."""
 
-The double of ONNX Runtime enforces what is documented of the provider: addresses on the device, work in the order of
-the stream, recordings that are replayed with the addresses and shapes that they were made with.
-"""
-
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
-from doubles.cuda import ORIN, SERVER, FakeDriver, RuleBrokenError, small
+from doubles.cuda import ORIN, SERVER, FakeDriver, small
+from doubles.onnxruntime_cuda import EngineError, FakeOnnxRuntime
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, RequestError, ResourceError, UsageError
 from llmc.runtime.sessions import Batch, Phase, Session, emulated, open_session
 from llmc.runtime.sessions import cuda as module
 from llmc.runtime.sessions.cuda import CudaSession
-from llmc.runtime.sessions.cuda_provider import PROVIDER, import_onnxruntime_gpu
+from llmc.runtime.sessions.cuda_provider import import_onnxruntime_gpu
 
 ROWS = 3
 GENERATOR = np.random.default_rng(0)
@@ -29,143 +24,6 @@ ANSWERS = [GENERATOR.integers(3, 4096, 6).tolist() for _ in PROMPTS]
 # Beside each other, rows of a step add the products of float16 in another order than alone: largest difference of
 # logits in standard deviations of the logits. Lengths that are mixed up cost more than 1.
 ROW_TOLERANCE = 0.05
-
-
-# -------------------------------------------------------------------------------------------------------- the double
-
-
-class FakeOnnxRuntime:
-    """The module onnxruntime, with a CUDA provider on a fake GPU.
-
-    Args:
-        providers: that this build has.
-        version: of the library.
-        falls_back: the provider cannot be loaded, which the library only says on the terminal.
-        records: the provider can record the graph.
-        astray: operators that it computes on the CPU.
-
-    Attributes:
-        failure: raised by the next run, if any.
-        runs: numbers of the recordings that runs asked for.
-        replays: how many runs were replays of a recording.
-        released: recordings that were let go.
-    """
-
-    SessionOptions = ort.SessionOptions
-    RunOptions = ort.RunOptions
-
-    def __init__(
-        self,
-        driver: FakeDriver,
-        *,
-        providers: tuple[str, ...] = (PROVIDER, "CPUExecutionProvider"),
-        version: str = ort.__version__,
-        falls_back: bool = False,
-        records: bool = True,
-        astray: tuple[str, ...] = (),
-    ) -> None:
-        self.driver, self.providers, self.__version__ = driver, providers, version
-        self.falls_back, self.records, self.astray = falls_back, records, astray
-        self.failure: Exception | None = None
-        self.options: dict[str, str] = {}
-        self.runs: list[int] = []
-        self.replays = 0
-        self.released: list[int] = []
-
-    def get_available_providers(self) -> list[str]:
-        return list(self.providers)
-
-    def preload_dlls(self) -> None:
-        sys.stdout.write("Failed to load libcublasLt.so.13\n" if self.falls_back else "all is well\n")
-
-    def InferenceSession(
-        self, path: str, settings: Any, providers: list[tuple[str, dict[str, str]]], enable_fallback: int
-    ) -> "FakeSession":
-        [(name, self.options)] = providers
-        assert (name, enable_fallback) == (PROVIDER, 0)
-        if self.options["enable_cuda_graph"] == "1" and not self.records:
-            raise RuntimeError("This session cannot use the graph capture feature as requested by the user as nodes")
-        return FakeSession(self, ort.InferenceSession(path, settings, providers=["CPUExecutionProvider"]))
-
-
-@dataclass
-class FakeNode:
-    op_type: str
-
-
-@dataclass
-class FakePart:
-    ep_name: str
-    nodes: tuple[FakeNode, ...]
-
-    def get_nodes(self) -> tuple[FakeNode, ...]:
-        return self.nodes
-
-
-class FakeSession:
-    """A graph on the fake GPU. A recording is run twice when it is made, as ONNX Runtime warms up before."""
-
-    def __init__(self, runtime: FakeOnnxRuntime, real: Any) -> None:
-        self.runtime, self.real = runtime, real
-        self.stream = int(runtime.options["user_compute_stream"])
-        self.recorded: dict[int, FakeBinding] = {}
-
-    def get_providers(self) -> list[str]:
-        return ["CPUExecutionProvider"] if self.runtime.falls_back else [PROVIDER, "CPUExecutionProvider"]
-
-    def get_provider_graph_assignment_info(self) -> list[FakePart]:
-        on_host = FakePart("CPUExecutionProvider", tuple(FakeNode(name) for name in ("Shape", *self.runtime.astray)))
-        return [on_host, FakePart(PROVIDER, (FakeNode("GroupQueryAttention"), FakeNode("Add")))]
-
-    def io_binding(self) -> "FakeBinding":
-        return FakeBinding(self.runtime.driver, self.real.io_binding())
-
-    def run_with_iobinding(self, binding: "FakeBinding", options: Any) -> None:
-        if self.runtime.failure is not None:
-            raise self.runtime.failure
-        number = int(options.get_run_config_entry("gpu_graph_id"))
-        self.runtime.runs.append(number)
-        times = 1
-        if number != -1 and self.runtime.options["enable_cuda_graph"] == "1":
-            if number in self.recorded:
-                self.runtime.replays += 1
-            times = 1 if number in self.recorded else 2
-            binding_then = self.recorded.setdefault(number, binding)
-            if binding_then.places != binding.places:
-                raise RuleBrokenError(f"recording {number} was made with other addresses or shapes")
-            binding = binding_then
-        for _ in range(times):
-            self.runtime.driver.submit(self.stream, lambda: self._compute(binding))
-        if options.get_run_config_entry("disable_synchronize_execution_providers") != "1":
-            self.runtime.driver.synchronize(self.stream)
-
-    def _compute(self, binding: "FakeBinding") -> None:
-        for address, size in binding.places.values():
-            self.runtime.driver.check_device(address, size)
-        self.real.run_with_iobinding(binding.real)
-
-    def release_captured_graph(self, number: int) -> None:
-        self.runtime.released.append(number)
-        del self.recorded[number]
-
-
-class FakeBinding:
-    def __init__(self, driver: FakeDriver, real: Any) -> None:
-        self.driver, self.real = driver, real
-        self.places: dict[str, tuple[int, int]] = {}
-
-    def bind_input(self, name: str, device: str, number: int, dtype: Any, shape: Any, address: int) -> None:
-        self._bind(self.real.bind_input, name, device, number, dtype, shape, address)
-
-    def bind_output(self, name: str, device: str, number: int, dtype: Any, shape: Any, address: int) -> None:
-        self._bind(self.real.bind_output, name, device, number, dtype, shape, address)
-
-    def _bind(self, bind: Callable[..., None], name: str, device: str, number: int, *place: Any) -> None:
-        dtype, shape, address = place
-        assert (device, number) == ("cuda", 0)
-        self.places[name] = address, int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self.driver.check_device(*self.places[name])
-        bind(name, "cpu", 0, dtype, shape, address)
 
 
 # --------------------------------------------------------------------------------------------------------- fixtures
@@ -492,12 +350,6 @@ FAILURES: list[tuple[str, type[LlmcError], bool]] = [
     ("CUDA failure 2: out of memory ; GPU=0", ResourceError, False),
     ("BFCArena: Failed to allocate memory for requested buffer of size 4096", ResourceError, False),
 ]
-
-
-class EngineError(RuntimeError):
-    """An exception as ONNX Runtime has them: their module tells."""
-
-    __module__ = "onnxruntime.capi.onnxruntime_pybind11_state"
 
 
 @pytest.mark.parametrize(("text", "kind", "lost"), FAILURES)
