@@ -86,6 +86,9 @@ class EnginePlan:
     def is_sound(self, max_context: int) -> bool:
         """Whether a build can have written these numbers."""
         rising = list(self.buckets) == sorted(set(self.buckets)) and min(self.buckets, default=0) > 0
-        enough = bool(self.buckets) and self.buckets[-1] >= max_context and self.capacity in (0, self.buckets[-1])
+        if not rising or self.buckets[-1] < max_context or self.form not in ("native", "lengths", "primitives"):
+            return False
+        capacity = 0 if self.form == "primitives" else self.buckets[-1]
+        selects = self.candidates > 0 if self.select else self.candidates == 0
         sizes = [size for p in (self.decode, self.prefill) for size in (p.batch, p.sequence, p.outputs)]
-        return rising and enough and min(sizes) > 0 and self.decode.sequence == 1 and self.candidates >= 0
+        return self.capacity == capacity and selects and min(sizes) > 0 and self.decode.sequence == 1

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from llmc.optimize.calibration import CalibrationRequest
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
+# What --rebuild looks at.
+REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_compatible", "stripped", "deferred")
 
 
@@ -85,6 +87,7 @@ def build_command(
     """
     require("onnx_ir", "build")
     if rebuild:
+        refuse_choices()
         rebuild_bundle(source, output, force, as_json)
         return
     if output is None:
@@ -123,6 +126,22 @@ def build_command(
         print_trials(report)
     else:
         print_report(report)
+
+
+def refuse_choices() -> None:
+    """Refuse options that a rebuild does not look at: everything is as the bundle was built.
+
+    Raises:
+        click.UsageError: with the first of them.
+    """
+    context = click.get_current_context()
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
+        if given and option.name not in REBUILDING:
+            raise click.UsageError(
+                f"{option.opts[-1]} means nothing to --rebuild, whose graph and options are the bundle's; leave it out, "
+                "or build the bundle again from its export"
+            )
 
 
 def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool) -> None:

@@ -12,8 +12,16 @@ from llmc.cli import output as show
 from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
 
 if TYPE_CHECKING:
-    from llmc.bundle import Geometry, Manifest
-    from llmc.cli.summary import Summary
+    from llmc.bundle import EnginePlan, Geometry, Manifest
+    from llmc.cli.summary import Memory, Summary
+
+
+NOT_BUILT = "none yet: llmc build --rebuild makes it on the machine that is to run it"
+VERIFIED = {
+    "device": "on the GPU that it was built on",
+    "cpu": "its graph on the CPU; the engine itself has not been run",
+    "no": "not yet; run llmc verify on its GPU",
+}
 
 
 @click.command("inspect")
@@ -35,22 +43,25 @@ def inspect_command(path: Path, context: int | None, batch: int, as_json: bool) 
 
 def print_summary(summary: Summary) -> None:
     """Geometry, sizes, memory, and what a bundle was built for."""
-    source, memory = summary.source, summary.memory
+    source, device = summary.source, summary.device_memory
+    apart = "" if summary.bundle else " (float32); see llmc plan"
     rows = [
         (summary.kind, str(summary.path)),
         ("model", f"{source.name}, {show.amount(source.parameters)} parameters, {source.dtype}"),
         *geometry_rows(summary.geometry),
         *(bundle_rows(summary.bundle) if summary.bundle else []),
         ("weights", ", ".join(f"{show.size(count)} {dtype}" for dtype, count in summary.weights.items())),
-        (
-            f"memory at {memory.context} tokens x {memory.batch}",
-            f"{show.size(memory.total)} = "
-            + " + ".join(f"{show.size(count)} {name}" for name, count in memory.parts.items())
-            + ("" if summary.bundle else " (float32); see llmc plan"),
-        ),
+        memory_row("memory", summary.memory, apart),
+        *([memory_row("GPU memory", device)] if device else []),
         *((name, show.size(count)) for name, count in summary.files.items()),
     ]
     show.print_rows(rows)
+
+
+def memory_row(name: str, memory: Memory, note: str = "") -> tuple[str, str]:
+    """All of it, and what it is for."""
+    parts = " + ".join(f"{show.size(count)} {part}" for part, count in memory.parts.items())
+    return f"{name} at {memory.context} tokens x {memory.batch}", f"{show.size(memory.total)} = {parts}{note}"
 
 
 def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
@@ -82,9 +93,34 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
     features = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
     return [
         ("target", f"{target.name}, {target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"),
-        ("CPU features", ", ".join(features) or "none in particular"),
+        *(engine_rows(manifest.engine) if manifest.engine else []),
+        *([] if manifest.device else [("CPU features", ", ".join(features) or "none in particular")]),
         ("recipe", show.recipe(manifest.recipe)),
         *show.calibration_rows(manifest.recipe),
         ("limits", f"{limits.max_context} tokens x {limits.max_batch}, prefill in chunks of {limits.prefill_chunk}"),
         *show.quality_rows(manifest.quality),
+    ]
+
+
+def engine_rows(engine: EnginePlan) -> list[tuple[str, str]]:
+    """Which calls an engine takes, and where it runs."""
+    from llmc.runtime.doctor import engine_gpus
+
+    options = {
+        "runs on newer libraries": engine.version_compatible,
+        "without weights, which come from the graph's file": engine.stripped,
+    }
+    gpus = f"{engine.platform}, compute capability {engine_gpus(engine)}"
+    decode, prefill = engine.decode, engine.prefill
+    return [
+        ("engine", ", ".join([engine.file or NOT_BUILT, *(words for words, said in options.items() if said)])),
+        ("engine runs on", gpus if engine.file else "the machine that it will be built on"),
+        ("form", f"{engine.form}, in {engine.compute}"),
+        ("buckets", f"{', '.join(map(str, engine.buckets))} positions"),
+        (
+            "calls",
+            f"decode of {decode.batch} rows, prefill of {prefill.sequence} tokens with logits of {prefill.outputs}",
+        ),
+        ("candidates", f"the {engine.candidates} largest logits" if engine.select else "none, all logits are copied"),
+        ("verified", VERIFIED.get(engine.verified, engine.verified)),
     ]

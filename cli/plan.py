@@ -16,10 +16,12 @@ from llmc.errors import BundleError, LlmcError, ResourceError, UsageError
 
 if TYPE_CHECKING:
     from llmc.bundle import Geometry
+    from llmc.runtime.machine import Available
     from llmc.runtime.memory import Plan, Verdict
 
 # torch, its graph exporter and onnxscript once imported, and what a layer's nodes take; weights are never read.
 EXPORTER, EXPORTED_LAYER = 380_000_000, 3_000_000
+NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has that it is for"
 LARGEST_BATCH = 1024  # what a build can be asked for
 
 
@@ -83,32 +85,40 @@ def plan_command(
     precision = chosen_precision(tuple(precisions[name] for name in PRECISIONS))
     here = memory_to_use(memory)
     plans = plans_of(path, context, batch, precision, find_recipe(recipe), target)
-    there = _gpu_memory(gpu_memory) if any(plan.stage == GPU for plan in plans) else None
+    on_gpu = any(plan.stage == GPU for plan in plans)
+    there = _gpu_memory(gpu_memory) if on_gpu else None
     stages = [Stage(plan, plan.verdict(_available(plan, here.bytes, there))) for plan in plans]
     if as_json:
-        report = {"path": path, "available": here.bytes, "source": here.source}
+        report: dict[str, object] = {"path": path, "available": here.bytes, "source": here.source}
+        report |= {"gpu": there} if on_gpu else {}
         show.print_json({**report, "stages": [stage.to_json() for stage in stages]})
     else:
-        print_stages(stages, here.bytes, here.source)
+        print_stages(stages, here)
+        if on_gpu:
+            click.echo(f"GPU: {show.size(there.bytes)} ({there.source})" if there else NO_GPU)
     refused = [describe(stage.plan, stage.verdict) for stage in stages if not stage.verdict.fits]
     if refused:
         raise ResourceError(f"{path}: {'; '.join(refused)}")
 
 
-def _gpu_memory(given: int | None) -> int | None:
+def _gpu_memory(given: int | None) -> Available | None:
     """Free memory of the first GPU unless it is ``given``; None where there is no GPU to ask."""
+    from llmc.runtime.machine import Available
     from llmc.runtime.probe import probe
 
-    return given if given is not None else next((gpu.free_memory for gpu in probe().driver.devices), None)
+    if given is not None:
+        return Available(given, "--gpu-memory")
+    gpu = next(iter(probe().driver.devices), None)
+    return Available(gpu.free_memory, gpu.name) if gpu is not None and gpu.free_memory is not None else None
 
 
-def _available(plan: Plan, machine: int, gpu: int | None) -> int:
+def _available(plan: Plan, machine: int, gpu: Available | None) -> int:
     """What a stage may take; a GPU that cannot be asked is taken to suffice."""
     from llmc.runtime.memory import GPU
 
     if plan.stage != GPU:
         return machine
-    return plan.total if gpu is None else gpu
+    return plan.total if gpu is None else gpu.bytes
 
 
 def plans_of(
@@ -138,6 +148,10 @@ def plans_of(
 
 
 def _run_plans(path: Path, context: int | None, batch: int) -> list[Plan]:
+    from dataclasses import replace
+    from functools import partial
+
+    from llmc.runtime.kv_cache import device_bytes, rounded_up
     from llmc.runtime.memory import plan_device, plan_load
 
     manifest = bundle.read_bundle(path)
@@ -146,7 +160,12 @@ def _run_plans(path: Path, context: int | None, batch: int) -> list[Plan]:
         if value is not None and value > most:
             raise UsageError(f"--{flag} is {value}, the bundle was built for {most}; build with a larger --max-{flag}")
     run = plan_load(manifest, context, batch)
-    return [run] if manifest.device is None else [run, plan_device(manifest.device, limits, context, batch)]
+    if manifest.device is None:
+        return [run]
+    # An engine's cache has the size that it was built for, whatever the context.
+    positions = rounded_up(manifest.engine, run.context)
+    device = plan_device(manifest.device, limits, positions, batch)
+    return [run, replace(device, needed=partial(device_bytes, manifest))]
 
 
 def _build_plans(
@@ -220,7 +239,7 @@ def check_export(checkpoint: Path, memory: int | None = None) -> None:
     plan.check(checkpoint, usable_memory(0, memory))
 
 
-def print_stages(stages: list[Stage], available: int, source: str) -> None:
+def print_stages(stages: list[Stage], available: Available) -> None:
     """A table of parts for each stage, and what is available."""
     for stage in stages:
         plan, verdict = stage.plan, stage.verdict
@@ -229,4 +248,4 @@ def print_stages(stages: list[Stage], available: int, source: str) -> None:
         state = "fits" if verdict.fits else f"{show.size(verdict.missing)} missing"
         show.print_table((plan.stage + at, ""), [*rows, ("peak", f"{show.size(plan.total)}  {state}")])
         click.echo()
-    click.echo(f"available: {show.size(available)} ({source})")
+    click.echo(f"available: {show.size(available.bytes)} ({available.source})")

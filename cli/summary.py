@@ -8,6 +8,7 @@ from llmc.bundle import Geometry, Manifest, Source
 from llmc.errors import BundleError, UsageError
 from llmc.export.checkpoint import read_checkpoint
 from llmc.export.shards import DTYPE_NAMES, Shard, read_shards
+from llmc.runtime.kv_cache import rounded_up
 from llmc.runtime.memory import plan_load
 
 CONFIG_FILE = "config.json"
@@ -32,7 +33,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Summary:
-    """A folder of any kind; ``weights`` is bytes by dtype, of a bundle by graph; ``bundle`` is its manifest."""
+    """A folder of any kind; ``weights`` is bytes by dtype, of a bundle by graph; ``bundle`` is its manifest.
+
+    ``device_memory`` is what a bundle for a GPU takes there, ``memory`` what it takes beside that of the machine.
+    """
 
     kind: str
     path: Path
@@ -42,6 +46,7 @@ class Summary:
     weights: dict[str, int]
     memory: Memory
     bundle: Manifest | None
+    device_memory: Memory | None = None
 
 
 def summarize(path: Path, context: int | None = None, batch: int = 1) -> Summary:
@@ -76,7 +81,11 @@ def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
     files |= {name: entry.size for name, entry in manifest.files.items()}
     weights = {graph.file: graph.weight_bytes for graph in manifest.graphs.values()}
     memory = Memory(context, batch, plan_load(manifest, context, batch).parts)
-    return Summary("bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest)
+    device = None
+    if manifest.device is not None:
+        positions = rounded_up(manifest.engine, context)
+        device = Memory(positions, batch, manifest.device.parts(positions, batch))
+    return Summary("bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest, device)
 
 
 def _of_export(path: Path, context: int | None, batch: int) -> Summary:

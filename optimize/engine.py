@@ -15,7 +15,7 @@ from llmc.optimize.progress import Progress
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.abilities import abilities
 from llmc.optimize.tensorrt.builder import build_engine
-from llmc.optimize.tensorrt.order import EngineOrder, Options
+from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, Options
 from llmc.optimize.tensorrt.select import build_select
 from llmc.runtime import cache
 from llmc.runtime.engine_library import library_version, load_library
@@ -69,6 +69,7 @@ def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest)
     """
     library = None if request.deferred else load_library(target.engine)
     form = _form(request.form, library, target)
+    level = _hardware_compatibility(request.hardware_compatibility, library, target)
     buckets = bucket_sizes(limits.max_context)
     wanted = _compute_capabilities(request.compute_capabilities, library, target)
     gpu = next(iter(probe().driver.devices), None) if library is not None else None
@@ -83,7 +84,7 @@ def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest)
         decode=Profile(limits.max_batch, 1, 1),
         prefill=Profile(1, limits.prefill_chunk, min(limits.prefill_chunk, PREFILL_OUTPUTS)),
         compute_capabilities=wanted,
-        hardware_compatibility=request.hardware_compatibility or "none",
+        hardware_compatibility=level,
         version_compatible=bool(request.version_compatible),
         stripped=bool(request.stripped),
         workspace=_between("workspace", request.workspace, 1 << 20, 1 << 50, WORKSPACE),
@@ -99,6 +100,21 @@ def _form(asked: str | None, library: Any, target: Capabilities) -> str:
     if form not in possible:
         raise UsageError(f"form is {form!r}, expected one of {', '.join(possible)} for {target.engine} here")
     return form
+
+
+def _hardware_compatibility(asked: str | None, library: Any, target: Capabilities) -> str:
+    """What was asked for, if the library has it: hours of calibration may come before the builder is asked."""
+    possible = [
+        name
+        for name, member in HARDWARE_COMPATIBILITY.items()
+        if library is None or hasattr(library.HardwareCompatibilityLevel, member)
+    ]
+    level = "none" if asked is None else asked
+    if level not in possible:
+        raise UsageError(
+            f"hardware_compatibility is {level!r}, expected one of {', '.join(possible)} for {target.engine} here"
+        )
+    return level
 
 
 def _between(name: str, value: int | None, low: int, high: int, default: T) -> int | T:
@@ -129,6 +145,8 @@ def nameable_gpus(library: Any) -> tuple[str, ...]:
 def _compute_capabilities(asked: str | None, library: Any, target: Capabilities) -> tuple[str, ...]:
     if asked is None:
         return ()
+    if library is None:
+        raise UsageError(f"compute_capabilities is {asked!r}, but a deferred engine is for the GPU where it is built")
     possible = nameable_gpus(library)
     if not possible:
         raise UsageError(f"compute_capabilities is {asked!r}, but {target.engine} builds for the GPU it runs on")

@@ -67,6 +67,8 @@ def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, pr
         manifest.generation,
     )
     plan = compile_engine(spec, folder / manifest.graphs["decode"].file, export, manifest.recipe, progress)
+    if old.verified == "cpu":  # golden prompts of this very graph
+        plan = replace(plan, verified="cpu")
     files = kept | file_entries(folder, [plan.file, plan.select, plan.inspector])
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
     made = replace(manifest, target=here, engine=plan, files=files)
