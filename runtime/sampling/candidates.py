@@ -13,9 +13,9 @@ def suffice(logits: Logits, needs: int) -> bool:
     ones is larger than that; where both are equal, one more of the same size may have been left out. NaN is never
     enough, so that whoever sees all logits says what they hold.
     """
-    there = logits.take(np.flatnonzero(logits != -np.inf))
-    if there.size == logits.size:
+    if logits.min() > -np.inf:  # nothing was left out
         return True
+    there = logits.take(np.flatnonzero(logits != -np.inf))
     if there.size <= needs:
         return False
     last = np.partition(there, there.size - needs)[there.size - needs]

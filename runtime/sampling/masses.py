@@ -36,8 +36,9 @@ def largest(logits: Logits, k: int) -> npt.NDArray[np.intp]:
     blocked = logits[: rows * columns].reshape(rows, columns)  # block c: tokens c, c + columns, ...
     maxima = np.concatenate([np.maximum.reduce(blocked, axis=0), logits[rows * columns :]])
     check_peak(float(maxima.max()))
-    bound = np.partition(maxima, maxima.size - k)[maxima.size - k]
     # Where many tokens are impossible, they are no candidates: selecting among that many equals takes 30 ms.
+    maxima = maxima.compress(maxima > -np.inf)
+    bound = np.partition(maxima, maxima.size - k)[maxima.size - k] if maxima.size >= k else -np.inf
     candidates: npt.NDArray[np.intp] = np.flatnonzero(logits >= bound if bound > -np.inf else logits > bound)
     if candidates.size <= k:
         return candidates
