@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from llmc.runtime.rows import Rows
+from llmc.runtime.rows import Rows, TornError
 
 CAPACITY = 12
 MOST = 6
@@ -157,3 +157,36 @@ def test_a_position_left_behind_is_noticed(remembering: Any, broken: str):
 
     with pytest.raises(AssertionError):
         check(type("Lossy", (remembering,), {broken: {"copy": copy, "write": write}[broken]}))
+
+
+@pytest.mark.parametrize("move", ["release", "promote", "demote", "fork", "share"])
+@pytest.mark.parametrize("call", ["copy", "read", "write"])
+def test_a_move_that_fails_says_that_rows_are_torn_and_why(remembering: Any, move: str, call: str):
+    session = remembering()
+    session.reserve(MOST, CAPACITY)
+    rows = Rows(session)
+    held = [Sequence(cached=2) for _ in range(4)]
+    for each in held:
+        rows.admit(each)
+    rows.promote(held[0])
+    rows.promote(held[1])
+
+    def failing(*_: Any) -> None:
+        raise OSError("the bus is gone")
+
+    setattr(session, call, failing)
+    moves = {
+        "release": lambda: rows.release(held[0]),
+        "promote": lambda: rows.promote(held[3]),
+        "demote": lambda: rows.demote(held[0]),
+        "fork": lambda: rows.fork(held[0], Sequence(), 2),
+        "share": lambda: rows.share(held[0], held[1], 0, 2),
+    }
+    if call != "copy" and move in ("release", "share"):
+        moves[move]()
+        return
+    with pytest.raises(TornError, match="between rows: the bus is gone") as torn:
+        moves[move]()
+    assert isinstance(torn.value.__cause__, OSError)
+    rows.clear()
+    assert len(rows) == rows.decoding == 0
