@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import BundleError, GpuError, LlmcError, RequestError, UsageError
+from llmc.errors import GpuError, LlmcError, RequestError, UsageError
 from llmc.runtime.cuda import Driver, open_driver
 from llmc.runtime.engine_library import library_version, load_library
 from llmc.runtime.sessions.base import Batch
@@ -23,13 +23,14 @@ from llmc.runtime.sessions.device_cache import DeviceCache
 from llmc.runtime.sessions.tensorrt_calls import Piece, Sparse, check_memory, pieces
 from llmc.runtime.sessions.tensorrt_engine import (
     DECODE,
-    INPUTS,
-    OUTPUTS,
     PREFILL,
     Context,
     Engine,
+    cache_names,
     check_machine,
+    decoder_interface,
     required_plan,
+    select_interface,
 )
 from llmc.runtime.sessions.tensorrt_steps import INT64, Block, Call, Part, Step, Steps, inputs_of, outputs_of, size_of
 
@@ -100,12 +101,12 @@ class TensorRTSession:
         if plan.stripped:
             graph = folder / manifest.graphs["decode"].file
             importlib.import_module("llmc.runtime.refit").refit(self._library, engine.native, graph)
-        missing = sorted({*INPUTS, *OUTPUTS, *self._cache_names("present")} - set(engine.names))
-        if missing or engine.profiles != 2:
-            found = f"it lacks {', '.join(missing)}" if missing else f"it has {engine.profiles} profiles, expected 2"
-            raise BundleError(f"{folder}: {plan.file} is no decoder ({found}); llmc build --rebuild {folder}")
-        wanted = plan.select and plan.candidates and not self._driver.device.integrated
-        return engine, self._loaded(plan.select) if wanted else None
+        engine.check(decoder_interface(self._geometry, manifest.cache, plan.capacity), profiles=2)
+        if not plan.select or not plan.candidates or self._driver.device.integrated:
+            return engine, None
+        select = self._loaded(plan.select)
+        select.check(select_interface(self._geometry.vocab_size, plan.candidates), profiles=1)
+        return engine, select
 
     def _loaded(self, file: str) -> Engine:
         path, compatible = self._folder / file, self._plan.version_compatible
@@ -149,14 +150,10 @@ class TensorRTSession:
         self._later(self._steps.clear)
 
     def _make_cache(self, engine: Engine, kind: str) -> None:
-        buffers = 1 if engine.aliased(self._folder, self._cache_names("present")) else 2
+        buffers = 1 if engine.aliased(self._folder, cache_names("present", self._geometry.layers)) else 2
         dtype = np.dtype(np.uint16 if kind == "bfloat16" else kind)
         self._cache = DeviceCache(self._driver, self._geometry, dtype.itemsize, self._stream, buffers, dtype)
         self._later(self._cache.close)
-
-    def _cache_names(self, which: str) -> list[str]:
-        """Names of the cache's tensors, in the order of :class:`DeviceCache`."""
-        return [f"{which}.{layer}.{part}" for layer in range(self._geometry.layers) for part in ("key", "value")]
 
     def _later(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` when the session closes, the last one first; on a lost GPU nothing can be freed."""
@@ -392,7 +389,7 @@ class TensorRTSession:
         """Shapes and addresses of what no call brings along: the cache, and its positions."""
         g = self._geometry
         shape = (call.rows, g.kv_heads, self.capacity, g.head_dim)
-        pasts, presents = self._cache_names("past_key_values"), self._cache_names("present")
+        pasts, presents = (cache_names(which, g.layers) for which in ("past_key_values", "present"))
         shapes = {"cache_slots": (call.attended,), **dict.fromkeys(pasts, shape)}
         addresses = {"cache_slots": self._slots.device}
         for tensor, (past, present) in enumerate(zip(pasts, presents, strict=True)):

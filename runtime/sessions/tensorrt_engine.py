@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llmc.bundle import EnginePlan, Manifest
+from llmc.bundle import EnginePlan, Geometry, Manifest
 from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.cuda import DeviceInfo
 from llmc.runtime.doctor import fits_gpu, fits_version
 from llmc.runtime.engine_library import library_version, logger, make_runtime
 
-INPUTS = ("input_ids", "past_lengths", "logit_indices", "cache_slots")
-OUTPUTS = ("logits", "hidden_states")
+# Types by the library's names.
+CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 DECODE, PREFILL = 0, 1  # numbers of the profiles
 # TensorRT asks it of the memory that contexts work in, and of tensors.
 ALIGNMENT = 256
@@ -82,6 +82,36 @@ def _check_alignment(folder: Path, manifest: Manifest, plan: EnginePlan) -> None
             )
 
 
+def cache_names(which: str, layers: int) -> list[str]:
+    """Names of the cache's inputs (past_key_values) or outputs (present), in the order of
+    :class:`llmc.runtime.sessions.device_cache.DeviceCache`."""
+    return [f"{which}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
+
+
+def decoder_interface(geometry: Geometry, cache: str, capacity: int) -> dict[str, tuple[str, Shape]]:
+    """Types and shapes of a decoder's inputs and outputs, for :meth:`Engine.check`; ``capacity`` 0 is any."""
+    row = CACHE_TYPES[cache], (0, geometry.kv_heads, capacity, geometry.head_dim)
+    caches = [*cache_names("past_key_values", geometry.layers), *cache_names("present", geometry.layers)]
+    return {
+        "input_ids": ("INT64", (0, 0)),
+        "past_lengths": ("INT64", (0,)),
+        "logit_indices": ("INT64", (0, 0)),
+        "cache_slots": ("INT64", (0,)),
+        "logits": ("FLOAT", (0, 0, geometry.vocab_size)),
+        "hidden_states": ("FLOAT", (0, 0, geometry.hidden_size)),
+        **dict.fromkeys(caches, row),
+    }
+
+
+def select_interface(vocab: int, candidates: int) -> dict[str, tuple[str, Shape]]:
+    """The same of the engine that finds the largest logits."""
+    return {
+        "logits": ("FLOAT", (0, vocab)),
+        "values": ("FLOAT", (0, candidates)),
+        "indices": ("INT64", (0, candidates)),
+    }
+
+
 class Engine:
     """A loaded engine.
 
@@ -98,6 +128,7 @@ class Engine:
     def __init__(self, library: Any, file: Path, folder: Path, *, version_compatible: bool = False) -> None:
         self.library = library
         self.log = logger(library)
+        self._folder, self._where = folder, file
         self._runtime = make_runtime(library)
         if version_compatible:
             self._runtime.engine_host_code_allowed = True
@@ -109,10 +140,31 @@ class Engine:
             raise BundleError(f"{folder}: {name} refuses {file.name} ({said}); {_remedy(folder)}")
         self.native = native
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all inputs and outputs."""
-        return [self.native.get_tensor_name(i) for i in range(self.native.num_io_tensors)]
+    def tensors(self) -> dict[str, tuple[str, Shape]]:
+        """Type, as the library calls it, and shape of all inputs and outputs; -1 where a dimension may vary."""
+        names = [self.native.get_tensor_name(i) for i in range(self.native.num_io_tensors)]
+        return {n: (self.native.get_tensor_dtype(n).name, tuple(self.native.get_tensor_shape(n))) for n in names}
+
+    def check(self, wanted: Mapping[str, tuple[str, Shape]], profiles: int) -> None:
+        """Refuse an engine with another interface, for its memory would be misread.
+
+        Args:
+            wanted: types and shapes of inputs and outputs, 0 where any size is right.
+            profiles: how many the engine must have.
+
+        Raises:
+            BundleError: with the first thing that is wrong.
+        """
+        found = self.tensors()
+        wrong = "" if self.profiles == profiles else f"it has {self.profiles} profiles, expected {profiles}"
+        for name, (kind, shape) in wanted.items():
+            given_kind, given = found.get(name, ("", ()))
+            fits = len(given) == len(shape) and all(a == -1 or b in (0, a) for a, b in zip(given, shape, strict=True))
+            if not wrong and not (fits and given_kind == kind):
+                what = f"{name} is {given_kind} {list(given)}" if name in found else f"it has no {name}"
+                wrong = f"{what}, expected {kind} {['any' if size == 0 else size for size in shape]}"
+        if wrong:
+            raise BundleError(f"{self._where} is another engine than it should be ({wrong}); {_remedy(self._folder)}")
 
     def memory(self) -> int:
         """Bytes that a context of any profile works in."""

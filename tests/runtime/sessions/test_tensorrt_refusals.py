@@ -115,7 +115,35 @@ def test_a_missing_file_is_refused(bundle: Callable[..., Any]):
 def test_an_engine_that_is_no_decoder_is_refused(bundle: Callable[..., Any], graphs: Path):
     setup = bundle()
     (setup.folder / "engine.plan").write_bytes(make_select_plan(graphs / "select.onnx", 3, 97))
-    refused(setup, BundleError, "no decoder .it lacks cache_slots, hidden_states, .*; llmc build --rebuild")
+    refused(
+        setup, BundleError, r"engine\.plan is another engine .*.it has 1 profiles, expected 2.; llmc build --rebuild"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"vocab_size": 98}, r"logits is FLOAT \[-1, -1, 97\], expected FLOAT \['any', 'any', 98\]"),
+        ({"layers": 3, "windows": (0, 0, 0)}, r"it has no past_key_values\.2\.key, expected FLOAT"),
+        ({"head_dim": 32}, r"past_key_values\.0\.key is FLOAT \[-1, 2, 64, 16\], expected FLOAT \['any', 2, 64, 32\]"),
+    ],
+)
+def test_an_engine_of_another_model_is_refused(bundle: Callable[..., Any], changes: dict[str, Any], match: str):
+    setup = bundle()
+    setup.manifest = replace(setup.manifest, geometry=replace(setup.manifest.geometry, **changes))
+    refused(setup, BundleError, match)
+
+
+def test_a_cache_of_another_type_or_capacity_is_refused(bundle: Callable[..., Any]):
+    setup = bundle("native", "float16")
+    setup.manifest = replace(setup.manifest, cache="float32")
+    refused(setup, BundleError, "past_key_values.0.key is HALF .* expected FLOAT")
+    setup = bundle().plan(capacity=32, buckets=(16, 32))
+    refused(setup, BundleError, "past_key_values.0.key is FLOAT .* expected FLOAT .*32, 16")
+
+
+def test_an_engine_that_selects_another_number_is_refused(bundle: Callable[..., Any]):
+    refused(bundle().plan(candidates=6), BundleError, r"values is FLOAT \[-1, 5\], expected FLOAT \['any', 6\]")
 
 
 def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle: Callable[..., Any]):
