@@ -88,6 +88,7 @@ class CudaSession:
         self._geometry = manifest.geometry
         self._limits = manifest.limits
         self._lost: str | None = None
+        self._stream = 0  # none yet
         self._logits: NDArray[np.float32] = np.empty((0, 0, self._geometry.vocab_size), np.float32)
         self._hidden: NDArray[np.float32] = np.empty((0, 0, self._geometry.hidden_size), np.float32)
         self._resources = contextlib.ExitStack()
@@ -172,7 +173,7 @@ class CudaSession:
             with translated(f"{self._folder}: {doing}"):
                 yield
         except GpuError as error:
-            if not error.lost:
+            if not error.lost and self._stream:
                 self._ask_the_driver(error)
             self._lost = str(error) if error.lost else None
             raise

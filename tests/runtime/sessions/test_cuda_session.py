@@ -376,6 +376,15 @@ def test_what_the_library_refuses_is_the_bundles_fault(fp16_bundle, opened):
         prefill(session, PROMPTS[0])
 
 
+def test_a_gpu_that_gives_no_stream_is_said_as_it_is(fp16_bundle, opened, monkeypatch):
+    def refuse(driver: FakeDriver) -> int:
+        raise GpuError("making a stream failed")
+
+    monkeypatch.setattr(FakeDriver, "stream", refuse)
+    with pytest.raises(GpuError, match=r"^making a stream failed$"):
+        opened(fp16_bundle)
+
+
 def test_a_lost_context_is_found_behind_a_librarys_own_failure(fp16_bundle, opened):
     session = opened(fp16_bundle)
     session._runtime.failure = EngineError("CUBLAS failure 14: CUBLAS_STATUS_INTERNAL_ERROR")
