@@ -139,8 +139,8 @@ def refuse_choices() -> None:
         given = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
         if given and option.name not in REBUILDING:
             raise click.UsageError(
-                f"{option.opts[-1]} means nothing to --rebuild, whose graph and options are the bundle's; leave it out, "
-                "or build the bundle again from its export"
+                f"{option.opts[-1]} means nothing to --rebuild, whose graph and options are the bundle's; leave it "
+                "out, or build the bundle again from its export"
             )
 
 

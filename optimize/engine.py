@@ -37,6 +37,7 @@ PREFILL_OUTPUTS = 32
 CANDIDATES = 64
 # Bytes of the largest temporary that a kernel may want.
 WORKSPACE = 1 << 30
+TIMING = "timing"
 TIMING_CACHE_BYTES = 1_000_000_000
 
 
@@ -139,7 +140,8 @@ def nameable_gpus(library: Any) -> tuple[str, ...]:
     """Compute capabilities that engines can be built for without such a GPU, as 8.6; none where the library is bound to
     the GPU that it runs on, or where there is no library."""
     names = dir(library.ComputeCapability) if library is not None and abilities(library).compute_capabilities else []
-    return tuple(f"{name[2:-1]}.{name[-1]}" for name in names if name.startswith("SM"))
+    numbers = sorted(int(name[2:]) for name in names if name.startswith("SM"))
+    return tuple(f"{number // 10}.{number % 10}" for number in numbers)
 
 
 def _compute_capabilities(asked: str | None, library: Any, target: Capabilities) -> tuple[str, ...]:
@@ -150,7 +152,7 @@ def _compute_capabilities(asked: str | None, library: Any, target: Capabilities)
     possible = nameable_gpus(library)
     if not possible:
         raise UsageError(f"compute_capabilities is {asked!r}, but {target.engine} builds for the GPU it runs on")
-    found = tuple(part.strip() for part in asked.split(","))
+    found = tuple(dict.fromkeys(part.strip() for part in asked.split(",")))
     for part in found:
         if part not in possible:
             raise UsageError(f"compute_capabilities has {part!r}, {target.engine} builds for {', '.join(possible)}")
@@ -199,7 +201,7 @@ def _compile(spec: EngineSpec, graph: Path, export: ExportManifest, progress: Pr
         version_compatible=spec.version_compatible,
         hardware_compatibility=spec.hardware_compatibility,
         stripped=spec.stripped,
-        compute_capabilities=spec.compute_capabilities,
+        compute_capabilities=spec.compute_capabilities if nameable_gpus(spec.library) else (),
     )
     order = EngineOrder(
         output=folder / ENGINE_FILE,
@@ -223,6 +225,7 @@ def _compile(spec: EngineSpec, graph: Path, export: ExportManifest, progress: Pr
         options=replace(options, stripped=False),
         progress=progress,
     )
+    cache.prune(TIMING, TIMING_CACHE_BYTES)
     return ENGINE_FILE, SELECT_FILE, INSPECTOR_FILE
 
 
@@ -230,7 +233,7 @@ def timing_cache(spec: EngineSpec) -> Path:
     """Where measured kernel times are kept for the next build with this library, for these GPUs, on this machine."""
     gpu = f"{spec.gpu.name}-{spec.gpu.compute_capability}" if spec.gpu else "none"
     key = f"{spec.library.__name__}-{spec.version}-{gpu}-{'+'.join(spec.compute_capabilities)}"
-    return cache.entry("timing", key.replace(" ", "-").replace("/", "-")) / "timing.cache"
+    return cache.entry(TIMING, key.replace(" ", "-").replace("/", "-")) / "timing.cache"
 
 
 def platform_name() -> str:

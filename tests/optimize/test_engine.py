@@ -1,0 +1,329 @@
+"""What an engine is asked for: defaults by what the library can do, refusals before any work, names of what is kept."""
+
+import dataclasses
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles.machines import H200, NO_GPU, ORIN, RTX_4090
+from doubles.recorded import VERSIONS, RecordedLibrary
+
+from llmc.bundle import ExportManifest, Limits, Manifest, Profile
+from llmc.errors import BuildError, MissingExtraError, UsageError
+from llmc.optimize.engine import (
+    FIRST_BUCKET,
+    PREFILL_OUTPUTS,
+    WORKSPACE,
+    EngineSpec,
+    bucket_sizes,
+    compile_engine,
+    nameable_gpus,
+    platform_name,
+    resolve_engine,
+    timing_cache,
+)
+from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.progress import silent
+from llmc.optimize.targets import capabilities
+from llmc.optimize.tensorrt.order import EngineOrder, EngineReport
+from llmc.runtime import cache
+from llmc.runtime.probe import Probe
+
+LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)
+NATIVE = {"10.3": False, "10.13": False, "10.16": True, "11.4": True}
+RTX_GPUS = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Make this a machine with a library (a version of TensorRT's, or a module) and what a probe finds."""
+
+    def become(library: Any, probe: Probe = NO_GPU) -> Any:
+        found = RecordedLibrary(library) if isinstance(library, str) else library
+        monkeypatch.setattr("llmc.optimize.engine.load_library", lambda engine: found)
+        monkeypatch.setattr("llmc.optimize.engine.probe", lambda: probe)
+        return found
+
+    return become
+
+
+@pytest.fixture
+def rtx(here: Callable[..., Any]) -> Any:
+    """A machine with TensorRT-RTX and no GPU."""
+    return here(pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine"))
+
+
+def resolve(target: str = "tensorrt", limits: Limits = LIMITS, **request: Any) -> EngineSpec:
+    return resolve_engine(capabilities(target), limits, EngineRequest(**request))
+
+
+# ------------------------------------------------------------------------------------------------------------ defaults
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_form_is_the_best_that_the_library_has(here: Callable[..., Any], version: str):
+    library = here(version)
+    spec = resolve()
+    assert spec.form == ("native" if NATIVE[version] else "primitives")
+    assert spec.capacity == (1000 if NATIVE[version] else 0), "only primitives go without a capacity of their own"
+    assert (spec.library, spec.version) == (library, library.__version__)
+
+
+def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
+    here("11.4")
+    spec = resolve()
+    assert (spec.decode, spec.prefill) == (Profile(4, 1, 1), Profile(1, 128, PREFILL_OUTPUTS))
+    assert (spec.workspace, spec.optimization_level) == (WORKSPACE, None)
+    assert (spec.hardware_compatibility, spec.version_compatible, spec.stripped) == ("none", False, False)
+    assert (spec.compute_capabilities, spec.gpu) == ((), None)
+
+
+def test_a_short_chunk_has_no_more_logits_than_tokens(here: Callable[..., Any]):
+    here("11.4")
+    assert resolve(limits=Limits(1000, 1, 5)).prefill == Profile(1, 5, 5)
+
+
+def test_what_is_asked_for_is_taken(here: Callable[..., Any]):
+    here("11.4")
+    asked = {
+        "form": "primitives",
+        "hardware_compatibility": "same",
+        "version_compatible": True,
+        "stripped": True,
+        "workspace": 1 << 20,
+        "optimization_level": 0,
+    }
+    spec = resolve(**asked)
+    assert asked.items() <= vars(spec).items()
+    assert spec.capacity == 0
+
+
+@pytest.mark.parametrize(
+    ("longest", "buckets"),
+    [
+        (2, (2,)),
+        (FIRST_BUCKET, (256,)),
+        (257, (256, 257)),
+        (1000, (256, 512, 1000)),
+        (4096, (256, 512, 1024, 2048, 4096)),
+        (5000, (256, 512, 1024, 2048, 4096, 5000)),
+    ],
+)
+def test_buckets_double_and_end_with_the_longest_context(longest: int, buckets: tuple[int, ...]):
+    assert bucket_sizes(longest) == buckets
+
+
+def test_the_platform_is_this_machines():
+    assert platform_name() == f"{platform.system().lower()}-{platform.machine()}"
+
+
+# ------------------------------------------------------------------------------------------------------------- the GPU
+
+
+def test_an_engine_of_tensorrt_is_for_the_gpu_that_it_is_built_on(here: Callable[..., Any]):
+    here("10.3", ORIN)
+    spec = resolve()
+    assert spec.compute_capabilities == ("8.7",)
+    assert spec.gpu == ORIN.driver.devices[0]
+
+
+def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here: Callable[..., Any], rtx: Any):
+    here(rtx, RTX_4090)
+    assert resolve("tensorrt-rtx").compute_capabilities == ()
+    assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").compute_capabilities == ("8.6", "8.9")
+
+
+def test_gpus_are_named_by_their_compute_capability(rtx: Any):
+    assert nameable_gpus(rtx) == RTX_GPUS
+    assert nameable_gpus(RecordedLibrary("11.4")) == nameable_gpus(None) == ()
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "message"),
+    [
+        ("10.3", {"form": "native"}, "form is 'native', expected one of primitives for tensorrt here"),
+        ("10.16", {"form": "lengths"}, "form is 'lengths', expected one of native, primitives for tensorrt here"),
+        ("11.4", {"form": "best"}, "form is 'best', expected one of native, lengths, primitives for tensorrt here"),
+        ("11.4", {"compute_capabilities": "8.9"}, "is '8.9', but tensorrt builds for the GPU it runs on"),
+        ("11.4", {"hardware_compatibility": "all"}, "is 'all', expected one of none, ampere, same for tensorrt here"),
+        ("10.3", {"hardware_compatibility": "same"}, "is 'same', expected one of none, ampere for tensorrt here"),
+        ("11.4", {"workspace": 1000}, "workspace is 1000, expected 1048576 ... "),
+        ("11.4", {"workspace": 1 << 51}, "workspace is 2251799813685248, expected"),
+        ("11.4", {"optimization_level": 6}, "optimization_level is 6, expected 0 ... 5"),
+        ("11.4", {"optimization_level": -1}, "optimization_level is -1, expected 0 ... 5"),
+    ],
+)
+def test_what_the_library_cannot_do_is_refused(
+    here: Callable[..., Any], version: str, asked: dict[str, Any], message: str
+):
+    here(version)
+    with pytest.raises(UsageError) as refused:
+        resolve(**asked)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("asked", ["9.0", "8.6,9.9", "sm86", "8.6,,8.9", ""])
+def test_a_gpu_that_tensorrt_rtx_does_not_know_is_refused(rtx: Any, asked: str):
+    with pytest.raises(UsageError, match=r"compute_capabilities has .*, tensorrt-rtx builds for 7\.5, 8") as refused:
+        resolve("tensorrt-rtx", compute_capabilities=asked)
+    assert all(gpu in str(refused.value) for gpu in RTX_GPUS)
+
+
+def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
+    with pytest.raises(MissingExtraError, match="tensorrt is not installed: on a Jetson it comes with JetPack"):
+        resolve()
+
+
+# ------------------------------------------------------------------------------------------------------------ deferred
+
+
+@pytest.fixture
+def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither library nor GPU may be looked at."""
+    monkeypatch.setattr("llmc.optimize.engine.load_library", lambda engine: pytest.fail("the library was touched"))
+    monkeypatch.setattr("llmc.optimize.engine.probe", lambda: pytest.fail("the GPU was looked for"))
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize("form", [None, "native", "lengths", "primitives"])
+def test_a_deferred_engine_may_have_any_form_and_touches_no_library(form: str | None):
+    spec = resolve(deferred=True, form=form, hardware_compatibility="same")
+    assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
+    assert spec.form == (form or "native")
+    assert spec.hardware_compatibility == "same"
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"form": "best"}, "form is 'best', expected one of native, lengths, primitives"),
+        ({"hardware_compatibility": "all"}, "hardware_compatibility is 'all', expected one of none, ampere, same"),
+        ({"compute_capabilities": "8.6"}, "a deferred engine is for the GPU where it is built"),
+        ({"workspace": 1}, "workspace is 1, expected"),
+    ],
+)
+def test_what_no_library_could_do_is_refused_of_a_deferred_engine(asked: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=message):
+        resolve("tensorrt-rtx", deferred=True, **asked)
+
+
+# -------------------------------------------------------------------------------------------------------- timing cache
+
+
+def test_measured_times_are_kept_apart_by_library_version_gpu_and_named_gpus(here: Callable[..., Any]):
+    spec = dataclasses.replace
+    found = []
+    for version, probe in (("10.3", ORIN), ("10.16", ORIN), ("10.16", H200), ("10.16", NO_GPU)):
+        here(version, probe)
+        found.append(resolve())
+    found.append(spec(found[-1], compute_capabilities=("8.6",)))
+    found.append(spec(found[-1], compute_capabilities=("8.6", "8.9")))
+    paths = [timing_cache(each) for each in found]
+    assert len(set(paths)) == len(paths)
+    assert all(path.parents[2] == cache.cache_root() for path in paths)
+    assert all(" " not in path.parent.name for path in paths)
+    assert timing_cache(found[1]) == paths[1], "the same engine finds its times again"
+
+
+def test_a_name_of_a_gpu_cannot_lead_out_of_the_cache(here: Callable[..., Any]):
+    device = dataclasses.replace(H200.driver.devices[0], name="../../Graphics Device/1")
+    here("11.4", dataclasses.replace(H200, driver=dataclasses.replace(H200.driver, devices=(device,))))
+    path = timing_cache(resolve())
+    assert path.parents[2] == cache.cache_root()
+    assert ".." not in path.parts
+
+
+# ----------------------------------------------------------------------------------------------------------- compiling
+
+
+@pytest.fixture
+def export(manifest: Manifest) -> ExportManifest:
+    m = manifest
+    return ExportManifest(m.schema_version, m.llmc_version, m.graph_contract, m.geometry, m.source, m.generation)
+
+
+class Builder:
+    """Stands in for both builders: writes files and takes notes."""
+
+    def __init__(self, aliases: int) -> None:
+        self.aliases = {f"present.{i}": f"past.{i}" for i in range(aliases)}
+        self.orders: list[EngineOrder] = []
+        self.selects: list[dict[str, Any]] = []
+
+    def engine(self, library: Any, graph: Path, order: EngineOrder, **_: Any) -> EngineReport:
+        self.orders.append(order)
+        order.output.write_bytes(b"engine")
+        order.inspector.write_text("{}")
+        return EngineReport(order.output, 6, 0.1, "11.4", (), self.aliases, None, ())
+
+    def select(self, library: Any, output: Path, **options: Any) -> None:
+        self.selects.append(options)
+        output.write_bytes(b"select")
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Builder]:
+    def make(aliases: int) -> Builder:
+        made = Builder(aliases)
+        monkeypatch.setattr("llmc.optimize.engine.build_engine", made.engine)
+        monkeypatch.setattr("llmc.optimize.engine.build_select", made.select)
+        return made
+
+    return make
+
+
+def test_the_builder_gets_what_was_resolved_and_the_plan_says_it(
+    here: Callable[..., Any],
+    builder: Callable[[int], Builder],
+    export: ExportManifest,
+    manifest: Manifest,
+    tmp_path: Path,
+):
+    here("11.4", H200)
+    made = builder(2 * manifest.geometry.layers)
+    spec = resolve(stripped=True, optimization_level=2, hardware_compatibility="ampere", version_compatible=True)
+    recipe = dataclasses.replace(manifest.recipe, compute="float16")
+    plan = compile_engine(spec, tmp_path / "decoder.onnx", export, recipe, silent)
+    [order], [select] = made.orders, made.selects
+    assert (order.buckets, order.capacity, order.form) == (spec.buckets, 1000, "native")
+    assert (order.decode, order.prefill) == (spec.decode, spec.prefill)
+    options = order.options
+    assert (options.stripped, options.optimization_level, options.version_compatible) == (True, 2, True)
+    assert (options.hardware_compatibility, options.workspace) == ("ampere", WORKSPACE)
+    assert options.compute_capabilities == (), "TensorRT cannot be told its GPU; that is only recorded"
+    assert not select["options"].stripped, "nothing could refit the engine that has no graph in the bundle"
+    assert (select["rows"], select["vocab_size"], select["candidates"]) == (4, 320, 64)
+    assert (plan.file, plan.select, plan.inspector) == ("engine.plan", "select.plan", "engine.json")
+    assert (plan.compute, plan.compute_capabilities, plan.verified) == ("float16", ("9.0",), "no")
+    assert plan.is_sound(LIMITS.max_context)
+
+
+@pytest.mark.parametrize(("version", "aliases"), [("11.4", 3), ("11.4", 0), ("10.3", 4)])
+def test_caches_that_are_not_updated_as_the_form_says_fail_the_build(
+    here: Callable[..., Any],
+    builder: Callable[[int], Builder],
+    export: ExportManifest,
+    manifest: Manifest,
+    tmp_path: Path,
+    version: str,
+    aliases: int,
+):
+    here(version)
+    builder(aliases)
+    with pytest.raises(BuildError, match=f"made {aliases} in-place cache updates of the graph, [04] are expected"):
+        compile_engine(resolve(), tmp_path / "decoder.onnx", export, manifest.recipe, silent)
+
+
+@pytest.mark.usefixtures("untouchable")
+def test_a_deferred_engine_writes_no_file(export: ExportManifest, manifest: Manifest, tmp_path: Path):
+    plan = compile_engine(resolve(deferred=True), tmp_path / "decoder.onnx", export, manifest.recipe, silent)
+    assert (plan.file, plan.select, plan.inspector, plan.candidates) == ("", "", "", 0)
+    assert list(tmp_path.iterdir()) == []
+    assert plan.is_sound(LIMITS.max_context)
