@@ -32,6 +32,7 @@ from llmc.runtime.sessions.tensorrt_engine import (
     required_plan,
     select_interface,
 )
+from llmc.runtime.sessions.tensorrt_kernels import compiles_kernels, kernels_file
 from llmc.runtime.sessions.tensorrt_steps import INT64, Block, Call, Part, Step, Steps, inputs_of, outputs_of, size_of
 
 
@@ -97,21 +98,24 @@ class TensorRTSession:
         An integrated GPU needs no second one: all logits are in the host's memory as they are.
         """
         plan, folder = self._plan, self._folder
-        engine = self._loaded(plan.file)
+        engine = self._loaded(manifest, plan.file)
         if plan.stripped:
             graph = folder / manifest.graphs["decode"].file
             importlib.import_module("llmc.runtime.refit").refit(self._library, engine.native, graph)
         engine.check(decoder_interface(self._geometry, manifest.cache, plan.capacity), profiles=2)
         if not plan.select or not plan.candidates or self._driver.device.integrated:
             return engine, None
-        select = self._loaded(plan.select)
+        select = self._loaded(manifest, plan.select)
         select.check(select_interface(self._geometry.vocab_size, plan.candidates), profiles=1)
         return engine, select
 
-    def _loaded(self, file: str) -> Engine:
+    def _loaded(self, manifest: Manifest, file: str) -> Engine:
         path, compatible = self._folder / file, self._plan.version_compatible
         engine = Engine(self._library, path, self._folder, version_compatible=compatible)
         self._later(engine.close)
+        if compiles_kernels(self._library):
+            built = manifest.files[file].sha256 if file in manifest.files else str(path)
+            engine.keep_kernels(kernels_file(self.engine_version, self._driver.device.name, built))
         return engine
 
     def _make_blocks(self) -> None:

@@ -16,6 +16,7 @@ from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.cuda import DeviceInfo
 from llmc.runtime.doctor import fits_gpu, fits_version
 from llmc.runtime.engine_library import library_version, logger, make_runtime
+from llmc.runtime.sessions.tensorrt_kernels import Kernels
 
 # Types by the library's names.
 CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
@@ -139,6 +140,22 @@ class Engine:
             name = f"{library.__name__} {library_version(library)}"
             raise BundleError(f"{folder}: {name} refuses {file.name} ({said}); {_remedy(folder)}")
         self.native = native
+        self._kernels: Kernels | None = None
+
+    @property
+    def records_itself(self) -> bool:
+        """Whether its contexts record CUDA graphs by themselves."""
+        return self._kernels is not None
+
+    def keep_kernels(self, file: Path) -> None:
+        """Use kernels that were compiled before, and keep those of this run when :meth:`close` is called."""
+        self._kernels = Kernels(self.library, self.native, file)
+
+    def context_settings(self, *, repeats: bool) -> Any:
+        """What a context is made with: it works in memory that it is given; ``repeats`` tells that its calls have few
+        shapes, which come again."""
+        strategy = self.library.ExecutionContextAllocationStrategy.USER_MANAGED
+        return strategy if self._kernels is None else self._kernels.configured(strategy, repeats=repeats)
 
     def tensors(self) -> dict[str, tuple[str, Shape]]:
         """Type, as the library calls it, and shape of all inputs and outputs; -1 where a dimension may vary."""
@@ -197,6 +214,9 @@ class Engine:
 
     def close(self) -> None:
         """Let the library free it; its contexts must be gone."""
+        if self._kernels is not None:
+            self._kernels.save()
+        self._kernels = None
         self.native = self._runtime = None
 
 
@@ -213,8 +233,9 @@ class Context:
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._ran = False
-        strategy = engine.library.ExecutionContextAllocationStrategy.USER_MANAGED
-        self._native = self._asked("making a context", engine.native.create_execution_context, strategy)
+        self._records_itself = engine.records_itself
+        settings = engine.context_settings(repeats=profile == DECODE)
+        self._native = self._asked("making a context", engine.native.create_execution_context, settings)
         self._asked("choosing a profile", self._native.set_optimization_profile_async, profile, stream)
         if size:
             self._native.set_device_memory(memory, size)
@@ -224,7 +245,9 @@ class Context:
         return self._ran and all(self._shapes.get(name) == shape for name, shape in shapes.items())
 
     def can_be_recorded(self, stream: int) -> bool:
-        """Whether the library says so, or cannot be asked: TensorRT-RTX can, from 1.2 on."""
+        """Whether it does not do that by itself, and the library says so or cannot be asked: TensorRT-RTX can."""
+        if self._records_itself:
+            return False
         ask = getattr(self._native, "is_stream_capturable", None)
         return ask is None or bool(ask(stream))
 

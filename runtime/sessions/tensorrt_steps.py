@@ -258,7 +258,7 @@ class Steps:
             return False
         if context.can_be_recorded(self._stream):
             return True
-        log.info("the engine's work cannot be recorded as a CUDA graph: every kernel is launched by itself")
+        log.info("steps are not recorded as CUDA graphs: the engine does that itself, or cannot be recorded")
         self.records = False
         return False
 

@@ -130,8 +130,10 @@ class FakeTensorRT:
     Args:
         driver: in whose memory everything is.
         version: what it says it is.
+        compiles: whether it compiles kernels while it runs, as TensorRT-RTX does.
 
     Attributes:
+        compiled: kernels that were compiled, of all engines, and not found among those that were kept.
         asks_aliases: False for versions before 10.15, which cannot be asked.
         capturable: what contexts answer when asked whether they can be recorded; None where they cannot be asked.
         refuses: with which error no engine is loaded; empty loads them.
@@ -159,8 +161,11 @@ class FakeTensorRT:
         ON_PROFILE_CHANGE = 1
         USER_MANAGED = 2
 
-    def __init__(self, driver: FakeDriver, version: str = "10.16.1.11") -> None:
+    def __init__(self, driver: FakeDriver, version: str = "10.16.1.11", *, compiles: bool = False) -> None:
         self.__version__ = version
+        self.compiled: list[str] = []
+        if compiles:
+            self.CudaGraphStrategy = CudaGraphStrategy
         self.driver = driver
         self.asks_aliases = True
         self.capturable: bool | None = None
@@ -215,6 +220,8 @@ class Engine:
         self.device_memory_size_v2 = max(WORKSPACE[: len(self.profiles)])
         if library.asks_aliases:
             self.get_aliased_input_tensor = self.aliases.get
+        if hasattr(library, "CudaGraphStrategy"):
+            self.create_runtime_config = lambda: RuntimeConfig(library)
 
     def get_tensor_name(self, index: int) -> str:
         return [*self.inputs, *self.outputs][index]
@@ -241,10 +248,55 @@ class Engine:
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[Shape]:
         return [tuple(shape) for shape in self.profiles[profile][name]]
 
-    def create_execution_context(self, strategy: Any) -> "Context":
-        context = Context(self, strategy)
+    def create_execution_context(self, settings: Any) -> "Context":
+        context = Context(self, settings)
         self.library.contexts.append(context)
         return context
+
+
+class CudaGraphStrategy(enum.Enum):
+    """Whether contexts record runs by themselves."""
+
+    DISABLED = 0
+    WHOLE_GRAPH_CAPTURE = 1
+
+
+class RuntimeCache:
+    """``IRuntimeCache``: names of kernels."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+        self.kernels: set[str] = set()
+
+    def deserialize(self, blob: bytes) -> bool:
+        content = json.loads(blob)
+        if content["version"] != self._version:
+            return False
+        self.kernels = set(content["kernels"])
+        return True
+
+    def serialize(self) -> bytearray:
+        return bytearray(json.dumps({"version": self._version, "kernels": sorted(self.kernels)}).encode())
+
+
+class RuntimeConfig:
+    """``IRuntimeConfig`` of TensorRT-RTX."""
+
+    def __init__(self, library: FakeTensorRT) -> None:
+        self._library = library
+        self.strategy = FakeTensorRT.ExecutionContextAllocationStrategy.STATIC
+        self.cuda_graph_strategy = CudaGraphStrategy.DISABLED
+        self.cache: RuntimeCache | None = None
+
+    def create_runtime_cache(self) -> RuntimeCache:
+        return RuntimeCache(self._library.__version__)
+
+    def set_runtime_cache(self, kept: RuntimeCache) -> bool:
+        self.cache = kept
+        return True
+
+    def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
+        self.strategy = strategy
 
 
 class Context:
@@ -252,9 +304,12 @@ class Context:
 
     Attributes:
         history: shapes of the inputs of every run, recorded or not.
+        config: TensorRT-RTX's settings, if it was made with them.
     """
 
-    def __init__(self, engine: Engine, strategy: Any) -> None:
+    def __init__(self, engine: Engine, settings: Any) -> None:
+        self.config = settings if isinstance(settings, RuntimeConfig) else None
+        strategy = self.config.strategy if self.config else settings
         self._engine, self._library, self._driver = engine, engine.library, engine.library.driver
         self._user_managed = strategy is FakeTensorRT.ExecutionContextAllocationStrategy.USER_MANAGED
         self._profile: int | None = None
@@ -318,10 +373,19 @@ class Context:
         if reason:
             return self._refuse(reason)
         self._check_memory()
+        self._compile()
         self._driver.submit(stream, self._work(dict(self._shapes), dict(self._addresses), self._memory))
         self._warm = True
         self.history.append(dict(self._shapes))
         return True
+
+    def _compile(self) -> None:
+        """A kernel for these shapes, if the library compiles any and has not yet."""
+        if self.config is not None and self.config.cache is not None:
+            name = str(sorted(self._shapes.items()))
+            if name not in self.config.cache.kernels:
+                self.config.cache.kernels.add(name)
+                self._library.compiled.append(name)
 
     def _obstacle(self, stream: int) -> str:
         engine = self._engine

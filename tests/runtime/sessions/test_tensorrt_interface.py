@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from doubles.recorded import VERSIONS, surface
-from doubles.tensorrt import Context, Engine, FakeTensorRT, Runtime
+from doubles.tensorrt import Context, CudaGraphStrategy, Engine, FakeTensorRT, Runtime, RuntimeCache, RuntimeConfig
 
 from llmc.errors import BundleError, GpuError
 from llmc.runtime.engine_library import library_version, load_library
@@ -66,6 +66,10 @@ def test_tensorrt_rtx_has_it_too():
         assert [name for name in names if not hasattr(getattr(library, owner), name)] == []
     assert hasattr(library.ICudaEngine, "get_aliased_input_tensor")
     assert hasattr(library.IExecutionContext, "is_stream_capturable")
+    for owner, double in (("IRuntimeConfig", RuntimeConfig), ("IRuntimeCache", RuntimeCache)):
+        assert [name for name in methods(double) if not hasattr(getattr(library, owner), name)] == []
+    assert hasattr(library.IRuntimeConfig, "cuda_graph_strategy")
+    assert {member.name for member in CudaGraphStrategy} <= set(dir(library.CudaGraphStrategy))
     assert library.ExecutionContextAllocationStrategy.USER_MANAGED
 
 
