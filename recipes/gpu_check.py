@@ -12,9 +12,9 @@ What to install, in this order, on Linux with Python 3.10 ... 3.13; steps whose 
 1. The NVIDIA driver, or JetPack. ``nvidia-smi`` (on a Jetson ``tegrastats``) must answer.
 2. Where torch is wanted for the comparison: torch with CUDA (``pip install torch``) and ``transformers``. Before
    onnxruntime-gpu, which finds the CUDA libraries that torch brings.
-3. llmc with what the targets need: ``pip install -e '.[export,tensorrt-rtx]'`` for tensorrt-rtx, ``.[export,gpu]`` for
-   cuda, ``.[export,tensorrt]`` and NVIDIA's ``tensorrt`` package (JetPack has it) for tensorrt. The extra ``gpu`` takes
-   the place of ``cpu``. The checks of numbers run the portable graph with onnxruntime, so one of both must be there.
+3. llmc in its folder: ``pip install -e '.[export,gpu,tensorrt-rtx]'`` for cuda, tensorrt-rtx and, with NVIDIA's own
+   package ``tensorrt`` (JetPack has it), tensorrt. Without torch ``build`` takes the place of ``export``, and where
+   onnxruntime-gpu has no wheel (aarch64) ``cpu`` that of ``gpu``: builds run the graph with onnxruntime in any case.
 
 No step needs a network. Where the machine has none, carry wheels along and install them with
 ``pip install --no-index --find-links FOLDER ...``. Without torch there is no export, so carry exports too; with random

@@ -17,9 +17,9 @@ SAME = 0.02
 ROWS = 4
 
 
-def lengths(native: str, other: str, emulate: bool) -> dict[str, Any]:
+def lengths(native: str, other: str) -> dict[str, Any]:
     """Logits and decode steps of two bundles that differ in the form of their engines alone."""
-    found = [answers(Path(bundle), emulate) for bundle in (native, other)]
+    found = [answers(Path(bundle)) for bundle in (native, other)]
     apart = {name: worst(found[1][name], found[0][name]) for name in ("prefill", "decode", "rows")}
     return {
         "forms": [part["form"] for part in found],
@@ -35,9 +35,9 @@ def problems(apart: dict[str, float]) -> list[str]:
     return [f"{name}: {distance:.3g} apart, at most {SAME} is expected" for name, distance in wrong.items()]
 
 
-def answers(bundle: Path, emulate: bool) -> dict[str, Any]:
+def answers(bundle: Path) -> dict[str, Any]:
     """Logits after a long prompt by both paths, of rows of different lengths, and times by bucket."""
-    with load(bundle, self_test=False, emulate=emulate, prefix_cache_bytes=0) as model:
+    with load(bundle, self_test=False, prefix_cache_bytes=0) as model:
         vocab, engine = model.manifest.geometry.vocab_size, model.manifest.engine
         ids = arbitrary(min(LONG_PROMPT, model.runner.max_context - NEW_TOKENS), vocab)
         return {

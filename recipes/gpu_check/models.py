@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 from typing import IO, Any
@@ -50,16 +51,17 @@ def make(geometry: str, output: Path) -> None:
     require("torch", "export")
     from llmc.export import export as export_checkpoint
 
-    checkpoint = RECIPES / "tiny" / "checkpoint"
-    if geometry != TINY:
-        checkpoint = output.parent / f"{geometry}-checkpoint"
+    if geometry == TINY:
+        export_checkpoint(RECIPES / "tiny" / "checkpoint", output, force=True)
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:  # near: the export has links to its weights
+        checkpoint = Path(folder) / GEOMETRIES[geometry]
         script = RECIPES / "benchmarks" / "make_model.py"
         subprocess.run([sys.executable, str(script), GEOMETRIES[geometry], str(checkpoint)], check=True)
         for path in sorted(checkpoint.glob(f"*{WEIGHTS}")):
             randomize(path)
-    export_checkpoint(checkpoint, output, force=True)
-    if geometry != TINY:
-        shutil.rmtree(checkpoint)  # the export has links to its weights
+        export_checkpoint(checkpoint, output, force=True)
 
 
 def bring(source: Path, output: Path) -> None:

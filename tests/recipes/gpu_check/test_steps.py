@@ -206,7 +206,7 @@ def test_forms_that_differ_are_a_problem(part):
 
 
 def test_two_bundles_are_compared_by_both_paths_and_in_ragged_rows(part, tiny_bundle):
-    found = part("lengths").lengths(str(tiny_bundle), str(tiny_bundle), False)
+    found = part("lengths").lengths(str(tiny_bundle), str(tiny_bundle))
     assert found["relative"] == {"prefill": 0.0, "decode": 0.0, "rows": 0.0} and found["problems"] == []
     assert [step["positions"] for step in found["steps"][0]] == [128, 512, 1024, 2048]
 
