@@ -254,7 +254,7 @@ class Engine:
         try:
             then()
         except GpuError as error:
-            if self._lost is None:
+            if self._lost is None and not error.lost:
                 raise
             log.warning("what a lost GPU held could not be freed: %s", error)
 
