@@ -247,7 +247,7 @@ def test_the_small_model_gives_each_request_what_it_gives_it_alone(
 def test_drafts_that_are_committed_unread_are_noticed(make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch):
     """The planted error: verification that believes its drafts."""
     monkeypatch.setattr("llmc.runtime.continuous.Speculator", Always)
-    monkeypatch.setattr("llmc.runtime.continuous.verify", lambda drafts, draw: [*map(draw, range(len(drafts) + 1))])
+    monkeypatch.setattr("llmc.runtime.drawing.verify", lambda drafts, draw: [*map(draw, range(len(drafts) + 1))])
     asked = [Request(SHARED, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))]
     expected = [wanted(alone, asked[0])]
     assert answers(make_engine(drafter=guessing(asked, expected)), asked) != expected
