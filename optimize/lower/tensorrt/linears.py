@@ -12,8 +12,6 @@ from llmc.optimize.quantize import static
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.rewrite import LLMC, Emitter, constant, initializer, nodes_of, replace
 
-EMBEDDING = "model.embed_tokens.weight"
-
 
 def lower_linears(graph: ir.Graph, plan: Plan) -> int:
     """llmc::Linear -> MatMul [+ Add], with QuantizeLinear and DequantizeLinear as the form of its weights asks."""
@@ -41,7 +39,7 @@ def _weight(emit: Emitter, linear: Linear, form: Form, plan: Plan) -> ir.Value:
     """The weights [K, N] in the compute type."""
     graph = emit.graph
     match form:
-        case Computed() if linear.weights[0].name == EMBEDDING:
+        case Computed() if linear.weights[0].name == weights.EMBEDDING:
             # The head of a tied model reads the embedding's own bytes.
             return emit("Transpose", initializer(graph, weights.float_rows(linear.weights[0], plan)), perm=[1, 0])
         case Computed():

@@ -11,6 +11,7 @@ from llmc.errors import BuildError
 from llmc.optimize.calibrated import grid_name
 from llmc.optimize.lower.plan import Plan
 from llmc.optimize.lower.raising import Linear
+from llmc.optimize.lower.tensorrt.words import packed_table
 from llmc.optimize.quantize.grid import Float, Grid, Quantized
 from llmc.optimize.rewrite import sizes
 from llmc.optimize.weights import in_parallel, pieces
@@ -27,6 +28,7 @@ ARRAY_TYPES: dict[str, np.dtype[np.generic]] = {
 SMALLEST_SCALE = 2.0**-20
 LARGEST_FLOAT8 = 448.0  # of e4m3
 INT4_BLOCKS = (128, 64, 32)
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def compute_type(plan: Plan) -> ir.DataType:
@@ -129,7 +131,10 @@ def integer_columns(linear: Linear, grid: Grid, plan: Plan) -> list[ir.ExternalT
     kind = np.dtype(np.int8 if grid.bits == 8 else ml_dtypes.int4)
 
     def make() -> list[Array]:
-        values, scales = with_positive_scales(plan.calibrated.quantized(linear.weights, grid), dtype)
+        found = plan.calibrated.quantized(linear.weights, grid)
+        if linear.weights[0].name == EMBEDDING:  # a tied head: choosing its integers again would take as long again
+            packed_table(linear.weights[0], grid, plan, found)
+        values, scales = with_positive_scales(found, dtype)
         return [values.T.astype(kind, order="C"), scales.T if grid.block else scales[:, 0]]
 
     name = f"{linear.tensor}.{grid_name(grid)}.{plan.compute}"

@@ -5,7 +5,7 @@ import onnx_ir as ir
 import pytest
 
 from llmc.optimize.lower.plan import Computed, WeightOnly
-from llmc.optimize.lower.tensorrt.embedding import pack_words, unpack_words
+from llmc.optimize.lower.tensorrt.words import pack_words, unpack_words
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.rewrite import Emitter

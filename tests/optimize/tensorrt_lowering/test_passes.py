@@ -320,6 +320,21 @@ def test_lower_embedding_gathers_floats_or_words(exported, form, lowering, head,
     assert {node.inputs[1].name for node in gathers} == {"input_ids"}
 
 
+@pytest.mark.parametrize("head", [WeightOnly(Grid(8)), WeightOnly(Grid(4, 128))])
+def test_the_integers_of_a_tied_head_are_chosen_once(exported, form, lowering, monkeypatch, head):
+    lowered = lowering(exported(TIED).export, form, Computed(), head).before("lower linears")
+    chosen: list[str] = []
+    quantized = lowered.plan.calibrated.quantized
+
+    def counted(tensors, grid):
+        chosen.extend(tensor.name for tensor in tensors)
+        return quantized(tensors, grid)
+
+    monkeypatch.setattr(lowered.plan.calibrated, "quantized", counted)
+    lowered.finish()
+    assert chosen == ["model.embed_tokens.weight"]
+
+
 def test_lower_embedding_leaves_another_gather(exported, form, lowering):
     lowered = lowering(exported(BIASES).export, form).before("lower embedding")
     lowered.node("model.embed_tokens").name = "something_else"
