@@ -13,7 +13,7 @@ import math
 import mmap
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -333,23 +333,37 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
     place = compiled.find(runtime, folder, manifest, names)
     if place is not None:
         try:
-            return _opened(runtime, place.files, threads, optimised=True)
+            return _opened(runtime, place.files, threads, _as_compiled)
         except BundleError as error:
             log.warning("%s; using the plain graphs, which load slower", error)
             if place.entry is not None:
                 cache.remove(place.entry)
-    # A graph that was made for another engine is run as written: fusions would compute something else than it says.
-    as_written = manifest.recipe.phases == "single"
-    return _opened(runtime, {name: folder / name for name in names}, threads, optimised=as_written)
+    plain = {name: folder / name for name in names}
+    return _opened(runtime, plain, threads, _as_written if manifest.recipe.phases == "single" else _as_usual)
 
 
-def _opened(runtime: Any, paths: dict[str, Path], threads: int, *, optimised: bool) -> dict[str, Any]:
+def _as_usual(runtime: Any, options: Any) -> None:
+    """Plain graphs are optimised while they are opened."""
+
+
+def _as_compiled(runtime: Any, options: Any) -> None:
+    """Compiled graphs are optimised already."""
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+
+
+def _as_written(runtime: Any, options: Any) -> None:
+    """Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would compute
+    something else than the graph says."""
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+
+
+def _opened(runtime: Any, paths: dict[str, Path], threads: int, prepare: Callable[[Any, Any], None]) -> dict[str, Any]:
     """Opened side by side: most of the time goes into packing weights, or into checking those that are packed."""
 
     def opened(path: Path) -> Any:
         options = compiled.session_options(runtime, threads)
-        if optimised:
-            options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        prepare(runtime, options)
         with translated(f"{path}: loading"):
             return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 

@@ -61,9 +61,9 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     paths: list[Path] = []
     original = sessions._opened
 
-    def watched(runtime: object, files: dict[str, Path], threads: int, *, optimised: bool) -> dict[str, object]:
+    def watched(runtime: object, files: dict[str, Path], *how: object) -> dict[str, object]:
         paths.extend(files.values())
-        return original(runtime, files, threads, optimised=optimised)
+        return original(runtime, files, *how)
 
     with monkeypatch.context() as patch:
         patch.setattr(sessions, "_opened", watched)
