@@ -6,10 +6,13 @@ from collections.abc import Collection, Sequence
 from llmc.errors import BuildError, GpuError, LlmcError, ResourceError
 from llmc.runtime.engine_library import Message
 
-# Said of every healthy graph: indices are int64 on purpose, and nobody asked for the removed tactic sources.
-HARMLESS = re.compile(r"Make sure input \S+ has Int64 binding|[Uu]nused tactic source|[Dd]isabling unused")
-# The parser leaves out what it does not know, and says so in passing: results would be wrong, not the build.
-DROPPED = re.compile(r"\bunused\b|\bunsupported\b|\bis (?:being )?ignored\b|\bwill be ignored\b", re.IGNORECASE)
+# Said of healthy graphs: indices are int64 on purpose, and kernels that do not fit are passed over all the time.
+HARMLESS = re.compile(r"Make sure input \S+ has Int64 binding|\btactics?\b", re.IGNORECASE)
+# The parser leaves out what it does not know, and says so in passing: results would be wrong, not the build. Flags and
+# platforms may be unsupported or ignored as well, so these words count only beside a part of a graph.
+UNUSED = re.compile(r"\bunused\b", re.IGNORECASE)
+REFUSED = re.compile(r"\bunsupported\b|\bignored\b|\bnot supported\b", re.IGNORECASE)
+PART = re.compile(r"\b(?:node|operator|layer|attribute|input|output|tensor)s?\b", re.IGNORECASE)
 # "Input Tensor cache_slots is unused or used only at compile-time": named so that shapes' inputs can be excepted.
 INPUT = re.compile(r"Input Tensor (\S+) is unused")
 NO_DRIVER = re.compile(r"cudaError 35|CUDA_SUCCESS|CUDA initialization failure")
@@ -30,7 +33,8 @@ def dropped(messages: Sequence[Message], shapes_only: Collection[str] = ()) -> l
 def _says_dropped(text: str, shapes_only: Collection[str]) -> bool:
     named = INPUT.search(text)
     expected = named is not None and named[1] in shapes_only
-    return bool(DROPPED.search(text)) and not HARMLESS.search(text) and not expected
+    left_out = UNUSED.search(text) or (REFUSED.search(text) and PART.search(text))
+    return bool(left_out) and not HARMLESS.search(text) and not expected
 
 
 def remarks(messages: Sequence[Message]) -> tuple[str, ...]:
