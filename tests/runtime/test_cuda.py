@@ -6,17 +6,20 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from doubles.cuda import ORIN, FakeDriver, RuleBrokenError, array_at
 
+from llmc.bundle import Geometry
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.runtime import cuda
 from llmc.runtime.cuda import CudaDriver, DeviceInfo, open_driver
+from llmc.runtime.sessions.device_cache import DeviceCache
 
 CUresult = enum.IntEnum(
     "CUresult",
@@ -307,6 +310,61 @@ def test_importing_the_session_imports_no_cuda():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "['llmc.runtime.cuda']"
+
+
+# ------------------------------------------------------------------------------------------------------- a real driver
+
+
+@pytest.fixture
+def gpu() -> Iterator[cuda.Driver]:
+    """A GPU, where there is one."""
+    try:
+        driver = open_driver()
+    except LlmcError as error:
+        pytest.skip(str(error))
+    yield driver
+    driver.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
+    stream, host, device = gpu.stream(), gpu.alloc_host(64), gpu.alloc(64)
+    values = array_at(host, (16,), np.int32)
+    values[:] = range(16)
+    gpu.copy(device, host, 64, stream)
+    gpu.begin_capture(stream)
+    gpu.copy_2d(host, 16, device + 32, 8, 8, 2, stream)
+    graph = gpu.end_capture(stream)
+    gpu.synchronize(stream)
+    values[:] = -1
+    gpu.launch(graph, stream)
+    gpu.synchronize(stream)
+    assert values.tolist() == [8, 9, -1, -1, 10, 11, *[-1] * 10]
+    gpu.fill(device, 64, stream)
+    gpu.copy(host, device, 64, stream)
+    gpu.synchronize(stream)
+    assert not values.any()
+    gpu.destroy_graph(graph)
+    gpu.free(device)
+    gpu.free_host(host)
+    gpu.destroy_stream(stream)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_gpu_keeps_a_cache(gpu: cuda.Driver, buffers: int):
+    stream = gpu.stream()
+    cache = DeviceCache(gpu, Geometry("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0)), 2, stream, buffers)
+    cache.resize(2, 32)
+    values = np.random.default_rng(0).random((4, 2, 20, 16)).astype(np.float16)
+    cache.write(1, 5, values)
+    cache.copy(1, 0, 7, 20)
+    cache.resize(3, 64)
+    assert np.array_equal(cache.read(1, 5, 25), values)
+    assert np.array_equal(cache.read(0, 7, 20), values[:, :, 2:15])
+    assert not cache.read(2, 0, 64).any()
+    cache.close()
+    gpu.destroy_stream(stream)
 
 
 # ----------------------------------------------------------------------------------------------------------- the double
