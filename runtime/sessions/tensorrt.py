@@ -191,6 +191,11 @@ class TensorRTSession:
         return library_version(self._library)
 
     @property
+    def processor(self) -> str:
+        """The GPU's name, its compute capability and its driver's CUDA version."""
+        return describe_device(self._driver.device)
+
+    @property
     def rows(self) -> int:
         """Rows that the cache holds now."""
         return self._cache.rows

@@ -46,6 +46,7 @@ class FakeDriver:
 
     Attributes:
         calls: how often each function was called.
+        lost: whether the context is gone.
         copied: bytes of all copies that were done, by ``host`` or ``device`` of target and source.
     """
 
@@ -57,7 +58,7 @@ class FakeDriver:
         self.copied: Counter[tuple[str, str]] = Counter()
         self.blocks: dict[int, Block] = {}
         self.closed = False
-        self._lost = False
+        self.lost = False
         self._count = 0
         self._allocations = 0
         self._streams: dict[int, list[Work]] = {}
@@ -89,8 +90,8 @@ class FakeDriver:
         self.calls[name] += 1
         if self.closed:
             raise RuleBrokenError(f"{name} after close")
-        self._lost |= self._count == self.lose
-        if self._lost:
+        self.lost |= self._count == self.lose
+        if self.lost:
             raise GpuError(f"the GPU's context was lost while calling {name}", lost=True)
 
     def kill(self) -> None:

@@ -173,7 +173,7 @@ def test_a_lost_context_is_reported_as_such(cache: DeviceCache, driver: FakeDriv
     with pytest.raises(GpuError) as caught:
         cache.read(0, 0, 4)
     assert caught.value.lost
-    driver._lost, driver.lose = False, 0  # so that the fixture can look for leaks
+    driver.lost, driver.lose = False, 0  # so that the fixture can look for leaks
 
 
 @pytest.mark.parametrize(("row", "start", "end"), [(3, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 2, 1), (0, 0, 33)])
