@@ -19,7 +19,7 @@ from llmc.optimize.tensorrt import timing_cache
 from llmc.optimize.tensorrt.abilities import LENGTHS, Abilities, abilities
 from llmc.optimize.tensorrt.inspector import Engine, inspect_engine, write_inspector
 from llmc.optimize.tensorrt.messages import dropped, failure, remarks
-from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
+from llmc.optimize.tensorrt.monitor import STEP, MemoryWatch, Monitor, Writer
 from llmc.optimize.tensorrt.network import ATTENDED, Network, profile_shapes, read_graph
 from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, EngineReport, Options, Ranges
 from llmc.runtime.engine_library import Message, library_version, logger, make_builder
@@ -104,14 +104,17 @@ def build_graph(
     network = Network(library, builder, graph, model)
     prepare(network)
     work = _Work(library, can, builder, network, output, profiles, options, shapes_only)
-    messages = _build(work, progress)
+    memory = MemoryWatch()
+    messages = _build(work, memory, progress)
     engine = inspect_engine(library, output) if can.inspector else None
     if inspector is not None:
         write_inspector(inspector, library, network, profiles, engine)
-    return _report(work, messages, engine, time.perf_counter() - start)
+    return _report(work, messages, engine, memory.peak, time.perf_counter() - start)
 
 
-def _report(work: _Work, messages: Sequence[Message], engine: Engine | None, seconds: float) -> EngineReport:
+def _report(
+    work: _Work, messages: Sequence[Message], engine: Engine | None, host_memory: int | None, seconds: float
+) -> EngineReport:
     return EngineReport(
         output=work.output,
         size=work.output.stat().st_size,
@@ -119,6 +122,7 @@ def _report(work: _Work, messages: Sequence[Message], engine: Engine | None, sec
         version=library_version(work.library),
         layers=work.network.summary(),
         aliases=work.network.aliases(),
+        host_memory=host_memory,
         device_memory=engine.device_memory if engine else None,
         warnings=remarks(messages),
     )
@@ -137,7 +141,7 @@ def _check(library: Any, can: Abilities, options: Options) -> None:
             raise UsageError(f"{library.__name__} {library_version(library)} builds no engine that is {name}")
 
 
-def _build(work: _Work, progress: Progress) -> list[Message]:
+def _build(work: _Work, memory: MemoryWatch, progress: Progress) -> list[Message]:
     """Build and write the engine; a failed build leaves no file."""
     monitor = Monitor(progress)
     progress(STEP, 0.0)
@@ -145,7 +149,7 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
     native = logger(work.library)
     staged = work.output.with_name(f".{work.output.name}.part")
     try:
-        with native.collected() as messages:
+        with native.collected() as messages, memory:
             built = monitor.watch(partial(_serialize, work, config, staged))
         lost = dropped(messages, work.shapes_only)
         if not built or any(message.severity == "INTERNAL_ERROR" for message in messages):
@@ -188,6 +192,7 @@ def _config(work: _Work, monitor: Monitor) -> Any:
     config = work.builder.create_builder_config()
     for flag in _flags(options, can):
         config.set_flag(getattr(library.BuilderFlag, flag))
+    config.clear_flag(library.BuilderFlag.TF32)  # on by default; who asks for float32 does not want 10 bits of it
     if options.workspace is not None:
         config.set_memory_pool_limit(library.MemoryPoolType.WORKSPACE, options.workspace)
     if options.optimization_level is not None:

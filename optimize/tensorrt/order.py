@@ -126,6 +126,8 @@ class EngineReport:
         aliases: outputs that are an input updated in place, as output -> input.
         device_memory: bytes of device memory for activations; None where no GPU could load the engine.
         warnings: what the library warned of, without what is known to be harmless.
+        host_memory: bytes that this process held at most while it built, without what is mapped from files (as the
+            weights); None where the system does not tell.
     """
 
     output: Path
@@ -136,3 +138,4 @@ class EngineReport:
     aliases: dict[str, str]
     device_memory: int | None
     warnings: tuple[str, ...]
+    host_memory: int | None = None

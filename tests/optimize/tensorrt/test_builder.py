@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 
 from llmc.errors import BuildError, GpuError, ResourceError, UsageError
 from llmc.optimize.tensorrt.builder import build_engine
-from llmc.optimize.tensorrt.monitor import Monitor
+from llmc.optimize.tensorrt.monitor import INTERVAL, MemoryWatch, Monitor, anonymous_bytes
 from llmc.optimize.tensorrt.order import EngineOrder, Layer, Options
 from llmc.plans import Profile
 
+# Bytes, far above what the interpreter takes and gives back meanwhile.
+HELD = 50_000_000
 CACHES = ("past_key_values.0.key", "past_key_values.0.value")
 
 
@@ -40,6 +43,8 @@ def test_an_engine_is_built_from_mapped_weights(rtx: Any, decoder: Path, order: 
     assert attention(report.layers) == ["n.mixed_AttentionInput"]
     assert report.warnings == ()
     assert report.seconds > 0
+    assert report.host_memory is not None
+    assert report.host_memory > report.size
     assert report.version == rtx.__version__
 
 
@@ -230,6 +235,27 @@ def test_a_monitor_counts_phases_within_phases():
     monitor.stop()
     assert not monitor.step_complete("build", 1)
     assert told == [0.125, 0.25, 0.375, 0.5, 1.0]
+
+
+def test_memory_is_watched_until_the_block_ends():
+    with (watch := MemoryWatch()):
+        before = anonymous_bytes()
+        block = bytearray(HELD)
+        block[:] = b"x" * HELD
+        time.sleep(4 * INTERVAL)
+        del block
+    assert before is not None
+    assert watch.peak is not None
+    assert watch.peak - before > HELD / 2
+    assert [thread for thread in threading.enumerate() if thread.name == "memory-watch"] == []
+
+
+def test_memory_is_unknown_where_the_system_does_not_tell(tmp_path: Path):
+    assert anonymous_bytes(tmp_path / "missing") is None
+    (tmp_path / "status").write_text("VmRSS: 12 kB\n")
+    assert anonymous_bytes(tmp_path / "status") is None
+    (tmp_path / "status").write_text("VmRSS: 12 kB\nRssAnon:\t 3 kB\n")
+    assert anonymous_bytes(tmp_path / "status") == 3072
 
 
 # -------------------------------------------------------------------------------------------------------- orders

@@ -95,6 +95,13 @@ def test_the_network_is_strongly_typed(version: str, basic: Path, primitive: Eng
     assert library.arguments("Builder", "create_network") == [(strongly_typed,)]
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_float32_is_not_rounded_to_tf32(version: str, basic: Path, primitive: EngineOrder):
+    library = RecordedLibrary(version)
+    build_engine(library, basic, primitive)
+    assert library.arguments("IBuilderConfig", "clear_flag") == [(library.BuilderFlag.TF32,)]
+
+
 def test_decode_is_the_first_profile_and_prefill_the_second(decoder: Path, order: EngineOrder):
     library = RecordedLibrary("11.4")
     build_engine(library, decoder, order)
