@@ -1,0 +1,478 @@
+"""Bundles for GPUs, built where there is none: whole, judged on the CPU, published only when they keep what was asked.
+
+TensorRT-RTX builds real engines without a GPU. TensorRT does not: its recorded interfaces stand in for it. Engines are
+deferred where the test is about the graph.
+"""
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from doubles.machines import H200, NO_GPU, ORIN
+from doubles.recorded import PLAN, RecordedLibrary
+
+from llmc.bundle import Budget, EnginePlan, Manifest, read_bundle, verify_files
+from llmc.errors import BuildError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
+from llmc.export.streaming import StreamedDecoder
+from llmc.optimize.build import BuildReport, build
+from llmc.optimize.calibration import CalibrationRequest
+from llmc.optimize.device_plan import device_plan
+from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.recipe import Request
+from llmc.runtime import cache, load
+from llmc.runtime.probe import Probe
+from llmc.runtime.selftest import verify
+
+UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
+SMALL = {"max_context": 64, "max_batch": 2}
+DEFERRED = EngineRequest(deferred=True)
+# Random weights of 80 inputs: int4 wants whole blocks.
+INT4 = Request(precision="int4", head="int8", layers={"*.mlp.down_proj": "int8"})
+# Mean KL of a decoder of random weights, several times what was measured: 1e-5, 0 (the checkpoint is in bfloat16),
+# 0, 0.005, 0.4 and 0.04. A lost bias alone gives more than 1.
+LARGEST_KL = {"fp16": 1e-4, "bf16": 1e-6, "fp32": 1e-6, "int8": 0.02, "int4": 0.9, "fp8": 0.15}
+COMPUTES = {"bf16": "bfloat16", "fp32": "float32"}
+NO_DRIVER = "no NVIDIA driver is here; install it"
+
+
+def no_driver(*_: object, **__: object) -> None:
+    raise GpuError(NO_DRIVER)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu() -> Iterator[None]:
+    """Whatever machine this is, it has no GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmc.runtime.sessions.tensorrt.open_driver", no_driver)
+        patch.setattr("llmc.runtime.sessions.cuda.open_driver", no_driver)
+        patch.setattr("llmc.optimize.engine.probe", lambda: NO_GPU)
+        yield
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]:
+    """Make this a machine with a version of TensorRT, and a GPU or none."""
+
+    def become(version: str, probe: Probe = NO_GPU, **options: Any) -> RecordedLibrary:
+        library = RecordedLibrary(version, **options)
+        monkeypatch.setattr("llmc.optimize.engine.load_library", lambda engine: library)
+        monkeypatch.setattr("llmc.optimize.engine.probe", lambda: probe)
+        return library
+
+    return become
+
+
+@pytest.fixture(scope="module")
+def engine_bundle(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> BuildReport:
+    """A bundle with a real engine of TensorRT-RTX."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
+    output = tmp_path_factory.mktemp("rtx") / "bundle"
+    return build(exported(TIED).export, output, target="tensorrt-rtx", precision="fp16", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def reads_text(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random export with a tokenizer that makes tokens of text: a character each."""
+    folder = Path(shutil.copytree(exported(UNTIED).export, tmp_path_factory.mktemp("text") / "export"))
+    vocab = {chr(ord(" ") + i): i for i in range(95)}
+    (folder / "tokenizer.json").unlink()
+    tokenizer = {"version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def engine_of(manifest: Manifest) -> EnginePlan:
+    assert manifest.engine is not None
+    return manifest.engine
+
+
+def whole(report: BuildReport) -> bool:
+    """What the manifest lists is there as it is listed, and nothing beside it."""
+    manifest = read_bundle(report.output)
+    assert manifest == report.manifest
+    assert list(verify_files(report.output, manifest)) == list(manifest.files)
+    assert [path.name for path in report.output.parent.iterdir()] == [report.output.name]
+    return {path.name for path in report.output.iterdir()} == {*manifest.files, "llmc.json"}
+
+
+# -------------------------------------------------------------------------------------------------- what is published
+
+
+def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle: BuildReport):
+    manifest, plan = engine_bundle.manifest, engine_of(engine_bundle.manifest)
+    assert whole(engine_bundle)
+    assert {"engine.plan", "select.plan", "engine.json", "decoder.onnx", "weights.bin"} <= manifest.files.keys()
+    assert (manifest.target.name, manifest.target.engine) == ("tensorrt-rtx", "tensorrt-rtx")
+    assert manifest.target.engine_version == sys.modules["tensorrt_rtx"].__version__
+    assert (plan.form, plan.capacity, plan.buckets, plan.candidates) == ("native", 64, (64,), 64)
+    assert (plan.verified, plan.compute_capabilities) == ("cpu", ())
+    assert (manifest.recipe.compute, manifest.cache, manifest.golden_tolerance) == ("float16", "float16", 0.5)
+    assert manifest.device == device_plan(manifest.geometry, manifest.limits, manifest.recipe)
+    assert (manifest.memory.weights, manifest.memory.cache_per_token, manifest.compiled) == (0, 0, None)
+    assert manifest.graphs["prefill"] == manifest.graphs["decode"]
+    assert len(manifest.golden) == 4
+
+
+def test_the_engines_summary_is_in_the_bundle(engine_bundle: BuildReport):
+    found = json.loads((engine_bundle.output / "engine.json").read_text())
+    assert found["aliases"]["present.1.value"] == "past_key_values.1.value"
+    assert found["profiles"][0]["batch"] == [1, 1, 2]
+    assert found["profiles"][1]["sequence"] == [1, 64, 64]
+
+
+def test_it_verifies_on_the_cpu_token_by_token(engine_bundle: BuildReport):
+    report = verify(engine_bundle.output, emulate=True)
+    assert (report.prompts, report.tokens, report.equal_tokens) == (4, 64, 64)
+    assert report.largest_difference < 1e-5
+
+
+def test_it_does_not_run_here_without_emulation(engine_bundle: BuildReport):
+    with pytest.raises(GpuError, match=NO_DRIVER):
+        verify(engine_bundle.output)
+
+
+def test_a_changed_weight_is_noticed_by_emulation(engine_bundle: BuildReport, tmp_path: Path):
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    for path in engine_bundle.output.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    weights = bytearray((folder / "weights.bin").read_bytes())
+    weights[len(weights) // 2 : len(weights) // 2 + 4096] = bytes(4096)
+    (folder / "weights.bin").write_bytes(weights)
+    with load(folder, self_test=False, emulate=True) as model, pytest.raises(LlmcError, match="differ"):
+        from llmc.runtime.selftest import replay
+
+        replay(model)
+
+
+# ---------------------------------------------------------------------------------------------------------- precisions
+
+
+def request(precision: str) -> Request:
+    return INT4 if precision == "int4" else Request(precision=precision)
+
+
+def check_quality(manifest: Manifest, precision: str) -> None:
+    assert manifest.recipe.compute == COMPUTES.get(precision, "float16")
+    assert manifest.quality is not None
+    for path in manifest.quality.phases.values():
+        assert path.mean_kl is not None
+        assert 0 <= path.mean_kl <= LARGEST_KL[precision]
+
+
+@pytest.mark.parametrize("form", ["native", "primitives"])
+@pytest.mark.parametrize("precision", LARGEST_KL)
+def test_every_precision_is_judged_on_the_cpu(
+    exported: Callable[[str], Any], tmp_path: Path, precision: str, form: str
+):
+    engine = EngineRequest(deferred=True, form=form)
+    output, recipe = tmp_path / "out" / "bundle", request(precision)
+    report = build(exported(TIED).export, output, target="tensorrt", recipe=recipe, engine=engine, **SMALL)
+    assert whole(report)
+    check_quality(report.manifest, precision)
+    plan = engine_of(report.manifest)
+    assert (plan.file, plan.select, plan.form, plan.verified) == ("", "", form, "cpu")
+    assert report.manifest.target.engine_version == "none"
+    if precision != "bf16":
+        assert verify(output, emulate=True).equal_tokens == 64
+    opset = {
+        entry.domain: entry.version
+        for entry in onnx.load(output / "decoder.onnx", load_external_data=False).opset_import
+    }
+    assert opset == {"": 21 if form == "primitives" else 24}, "no operator but the standard's"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "int8", "int4", "fp8"])
+def test_every_precision_becomes_an_engine(exported: Callable[[str], Any], tmp_path: Path, precision: str):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
+    output = tmp_path / "out" / "bundle"
+    report = build(exported(UNTIED).export, output, target="tensorrt-rtx", recipe=request(precision), **SMALL)
+    assert whole(report)
+    check_quality(report.manifest, precision)
+    assert (output / "engine.plan").stat().st_size > 100_000
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8", "int4", "fp32"])
+def test_graphs_for_cuda_are_judged_on_the_cpu(exported: Callable[[str], Any], tmp_path: Path, precision: str):
+    output = tmp_path / "out" / "bundle"
+    recipe = Request(precision=precision)
+    report = build(exported(TIED).export, output, target="cuda", recipe=recipe, **SMALL)
+    assert whole(report)
+    check_quality(report.manifest, precision)
+    assert (report.manifest.engine, report.manifest.compiled) == (None, None)
+    assert report.manifest.device is not None
+    assert verify(output, emulate=True).equal_tokens == 64
+
+
+def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(
+    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen = []
+
+    def spy(folder: Path, **options: Any) -> Any:
+        model = load(folder, **options)
+        seen.append((folder.name, folder.parent.name, model.manifest.recipe.compute, model.manifest.cache))
+        return model
+
+    monkeypatch.setattr("llmc.optimize.build.load", spy)
+    output = tmp_path / "out" / "bundle"
+    recipe = Request(precision="int8", compute="bfloat16")
+    report = build(exported(TIED).export, output, target="tensorrt", recipe=recipe, engine=DEFERRED, **SMALL)
+    [(name, parent, compute, cached)] = seen
+    assert name.startswith(".float32.")
+    assert parent.endswith(".staging")
+    assert (compute, cached) == ("float32", "float32")
+    assert whole(report), "neither in the folder nor in the manifest"
+    assert (report.manifest.recipe.compute, report.manifest.cache) == ("bfloat16", "bfloat16")
+    assert len(report.manifest.golden) == 4
+    with pytest.raises(GpuError, match="a bundle in bfloat16 cannot be run on a CPU"):
+        verify(output, emulate=True)
+
+
+def test_overrides_and_the_head_keep_their_own_precision(exported: Callable[[str], Any], tmp_path: Path):
+    report = build(
+        exported(UNTIED).export, tmp_path / "bundle", target="tensorrt", recipe=INT4, engine=DEFERRED, **SMALL
+    )
+    graph = onnx.load(report.output / "decoder.onnx", load_external_data=False).graph
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    stored = {node.name: types[node.input[0]] for node in graph.node if node.op_type == "DequantizeLinear"}
+    wide = {name for name in stored if "down_proj" in name or "lm_head" in name}
+    assert len(wide) == 3
+    assert {stored[name] for name in wide} == {onnx.TensorProto.INT8}
+    assert {stored[name] for name in stored.keys() - wide} == {onnx.TensorProto.INT4}
+    assert len([name for name in stored if "o_proj" in name]) == 2
+
+
+def test_a_pattern_that_matches_nothing_is_refused(exported: Callable[[str], Any], untouched: Path):
+    recipe = Request(precision="int4", layers={"*.mlp.up": "int8"})
+    with pytest.raises(UsageError, match=r"layers: '\*.mlp.up' matches no linear of this model"):
+        build(exported(UNTIED).export, untouched, target="tensorrt", recipe=recipe, engine=DEFERRED, force=True)
+
+
+def test_static_activations_are_calibrated(reads_text: Path, tmp_path: Path):
+    recipe = Request(precision="int8", activations="static", smoothing=0.5)
+    asked = CalibrationRequest(StreamedDecoder, samples=2, length=32)
+    report = build(
+        reads_text, tmp_path / "bundle", target="tensorrt", recipe=recipe, calibration=asked, engine=DEFERRED, **SMALL
+    )
+    assert report.manifest.recipe.calibration is not None
+    assert report.manifest.recipe.calibration.default
+    assert report.manifest.recipe.activations == "static"
+    graph = onnx.load(report.output / "decoder.onnx", load_external_data=False).graph
+    rounded = [node for node in graph.node if node.op_type == "QuantizeLinear"]
+    assert len(rounded) >= 4 * report.manifest.geometry.layers, "one for each activation that linears read"
+    known = {tensor.name for tensor in graph.initializer}
+    assert all(node.input[1] in known for node in rounded), "TensorRT takes no scale that is computed"
+    assert verify(report.output, emulate=True).equal_tokens == 64
+
+
+def test_static_activations_without_a_decoder_are_refused(exported: Callable[[str], Any], untouched: Path):
+    recipe = Request(precision="int8", activations="static")
+    with pytest.raises(UsageError, match="activations = 'static'"):
+        build(exported(UNTIED).export, untouched, target="tensorrt", recipe=recipe, engine=DEFERRED, force=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- budget
+
+
+@pytest.mark.parametrize(("target", "engine"), [("tensorrt-rtx", DEFERRED), ("cuda", None)])
+def test_a_broken_budget_publishes_nothing_and_names_overrides(
+    reads_text: Path, tmp_path: Path, target: str, engine: EngineRequest | None
+):
+    with pytest.raises(BuildError) as refused:
+        build(
+            reads_text,
+            tmp_path / "out" / "bundle",
+            target=target,
+            recipe=INT4,
+            budget=Budget(max_kl=0.1),
+            engine=engine,
+            **SMALL,
+        )
+    said = str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+    assert "at most 0.1 is allowed" in said
+    assert "The cheapest overrides in the recipe's [layers]" in said
+    assert '= "int8" (+' in said
+
+
+@pytest.mark.parametrize(("target", "engine"), [("tensorrt-rtx", DEFERRED), ("cuda", None)])
+def test_a_budget_that_is_kept_is_published_with_what_was_measured(
+    reads_text: Path, tmp_path: Path, target: str, engine: EngineRequest | None
+):
+    output = tmp_path / "out" / "bundle"
+    report = build(
+        reads_text, output, target=target, precision="fp16", budget=Budget(max_kl=0.01), engine=engine, **SMALL
+    )
+    assert whole(report)
+    assert report.manifest.recipe.budget == Budget(max_kl=0.01)
+    assert report.manifest.quality is not None
+    assert report.manifest.quality.positions > 300, "on a text, not on golden prompts"
+
+
+# ------------------------------------------------------------------------------------------------- TensorRT's versions
+
+
+@pytest.mark.parametrize(
+    ("version", "probe", "form"),
+    [("10.3", ORIN, "primitives"), ("10.16", H200, "native"), ("11.4", H200, "native"), ("11.4", H200, "primitives")],
+)
+def test_a_version_of_tensorrt_makes_the_form_that_it_knows_for_the_gpu_at_hand(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    version: str,
+    probe: Probe,
+    form: str,
+):
+    installed(version, probe)
+    output = tmp_path / "out" / "bundle"
+    engine = EngineRequest(form=form)
+    report = build(exported(TIED).export, output, target="tensorrt", precision="fp16", engine=engine, **SMALL)
+    assert whole(report)
+    plan, manifest = engine_of(report.manifest), report.manifest
+    assert (plan.form, plan.capacity) == (form, 64 if form == "native" else 0)
+    assert plan.compute_capabilities == (probe.driver.devices[0].compute_capability,)
+    assert manifest.target.engine_version.startswith(version)
+    assert (output / "engine.plan").read_bytes() == (output / "select.plan").read_bytes() == PLAN
+    assert manifest.device == device_plan(manifest.geometry, manifest.limits, manifest.recipe, form)
+    assert list((cache.cache_root() / "timing").glob(f"tensorrt-{version}*/timing.cache"))
+
+
+def test_stripped_and_other_options_reach_the_builder_and_the_manifest(
+    exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]
+):
+    library = installed("11.4", H200)
+    engine = EngineRequest(stripped=True, version_compatible=True, hardware_compatibility="ampere")
+    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", engine=engine, **SMALL)
+    plan = engine_of(report.manifest)
+    assert (plan.stripped, plan.version_compatible, plan.hardware_compatibility) == (True, True, "ampere")
+    flags = [arguments[0].name for arguments in library.arguments("IBuilderConfig", "set_flag")]
+    assert "STRIP_PLAN" in flags
+    assert flags.count("VERSION_COMPATIBLE") == 2, "of the engine, and of the one that selects candidates"
+    assert flags.count("STRIP_PLAN") == 1
+
+
+def test_what_a_recipe_says_of_the_engine_holds_unless_the_caller_says_otherwise(
+    exported: Callable[[str], Any], tmp_path: Path
+):
+    (tmp_path / "mine.toml").write_text('[engine]\nform = "primitives"\nstripped = true\ndeferred = true\n')
+    report = build(
+        exported(TIED).export,
+        tmp_path / "bundle",
+        target="tensorrt",
+        recipe=tmp_path / "mine.toml",
+        engine=EngineRequest(form="native"),
+        **SMALL,
+    )
+    plan = engine_of(report.manifest)
+    assert (plan.form, plan.stripped, plan.file) == ("native", True, "")
+
+
+def test_on_its_gpu_a_bundle_is_verified_by_running_it(
+    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The CPU stands in for the GPU: what is tested is whose word counts."""
+    monkeypatch.setattr("llmc.optimize.build.load", lambda folder, **_: load(folder, self_test=False, emulate=True))
+    report = build(
+        exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", engine=DEFERRED, **SMALL
+    )
+    assert engine_of(report.manifest).verified == "device"
+    known = dataclasses.asdict(report.manifest.graphs["decode"].invariance)
+    assert any(known.values()), "which calls compute the same bits is measured where it will run"
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def test_a_builder_that_fails_publishes_nothing(
+    exported: Callable[[str], Any], untouched: Path, installed: Callable[..., RecordedLibrary]
+):
+    installed("11.4", H200, builds=False, log=(("ERROR", "no kernel for softmax"),))
+    with pytest.raises(BuildError, match="no kernel for softmax"):
+        build(exported(TIED).export, untouched, target="tensorrt", force=True, **SMALL)
+
+
+def test_a_builder_that_drops_an_input_publishes_nothing(
+    exported: Callable[[str], Any], untouched: Path, installed: Callable[..., RecordedLibrary]
+):
+    installed("11.4", H200, drops=(("Attention", 3),))
+    with pytest.raises(BuildError, match="left out part of the graph"):
+        build(exported(TIED).export, untouched, target="tensorrt", force=True, **SMALL)
+
+
+def test_a_library_that_is_missing_is_said_before_any_work(
+    exported: Callable[[str], Any], untouched: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    steps: list[str] = []
+    with pytest.raises(MissingExtraError, match="tensorrt is not installed"):
+        build(
+            exported(TIED).export,
+            untouched,
+            target="tensorrt",
+            force=True,
+            progress=lambda step, _=None: steps.append(step),
+        )
+    assert steps == []
+
+
+@pytest.mark.parametrize("step", ["reading the graph", "building the engine", "hashing", "running the golden"])
+def test_ctrl_c_at_any_step_publishes_nothing(
+    exported: Callable[[str], Any], untouched: Path, installed: Callable[..., RecordedLibrary], step: str
+):
+    installed("11.4", H200)
+
+    def interrupt(name: str, fraction: float | None = None) -> None:
+        if name.startswith(step):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(exported(TIED).export, untouched, target="tensorrt", force=True, progress=interrupt, **SMALL)
+
+
+def test_a_bundle_too_large_for_the_cpu_is_published_unjudged_with_a_warning(
+    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(folder: Path, *, emulate: bool = False, **_: Any) -> Any:
+        raise ResourceError("too large") if emulate else GpuError(NO_DRIVER)
+
+    monkeypatch.setattr("llmc.optimize.build.load", full)
+    output = tmp_path / "out" / "bundle"
+    order = {"target": "tensorrt", "precision": "fp16", "engine": DEFERRED, **SMALL}
+    report = build(exported(TIED).export, output, **order)
+    assert whole(report)
+    assert (report.manifest.golden, report.manifest.quality, engine_of(report.manifest).verified) == ((), None, "no")
+    assert "published without golden prompts: verify it on its GPU" in caplog.text
+    with pytest.raises(ResourceError, match="too large"):
+        build(exported(TIED).export, tmp_path / "judged", judged=True, **order)
+    assert not (tmp_path / "judged").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "order", "message"),
+    [
+        ("cuda", {"engine": EngineRequest(form="native")}, "engine: is for TensorRT, the target is cuda"),
+        ("cpu", {"engine": DEFERRED}, "engine: is for TensorRT, the target is cpu"),
+        ("cuda", {"precision": "bf16"}, "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
+        ("cpu", {"precision": "fp8"}, "precision is 'fp8', expected one of fp32, fp16, int8, int4"),
+        ("tensorrt", {"recipe": Request(phases="split")}, "phases is 'split', expected one of single"),
+        ("tensorrt", {"recipe": Request(cache="int8")}, "cache is 'int8', expected one of float16"),
+        ("tensorrt", {"recipe": Request(precision="fp16", compute="float32")}, "but fp16 computes in float16"),
+        ("tensorrt", {"recipe": Request(symmetric=False)}, "tensorrt has no zero points"),
+        ("jetson", {}, "target 'jetson' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
+    ],
+)
+def test_contradictions_are_refused(
+    exported: Callable[[str], Any], untouched: Path, target: str, order: dict[str, Any], message: str
+):
+    with pytest.raises(UsageError) as refused:
+        build(exported(TIED).export, untouched, target=target, force=True, **order)
+    assert message in str(refused.value)
