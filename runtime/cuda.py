@@ -51,6 +51,9 @@ class DeviceInfo:
     integrated: bool
     driver_version: str
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.compute_capability}), driver for CUDA {self.driver_version}"
+
 
 class Driver(Protocol):
     """One GPU. Addresses, streams and graphs are integers; sizes are bytes. Any thread may call it."""

@@ -15,7 +15,6 @@ from llmc.bundle import GoldenPrompt, read_bundle, verify_files
 from llmc.errors import BundleError
 from llmc.runtime import cache
 from llmc.runtime.compiled import cached_entry, environment
-from llmc.runtime.machine import cpu_model
 from llmc.runtime.model import Model, load
 
 log = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ def _key(model: Model) -> str:
     folders = [model.folder, cached_entry(model.engine_version, model.manifest)]
     files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
     found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    parts = [asdict(model.manifest), environment(model.engine_version), cpu_model(), found]
+    parts = [asdict(model.manifest), environment(model.engine_version), model.runner.session.processor, found]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

@@ -46,6 +46,10 @@ class Session(Protocol):
         """Version of the engine library in use."""
 
     @property
+    def processor(self) -> str:
+        """What computes, by name: results hold for it and not for another."""
+
+    @property
     def substitutes(self) -> bool:
         """Whether a phase runs on the other phase's graph, because this machine cannot run its own."""
 

@@ -200,6 +200,11 @@ class CudaSession:
         return str(self._runtime.__version__)
 
     @property
+    def processor(self) -> str:
+        """The GPU's name, its compute capability and its driver's CUDA version."""
+        return str(self._driver.device)
+
+    @property
     def rows(self) -> int:
         """Rows that the cache holds now."""
         return self._cache.rows

@@ -26,7 +26,7 @@ from llmc.bundle import Manifest
 from llmc.errors import BundleError, GpuError, LlmcError, RequestError, ResourceError, UsageError, require
 from llmc.runtime import cache, compiled
 from llmc.runtime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
-from llmc.runtime.machine import cpu_features
+from llmc.runtime.machine import cpu_features, cpu_model
 from llmc.runtime.sessions.base import Batch, Phase
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,11 @@ class OnnxRuntimeSession:
     def engine_version(self) -> str:
         """Version of the installed onnxruntime."""
         return str(self._runtime.__version__)
+
+    @property
+    def processor(self) -> str:
+        """The CPU's name."""
+        return cpu_model()
 
     @property
     def rows(self) -> int:

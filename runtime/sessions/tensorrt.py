@@ -193,7 +193,7 @@ class TensorRTSession:
     @property
     def processor(self) -> str:
         """The GPU's name, its compute capability and its driver's CUDA version."""
-        return describe_device(self._driver.device)
+        return str(self._driver.device)
 
     @property
     def rows(self) -> int:

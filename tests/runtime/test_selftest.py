@@ -14,6 +14,7 @@ from llmc.errors import BundleError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load, selftest
 from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay, verify
+from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
 
 BEYOND = 1.2 * LOGIT_TOLERANCE
 WITHIN = 0.8 * LOGIT_TOLERANCE
@@ -248,7 +249,7 @@ def test_another_bundle_engine_or_processor_is_tested_anew(
     loaded(copied_bundle)
     write_manifest(replace(read_bundle(copied_bundle), golden_tolerance=0.3), copied_bundle)
     loaded(copied_bundle)
-    monkeypatch.setattr(selftest, "cpu_model", lambda: "another")
+    monkeypatch.setattr(OnnxRuntimeSession, "processor", "another")
     loaded(copied_bundle)
     monkeypatch.setattr(selftest, "environment", lambda version: "another")
     loaded(copied_bundle)
