@@ -55,6 +55,7 @@ from llmc.optimize.weights import WeightFile
 from llmc.publish import file_entries, staged
 from llmc.runtime import Model, cache, load
 from llmc.runtime.compiled import compile_bundle
+from llmc.runtime.doctor import fits_gpu
 from llmc.runtime.memory import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES
 from llmc.runtime.sessions.onnxruntime import import_onnxruntime
@@ -382,14 +383,21 @@ def _opened(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated
     """What was built, loaded on the device that it is for, or else its graph on the CPU; and which of them."""
     if not order.target.has_gpu:
         return load(folder, self_test=False), "device"
-    try:
-        return load(folder, self_test=False), "device"
-    except (GpuError, MissingExtraError) as error:
-        log.info("%s; judging the graph on the CPU instead", error)
+    if manifest.engine is None or runs_here(order.engine, manifest.engine):
+        try:
+            return load(folder, self_test=False), "device"
+        except (GpuError, MissingExtraError) as error:
+            log.info("%s; judging the graph on the CPU instead", error)
     if order.recipe.compute != "bfloat16":
         return load(folder, self_test=False, emulate=True), "cpu"
     with TemporaryDirectory(prefix=".float32.", dir=folder) as work:  # mapped files outlive their names
         return load(_in_float32(order, Path(work), manifest, weights), self_test=False, emulate=True), "cpu"
+
+
+def runs_here(spec: "EngineSpec | None", plan: EnginePlan) -> bool:
+    """Whether there is an engine, and a GPU that it has code for."""
+    gpu = spec.gpu if spec is not None else None
+    return gpu is not None and fits_gpu(plan, gpu.compute_capability)
 
 
 def _in_float32(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Path:

@@ -3,7 +3,6 @@
 The engine's library is found once and handed on, so every version of TensorRT and TensorRT-RTX takes one path.
 """
 
-import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +18,8 @@ from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, Op
 from llmc.optimize.tensorrt.select import build_select
 from llmc.runtime import cache
 from llmc.runtime.engine_library import library_version, load_library
-from llmc.runtime.probe import Device, probe
+from llmc.runtime.probe import Device, probe_driver
+from llmc.runtime.sessions.tensorrt_engine import platform_name as platform_name
 
 T = TypeVar("T")
 
@@ -31,6 +31,7 @@ FORMS = ("native", "primitives")
 ALL_FORMS = ("native", "lengths", "primitives")
 # The first bucket, and the largest of what follows: each doubles, so at most half of what attention looks at is empty.
 FIRST_BUCKET = 256
+BLOCK = 64
 # Logits of one prefill call: drafts to verify and logits of a prompt come in pieces of this many.
 PREFILL_OUTPUTS = 32
 # More candidates than top-k is usually asked for; the device sorts these few, and a row of them is 512 bytes.
@@ -73,7 +74,7 @@ def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest)
     level = _hardware_compatibility(request.hardware_compatibility, library, target)
     buckets = bucket_sizes(limits.max_context)
     wanted = _compute_capabilities(request.compute_capabilities, library, target)
-    gpu = next(iter(probe().driver.devices), None) if library is not None else None
+    gpu = next(iter(probe_driver().devices), None) if library is not None else None
     if gpu is not None and not nameable_gpus(library):
         wanted = (gpu.compute_capability,)  # TensorRT builds for the GPU that it runs on
     return EngineSpec(
@@ -127,13 +128,14 @@ def _between(name: str, value: int | None, low: int, high: int, default: T) -> i
 
 
 def bucket_sizes(max_context: int) -> tuple[int, ...]:
-    """How many cache positions calls look at: 256, twice that, ... and the longest context."""
+    """How many cache positions calls look at: 256, twice that, ... and the longest context, rounded up to whole
+    blocks of :data:`BLOCK`, so that every row of the cache is aligned."""
     sizes = []
     size = FIRST_BUCKET
     while size < max_context:
         sizes.append(size)
         size *= 2
-    return (*sizes, max_context)
+    return (*sizes, -(-max_context // BLOCK) * BLOCK)
 
 
 def nameable_gpus(library: Any) -> tuple[str, ...]:
@@ -234,11 +236,6 @@ def timing_cache(spec: EngineSpec) -> Path:
     gpu = f"{spec.gpu.name}-{spec.gpu.compute_capability}" if spec.gpu else "none"
     key = f"{spec.library.__name__}-{spec.version}-{gpu}-{'+'.join(spec.compute_capabilities)}"
     return cache.entry(TIMING, key.replace(" ", "-").replace("/", "-")) / "timing.cache"
-
-
-def platform_name() -> str:
-    """Operating system and processor that engines are bound to, as linux-x86_64."""
-    return f"{platform.system().lower()}-{platform.machine()}"
 
 
 def _check_layers(aliased: int, spec: EngineSpec, export: ExportManifest) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from llmc.bundle import EnginePlan, ExportManifest, Manifest, Target, read_bundle, verify_files, write_manifest
 from llmc.errors import BuildError, UsageError
-from llmc.optimize.build import BuildReport
+from llmc.optimize.build import BuildReport, runs_here
 from llmc.optimize.engine import ALL_FORMS, compile_engine, resolve_engine
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.targets import capabilities
-from llmc.publish import file_entries, staged
+from llmc.publish import file_entries, refuse_to_overwrite, staged
 from llmc.runtime import load
 from llmc.runtime.selftest import replay
 
@@ -38,6 +38,7 @@ def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progre
     manifest = read_bundle(source)
     if manifest.engine is None:
         raise UsageError(f"{source} is for {manifest.target.name}, whose graphs need no engine; it runs as it is")
+    refuse_to_overwrite(output, force)
     for name in verify_files(source, manifest):
         progress(f"hashed {name}")
     with staged(output, force=force) as folder:
@@ -73,7 +74,7 @@ def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, pr
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
     made = replace(manifest, target=here, engine=plan, files=files)
     write_manifest(made, folder)
-    if spec.gpu is not None and made.golden:
+    if runs_here(spec, plan) and made.golden:
         with load(folder, self_test=False) as model:
             replay(model, progress)
         made = replace(made, engine=replace(plan, verified="device"))

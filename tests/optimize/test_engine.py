@@ -43,7 +43,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def become(library: Any, probe: Probe = NO_GPU) -> Any:
         found = RecordedLibrary(library) if isinstance(library, str) else library
         monkeypatch.setattr("llmc.optimize.engine.load_library", lambda engine: found)
-        monkeypatch.setattr("llmc.optimize.engine.probe", lambda: probe)
+        monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: probe.driver)
         return found
 
     return become
@@ -67,7 +67,7 @@ def test_the_form_is_the_best_that_the_library_has(here: Callable[..., Any], ver
     library = here(version)
     spec = resolve()
     assert spec.form == ("native" if NATIVE[version] else "primitives")
-    assert spec.capacity == (1000 if NATIVE[version] else 0), "only primitives go without a capacity of their own"
+    assert spec.capacity == (1024 if NATIVE[version] else 0), "only primitives go without a capacity of their own"
     assert (spec.library, spec.version) == (library, library.__version__)
 
 
@@ -103,15 +103,15 @@ def test_what_is_asked_for_is_taken(here: Callable[..., Any]):
 @pytest.mark.parametrize(
     ("longest", "buckets"),
     [
-        (2, (2,)),
+        (2, (64,)),
         (FIRST_BUCKET, (256,)),
-        (257, (256, 257)),
-        (1000, (256, 512, 1000)),
+        (257, (256, 320)),
+        (1000, (256, 512, 1024)),
         (4096, (256, 512, 1024, 2048, 4096)),
-        (5000, (256, 512, 1024, 2048, 4096, 5000)),
+        (5000, (256, 512, 1024, 2048, 4096, 5056)),
     ],
 )
-def test_buckets_double_and_end_with_the_longest_context(longest: int, buckets: tuple[int, ...]):
+def test_buckets_double_and_end_with_the_longest_context_in_whole_blocks(longest: int, buckets: tuple[int, ...]):
     assert bucket_sizes(longest) == buckets
 
 
@@ -187,7 +187,7 @@ def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
 def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither library nor GPU may be looked at."""
     monkeypatch.setattr("llmc.optimize.engine.load_library", lambda engine: pytest.fail("the library was touched"))
-    monkeypatch.setattr("llmc.optimize.engine.probe", lambda: pytest.fail("the GPU was looked for"))
+    monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: pytest.fail("the GPU was looked for"))
 
 
 @pytest.mark.usefixtures("untouchable")
@@ -292,7 +292,7 @@ def test_the_builder_gets_what_was_resolved_and_the_plan_says_it(
     recipe = dataclasses.replace(manifest.recipe, compute="float16")
     plan = compile_engine(spec, tmp_path / "decoder.onnx", export, recipe, silent)
     [order], [select] = made.orders, made.selects
-    assert (order.buckets, order.capacity, order.form) == (spec.buckets, 1000, "native")
+    assert (order.buckets, order.capacity, order.form) == (spec.buckets, 1024, "native")
     assert (order.decode, order.prefill) == (spec.decode, spec.prefill)
     options = order.options
     assert (options.stripped, options.optimization_level, options.version_compatible) == (True, 2, True)
