@@ -23,7 +23,7 @@ from llmc.optimize.lower.tensorrt import attention as tensorrt_attention
 from llmc.optimize.lower.tensorrt import embedding as tensorrt_embedding
 from llmc.optimize.lower.tensorrt import linears as tensorrt_linears
 from llmc.optimize.lower.tensorrt import norms as tensorrt_norms
-from llmc.optimize.lower.tensorrt import primitives, types
+from llmc.optimize.lower.tensorrt import packing, primitives, types
 from llmc.optimize.rewrite import remove_dead
 
 log = logging.getLogger(__name__)
@@ -58,9 +58,11 @@ PASSES: dict[str, tuple[Step, ...]] = {
         Step("lower embedding", embedding.lower_embedding, lambda _: 1),
         Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
     ),
-    # TensorRT from 10.15 on and TensorRT-RTX. Query, key and value stay apart: the builder merges what it can.
+    # TensorRT from 10.15 on and TensorRT-RTX.
     "tensorrt": (
         Step("raise linears", raising.raise_linears, lambda g: 7 * g.layers + 1),
+        # Query, key and value, gate and up; those that are to be stored differently stay apart.
+        Step("pack linears", packing.pack_linears),
         Step("lower attention", tensorrt_attention.lower_attention, lambda g: g.layers),
         # After attention, which looks through the norms of qk-norm: 2 per layer and the last, with qk-norm 4.
         Step("lower norms", tensorrt_norms.lower_norms),
@@ -73,6 +75,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
     # TensorRT 10.3 to 10.13: the same in operators that those have.
     "tensorrt-primitives": (
         Step("raise linears", raising.raise_linears, lambda g: 7 * g.layers + 1),
+        Step("pack linears", packing.pack_linears),
         Step("lower attention", primitives.lower_attention, lambda g: g.layers),
         Step("lower norms", primitives.lower_norms),
         Step("lower linears", tensorrt_linears.lower_linears, lambda g: 7 * g.layers + 1),

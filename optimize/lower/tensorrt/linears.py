@@ -14,7 +14,10 @@ from llmc.optimize.rewrite import LLMC, Emitter, constant, initializer, nodes_of
 
 
 def lower_linears(graph: ir.Graph, plan: Plan) -> int:
-    """llmc::Linear -> MatMul [+ Add], with QuantizeLinear and DequantizeLinear as the form of its weights asks."""
+    """llmc::Linear -> MatMul [+ Add], with QuantizeLinear and DequantizeLinear as the form of its weights asks.
+
+    Counts the parts of packed ones.
+    """
     quantized: dict[ir.Value, ir.Value] = {}
     count = 0
     for node in nodes_of(graph, "Linear", LLMC):
@@ -30,8 +33,9 @@ def lower_linears(graph: ir.Graph, plan: Plan) -> int:
         if linear.biases:
             output = emit("Add", output, _bias(graph, linear, plan))
         replace(node, output)
-        plan.linear_done()
-        count += 1
+        for _ in linear.weights:
+            plan.linear_done()
+        count += len(linear.weights)
     return count
 
 
@@ -50,7 +54,7 @@ def _weight(emit: Emitter, linear: Linear, form: Form, plan: Plan) -> ir.Value:
         case WeightOnly(grid) | Static(grid) if (grid.bits, bool(grid.block)) in ((8, False), (4, True)):
             return _dequantized(emit, linear, _recorded(graph, linear, grid), plan)
     raise BuildError(
-        f"{linear.name}: TensorRT takes no weights stored as {form}; expected floats, float8, int8 with a scale per "
+        f"{linear.module}: TensorRT takes no weights stored as {form}; expected floats, float8, int8 with a scale per "
         "output or int4 in blocks"
     )
 
@@ -64,7 +68,7 @@ def _dequantized(emit: Emitter, linear: Linear, grid: Grid, plan: Plan) -> ir.Va
 
 def _recorded(graph: ir.Graph, linear: Linear, grid: Grid) -> Grid:
     """The grid with a block that divides the inputs; where that is another one, the graph's metadata say so."""
-    found = weights.fitted(grid, linear.inputs, linear.name)
+    found = weights.fitted(grid, linear.inputs, linear.module)
     if found != grid:
         graph.metadata_props[f"llmc.block.{linear.name}"] = str(found.block)
     return found

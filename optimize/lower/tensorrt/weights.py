@@ -69,41 +69,53 @@ def float_rows(tensor: ir.ExternalTensor, plan: Plan) -> ir.ExternalTensor:
 
 def float_columns(linear: Linear, plan: Plan) -> ir.ExternalTensor:
     """A linear's weights [K, N] in the compute type."""
-    (tensor,) = linear.weights
 
     def make() -> list[Array]:
         found = np.empty((linear.inputs, linear.outputs), ARRAY_TYPES[plan.compute])
 
-        def fill(span: tuple[int, int]) -> None:
-            found[:, slice(*span)] = narrowed(plan.calibrated.rows(tensor, *span), plan.compute, linear.name).T
+        def fill(tensor: ir.ExternalTensor, span: tuple[int, int], columns: slice) -> None:
+            found[:, columns] = narrowed(
+                plan.calibrated.rows(tensor, *span), plan.compute, tensor.name or linear.name
+            ).T
 
-        _each_piece(tensor, fill)
+        _each_part(linear, fill)
         return [found]
 
-    return plan.weights.add([f"{tensor.name}.{plan.compute}.columns"], make)[0]
+    return plan.weights.add([f"{linear.tensor}.{plan.compute}.columns"], make)[0]
 
 
 def float8_columns(linear: Linear, plan: Plan) -> list[ir.ExternalTensor]:
     """A linear's weights float8 e4m3 [K, N] and their scales [N] in the compute type."""
-    (tensor,) = linear.weights
     dtype = ARRAY_TYPES[plan.compute]
 
     def make() -> list[Array]:
         values = np.empty((linear.inputs, linear.outputs), ml_dtypes.float8_e4m3fn)
         scales = np.empty(linear.outputs, dtype)
 
-        def fill(span: tuple[int, int]) -> None:
+        def fill(tensor: ir.ExternalTensor, span: tuple[int, int], columns: slice) -> None:
             rows = plan.calibrated.rows(tensor, *span)
             found = stored_scales(np.abs(rows).max(axis=1) / LARGEST_FLOAT8, dtype)
             scaled = np.clip(rows / found.astype(np.float32)[:, None], -LARGEST_FLOAT8, LARGEST_FLOAT8)
-            values[:, slice(*span)] = scaled.T.astype(ml_dtypes.float8_e4m3fn)
-            scales[slice(*span)] = found
+            values[:, columns] = scaled.T.astype(ml_dtypes.float8_e4m3fn)
+            scales[columns] = found
 
-        _each_piece(tensor, fill)
+        _each_part(linear, fill)
         return [values, scales]
 
-    name = f"{tensor.name}.float8.{plan.compute}"
+    name = f"{linear.tensor}.float8.{plan.compute}"
     return plan.weights.add([name, f"{name}.scales"], make)
+
+
+def _each_part(linear: Linear, work: Callable[[ir.ExternalTensor, tuple[int, int], slice], None]) -> None:
+    """Call ``work`` with pieces of rows of a linear's tensors, and the columns of the whole that they become."""
+    start = 0
+    for tensor, size in zip(linear.weights, linear.part_sizes, strict=True):
+
+        def fill(span: tuple[int, int], tensor: ir.ExternalTensor = tensor, start: int = start) -> None:
+            work(tensor, span, slice(start + span[0], start + span[1]))
+
+        _each_piece(tensor, fill)
+        start += size
 
 
 def _each_piece(tensor: ir.ExternalTensor, work: Callable[[tuple[int, int]], None]) -> None:
@@ -121,10 +133,10 @@ def integer_columns(linear: Linear, grid: Grid, plan: Plan) -> list[ir.ExternalT
         BuildError: the grid has zero points, or int4 weights have an odd number of outputs.
     """
     if not grid.symmetric:
-        raise BuildError(f"{linear.name}: TensorRT has no zero points; build with symmetric = true")
+        raise BuildError(f"{linear.module}: TensorRT has no zero points; build with symmetric = true")
     if grid.bits == 4 and linear.outputs % 2:
         raise BuildError(
-            f"{linear.name}: TensorRT packs int4 weights in pairs of outputs, and there are {linear.outputs}; "
+            f"{linear.module}: TensorRT packs int4 weights in pairs of outputs, and there are {linear.outputs}; "
             'store it otherwise: layers = {"' + linear.module + '" = "int8"}'
         )
     dtype = ARRAY_TYPES[plan.compute]
