@@ -117,6 +117,7 @@ def finished(exports: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return out, subprocess.run(command(out, exports, "--commit", "planted"), capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_gpu_writes_everything_that_it_promises(finished):
     document = json.loads(finished[0].read_text())
     check_schema(document)
@@ -135,6 +136,7 @@ def test_a_run_without_a_gpu_writes_everything_that_it_promises(finished):
     assert measured["batch"]["rows"] == 8
 
 
+@pytest.mark.slow
 def test_rows_of_a_run_follow_from_its_steps(finished):
     document = json.loads(finished[0].read_text())
     results = {step["name"]: step["result"] for step in document["steps"]}
@@ -149,6 +151,7 @@ def test_rows_of_a_run_follow_from_its_steps(finished):
     assert {goal["verdict"] for goal in document["goals"]} == {"not run"}  # they are about GPUs
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_recorded_and_the_rest_goes_on(finished):
     path, done = finished
     states = {step["name"]: (step["state"], step["message"]) for step in json.loads(path.read_text())["steps"]}
@@ -159,6 +162,7 @@ def test_a_step_that_fails_is_recorded_and_the_rest_goes_on(finished):
     assert "failed: cpu/0.5b/int8/build: " in done.stdout and "Traceback" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_is_done(finished, exports, tmp_path):
     before = json.loads(finished[0].read_text())
     out = tmp_path / "again.json"
