@@ -51,7 +51,7 @@ def no_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmc.runtime.sessions.tensorrt.open_driver", no_driver)
         patch.setattr("llmc.runtime.sessions.cuda.open_driver", no_driver)
-        patch.setattr("llmc.optimize.engine.probe", lambda: NO_GPU)
+        patch.setattr("llmc.optimize.engine.probe_driver", lambda: NO_GPU.driver)
         yield
 
 
@@ -62,7 +62,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]
     def become(version: str, probe: Probe = NO_GPU, **options: Any) -> RecordedLibrary:
         library = RecordedLibrary(version, **options)
         monkeypatch.setattr("llmc.optimize.engine.load_library", lambda engine: library)
-        monkeypatch.setattr("llmc.optimize.engine.probe", lambda: probe)
+        monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: probe.driver)
         return library
 
     return become
@@ -377,13 +377,15 @@ def test_what_a_recipe_says_of_the_engine_holds_unless_the_caller_says_otherwise
 
 
 def test_on_its_gpu_a_bundle_is_verified_by_running_it(
-    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """The CPU stands in for the GPU: what is tested is whose word counts."""
+    installed("11.4", H200)
     monkeypatch.setattr("llmc.optimize.build.load", lambda folder, **_: load(folder, self_test=False, emulate=True))
-    report = build(
-        exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", engine=DEFERRED, **SMALL
-    )
+    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
     assert engine_of(report.manifest).verified == "device"
     known = dataclasses.asdict(report.manifest.graphs["decode"].invariance)
     assert any(known.values()), "which calls compute the same bits is measured where it will run"

@@ -1,0 +1,364 @@
+"""Rebuilding a bundle's engine on another machine: the new bundle is whole and passes, or the old one stays."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles.machines import H200, NO_GPU, ORIN
+from doubles.recorded import PLAN, RecordedLibrary
+
+from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
+from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, ResourceError, UsageError
+from llmc.optimize.build import build
+from llmc.optimize.engine import platform_name
+from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.rebuild import rebuild
+from llmc.publish import file_entries
+from llmc.runtime import load
+from llmc.runtime.probe import Probe
+from llmc.runtime.selftest import verify
+
+NAME = "qwen2-tied-bf16"
+SMALL = {"max_context": 64, "max_batch": 2}
+OLD_PLAN = b"an engine of the machine before"
+ENGINE_FILES = ("engine.plan", "select.plan", "engine.json")
+
+
+def no_driver(*_: object, **__: object) -> None:
+    raise GpuError("no NVIDIA driver is here; install it")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu() -> Iterator[None]:
+    """Whatever machine this is, it has no GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmc.runtime.sessions.tensorrt.open_driver", no_driver)
+        yield
+
+
+@pytest.fixture(scope="module")
+def built(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A bundle of each form whose engine is deferred, made once."""
+    made: dict[str, Path] = {}
+
+    def get(form: str) -> Path:
+        if form not in made:
+            engine = EngineRequest(deferred=True, form=form, hardware_compatibility="ampere", stripped=True)
+            output = tmp_path_factory.mktemp(form) / "bundle"
+            build(exported(NAME).export, output, target="tensorrt", precision="fp16", engine=engine, **SMALL)
+            made[form] = output
+        return made[form]
+
+    return get
+
+
+@pytest.fixture
+def bundle(built: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a bundle, with its engine still to be made or, with ``engine``, as another machine made it."""
+
+    def copy(form: str = "native", *, engine: bool = False, **changes: Any) -> Path:
+        folder = Path(shutil.copytree(built(form), tmp_path / "there" / "bundle"))
+        manifest = read_bundle(folder)
+        assert manifest.engine is not None
+        if engine:
+            for name in ENGINE_FILES:
+                (folder / name).write_bytes(OLD_PLAN)
+            plan = dataclasses.replace(
+                manifest.engine,
+                file="engine.plan",
+                select="select.plan",
+                inspector="engine.json",
+                candidates=64,
+                platform="plan9-mips",
+                compute_capabilities=("5.2",),
+                verified="device",
+            )
+            files = manifest.files | file_entries(folder, ENGINE_FILES)
+            manifest = dataclasses.replace(manifest, engine=plan, files=files)
+        write_manifest(dataclasses.replace(manifest, **changes), folder)
+        return folder
+
+    return copy
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]:
+    """Make this a machine with a version of TensorRT, and a GPU or none; the CPU stands in for the GPU."""
+
+    def become(version: str, probe: Probe = NO_GPU, **options: Any) -> RecordedLibrary:
+        library = RecordedLibrary(version, **options)
+        for module in ("llmc.optimize.engine", "llmc.runtime.engine_library"):
+            monkeypatch.setattr(f"{module}.load_library", lambda engine: library)
+        monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: probe.driver)
+        if probe.driver.devices:
+            monkeypatch.setattr(
+                "llmc.optimize.rebuild.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
+            )
+        return library
+
+    return become
+
+
+@pytest.fixture
+def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library may be looked at."""
+    for module in ("llmc.optimize.engine", "llmc.runtime.engine_library"):
+        monkeypatch.setattr(f"{module}.load_library", lambda engine: pytest.fail("the library was touched"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def check_whole(folder: Path) -> Manifest:
+    """What the manifest lists is there as it is listed, nothing is beside it, and it computes what it should."""
+    manifest = read_bundle(folder)
+    assert list(verify_files(folder, manifest)) == list(manifest.files)
+    assert {path.name for path in folder.iterdir()} == {*manifest.files, "llmc.json"}
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert verify(folder, emulate=True).equal_tokens == 64
+    return manifest
+
+
+# -------------------------------------------------------------------------------------------------------- what is made
+
+
+@pytest.mark.parametrize(("form", "version"), [("native", "10.16"), ("native", "11.4"), ("primitives", "10.3")])
+def test_a_deferred_engine_is_made_in_place(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], form: str, version: str
+):
+    folder = bundle(form)
+    before = read_bundle(folder)
+    library = machine(version)
+    report = rebuild(folder, folder, force=True)
+    manifest = check_whole(folder)
+    plan = manifest.engine
+    assert plan is not None
+    assert report.manifest == manifest
+    assert manifest.target.engine_version == library.__version__
+    assert (plan.file, plan.select, plan.inspector) == ENGINE_FILES
+    assert (folder / "engine.plan").read_bytes() == PLAN
+    assert (plan.form, plan.hardware_compatibility, plan.stripped) == (form, "ampere", True), "as the bundle was asked"
+    assert plan.verified == "cpu", "the golden prompts are of this very graph"
+    assert (manifest.golden, manifest.quality, manifest.recipe) == (before.golden, before.quality, before.recipe)
+    assert {name: manifest.files[name] for name in before.files} == before.files
+
+
+def test_an_engine_of_another_machine_is_replaced_and_run(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    folder = bundle(engine=True)
+    machine("11.4", H200)
+    steps: list[str] = []
+    rebuild(folder, folder, force=True, progress=lambda step, _=None: steps.append(step))
+    plan = check_whole(folder).engine
+    assert plan is not None
+    assert (plan.platform, plan.compute_capabilities) == (platform_name(), ("9.0",))
+    assert plan.verified == "device"
+    assert not [name for name, content in contents(folder).items() if content == OLD_PLAN]
+    order = [
+        next(i for i, step in enumerate(steps) if step.startswith(part)) for part in ("hashed", "building", "golden")
+    ]
+    assert order == sorted(order)
+
+
+def test_an_engine_that_was_run_elsewhere_and_not_here_is_unverified(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    folder = bundle(engine=True)
+    machine("11.4")
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None
+    assert plan.verified == "no", "its golden prompts are those of another engine"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_another_folder_shares_what_is_kept_and_leaves_the_source_alone(
+    bundle: Callable[..., Path],
+    machine: Callable[..., RecordedLibrary],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    links: bool,
+):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    folder, output = bundle(engine=True), tmp_path / "here" / "bundle"
+    before = contents(folder)
+    machine("11.4", H200)
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    rebuild(folder, output)
+    manifest = check_whole(output)
+    assert contents(folder) == before
+    kept = manifest.files.keys() - set(ENGINE_FILES)
+    assert kept >= {"decoder.onnx", "weights.bin", "tokenizer.json"}
+    assert {(output / name).samefile(folder / name) for name in kept} == {links}
+    assert not any((output / name).samefile(folder / name) for name in (*ENGINE_FILES, "llmc.json"))
+
+
+def test_a_rebuilt_bundle_stays_whole_when_its_source_goes(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], tmp_path: Path
+):
+    folder, output = bundle(), tmp_path / "here" / "bundle"
+    machine("11.4")
+    rebuild(folder, output)
+    shutil.rmtree(folder)
+    check_whole(output)
+
+
+@pytest.mark.slow
+def test_tensorrt_rtx_rebuilds_its_own_engines(exported: Callable[[str], Any], tmp_path: Path):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
+    folder = tmp_path / "there" / "bundle"
+    build(
+        exported(NAME).export,
+        folder,
+        target="tensorrt-rtx",
+        precision="int8",
+        engine=EngineRequest(deferred=True),
+        **SMALL,
+    )
+    rebuild(folder, folder, force=True)
+    assert check_whole(folder).files["engine.plan"].size > 100_000
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.fixture
+def whole(bundle: Callable[..., Path]) -> Iterator[Path]:
+    """A bundle with another machine's engine, which afterwards must be what it was, with nothing beside it."""
+    folder = bundle(engine=True)
+    before = contents(folder.parent)
+    yield folder
+    assert contents(folder.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("form", "version", "known", "instead"),
+    [("native", "10.3", "primitives", "primitives"), ("lengths", "10.16", "native, primitives", "native")],
+)
+def test_a_graph_of_another_form_is_refused_with_what_to_build(
+    bundle: Callable[..., Path],
+    machine: Callable[..., RecordedLibrary],
+    form: str,
+    version: str,
+    known: str,
+    instead: str,
+):
+    folder = bundle(form)
+    before = contents(folder.parent)
+    machine(version, ORIN)
+    with pytest.raises(BuildError) as refused:
+        rebuild(folder, folder, force=True)
+    assert f"holds a graph of the form {form}, tensorrt here takes {known}" in str(refused.value)
+    assert f"build the bundle again from its export with --form {instead}" in str(refused.value)
+    assert contents(folder.parent) == before
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_bundle_without_an_engine_is_refused(manifest: Manifest, tmp_path: Path, target: str):
+    (tmp_path / "decode.onnx").write_bytes(b"graph")
+    there = dataclasses.replace(manifest.target, name=target)
+    write_manifest(dataclasses.replace(manifest, target=there, files=file_entries(tmp_path, ["decode.onnx"])), tmp_path)
+    with pytest.raises(UsageError, match=f"is for {target}, whose graphs need no engine; it runs as it is"):
+        rebuild(tmp_path, tmp_path, force=True)
+
+
+@pytest.mark.usefixtures("untouchable")
+def test_corrupt_weights_are_refused_before_any_work(bundle: Callable[..., Path]):
+    folder = bundle()
+    content = bytearray((folder / "weights.bin").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "weights.bin").write_bytes(content)
+    before = contents(folder.parent)
+    with pytest.raises(BundleError, match=r"weights\.bin is corrupt"):
+        rebuild(folder, folder, force=True)
+    assert contents(folder.parent) == before
+
+
+@pytest.mark.usefixtures("untouchable")
+def test_an_output_that_exists_is_refused_before_anything_is_hashed(whole: Path):
+    steps: list[str] = []
+    with pytest.raises(UsageError, match="exists; choose another output folder, or pass --force"):
+        rebuild(whole, whole, progress=lambda step, _=None: steps.append(step))
+    assert steps == []
+
+
+def test_what_somebody_keeps_in_the_folder_is_not_replaced(whole: Path):
+    (whole / "notes.txt").write_text("mine")
+    try:
+        with pytest.raises(UsageError, match=r"also holds 'notes\.txt', which llmc did not write"):
+            rebuild(whole, whole, force=True)
+    finally:
+        (whole / "notes.txt").unlink()
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def test_a_builder_that_fails_leaves_the_old_bundle(whole: Path, machine: Callable[..., RecordedLibrary]):
+    machine("11.4", H200, builds=False, log=(("ERROR", "no kernel for softmax"),))
+    with pytest.raises(BuildError, match="no kernel for softmax"):
+        rebuild(whole, whole, force=True)
+
+
+@pytest.mark.parametrize("step", ["hashed weights.bin", "reading the graph", "building the engine", "golden prompt 2"])
+def test_ctrl_c_at_any_step_leaves_the_old_bundle(whole: Path, machine: Callable[..., RecordedLibrary], step: str):
+    machine("11.4", H200)
+
+    def interrupt(name: str, fraction: float | None = None) -> None:
+        if name.startswith(step):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rebuild(whole, whole, force=True, progress=interrupt)
+
+
+def test_a_library_that_is_missing_leaves_the_old_bundle(whole: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
+    with pytest.raises(MissingExtraError, match="tensorrt is not installed: on a Jetson it comes with JetPack"):
+        rebuild(whole, whole, force=True)
+
+
+def test_a_full_disk_leaves_the_old_bundle(
+    whole: Path, machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    machine("11.4")
+    monkeypatch.setattr("llmc.optimize.rebuild.write_manifest", full)
+    with pytest.raises(ResourceError, match="the disk is full"):
+        rebuild(whole, whole, force=True)
+
+
+def test_an_engine_that_computes_something_else_leaves_the_old_bundle(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    folder = bundle(engine=True)
+    text = json.loads((folder / "llmc.json").read_text())
+    text["golden"][3]["top_logits"][0] += 1.0  # as if this machine's logits were lower
+    (folder / "llmc.json").write_text(json.dumps(text))
+    before = contents(folder.parent)
+    machine("11.4", H200)
+    with pytest.raises(BundleError, match=r"logits differ by 1(\.\d+)? from those recorded"):
+        rebuild(folder, folder, force=True)
+    assert contents(folder.parent) == before
+
+
+def test_a_gpu_that_cannot_load_the_engine_leaves_the_old_bundle(
+    whole: Path, machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
+):
+    machine("11.4", H200)
+    monkeypatch.setattr("llmc.optimize.rebuild.load", no_driver)
+    with pytest.raises(GpuError, match="no NVIDIA driver is here"):
+        rebuild(whole, whole, force=True)
