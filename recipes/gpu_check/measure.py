@@ -13,7 +13,6 @@ from llmc.bundle import Manifest
 from llmc.runtime import Model, load
 
 NEW_TOKENS = 128
-WARM_UP_TOKENS = 4
 # Steps per bucket, and where there is no engine, the lengths of the cache that are looked at.
 STEPS = 32
 LENGTHS = (128, 512, 1024, 2048, 4096)
@@ -76,12 +75,12 @@ def alone(model: Model, length: int, new_tokens: int, rounds: int, salt: int) ->
     """One request at a time."""
     vocab = model.manifest.geometry.vocab_size
 
-    def timings(number: int, count: int) -> Any:
+    def timings(number: int) -> Any:
         prompt = arbitrary(length, vocab, salt + number)
-        return model.generate(prompt, max_tokens=count, temperature=0, ignore_eos=True).timings
+        return model.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True).timings
 
-    timings(0, WARM_UP_TOKENS)
-    runs = [timings(number, new_tokens) for number in range(1, rounds + 1)]
+    timings(0)  # allocates, and captures the steps of every bucket that the timed runs come to
+    runs = [timings(number) for number in range(1, rounds + 1)]
     return {
         "prompt": length,
         "ttft_s": statistics.median(run.ttft_s for run in runs),
@@ -113,17 +112,17 @@ def batch(model: Model, length: int, new_tokens: int, rounds: int) -> dict[str, 
         return None
     vocab = model.manifest.geometry.vocab_size
 
-    def together(salt: int, count: int) -> tuple[float, float]:
+    def together(salt: int) -> tuple[float, float]:
         requests = [
-            model.request(arbitrary(length, vocab, salt + i), max_tokens=count, temperature=0, ignore_eos=True)
+            model.request(arbitrary(length, vocab, salt + i), max_tokens=new_tokens, temperature=0, ignore_eos=True)
             for i in range(ROWS)
         ]
         start = time.perf_counter()
         results = [handle.result() for handle in [model.submit(request) for request in requests]]
         return time.perf_counter() - start, statistics.median(result.timings.tpot_s for result in results)
 
-    together(1000, WARM_UP_TOKENS)
-    runs = [together(2000 + 100 * number, new_tokens) for number in range(rounds)]
+    together(1000)
+    runs = [together(2000 + 100 * number) for number in range(rounds)]
     tpot = statistics.median(step for _, step in runs)
     return {
         "rows": ROWS,
