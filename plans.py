@@ -1,6 +1,14 @@
 """What a bundle says of a serialized engine, and of the memory that a GPU needs for it."""
 
+import re
 from dataclasses import dataclass
+
+AMPERE = (8, 0)
+
+
+def version(text: str) -> tuple[int, ...]:
+    """10.3.0.26 -> (10, 3, 0, 26), so that versions and compute capabilities can be compared."""
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,30 @@ class EnginePlan:
     stripped: bool
     verified: str
     inspector: str
+
+    @property
+    def gpus(self) -> str:
+        """The compute capabilities that :meth:`fits_gpu` accepts, in words."""
+        return "8.0 and newer" if self._for_ampere else " or ".join(self.compute_capabilities)
+
+    def fits_gpu(self, capability: str) -> bool:
+        """Whether the engine has code for a GPU of a compute capability, as 8.7.
+
+        It has for those that it names; where it names none, as TensorRT-RTX builds by default, or was built so, from
+        Ampere on.
+        """
+        return version(capability) >= AMPERE if self._for_ampere else capability in self.compute_capabilities
+
+    @property
+    def _for_ampere(self) -> bool:
+        return self.hardware_compatibility == "ampere" or not self.compute_capabilities
+
+    def fits_version(self, installed: str, built: str) -> bool:
+        """Whether the library's version ``installed`` reads an engine of ``built``: the same one does, and if it was
+        built so, all later ones."""
+        if self.version_compatible:
+            return version(installed) >= version(built)
+        return version(installed) == version(built)
 
     def is_sound(self, max_context: int) -> bool:
         """Whether a build can have written these numbers."""

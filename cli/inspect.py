@@ -104,13 +104,11 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 def engine_rows(engine: EnginePlan) -> list[tuple[str, str]]:
     """Which calls an engine takes, and where it runs."""
-    from llmc.runtime.doctor import engine_gpus
-
     options = {
         "runs on newer libraries": engine.version_compatible,
         "without weights, which come from the graph's file": engine.stripped,
     }
-    gpus = f"{engine.platform}, compute capability {engine_gpus(engine)}"
+    gpus = f"{engine.platform}, compute capability {engine.gpus}"
     decode, prefill = engine.decode, engine.prefill
     return [
         ("engine", ", ".join([engine.file or NOT_BUILT, *(words for words, said in options.items() if said)])),

@@ -55,7 +55,6 @@ from llmc.optimize.weights import WeightFile
 from llmc.publish import file_entries, staged
 from llmc.runtime import Model, cache, load
 from llmc.runtime.compiled import compile_bundle
-from llmc.runtime.doctor import fits_gpu
 from llmc.runtime.memory import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES
 from llmc.runtime.sessions.onnxruntime import import_onnxruntime
@@ -397,7 +396,7 @@ def _opened(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated
 def runs_here(spec: "EngineSpec | None", plan: EnginePlan) -> bool:
     """Whether there is an engine, and a GPU that it has code for."""
     gpu = spec.gpu if spec is not None else None
-    return gpu is not None and fits_gpu(plan, gpu.compute_capability)
+    return gpu is not None and plan.fits_gpu(gpu.compute_capability)
 
 
 def _in_float32(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Path:

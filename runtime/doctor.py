@@ -4,18 +4,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmc.bundle import EnginePlan, Manifest, read_bundle
+from llmc.bundle import Manifest, read_bundle
 from llmc.errors import LlmcError
+from llmc.plans import version
 from llmc.runtime.jetson import Jetson
 from llmc.runtime.kv_cache import next_capacity
 from llmc.runtime.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
 from llmc.runtime.memory import check_load
-from llmc.runtime.outlook import NEEDS, REBUILD, RUN, Obstacle, Outlook, first_device, outlook, upgrade, version
+from llmc.runtime.outlook import NEEDS, REBUILD, RUN, Obstacle, Outlook, first_device, outlook, upgrade
 from llmc.runtime.probe import Library, Probe
 from llmc.runtime.sessions.onnxruntime import usable_graphs
 
 MB = 1_000_000
-AMPERE = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,11 @@ def _engine(folder: Path, manifest: Manifest, probe: Probe, library: Library) ->
         return
     if plan.platform != probe.platform:
         yield Obstacle((RUN,), f"its engine was built for {plan.platform}, this is {probe.platform}", again)
-    if library.state == "ok" and not fits_version(built, library.version, plan.version_compatible):
+    if library.state == "ok" and not plan.fits_version(library.version, built):
         found = f"its engine was built by {manifest.target.engine} {built}, {library.version} is installed"
         yield Obstacle((RUN,), found, again)
-    if device is not None and not fits_gpu(plan, device.compute_capability):
-        found = (
-            f"its engine is for compute capability {engine_gpus(plan)}, {device.name} has {device.compute_capability}"
-        )
+    if device is not None and not plan.fits_gpu(device.compute_capability):
+        found = f"its engine is for compute capability {plan.gpus}, {device.name} has {device.compute_capability}"
         yield Obstacle((RUN,), found, again)
 
 
@@ -150,23 +148,3 @@ def _device_memory(manifest: Manifest, probe: Probe) -> Iterator[Obstacle]:
             f"{device.free_memory // MB} MB of {device.name} are free"
         )
         yield Obstacle((RUN,), found, "end what fills the GPU's memory, or build with a smaller precision or context")
-
-
-def fits_gpu(plan: EnginePlan, capability: str) -> bool:
-    """Whether the engine has code for a GPU: for those that it names; from Ampere on where it names none, as
-    TensorRT-RTX builds by default, or was built so."""
-    if plan.hardware_compatibility == "ampere" or not plan.compute_capabilities:
-        return version(capability) >= AMPERE
-    return capability in plan.compute_capabilities
-
-
-def engine_gpus(plan: EnginePlan) -> str:
-    """The compute capabilities that :func:`fits_gpu` accepts, in words."""
-    if plan.hardware_compatibility == "ampere" or not plan.compute_capabilities:
-        return "8.0 and newer"
-    return " or ".join(plan.compute_capabilities)
-
-
-def fits_version(built: str, installed: str, compatible: bool) -> bool:
-    """Whether an engine is read by a library: by the same version, or, if it was built so, by all later ones."""
-    return version(built) <= version(installed) if compatible else version(built) == version(installed)

@@ -1,9 +1,9 @@
 """What each target would do on a machine that was probed: what stands in the way, and the remedy."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from llmc.plans import version
 from llmc.runtime.jetson import Jetson
 from llmc.runtime.probe import Device, Library, Probe
 
@@ -134,11 +134,6 @@ def outlook(target: str, probe: Probe) -> Outlook:
         obstacles += _abilities(target, probe.libraries[needs.library])
     obstacles += _build(target, probe)
     return Outlook(tuple(obstacles), tuple(_notes(target, needs, probe)))
-
-
-def version(text: str) -> tuple[int, ...]:
-    """10.3.0.26 -> (10, 3, 0, 26), so that versions can be compared."""
-    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
 
 
 def _library(target: str, needs: Needs, probe: Probe) -> Iterator[Obstacle]:

@@ -14,7 +14,6 @@ from typing import Any
 from llmc.bundle import EnginePlan, Geometry, Manifest
 from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.cuda import DeviceInfo
-from llmc.runtime.doctor import fits_gpu, fits_version
 from llmc.runtime.engine_library import library_version, logger, make_runtime
 from llmc.runtime.sessions.tensorrt_kernels import Kernels
 
@@ -53,12 +52,13 @@ def check_machine(folder: Path, manifest: Manifest, plan: EnginePlan, version: s
     if built != here:
         raise BundleError(f"{folder}: its engine was built for {built}, this is {here}; {_remedy(folder)}")
     name, built = manifest.target.engine, manifest.target.engine_version
-    if not fits_version(built, version, plan.version_compatible):
+    if not plan.fits_version(version, built):
         raise BundleError(f"{folder}: its engine was built by {name} {built}, here is {version}; {_remedy(folder)}")
-    if not fits_gpu(plan, device.compute_capability):
-        wanted = " or ".join(plan.compute_capabilities)
+    if not plan.fits_gpu(device.compute_capability):
         found = f"{device.name} has {device.compute_capability}"
-        raise BundleError(f"{folder}: its engine was built for compute capability {wanted}, {found}; {_remedy(folder)}")
+        raise BundleError(
+            f"{folder}: its engine was built for compute capability {plan.gpus}, {found}; {_remedy(folder)}"
+        )
     _check_alignment(folder, manifest, plan)
 
 

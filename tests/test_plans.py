@@ -1,0 +1,68 @@
+"""What a bundle says of its engine is asked: which GPUs and which versions of the library it is for."""
+
+from dataclasses import replace
+
+import pytest
+
+from llmc.plans import EnginePlan, Profile, version
+
+PLAN = EnginePlan(
+    file="engine.plan",
+    form="native",
+    compute="float16",
+    capacity=512,
+    buckets=(256, 512),
+    decode=Profile(1, 1, 1),
+    prefill=Profile(1, 128, 32),
+    select="",
+    candidates=0,
+    platform="linux-x86_64",
+    compute_capabilities=("8.9",),
+    version_compatible=False,
+    hardware_compatibility="none",
+    stripped=False,
+    verified="cpu",
+    inspector="",
+)
+
+
+def test_versions_compare_by_number():
+    assert version("10.3.0.26") > version("9.12") and version("1.31.1+cuda13") == (1, 31, 1)
+
+
+@pytest.mark.parametrize(
+    ("built", "installed", "compatible", "fits"),
+    [
+        ("10.16.1.11", "10.16.1.11", False, True),
+        ("10.16.1.11", "11.4.0.106", False, False),
+        ("10.16.1.11", "11.4.0.106", True, True),
+        ("11.4.0.106", "10.16.1.11", True, False),
+    ],
+)
+def test_engines_are_for_one_version_unless_built_otherwise(built: str, installed: str, compatible: bool, fits: bool):
+    assert replace(PLAN, version_compatible=compatible).fits_version(installed, built) == fits
+
+
+def test_the_gpus_of_an_engine_are_said_in_words():
+    assert PLAN.gpus == "8.9"
+    assert replace(PLAN, compute_capabilities=("8.6", "8.9")).gpus == "8.6 or 8.9"
+    assert replace(PLAN, compute_capabilities=()).gpus == "8.0 and newer"
+
+
+@pytest.mark.parametrize(
+    ("named", "compatibility", "capability", "fits"),
+    [
+        (("8.9",), "none", "8.9", True),
+        (("8.9",), "none", "8.6", False),
+        (("8.9",), "ampere", "8.6", True),
+        (("8.9",), "ampere", "7.5", False),
+        (("8.9",), "same", "8.9", True),
+        ((), "none", "12.0", True),
+        ((), "none", "7.5", False),
+    ],
+)
+def test_engines_are_for_the_gpus_that_they_name(
+    named: tuple[str, ...], compatibility: str, capability: str, fits: bool
+):
+    plan = replace(PLAN, compute_capabilities=named, hardware_compatibility=compatibility)
+    assert plan.fits_gpu(capability) == fits
