@@ -61,7 +61,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
     # TensorRT from 10.15 on and TensorRT-RTX.
     "tensorrt": (
         Step("raise linears", raising.raise_linears, lambda g: 7 * g.layers + 1),
-        # Query, key and value, gate and up; those that are to be stored differently stay apart.
+        # Query, key and value, gate and up, where their weights are quantized.
         Step("pack linears", packing.pack_linears),
         Step("lower attention", tensorrt_attention.lower_attention, lambda g: g.layers),
         # After attention, which looks through the norms of qk-norm: 2 per layer and the last, with qk-norm 4.

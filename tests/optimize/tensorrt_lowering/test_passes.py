@@ -176,12 +176,19 @@ def test_names_tell_the_layer(exported, form, lowering):
 # --------------------------------------------------------------------------------------------------------------- packs
 
 
-def test_linears_that_read_the_same_activation_become_one(case, form, lowering):
-    lowered = lowering(case.export, form)
+@pytest.mark.parametrize("weights", [name for name in WEIGHTS if name != "float"])
+def test_quantized_linears_that_read_the_same_activation_become_one(exported, form, lowering, weights):
+    lowered = lowering(exported(NORMS).export, form, WEIGHTS[weights])
     assert lowered.apply("pack linears") == 2 * 2
     attention, mlp = (lowered.node(f"{LAYER}.{name}") for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
     assert (attention.attributes["parts"].as_int(), mlp.attributes["parts"].as_int()) == (3, 2)
     assert len(lowered.nodes("Split")) == len(lowered.nodes("Linear")) - 5 == 4
+
+
+def test_linears_stored_as_floats_stay_apart(case, form, lowering):
+    lowered = lowering(case.export, form, Computed(), WeightOnly(Grid(8)))
+    assert lowered.apply("pack linears") == 0
+    assert len(lowered.nodes("Linear")) == 7 * 2 + 1
 
 
 def test_linears_in_different_forms_stay_apart(exported, form, lowering, decoder, portable, ids):
@@ -195,7 +202,7 @@ def test_linears_in_different_forms_stay_apart(exported, form, lowering, decoder
 
 
 def test_linears_of_which_only_some_have_a_bias_stay_apart(exported, form, lowering):
-    lowered = lowering(exported(BIASES).export, form)
+    lowered = lowering(exported(BIASES).export, form, WeightOnly(Grid(8)))
     add = lowered.node(f"{LAYER}.self_attn.k_proj.bias")
     add.outputs[0].replace_all_uses_with(add.inputs[0])
     lowered.graph.remove(add, safe=True)
@@ -203,7 +210,7 @@ def test_linears_of_which_only_some_have_a_bias_stay_apart(exported, form, lower
 
 
 def test_linears_that_read_different_activations_stay_apart(exported, form, lowering):
-    lowered = lowering(exported(TIED).export, form).before("pack linears")
+    lowered = lowering(exported(TIED).export, form, WeightOnly(Grid(8))).before("pack linears")
     up = lowered.node(f"{LAYER}.mlp.up_proj")
     between = ir.node("Identity", [up.inputs[0]], name="between")
     between.outputs[0].name = "between.out"
@@ -213,7 +220,7 @@ def test_linears_that_read_different_activations_stay_apart(exported, form, lowe
 
 
 def test_a_linear_with_another_name_is_not_packed(exported, form, lowering):
-    lowered = lowering(exported(TIED).export, form).before("pack linears")
+    lowered = lowering(exported(TIED).export, form, WeightOnly(Grid(8))).before("pack linears")
     lowered.node(f"{LAYER}.mlp.up_proj").name = "something_else"
     assert lowered.apply("pack linears") == 3
 
@@ -293,7 +300,7 @@ def test_integer_weights_are_dequantized_by_output_or_in_blocks_of_inputs(export
 def test_a_linear_that_is_none_is_left(exported, form, lowering):
     lowered = lowering(exported(BIASES).export, form).before("lower linears")
     next(node for node in lowered.graph if node.op_type == "Linear").op_type = "Unknown"
-    assert lowered.apply("lower linears") == 12  # it was a pack of three
+    assert lowered.apply("lower linears") == 14
 
 
 def test_a_tied_head_of_floats_reads_the_embeddings_bytes(exported, form, lowering):
@@ -414,7 +421,7 @@ def unnamed_embedding(graph: ir.Graph, _) -> int:
     [
         ("raise linears", of_another_kind("MatMul"), 14, 15),
         ("lower attention", of_another_kind("CachedAttention"), 1, 2),
-        ("lower linears", of_another_kind("Linear"), 12, 15),  # the pack of the first layer
+        ("lower linears", of_another_kind("Linear"), 14, 15),
         ("lower embedding", unnamed_embedding, 0, 1),
     ],
 )
