@@ -14,10 +14,9 @@ from llmc.runtime.selftest import replay
 from llmc.runtime.sessions import Phase
 
 # Relative differences (reference.relative) beyond which something is wrong, and not only rounded. They are the root
-# mean square over all logits of the worst position. Weights in 16 bits with sums in 16 or 32 bits stay below 0.01, 8
-# bits below 0.1 and 4 bits in blocks of 128 below 0.6 on random weights, which lose the most; a mask or a position
-# that is off by one gives about 1.
-LIMITS = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1, "int8": 0.2, "fp8": 0.4, "int4": 0.8}
+# mean square over all logits of the worst position. Seen on CPUs: float16 0.001, int8 0.07 and int4 0.58, the integers
+# on random weights, which lose the most; logits of the position before are more than 1 away.
+LIMITS = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1, "int8": 0.2, "fp8": 0.4, "int4": 0.9}
 
 
 def verify(bundle: str, reference: str, emulate: bool) -> dict[str, Any]:
