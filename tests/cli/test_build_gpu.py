@@ -1,0 +1,520 @@
+"""The command line and bundles for GPUs: flags reach the library, contradictions do not, and numbers are shown."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from doubles.machines import NO_GPU, RTX_4090
+
+from llmc.bundle import DeviceMemory, EnginePlan, FileEntry, Manifest, Profile, Target, write_manifest
+from llmc.cli.build import build_command
+from llmc.errors import BuildError, GpuError, MissingExtraError
+from llmc.optimize.build import BuildReport
+from llmc.optimize.engine_request import EngineRequest
+from llmc.publish import file_entries
+from llmc.runtime.machine import Available
+from llmc.runtime.selftest import VerifyReport
+
+MB = 1_000_000
+ENGINE_FILES = ("decode.onnx", "engine.plan", "select.plan", "engine.json")
+MEMORY = DeviceMemory(context=400 * MB, weights=50 * MB, workspace=30 * MB, cache_per_token=1 * MB, logits=2 * MB)
+PLAN = EnginePlan(
+    file="engine.plan",
+    form="native",
+    compute="float16",
+    capacity=512,
+    buckets=(256, 512),
+    decode=Profile(4, 1, 1),
+    prefill=Profile(1, 128, 32),
+    select="select.plan",
+    candidates=64,
+    platform="linux-aarch64",
+    compute_capabilities=("8.7",),
+    version_compatible=True,
+    hardware_compatibility="none",
+    stripped=True,
+    verified="cpu",
+    inspector="engine.json",
+)
+
+
+class FakeLibrary:
+    """``build``, ``rebuild``, ``automatic`` and ``verify`` that only take notes."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = dataclasses.replace(manifest, files={"engine.plan": FileEntry(5 * MB, "0" * 64)})
+        self.built: list[dict[str, Any]] = []
+        self.rebuilt: list[dict[str, Any]] = []
+        self.verified: list[dict[str, Any]] = []
+        self.error: BaseException | None = None
+
+    def build(self, source: Path, output: Path, *, progress: Any, **options: Any) -> BuildReport:
+        progress("lowering")
+        self.built.append({"source": source, "output": output, **options})
+        if self.error:
+            raise self.error
+        return BuildReport(output, self.manifest, 2.5)
+
+    def rebuild(self, source: Path, output: Path, *, progress: Any, **options: Any) -> BuildReport:
+        progress("building the engine", 0.5)
+        self.rebuilt.append({"source": source, "output": output, **options})
+        if self.error:
+            raise self.error
+        return BuildReport(output, self.manifest, 2.5)
+
+    def verify(self, bundle: Path, *, progress: Any, **options: Any) -> VerifyReport:
+        self.verified.append({"bundle": bundle, **options})
+        return VerifyReport(6, 4, 64, 64, 0.001)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> FakeLibrary:
+    fake = FakeLibrary(manifest)
+    monkeypatch.setattr("llmc.optimize.build.build", fake.build)
+    monkeypatch.setattr("llmc.optimize.rebuild.rebuild", fake.rebuild)
+    monkeypatch.setattr("llmc.runtime.selftest.verify", fake.verify)
+    return fake
+
+
+@pytest.fixture
+def export_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    (folder / "export.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
+    """Writes a bundle for TensorRT whose files hold nothing of use; changes are of the engine's plan."""
+
+    def write(engine: EnginePlan | None = PLAN, target: str = "tensorrt", **changes: Any) -> Path:
+        folder = tmp_path / "bundle"
+        folder.mkdir()
+        plan = dataclasses.replace(engine, **changes) if engine is not None else None
+        names = ["decode.onnx"]
+        names += [name for name in (plan.file, plan.select, plan.inspector) if name] if plan else []
+        for name in names:
+            (folder / name).write_bytes(b"x" * 1000)
+        there = Target(target, target, "10.3.0", "10.3")
+        made = dataclasses.replace(
+            manifest,
+            target=there,
+            engine=plan,
+            device=MEMORY,
+            compiled=None,
+            files=file_entries(folder, names),
+            limits=dataclasses.replace(manifest.limits, max_batch=4),
+        )
+        write_manifest(made, folder)
+        return folder
+
+    return write
+
+
+# --------------------------------------------------------------------------------------------------------------- build
+
+
+@pytest.mark.parametrize("target", ["cuda", "tensorrt", "tensorrt-rtx"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4", "fp8", "fp32"])
+def test_target_and_precision_reach_the_library(
+    llmc: Any, library: FakeLibrary, export_folder: Path, target: str, precision: str
+):
+    assert llmc("build", export_folder, "-o", "out", "--target", target, f"--{precision}").code == 0
+    [built] = library.built
+    assert (built["target"], built["precision"], built["engine"]) == (target, precision, EngineRequest())
+
+
+def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: FakeLibrary, export_folder: Path):
+    options = ["--form", "lengths", "--compute-capabilities", "8.6,8.9", "--hardware-compatibility", "ampere"]
+    options += ["--version-compatible", "--stripped", "--deferred"]
+    assert llmc("build", export_folder, "-o", "out", "--target", "tensorrt-rtx", *options).code == 0
+    assert library.built[0]["engine"] == EngineRequest(
+        form="lengths",
+        compute_capabilities="8.6,8.9",
+        hardware_compatibility="ampere",
+        version_compatible=True,
+        stripped=True,
+        deferred=True,
+    )
+
+
+def test_a_flag_that_is_not_given_leaves_the_choice_to_the_recipe(llmc: Any, library: FakeLibrary, export_folder: Path):
+    llmc("build", export_folder, "-o", "out", "--target", "tensorrt", "--stripped")
+    assert library.built[0]["engine"] == EngineRequest(stripped=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bf16", "--fp8"], "--bf16 and --fp8 contradict each other"),
+        (["--auto", "--target", "tensorrt"], "--auto measures candidates on the CPU, the target is tensorrt"),
+        (["--auto", "--target", "cuda"], "--auto measures candidates on the CPU, the target is cuda"),
+        (["--auto", "--deferred"], "--auto measures candidates on the CPU"),
+        (["--target", "gpu"], "target 'gpu' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
+        (["--target", "cuda", "--stripped"], "engine: is for TensorRT, the target is cuda"),
+        (["--target", "cuda", "--bf16"], "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
+        (["--form", "native"], "engine: is for TensorRT, the target is cpu"),
+        (
+            ["--target", "tensorrt-rtx", "--deferred", "--compute-capabilities", "8.9"],
+            "a deferred engine is for the GPU",
+        ),
+        (
+            ["--target", "tensorrt", "--deferred", "--hardware-compatibility", "any"],
+            "expected one of none, ampere, same",
+        ),
+        (["--target", "tensorrt", "--deferred", "--form", "fast"], "expected one of native, lengths, primitives"),
+    ],
+)
+def test_contradictions_exit_with_2_and_one_sentence(
+    llmc: Any, tiny_export: Path, tmp_path: Path, arguments: list[str], message: str
+):
+    ran = llmc("build", tiny_export, "-o", tmp_path / "out", *arguments)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert message in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error", [BuildError("no kernel"), GpuError("no driver"), MissingExtraError("tensorrt is not installed")], ids=repr
+)
+@pytest.mark.parametrize("command", [["-o", "out", "--target", "tensorrt"], ["--rebuild"]], ids=["build", "rebuild"])
+def test_what_the_library_refuses_exits_with_1(
+    llmc: Any, library: FakeLibrary, export_folder: Path, error: Exception, command: list[str]
+):
+    library.error = error
+    ran = llmc("build", export_folder, *command)
+    assert (ran.code, ran.out, ran.err) == (1, "", f"llmc: error: {error}\n")
+
+
+# ------------------------------------------------------------------------------------------------------------- rebuild
+
+
+@pytest.mark.parametrize(
+    ("arguments", "output", "force"),
+    [([], None, True), (["-o", "elsewhere"], "elsewhere", False), (["-o", "elsewhere", "--force"], "elsewhere", True)],
+    ids=["in place", "elsewhere", "over something"],
+)
+def test_a_rebuild_is_in_place_unless_it_is_told_where(
+    llmc: Any, library: FakeLibrary, export_folder: Path, arguments: list[str], output: str | None, force: bool
+):
+    ran = llmc("build", "--rebuild", export_folder, *arguments)
+    there = Path(output) if output else export_folder
+    assert (ran.code, ran.err) == (0, "")
+    assert library.rebuilt == [{"source": export_folder, "output": there, "force": force}]
+    assert library.built == []
+    assert f"wrote {there}" in ran.out
+
+
+def test_a_rebuild_reports_as_json(llmc: Any, library: FakeLibrary, export_folder: Path):
+    report = json.loads(llmc("build", "--rebuild", export_folder, "--json").out)
+    assert (report["output"], report["size"]) == (str(export_folder), 5 * MB)
+
+
+VALUES = {"text": "notes.txt", "calibration": "notes.txt", "plot": "plot.png"}
+LOOKED_AT = {"source", "output", "rebuild", "force", "as_json", "debug", "help"}
+
+
+@pytest.mark.parametrize("option", [p for p in build_command.params if p.name not in LOOKED_AT], ids=lambda p: p.name)
+def test_choices_that_a_rebuild_does_not_look_at_are_refused(
+    llmc: Any, library: FakeLibrary, export_folder: Path, tmp_path: Path, option: click.Option
+):
+    (tmp_path / "notes.txt").write_text("words")
+    value = tmp_path / VALUES[option.name] if option.name in VALUES else "1"
+    flag = option.opts[-1]
+    ran = llmc("build", "--rebuild", export_folder, flag, *([] if option.is_flag else [value]))
+    assert (ran.code, library.rebuilt) == (2, [])
+    assert f"{flag} means nothing to --rebuild, whose graph and options are the bundle's" in ran.err
+
+
+def test_the_default_target_may_be_said_of_a_build_but_not_of_a_rebuild(
+    llmc: Any, library: FakeLibrary, export_folder: Path
+):
+    assert llmc("build", export_folder, "-o", "out", "--target", "cpu").code == 0
+    assert llmc("build", export_folder, "--rebuild", "--target", "cpu").code == 2
+
+
+def test_without_rebuild_an_output_is_needed(llmc: Any, library: FakeLibrary, export_folder: Path):
+    ran = llmc("build", export_folder, "--target", "tensorrt")
+    assert (ran.code, library.built) == (2, [])
+    assert "Missing option '-o' / '--output'" in ran.err
+
+
+def test_a_bundle_for_the_cpu_cannot_be_rebuilt(llmc: Any, tiny_bundle: Path):
+    ran = llmc("build", "--rebuild", tiny_bundle)
+    assert (ran.code, ran.out) == (2, "")
+    assert "is for cpu, whose graphs need no engine; it runs as it is" in ran.err
+
+
+# ------------------------------------------------------------------------------------------------------------- emulate
+
+
+@pytest.mark.parametrize("flags", [[], ["--emulate"]], ids=["on its GPU", "emulated"])
+def test_verify_says_what_it_was_verified_on(
+    llmc: Any, library: FakeLibrary, save: Callable[..., Path], flags: list[str]
+):
+    folder = save()
+    ran = llmc("verify", folder, *flags)
+    assert library.verified == [{"bundle": folder, "threads": None, "emulate": bool(flags)}]
+    assert ran.code == 0
+    assert ("as far as the CPU can tell: the GPU was not used" in ran.out) == bool(flags)
+
+
+@pytest.mark.parametrize("command", [["run", "-p", "Hello"], ["eval"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("flags", [[], ["--emulate"]], ids=["on its GPU", "emulated"])
+def test_emulation_reaches_the_loader(
+    llmc: Any, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, command: list[str], flags: list[str]
+):
+    asked = []
+
+    def load(bundle: Path, **options: Any) -> None:
+        asked.append(options["emulate"])
+        raise GpuError("no NVIDIA driver is here")
+
+    monkeypatch.setattr("llmc.runtime.load", load)
+    verb, *rest = command
+    ran = llmc(verb, save(), *rest, *flags)
+    assert (ran.code, ran.err) == (1, "llmc: error: no NVIDIA driver is here\n")
+    assert asked == [bool(flags)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: Available(64_000 * MB, "cgroup"))
+    return lambda probe: monkeypatch.setattr("llmc.runtime.probe.probe", lambda: probe)
+
+
+def gpu_stage(out: str) -> dict[str, Any]:
+    found: dict[str, Any] = {stage["stage"]: stage for stage in json.loads(out)["stages"]}
+    return dict(found["run on the GPU"])
+
+
+@pytest.mark.parametrize("target", ["cuda", "tensorrt", "tensorrt-rtx"])
+def test_a_plan_for_a_gpu_has_a_stage_on_it(llmc: Any, tiny_export: Path, probed: Callable[[Any], None], target: str):
+    probed(RTX_4090)
+    ran = llmc("plan", tiny_export, "--target", target, "--context", 1024, "--json")
+    assert ran.code == 0
+    report = json.loads(ran.out)
+    assert [stage["stage"] for stage in report["stages"]] == ["build", "run", "run on the GPU"]
+    assert report["gpu"] == {"bytes": 24_000 * MB, "source": "NVIDIA GeForce RTX 4090"}
+    parts = gpu_stage(ran.out)["parts"]
+    assert parts["cache"] == 2 * 6 * 4 * 32 * 1024 * 2, "keys and values of 16 bits"
+    assert parts["context"] == 500 * MB
+
+
+def test_precisions_change_the_weights_on_the_gpu(llmc: Any, tiny_export: Path, probed: Callable[[Any], None]):
+    probed(NO_GPU)
+    weights = {
+        precision: gpu_stage(llmc("plan", tiny_export, "--target", "tensorrt", f"--{precision}", "--json").out)[
+            "parts"
+        ]["weights"]
+        for precision in ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
+    }
+    assert weights["fp32"] == 2 * weights["fp16"] == 2 * weights["bf16"]
+    assert weights["fp16"] > 1.8 * weights["int8"] > 3.2 * weights["int4"]
+    assert weights["int8"] <= weights["fp8"] < weights["fp16"]
+
+
+def test_without_a_gpu_the_plan_says_so_and_fits(llmc: Any, tiny_export: Path, probed: Callable[[Any], None]):
+    probed(NO_GPU)
+    ran = llmc("plan", tiny_export, "--target", "tensorrt")
+    assert (ran.code, ran.err) == (0, "")
+    assert "run on the GPU 2048 tokens x 1" in ran.out
+    assert ran.out.endswith("GPU: none can be asked here; say with --gpu-memory what the one has that it is for\n")
+    assert json.loads(llmc("plan", tiny_export, "--target", "tensorrt", "--json").out)["gpu"] is None
+
+
+def test_a_gpu_that_is_too_small_exits_with_1_and_numbers(llmc: Any, tiny_export: Path, probed: Callable[[Any], None]):
+    probed(RTX_4090)
+    order = ("plan", tiny_export, "--target", "tensorrt", "--fp16")
+    needed = gpu_stage(llmc(*order, "--json").out)["total"]
+    assert llmc(*order, "--gpu-memory", needed).code == 0
+    ran = llmc(*order, "--gpu-memory", needed - 1, "--json")
+    stage = gpu_stage(ran.out)
+    assert (ran.code, stage["fits"], stage["missing"]) == (1, False, 1)
+    assert stage["largest_context"] == 2047
+    assert f"to run on the GPU it needs {-(-needed // MB)} MB" in ran.err
+    assert "a context of 2047 tokens fits with a batch of 1" in ran.err
+    assert f"GPU: {(needed - 1) / MB:.1f} MB (--gpu-memory)" in llmc(*order, "--gpu-memory", needed - 1).out
+
+
+def test_the_machines_memory_is_not_the_gpus(llmc: Any, tiny_export: Path, probed: Callable[[Any], None]):
+    probed(RTX_4090)
+    ran = llmc("plan", tiny_export, "--target", "tensorrt", "--memory", "100MB", "--json")
+    fits = {stage["stage"]: stage["fits"] for stage in json.loads(ran.out)["stages"]}
+    assert (ran.code, fits) == (1, {"build": False, "run": False, "run on the GPU": True})
+
+
+def test_a_plan_for_the_cpu_asks_no_gpu(llmc: Any, tiny_export: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llmc.runtime.probe.probe", lambda: pytest.fail("the GPU was looked for"))
+    ran = llmc("plan", tiny_export, "--memory", "64GB")
+    assert ran.code == 0
+    assert "GPU" not in ran.out
+
+
+def test_a_bundles_plan_has_the_cache_that_its_engine_takes(
+    llmc: Any, save: Callable[..., Path], probed: Callable[[Any], None]
+):
+    probed(NO_GPU)
+    folder = save()
+    stage = gpu_stage(llmc("plan", folder, "--context", 100, "--batch", 2, "--json").out)
+    assert stage["context"] == 512, "the engine was built for one capacity"
+    assert stage["parts"] == MEMORY.parts(512, 2)
+    short = gpu_stage(llmc("plan", folder, "--gpu-memory", "800MB", "--json").out)
+    assert (short["fits"], short["largest_context"], short["largest_batch"]) == (False, 0, 0)
+
+
+def test_a_bundle_of_buckets_takes_the_one_that_holds_the_context(
+    llmc: Any, save: Callable[..., Path], probed: Callable[[Any], None]
+):
+    probed(NO_GPU)
+    folder = save(form="primitives", capacity=0)
+    assert gpu_stage(llmc("plan", folder, "--context", 100, "--json").out)["parts"]["cache"] == 256 * MB
+    assert gpu_stage(llmc("plan", folder, "--gpu-memory", "800MB", "--json").out)["largest_context"] == 256
+
+
+# ------------------------------------------------------------------------------------------------------------- inspect
+
+
+def rows(out: str) -> dict[str, str]:
+    return {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in out.splitlines()}
+
+
+def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path]):
+    shown = rows(llmc("inspect", save()).out)
+    assert shown["target"] == "tensorrt, tensorrt 10.3.0 (needs 10.3 or newer)"
+    assert shown["engine"] == "engine.plan, runs on newer libraries, without weights, which come from the graph's file"
+    assert shown["engine runs on"] == "linux-aarch64, compute capability 8.7"
+    assert shown["form"] == "native, in float16"
+    assert shown["buckets"] == "256, 512 positions"
+    assert shown["calls"] == "decode of 4 rows, prefill of 128 tokens with logits of 32"
+    assert shown["candidates"] == "the 64 largest logits"
+    assert shown["verified"] == "its graph on the CPU; the engine itself has not been run"
+    assert shown["GPU memory at 512 tokens x 1"] == (
+        "994.0 MB = 400.0 MB context + 50.0 MB weights + 30.0 MB workspace + 512.0 MB cache + 2.0 MB logits"
+    )
+    assert "CPU features" not in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "words"),
+    [
+        ({"verified": "device"}, "verified", "on the GPU that it was built on"),
+        ({"verified": "no"}, "verified", "not yet; run llmc verify on its GPU"),
+        ({"compute_capabilities": ()}, "engine runs on", "linux-aarch64, compute capability 8.0 and newer"),
+        ({"compute_capabilities": ("8.6", "8.9")}, "engine runs on", "linux-aarch64, compute capability 8.6 or 8.9"),
+        ({"select": "", "candidates": 0}, "candidates", "none, all logits are copied"),
+        (
+            {
+                "file": "",
+                "select": "",
+                "candidates": 0,
+                "inspector": "",
+                "stripped": False,
+                "version_compatible": False,
+            },
+            "engine",
+            "none yet: llmc build --rebuild makes it on the machine that is to run it",
+        ),
+        (
+            {"file": "", "select": "", "candidates": 0, "inspector": ""},
+            "engine runs on",
+            "the machine that it will be built on",
+        ),
+    ],
+)
+def test_inspect_says_what_is_different(
+    llmc: Any, save: Callable[..., Path], changes: dict[str, Any], name: str, words: str
+):
+    assert rows(llmc("inspect", save(**changes)).out)[name] == words
+
+
+def test_inspect_as_json_has_the_plan_and_the_memory(llmc: Any, save: Callable[..., Path]):
+    found = json.loads(llmc("inspect", save(), "--json", "--context", 100, "--batch", 2).out)
+    engine = found["bundle"]["engine"]
+    assert (engine["form"], engine["buckets"], engine["compute_capabilities"]) == ("native", [256, 512], ["8.7"])
+    assert engine["verified"] == "cpu"
+    assert found["device_memory"] == {
+        "context": 512,
+        "batch": 2,
+        "parts": MEMORY.parts(512, 2),
+        "total": MEMORY.total(512, 2),
+    }
+
+
+def test_inspect_of_a_bundle_for_cuda_has_memory_and_no_engine(llmc: Any, save: Callable[..., Path]):
+    shown = rows(llmc("inspect", save(None, "cuda"), "--context", 100).out)
+    assert "GPU memory at 100 tokens x 1" in shown
+    assert not {"engine", "buckets", "form", "CPU features"} & shown.keys()
+
+
+def test_inspect_of_a_bundle_for_the_cpu_has_no_gpu(llmc: Any, tiny_bundle: Path):
+    ran = llmc("inspect", tiny_bundle)
+    assert "GPU" not in ran.out
+    assert json.loads(llmc("inspect", tiny_bundle, "--json").out)["device_memory"] is None
+
+
+# ------------------------------------------------------------------------------------------------------------ manifest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"buckets": (512, 256)},
+        {"buckets": (256, 256, 512)},
+        {"buckets": ()},
+        {"buckets": (0, 512)},
+        {"buckets": (256, 511), "capacity": 511},
+        {"capacity": 0},
+        {"capacity": 256},
+        {"capacity": 1024},
+        {"form": "primitives"},
+        {"form": "best"},
+        {"decode": Profile(4, 2, 1)},
+        {"decode": Profile(0, 1, 1)},
+        {"prefill": Profile(1, 128, 0)},
+        {"candidates": 0},
+        {"candidates": -1},
+        {"select": ""},
+    ],
+    ids=str,
+)
+def test_a_plan_that_no_build_writes_is_refused(llmc: Any, save: Callable[..., Path], changes: dict[str, Any]):
+    ran = llmc("inspect", save(**changes))
+    assert (ran.code, ran.out) == (1, "")
+    assert "the engine in llmc.json cannot be right; build the bundle again" in ran.err
+
+
+@pytest.mark.parametrize("name", ENGINE_FILES[1:])
+def test_a_file_of_the_engine_that_is_missing_is_named(llmc: Any, save: Callable[..., Path], name: str):
+    folder = save()
+    (folder / name).unlink()
+    ran = llmc("inspect", folder)
+    assert (ran.code, ran.out) == (1, "")
+    assert f"{name} is missing" in ran.err
+
+
+def test_a_file_of_the_engine_that_is_not_listed_is_refused(llmc: Any, save: Callable[..., Path]):
+    folder = save()
+    text = json.loads((folder / "llmc.json").read_text())
+    text["engine"]["file"] = "../engine.plan"
+    (folder / "llmc.json").write_text(json.dumps(text))
+    assert "names '../engine.plan', which is unlisted or lies outside; refused" in llmc("inspect", folder).err
+
+
+def test_a_manifest_from_before_engines_says_how_to_make_it_again(llmc: Any, save: Callable[..., Path]):
+    folder = save()
+    text = json.loads((folder / "llmc.json").read_text())
+    text["schema_version"] -= 1
+    (folder / "llmc.json").write_text(json.dumps(text))
+    ran = llmc("inspect", folder)
+    assert ran.code == 1
+    assert "of an older llmc" in ran.err
+    assert "make it again with: llmc build" in ran.err
