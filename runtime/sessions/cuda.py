@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import GpuError, LlmcError, RequestError, ResourceError, UsageError
+from llmc.errors import GpuError, LlmcError, RequestError, UsageError
 from llmc.runtime.cuda import Driver, open_driver
-from llmc.runtime.memory import largest
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda_provider import (
     NOT_RECORDED,
@@ -32,9 +31,9 @@ from llmc.runtime.sessions.cuda_provider import (
     open_graph,
     translated,
 )
+from llmc.runtime.sessions.device_blocks import Block, Part, inputs_of, outputs_of, size_of
 from llmc.runtime.sessions.device_cache import DeviceCache
-from llmc.runtime.sessions.tensorrt_calls import free_memory
-from llmc.runtime.sessions.tensorrt_steps import Block, Part, inputs_of, outputs_of, size_of
+from llmc.runtime.sessions.device_memory import check_memory
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ KEPT_BINDINGS = 64
 # Not every version of ONNX Runtime can let a recording go, and each holds some memory of the driver.
 MOST_RECORDINGS = 512
 FIRST_CAPACITY = 256  # positions that a cache has at least, unless the bundle has fewer
-MB = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,8 @@ class CudaSession:
 
     def _open(self, manifest: Manifest) -> None:
         driver, g = self._driver, self._geometry
-        self._device_memory = self._check_memory(manifest)
+        positions = min(FIRST_CAPACITY, self._limits.max_context)
+        self._device_memory = check_memory(self._folder, driver, manifest.device, positions)
         driver.activate()
         self._stream = driver.stream()
         self._later(driver.destroy_stream, self._stream)
@@ -121,23 +120,6 @@ class CudaSession:
         self._bound: OrderedDict[_Call, Binding] = OrderedDict()
         self._recordings = 0
         self._later(self._forget_graph)  # before the memory that it is bound to, and its stream
-
-    def _check_memory(self, manifest: Manifest) -> int | None:
-        """Refuse to load what cannot fit with one row; bytes that this session may take in all."""
-        memory = manifest.device
-        if memory is None:
-            return None
-        free = free_memory(self._driver) + memory.context  # which is taken by now
-        positions = min(FIRST_CAPACITY, self._limits.max_context)
-        needed = memory.total(positions)
-        if needed > free:
-            fits = largest(positions, memory.total, free)
-            advice = f"build with --max-context {fits}" if fits else "use a smaller precision or model"
-            raise ResourceError(
-                f"{self._folder}: to run one row of {positions} positions it needs {-(-needed // MB)} MB of GPU "
-                f"memory, {free // MB} MB are free on {self._driver.device.name}; free some, or {advice}"
-            )
-        return free
 
     def _make_blocks(self) -> None:
         """Room for the inputs and outputs of short calls, and for those of a chunk that wants as few logits."""

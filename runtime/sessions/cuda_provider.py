@@ -22,8 +22,8 @@ from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, Res
 from llmc.runtime.compiled import LOG_FATAL_ONLY
 from llmc.runtime.cuda import STICKY
 from llmc.runtime.sessions.base import Batch
+from llmc.runtime.sessions.device_blocks import Block, Part, size_of
 from llmc.runtime.sessions.onnxruntime import translated as translated_for_cpus
-from llmc.runtime.sessions.tensorrt_steps import Block, Part, size_of
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,10 @@ from llmc.errors import GpuError, LlmcError, RequestError, UsageError
 from llmc.runtime.cuda import Driver, open_driver
 from llmc.runtime.engine_library import library_version, load_library
 from llmc.runtime.sessions.base import Batch
+from llmc.runtime.sessions.device_blocks import INT64, Block, Part, inputs_of, outputs_of, size_of
 from llmc.runtime.sessions.device_cache import DeviceCache
-from llmc.runtime.sessions.tensorrt_calls import Piece, Sparse, check_memory, pieces
+from llmc.runtime.sessions.device_memory import check_memory
+from llmc.runtime.sessions.tensorrt_calls import Piece, Sparse, pieces
 from llmc.runtime.sessions.tensorrt_engine import (
     DECODE,
     PREFILL,
@@ -33,7 +35,7 @@ from llmc.runtime.sessions.tensorrt_engine import (
     select_interface,
 )
 from llmc.runtime.sessions.tensorrt_kernels import compiles_kernels, kernels_file
-from llmc.runtime.sessions.tensorrt_steps import INT64, Block, Call, Part, Step, Steps, inputs_of, outputs_of, size_of
+from llmc.runtime.sessions.tensorrt_steps import Call, Step, Steps
 
 
 class TensorRTSession:
@@ -78,7 +80,7 @@ class TensorRTSession:
     def _open(self, manifest: Manifest) -> None:
         driver, g = self._driver, self._geometry
         check_machine(self._folder, manifest, self._plan, self.engine_version, driver.device)
-        self._device_memory = check_memory(self._folder, driver, manifest.device, self._plan)
+        self._device_memory = check_memory(self._folder, driver, manifest.device, self._rounded(1))
         driver.activate()
         self._stream = driver.stream()
         self._later(driver.destroy_stream, self._stream)

@@ -2,21 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import DeviceMemory, EnginePlan
-from llmc.errors import ResourceError
-from llmc.plans import Profile
-from llmc.runtime.cuda import Driver
-from llmc.runtime.machine import available_memory
-from llmc.runtime.memory import largest
+from llmc.bundle import EnginePlan, Profile
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.tensorrt_engine import DECODE, PREFILL
-
-MB = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -86,31 +78,3 @@ class Sparse:
         view = self._array[:count]
         view.flags.writeable = False
         return view
-
-
-def check_memory(folder: Path, driver: Driver, memory: DeviceMemory | None, plan: EnginePlan) -> int:
-    """Bytes that the session may take in all; refuses to load what cannot fit with one row of the cache.
-
-    Raises:
-        ResourceError: with what is needed, what is free, and what would fit.
-    """
-    free = free_memory(driver)
-    if memory is None:
-        return free
-    free += memory.context  # which is taken by now
-    positions = plan.capacity or plan.buckets[0]
-    needed = memory.total(positions)
-    if needed <= free:
-        return free
-    fits = largest(plan.buckets[-1], memory.total, free)
-    advice = f"build with --max-context {fits}" if fits else "use a smaller precision or model"
-    raise ResourceError(
-        f"{folder}: to run one row of {positions} positions it needs {-(-needed // MB)} MB of GPU memory, {free // MB} "
-        f"MB are free on {driver.device.name}; free some, or {advice}"
-    )
-
-
-def free_memory(driver: Driver) -> int:
-    """Bytes that can be taken; an integrated GPU's driver does not count what the system would give up for it."""
-    free, _ = driver.memory_info()
-    return max(free, available_memory()) if driver.device.integrated else free

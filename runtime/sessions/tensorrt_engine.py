@@ -15,6 +15,7 @@ from llmc.bundle import EnginePlan, Geometry, Manifest
 from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.cuda import DeviceInfo
 from llmc.runtime.engine_library import library_version, logger, make_runtime
+from llmc.runtime.sessions.device_blocks import Shape
 from llmc.runtime.sessions.tensorrt_kernels import Kernels
 
 # Types by the library's names.
@@ -22,8 +23,6 @@ CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 DECODE, PREFILL = 0, 1  # numbers of the profiles
 # TensorRT asks it of the memory that contexts work in, and of tensors.
 ALIGNMENT = 256
-
-Shape = tuple[int, ...]
 
 
 def required_plan(folder: Path, manifest: Manifest) -> EnginePlan:

@@ -1,28 +1,21 @@
-"""One call on the device: where its inputs and outputs lie, how it is queued, and how it is recorded and replayed.
+"""One call of TensorRT's on the device: how it is queued, and how it is recorded and replayed.
 
-Inputs go up in one copy and outputs come down in one, from and to pinned memory that never moves; so a whole step,
-copies included, can be recorded as a CUDA graph. On an integrated GPU the device works on the pinned memory itself.
+Inputs go up in one copy and outputs come down in one, from and to memory that never moves; so a whole step, copies
+included, can be recorded as a CUDA graph.
 """
 
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from llmc.errors import GpuError, LlmcError
+from llmc.errors import GpuError
 from llmc.runtime.cuda import Driver
-from llmc.runtime.sessions.device_cache import host_array
-from llmc.runtime.sessions.tensorrt_engine import ALIGNMENT, Context, Shape
+from llmc.runtime.sessions.device_blocks import Block, Part, Shape, size_of
+from llmc.runtime.sessions.tensorrt_engine import Context
 
 log = logging.getLogger(__name__)
 
-INT64: np.dtype[Any] = np.dtype(np.int64)
-FLOAT: np.dtype[Any] = np.dtype(np.float32)
-Arrays = dict[str, tuple[Shape, np.dtype[Any]]]
 # Calls whose addresses are kept, with what was recorded of them: one for every number of rows, bucket and buffer.
 KEPT_STEPS = 64
 # A longer call keeps the device busy for so long that queueing its kernels one by one costs nothing.
@@ -50,89 +43,6 @@ class Call:
     attended: int
     side: int
     candidates: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """An array's place in a block of memory."""
-
-    offset: int
-    shape: Shape
-    dtype: np.dtype[Any]
-
-    @property
-    def end(self) -> int:
-        """Where it ends."""
-        return self.offset + int(np.prod(self.shape)) * self.dtype.itemsize
-
-
-def lay_out(arrays: Arrays) -> dict[str, Part]:
-    """Places of arrays one after another, each on the boundary that kernels want."""
-    parts, offset = {}, 0
-    for name, (shape, dtype) in arrays.items():
-        parts[name] = Part(offset, shape, dtype)
-        offset = -(-parts[name].end // ALIGNMENT) * ALIGNMENT
-    return parts
-
-
-def inputs_of(rows: int, sequence: int, outputs: int) -> dict[str, Part]:
-    """Where the inputs of a call lie."""
-    return lay_out(
-        {
-            "input_ids": ((rows, sequence), INT64),
-            "past_lengths": ((rows,), INT64),
-            "logit_indices": ((rows, outputs), INT64),
-        }
-    )
-
-
-def outputs_of(rows: int, outputs: int, hidden: int, vocab: int, candidates: int) -> dict[str, Part]:
-    """Where the outputs of a call lie; all logits come last, because they may be left where they are."""
-    selected: Arrays = {
-        "values": ((rows * outputs, candidates), FLOAT),
-        "indices": ((rows * outputs, candidates), INT64),
-    }
-    arrays: Arrays = {"hidden_states": ((rows, outputs, hidden), FLOAT), **(selected if candidates else {})}
-    return lay_out({**arrays, "logits": ((rows, outputs, vocab), FLOAT)})
-
-
-def size_of(parts: Mapping[str, Part]) -> int:
-    """Bytes of a block with these arrays."""
-    return max(part.end for part in parts.values())
-
-
-class Block:
-    """Pinned host memory and its counterpart on the device, one and the same where the GPU is integrated."""
-
-    def __init__(self, driver: Driver, size: int) -> None:
-        self._driver = driver
-        self._shared = driver.device.integrated
-        self.host = driver.alloc_host(size)
-        try:
-            self.device = driver.device_address(self.host) if self._shared else driver.alloc(size)
-        except LlmcError:
-            driver.free_host(self.host)
-            raise
-
-    def upload(self, size: int, stream: int) -> None:
-        """Queue the copy of the first ``size`` bytes to the device."""
-        if not self._shared:
-            self._driver.copy(self.device, self.host, size, stream)
-
-    def download(self, start: int, end: int, stream: int) -> None:
-        """Queue the copy of the bytes from ``start`` to ``end`` from the device."""
-        if not self._shared:
-            self._driver.copy(self.host + start, self.device + start, end - start, stream)
-
-    def array(self, part: Part) -> NDArray[Any]:
-        """An array in the host's memory."""
-        return host_array(self.host + part.offset, part.shape, part.dtype)
-
-    def close(self) -> None:
-        """Free both."""
-        if not self._shared:
-            self._driver.free(self.device)
-        self._driver.free_host(self.host)
 
 
 class Step:

@@ -10,8 +10,8 @@ from doubles.cuda import ORIN
 from llmc.errors import RequestError, UsageError
 from llmc.runtime.sessions import Batch, Phase, Session
 from llmc.runtime.sessions import tensorrt_steps as steps_module
+from llmc.runtime.sessions.device_blocks import outputs_of
 from llmc.runtime.sessions.tensorrt import TensorRTSession
-from llmc.runtime.sessions.tensorrt_steps import outputs_of
 
 # Largest difference of logits between the double, which attends to a bucket, and ONNX Runtime alone, which attends to
 # the whole cache: sums of other lengths round otherwise. Logits are of the size of 10.
