@@ -11,22 +11,21 @@ from llmc.runtime.memory import largest
 MB = 1_000_000
 
 
-def check_memory(folder: Path, driver: Driver, memory: DeviceMemory | None, positions: int) -> int:
+def check_memory(folder: Path, driver: Driver, memory: DeviceMemory | None, positions: int) -> int | None:
     """Bytes that a session may take in all; refuses to load what cannot fit with one row of the cache.
 
     Args:
         folder: the bundle, for the message.
         driver: of the GPU.
-        memory: what the bundle takes there; None where its manifest does not say.
+        memory: what the bundle takes there; None where its manifest does not say, and then the answer is None.
         positions: that the cache has at least.
 
     Raises:
         ResourceError: with what is needed, what is free, and what would fit.
     """
-    free = free_memory(driver)
     if memory is None:
-        return free
-    free += memory.context  # which is taken by now
+        return None
+    free = free_memory(driver) + memory.context  # which is taken by now
     needed = memory.total(positions)
     if needed <= free:
         return free

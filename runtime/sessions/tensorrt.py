@@ -213,7 +213,7 @@ class TensorRTSession:
         return self._hidden
 
     @property
-    def device_memory(self) -> int:
+    def device_memory(self) -> int | None:
         """Bytes of the GPU's memory that were free when the bundle was loaded, with what the driver holds itself."""
         return self._device_memory
 
