@@ -17,6 +17,8 @@ MB = 1_000_000
 CONTEXT = 500 * MB
 # Scores of attention, and what a softmax makes of them.
 SCORES = 2
+# ONNX Runtime's CUDA kernels expand integer weights in pieces of at most so much where a call has several rows.
+EXPANDED = 256 * MB
 # Two buffers for the cache where the engine cannot update it in place.
 SWAPPED = 2
 
@@ -46,11 +48,13 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = 
     chunk = min(limits.prefill_chunk, limits.max_context)
     activations = WIDE_ARRAYS * geometry.intermediate_size + NARROW_ARRAYS * geometry.hidden_size
     scores = SCORES * geometry.heads * chunk * limits.max_context
+    blocked = recipe.phases == "shared" and recipe.block_size > 0
+    expanded = min(EXPANDED, size * max(matrix.size for matrix in matrices(geometry))) if blocked else 0
     return DeviceMemory(
         context=CONTEXT,
         weights=sum(device_bytes(matrix, stored.of(matrix.module), size) for matrix in matrices(geometry))
         + device_bytes(table, embedding_form(stored, geometry.tied_head), size),
-        workspace=size * (chunk * activations + scores),
+        workspace=size * (chunk * activations + scores) + expanded,
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=size) * (SWAPPED if form == "primitives" else 1),
         logits=4 * geometry.vocab_size,
     )
