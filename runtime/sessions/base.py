@@ -1,12 +1,15 @@
-"""What the generation loop asks of an engine."""
+"""What the generation loop asks of an engine, and what engines say alike."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from llmc.bundle import Limits
+from llmc.errors import RequestError
 
 
 class Phase(str, Enum):
@@ -100,3 +103,29 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free the engine and the cache."""
+
+
+def check_limits(limits: Limits, rows: int, capacity: int) -> None:
+    """Refuse a cache that the bundle was not built for.
+
+    Raises:
+        RequestError: with what is asked for, and what the limits are.
+    """
+    if rows > limits.max_batch or capacity > limits.max_context:
+        raise RequestError(
+            f"a cache of {rows} rows x {capacity} positions is asked for, the bundle was built for "
+            f"{limits.max_batch} x {limits.max_context}; build with larger ones"
+        )
+
+
+def row_by_row(batch: Batch) -> Iterator[Batch]:
+    """A call of each row alone."""
+    for r in range(len(batch.input_ids)):
+        row = slice(r, r + 1)
+        yield replace(
+            batch,
+            input_ids=batch.input_ids[row],
+            past_lengths=batch.past_lengths[row],
+            logit_indices=batch.logit_indices[row],
+            first_row=batch.first_row + r,
+        )

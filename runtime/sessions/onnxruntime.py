@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import BundleError, GpuError, LlmcError, RequestError, ResourceError, UsageError, require
+from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, UsageError, require
 from llmc.runtime import cache, compiled
 from llmc.runtime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
 from llmc.runtime.machine import cpu_features, cpu_model
-from llmc.runtime.sessions.base import Batch, Phase
+from llmc.runtime.sessions.base import Batch, Phase, check_limits, row_by_row
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class OnnxRuntimeSession:
             RequestError: more than the bundle was built for.
             ResourceError: memory does not suffice; the cache keeps its size.
         """
-        self._check_limits(rows, capacity)
+        check_limits(self._limits, rows, capacity)
         self.resize(max(rows, self.rows), max(capacity, self._capacity))
 
     def resize(self, rows: int, capacity: int, used: Sequence[int] | None = None) -> None:
@@ -111,7 +111,7 @@ class OnnxRuntimeSession:
             UsageError: ``used`` does not have one number for each row of the cache.
             ResourceError: memory does not suffice; the cache keeps its size.
         """
-        self._check_limits(rows, capacity)
+        check_limits(self._limits, rows, capacity)
         if used is not None and len(used) != self.rows:
             raise UsageError(f"used has {len(used)} numbers, expected one for each of the cache's {self.rows} rows")
         known = self._written if used is None else list(map(min, self._written, used))
@@ -135,13 +135,6 @@ class OnnxRuntimeSession:
             tensor = before.pop()
             for row, length in enumerate(written):
                 after[row, :, :length] = tensor[row, :, :length]
-
-    def _check_limits(self, rows: int, capacity: int) -> None:
-        if rows > self._limits.max_batch or capacity > self._limits.max_context:
-            raise RequestError(
-                f"a cache of {rows} rows x {capacity} positions is asked for, the bundle was built for "
-                f"{self._limits.max_batch} x {self._limits.max_context}; build with larger ones"
-            )
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Copy positions ``start`` ... ``end - 1`` of the row ``source`` to the same ones of ``target``.
@@ -374,15 +367,6 @@ def _opened(runtime: Any, paths: dict[str, Path], threads: int, prepare: Callabl
 
     with ThreadPoolExecutor(len(paths)) as pool:
         return dict(zip(paths, pool.map(opened, paths.values()), strict=True))
-
-
-def row_by_row(batch: Batch) -> Iterator[Batch]:
-    """A call of each row alone."""
-    for r in range(len(batch.input_ids)):
-        row = slice(r, r + 1)
-        yield Batch(
-            batch.phase, batch.input_ids[row], batch.past_lengths[row], batch.logit_indices[row], batch.first_row + r
-        )
 
 
 def import_onnxruntime(minimum: str) -> Any:
