@@ -35,7 +35,8 @@ CAPACITY = 64
 BUCKETS = (16, 32, CAPACITY)
 DECODE, PREFILL = Profile(4, 1, 1), Profile(1, 16, 4)
 WEIGHTS: dict[str, Form] = {"fp16": Computed(), "int8": WeightOnly(Grid(8)), "int4": WeightOnly(Grid(4, 32))}
-LINEARS_PER_LAYER = 7
+# Quantized ones are packed: query, key and value, output, gate and up, down.
+LINEARS_PER_LAYER = {"fp16": 7, "int8": 4, "int4": 4}
 PASSES = {"native": "tensorrt", "lengths": "tensorrt", "primitives": "tensorrt-primitives"}
 # Opset and IR version that the build declares for each form.
 DECLARED = {"native": (24, 11), "lengths": (24, 11), "primitives": (21, 10)}
@@ -138,7 +139,7 @@ def cache_types(built: Built) -> set[str]:
 def test_every_checkpoint_is_built(name: str, weights: str, built: Callable[..., Built]):
     engine = built(name, WEIGHTS[weights])
     check_native(engine)
-    linears = LINEARS_PER_LAYER * engine.geometry.layers + 1
+    linears = LINEARS_PER_LAYER[weights] * engine.geometry.layers + 1
     assert engine.layers["MATRIX_MULTIPLY"] >= linears
     assert engine.layers["DEQUANTIZE"] == (0 if weights == "fp16" else linears)
     assert cache_types(engine) == {"HALF"}
