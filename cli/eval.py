@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmc.bundle import read_bundle
 from llmc.cli import output as show
 from llmc.cli.options import (
     EXISTING_FILE,
@@ -59,8 +60,8 @@ def eval_command(
         require("matplotlib", "plot")
         if not plot.absolute().parent.is_dir():
             raise UsageError(f"{plot}: there is no folder {plot.absolute().parent}; make it first")
-    if reference is None and (layers or plot is not None):
-        raise click.UsageError("--layers and --plot compare with the unquantized model: give --reference EXPORT")
+    if layers or plot is not None:
+        check_layers(bundle, reference)
     from llmc.optimize.evaluate import MAX_WINDOWS, evaluate, read_windows
     from llmc.optimize.layers import WINDOWS, layer_errors
     from llmc.optimize.plots import quality as draw
@@ -87,6 +88,23 @@ def eval_command(
         print_report(bundle, found.quality, errors)
         if plot is not None:
             click.echo(f"wrote {plot}")
+
+
+def check_layers(bundle: Path, reference: Path | None) -> None:
+    """Refuse to look into layers without a reference, or into those that hand on 16 bits: a reference has float32.
+
+    Raises:
+        UsageError: there is no reference, or the bundle computes in 16 bits.
+        BundleError: it is none, or broken.
+    """
+    if reference is None:
+        raise click.UsageError("--layers and --plot compare with the unquantized model: give --reference EXPORT")
+    compute = read_bundle(bundle).recipe.compute
+    if compute != "float32":
+        raise UsageError(
+            f"--layers and --plot compare layers in float32, {bundle} computes in {compute}; leave them out, or build "
+            "it with a budget (--max-kl), which says which layers lose the most"
+        )
 
 
 def report(bundle: Path, quality: Quality, errors: tuple[LayerError, ...]) -> dict[str, Any]:

@@ -282,6 +282,19 @@ def test_emulation_reaches_the_loader(
     assert asked == [bool(flags)]
 
 
+@pytest.mark.parametrize("flags", [["--layers"], ["--plot", "errors.png"]], ids=lambda flags: flags[0])
+def test_layers_of_16_bits_are_not_looked_into(
+    llmc: Any, save: Callable[..., Path], tiny_export: Path, flags: list[str]
+):
+    folder = save()
+    text = json.loads((folder / "llmc.json").read_text())
+    text["recipe"]["compute"] = "float16"
+    (folder / "llmc.json").write_text(json.dumps(text))
+    ran = llmc("eval", folder, "--emulate", "--reference", tiny_export, *flags)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert f"--layers and --plot compare layers in float32, {folder} computes in float16" in ran.err
+
+
 # ---------------------------------------------------------------------------------------------------------------- plan
 
 
