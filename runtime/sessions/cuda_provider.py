@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, require
+from llmc.plans import version
 from llmc.runtime.compiled import LOG_FATAL_ONLY
 from llmc.runtime.cuda import STICKY
 from llmc.runtime.sessions.base import Batch
@@ -63,15 +64,11 @@ def check_provider(runtime: Any, minimum: str) -> None:
         raise MissingExtraError(
             f"onnxruntime {runtime.__version__} is the package for CPUs, it has no {PROVIDER}; {INSTALL}"
         )
-    if _version(runtime.__version__) < _version(minimum):
+    if version(runtime.__version__) < version(minimum):
         raise BundleError(
             f"onnxruntime-gpu {runtime.__version__} is too old, {minimum} or newer is needed: "
             "pip install -U onnxruntime-gpu"
         )
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2])
 
 
 # ------------------------------------------------------------------------------------------------- opening
