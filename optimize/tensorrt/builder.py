@@ -3,6 +3,10 @@
 What the interface lacks is left out or done the older way, see :mod:`llmc.optimize.tensorrt.abilities`. TensorRT-RTX
 builds without a GPU; TensorRT itself was not at hand: these calls were checked against the interfaces of its versions,
 not run.
+
+Weights are mapped and the engine is written in pieces, yet the library keeps copies of what it rearranges. With layers
+of an 8B model's sizes and two profiles, TensorRT-RTX 1.7.1 held for each byte of weights 1.7 bytes in float16, 1.1 in
+int8 and 2.0 in int4, and 0.3 GB besides; :class:`~llmc.optimize.tensorrt.order.EngineReport` tells it of each build.
 """
 
 import contextlib
