@@ -17,7 +17,7 @@ from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, Options
 from llmc.optimize.tensorrt.select import build_select
 from llmc.runtime import cache
-from llmc.runtime.engine_library import library_version, load_library
+from llmc.runtime.engine_library import library_version, load_library, make_builder
 from llmc.runtime.probe import Device, probe_driver
 from llmc.runtime.sessions.tensorrt_engine import platform_name as platform_name
 
@@ -66,7 +66,7 @@ def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest)
     """Fill in the defaults and refuse what the library here cannot do.
 
     Raises:
-        MissingExtraError, GpuError: the library is not installed, too old or broken.
+        MissingExtraError, GpuError: the library is not installed, too old or broken, or finds no GPU and needs one.
         UsageError: a value is out of range, or not for this library.
     """
     library = None if request.deferred else load_library(target.engine)
@@ -75,8 +75,9 @@ def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest)
     buckets = bucket_sizes(limits.max_context)
     wanted = _compute_capabilities(request.compute_capabilities, library, target)
     gpu = next(iter(probe_driver().devices), None) if library is not None else None
-    if gpu is not None and not nameable_gpus(library):
-        wanted = (gpu.compute_capability,)  # TensorRT builds for the GPU that it runs on
+    if library is not None and not nameable_gpus(library):  # TensorRT builds on the GPU that it builds for
+        make_builder(library)  # so without one it refuses now, and not after hours of calibration
+        wanted = (gpu.compute_capability,) if gpu is not None else ()
     return EngineSpec(
         library=library,
         version=library_version(library) if library is not None else "none",

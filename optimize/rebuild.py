@@ -9,12 +9,15 @@ from pathlib import Path
 from llmc.bundle import EnginePlan, ExportManifest, Manifest, Target, read_bundle, verify_files, write_manifest
 from llmc.errors import BuildError, UsageError
 from llmc.optimize.build import BuildReport, runs_here
+from llmc.optimize.device_plan import with_engine
 from llmc.optimize.engine import ALL_FORMS, compile_engine, resolve_engine
 from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.plan import plan_build
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.targets import capabilities
 from llmc.publish import file_entries, refuse_to_overwrite, staged
 from llmc.runtime import load
+from llmc.runtime.memory import usable_memory
 from llmc.runtime.selftest import replay
 
 
@@ -41,6 +44,7 @@ def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progre
     refuse_to_overwrite(output, force)
     for name in verify_files(source, manifest):
         progress(f"hashed {name}")
+    _check_memory(source, manifest)
     with staged(output, force=force) as folder:
         made = _rebuilt(source, manifest, manifest.engine, folder, progress)
     return BuildReport(output, made, time.perf_counter() - start)
@@ -72,7 +76,8 @@ def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, pr
         plan = replace(plan, verified="cpu")
     files = kept | file_entries(folder, [plan.file, plan.select, plan.inspector])
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
-    made = replace(manifest, target=here, engine=plan, files=files)
+    device = manifest.device and with_engine(manifest.device, folder, plan)
+    made = replace(manifest, target=here, engine=plan, device=device, files=files)
     write_manifest(made, folder)
     if runs_here(spec, plan) and made.golden:
         with load(folder, self_test=False) as model:
@@ -80,6 +85,13 @@ def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, pr
         made = replace(made, engine=replace(plan, verified="device"))
         write_manifest(made, folder)
     return made
+
+
+def _check_memory(source: Path, manifest: Manifest) -> None:
+    """Refuse to build what does not fit in the machine's memory; nothing is calibrated this time."""
+    recipe = replace(manifest.recipe, scheme="rtn", smoothing=0.0, sparsity="none", activations="none")
+    plan = plan_build(manifest.geometry, recipe, manifest.limits, 0, device=manifest.device)
+    plan.check(source, usable_memory(plan.parts["engine"]))
 
 
 def _form(source: Path, old: EnginePlan, engine: str) -> str:

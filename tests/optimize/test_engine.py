@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from doubles.machines import H200, NO_GPU, ORIN, RTX_4090
-from doubles.recorded import VERSIONS, RecordedLibrary
+from doubles.recorded import VERSIONS, RecordedLibrary, replaced
 
 from llmc.bundle import ExportManifest, Limits, Manifest, Profile
-from llmc.errors import BuildError, MissingExtraError, UsageError
+from llmc.errors import BuildError, GpuError, MissingExtraError, UsageError
 from llmc.optimize.engine import (
     FIRST_BUCKET,
     PREFILL_OUTPUTS,
@@ -178,6 +178,18 @@ def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     with pytest.raises(MissingExtraError, match="tensorrt is not installed: on a Jetson it comes with JetPack"):
         resolve()
+
+
+def test_tensorrt_without_a_gpu_is_refused_before_any_work(here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    def fail(library: RecordedLibrary, self: Any, native_logger: Any) -> None:
+        native_logger.log(library.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    replaced(monkeypatch, "Builder", "__init__", fail)
+    here("11.4")
+    with pytest.raises(GpuError, match="tensorrt 11.4.* cannot use a GPU here .CUDA initialization failure"):  # noqa: RUF043
+        resolve()
+    assert resolve(deferred=True).form == "native"
 
 
 # ------------------------------------------------------------------------------------------------------------ deferred
