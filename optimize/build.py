@@ -39,7 +39,7 @@ from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrated import Calibrated
 from llmc.optimize.calibration import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
-from llmc.optimize.device_plan import device_plan, host_plan
+from llmc.optimize.device_plan import device_plan, host_plan, with_engine
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.evaluate import evaluate, read_windows
 from llmc.optimize.gate import Advice, advise, check
@@ -312,6 +312,7 @@ def _manifest(
     version = order.engine.version if order.engine else import_onnxruntime(minimum).__version__
     tokenizer = (folder / TOKENIZER_FILE).stat().st_size
     plan = host_plan(export.geometry, tokenizer) if target.has_gpu else None
+    device = device_plan(export.geometry, order.limits, recipe, order.form) if target.has_gpu else None
     return Manifest(
         schema_version=SCHEMA_VERSION,
         llmc_version=__version__,
@@ -331,7 +332,7 @@ def _manifest(
         golden_tolerance=LOGIT_TOLERANCES[recipe.compute] if target.has_gpu else LOGIT_TOLERANCE,
         files=file_entries(folder, sorted(path.name for path in folder.iterdir())),
         engine=engine,
-        device=device_plan(export.geometry, order.limits, recipe, order.form) if target.has_gpu else None,
+        device=device and with_engine(device, folder, engine),
     )
 
 

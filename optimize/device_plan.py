@@ -1,6 +1,9 @@
 """Memory that a bundle takes on a GPU, from geometry and recipe alone. Nothing here was measured on a GPU yet."""
 
-from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, MemoryPlan, Recipe
+from dataclasses import replace
+from pathlib import Path
+
+from llmc.bundle import CACHE_BYTES, DeviceMemory, EnginePlan, Geometry, Limits, MemoryPlan, Recipe
 from llmc.optimize.lower.plan import HEAD, Computed, Float8, Float16, Form, Static, WeightOnly, embedding_form, forms
 from llmc.optimize.plan import (
     INTERPRETER,
@@ -45,6 +48,8 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = 
     size = CACHE_BYTES[recipe.compute]
     stored = next(iter(forms(recipe).values()))
     table = Matrix(HEAD, geometry.vocab_size, geometry.hidden_size)
+    embedding = embedding_form(stored, geometry.tied_head)
+    shared = geometry.tied_head and isinstance(embedding, Computed)  # the head reads the table, transposed
     chunk = min(limits.prefill_chunk, limits.max_context)
     activations = WIDE_ARRAYS * geometry.intermediate_size + NARROW_ARRAYS * geometry.hidden_size
     scores = SCORES * geometry.heads * chunk * limits.max_context
@@ -53,11 +58,18 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = 
     return DeviceMemory(
         context=CONTEXT,
         weights=sum(device_bytes(matrix, stored.of(matrix.module), size) for matrix in matrices(geometry))
-        + device_bytes(table, embedding_form(stored, geometry.tied_head), size),
+        + (0 if shared else device_bytes(table, embedding, size)),
         workspace=size * (chunk * activations + scores) + expanded,
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=size) * (SWAPPED if form == "primitives" else 1),
         logits=4 * geometry.vocab_size,
     )
+
+
+def with_engine(plan: DeviceMemory, folder: Path, engine: EnginePlan | None) -> DeviceMemory:
+    """The plan with the weights that the engine really holds: it may keep a layout for each profile."""
+    if engine is None or not engine.file or engine.stripped:
+        return plan
+    return replace(plan, weights=(folder / engine.file).stat().st_size)
 
 
 def device_bytes(matrix: Matrix, form: Form, compute: int) -> int:

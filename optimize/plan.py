@@ -45,8 +45,11 @@ RETAINED = 1
 REFERENCE_COPIES = 2
 # Opening a plain graph and saving it compiled holds its weights as stored, packed, and in part once more while written.
 COMPILING = 2.6
-# TensorRT-RTX's builder with its kernels, and the weights that it holds.
-ENGINE_LIBRARY, ENGINE_COPIES = 500 * MB, 1.5
+# TensorRT-RTX 1.7's builder with its kernels, and what it holds of each byte of weights beside the mapped file: slopes
+# between one layer and three of an 8B model. Floats are laid out anew, nibbles unpacked.
+ENGINE_LIBRARY = 350 * MB
+ENGINE_COPIES = {"int8": 1.1, "fp8": 1.1, "int4": 2.0}
+ENGINE_FLOAT_COPIES = 1.7
 # A golden prompt and its answer; with a text, one of its windows.
 GOLDEN_TOKENS = 40
 # Logits of these tokens at a time: the reference's, the engine's, and a copy of each call's and of all calls'.
@@ -160,7 +163,7 @@ def plan_build(
         device: of a bundle for a GPU, which is judged on the CPU only where that fits as well.
     """
     if device is not None:
-        steps = [_quantizing(geometry), _engine(device)]
+        steps = [_quantizing(geometry), _engine(device, recipe)]
     else:
         judging = _judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
         steps = [_quantizing(geometry), _compiling(geometry, recipe), judging]
@@ -185,9 +188,10 @@ def _compiling(geometry: Geometry, recipe: Recipe) -> dict[str, int]:
     }
 
 
-def _engine(device: DeviceMemory) -> dict[str, int]:
-    """An engine's builder, with the weights mapped and once more in what it writes."""
-    return {"engine": INTERPRETER + BUILDER + ENGINE_LIBRARY, "weights": round(ENGINE_COPIES * device.weights)}
+def _engine(device: DeviceMemory, recipe: Recipe) -> dict[str, int]:
+    """An engine's builder; the pages of the weights that it maps go when they are needed."""
+    copies = ENGINE_COPIES.get(recipe.precision, ENGINE_FLOAT_COPIES)
+    return {"engine": INTERPRETER + BUILDER + ENGINE_LIBRARY, "weights": round(copies * device.weights)}
 
 
 def _largest(geometry: Geometry) -> int:
