@@ -26,8 +26,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def grid_name(grid: Grid) -> str:
-    """A grid in a few letters: int4x128, int8, int4x32z (with zero points)."""
-    return f"int{grid.bits}{f'x{grid.block}' if grid.block else ''}{'' if grid.symmetric else 'z'}"
+    """A grid in a few letters: int4x128, int8, int4x32z (with zero points), int4x128p (with scales above zero)."""
+    kind = "p" if grid.positive else "" if grid.symmetric else "z"
+    return f"int{grid.bits}{f'x{grid.block}' if grid.block else ''}{kind}"
 
 
 def layer_part(index: int) -> str:

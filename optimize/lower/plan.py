@@ -138,17 +138,20 @@ def forms(recipe: Recipe) -> dict[str, Forms]:
 
 
 def _engine_forms(recipe: Recipe) -> Forms:
-    """One graph for both phases, for engines that want int8 weights with a scale per output and constant scales."""
+    """One graph for both phases, for engines that want int8 weights with a scale per output and constant scales.
+
+    All scales are above zero: TensorRT refuses others.
+    """
     static = recipe.activations == "static"
     weights: dict[str, Form] = {
         **dict.fromkeys(("fp32", "fp16", "bf16"), Computed()),
-        "int8": WeightOnly(Grid(8)),
-        "int4": WeightOnly(Grid(4, recipe.block_size)),
+        "int8": WeightOnly(Grid(8, positive=True)),
+        "int4": WeightOnly(Grid(4, recipe.block_size, positive=True)),
         "fp8": Float8(static),
     }
     layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
     head = Float8() if recipe.head == "fp8" else weights[recipe.head]
-    return Forms(weights[recipe.precision], head, layers, Static() if static else None, w8a8_bits=(8,))
+    return Forms(weights[recipe.precision], head, layers, Static(Grid(8, positive=True)) if static else None, (8,))
 
 
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:

@@ -3,7 +3,8 @@
 For weights w of one group and the block B of the inputs' second moment H that belongs to the group, a change d of w
 costs d B d^T at the output (what other groups could make up for is left out). Among the clip ratios and rounding of
 :mod:`.rtn`, steps c explain <w, c>_B^2 / <c, c>_B of <w, w>_B with the scale <w, c>_B / <c, c>_B, where
-<a, b>_B = a B b^T; the ratio that explains most wins. With B = 1 this is the search of :mod:`.rtn`.
+<a, b>_B = a B b^T; the ratio that explains most wins. With B = 1 this is the search of :mod:`.rtn`. Other than there
+<w, c>_B can be negative; on a positive grid such a c explains nothing.
 
 Source: AWQ searches the clip of a group by the error of its output (Lin et al. 2023, arXiv:2306.00978, section 5.1).
 """
@@ -11,7 +12,7 @@ Source: AWQ searches the clip of a group by the error of its output (Lin et al. 
 import torch
 from torch import Tensor
 
-from llmc.optimize.quantize.grid import Grid, Quantized
+from llmc.optimize.quantize.grid import SMALLEST_SCALE, Grid, Quantized
 from llmc.optimize.quantize.rtn import CLIP_RATIOS
 
 # Added to a block's diagonal, as a share of H's mean: where inputs were never seen, weights count as in plain rounding.
@@ -24,10 +25,11 @@ def search(weights: Tensor, second_moment: Tensor, grid: Grid) -> tuple[Tensor, 
     Args:
         weights: float32 [N, K]; a weight of 0 stays 0.
         second_moment: X^T X / tokens, float32 [K, K].
-        grid: bits, block and symmetry.
+        grid: bits, block, symmetry and sign of the scales.
 
     Returns:
-        Steps q - z float32 [N, K], scales [N, groups] and zero points [N, groups], 0 on a symmetric grid.
+        Steps q - z float32 [N, K], scales [N, groups] and zero points [N, groups], 0 on a symmetric grid. The scale of
+        zeros is 0, on a positive grid the smallest normal number.
     """
     width = grid.width(weights.shape[1])
     starts = range(0, weights.shape[1], width)
@@ -52,6 +54,8 @@ def _search_group(weights: Tensor, block: Tensor, grid: Grid) -> tuple[Tensor, T
         weighted = steps @ block
         projection, norm = ((side * weighted).sum(1, keepdim=True) for side in (weights, steps))
         scale = torch.where(norm > 0, projection / norm, 0)
+        if grid.positive:
+            scale.clamp_(min=SMALLEST_SCALE)
         better = projection * scale > best_gain
         best_gain = torch.where(better, projection * scale, best_gain)
         best_scale = torch.where(better, scale, best_scale)
@@ -61,6 +65,9 @@ def _search_group(weights: Tensor, block: Tensor, grid: Grid) -> tuple[Tensor, T
 
 def whole_range(weights: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Scales [N, 1] that clip no weight of a group [N, W], 0 where all are 0, and their zero points [N, 1]."""
+    if grid.positive:
+        reached = torch.maximum(weights.amax(1, keepdim=True) / grid.high, weights.amin(1, keepdim=True) / grid.low)
+        return reached, torch.zeros_like(reached)
     if grid.symmetric:
         extreme = weights.gather(1, weights.abs().argmax(1, keepdim=True))
         return extreme / grid.low, torch.zeros_like(extreme)

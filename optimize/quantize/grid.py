@@ -18,17 +18,25 @@ from numpy.typing import NDArray
 Float = NDArray[np.float32]
 T = TypeVar("T", bound=np.generic)
 
+# The scale of a group of zeros where scales are above zero: the smallest whose inverse float32 holds too.
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+
 
 @dataclass(frozen=True)
 class Grid:
     """Integer grid of a weight matrix. ``block`` is the number of inputs that share a scale; 0 means a whole row.
 
-    A grid that is not ``symmetric`` has a zero point for each scale.
+    A grid that is not ``symmetric`` has a zero point for each scale. Scales of a ``positive`` grid, which is symmetric,
+    are all above zero; otherwise a negative one lets the weight of largest magnitude meet the longer, negative end.
     """
 
     bits: int
     block: int = 0
     symmetric: bool = True
+    positive: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.symmetric or not self.positive, "only a symmetric grid can be positive"
 
     @property
     def low(self) -> int:
@@ -55,7 +63,7 @@ class Quantized:
 
     Attributes:
         values: int8 [N, K].
-        scales: float32 [N, groups]; on a symmetric grid a scale may be negative.
+        scales: float32 [N, groups]; on a symmetric grid a scale may be negative, unless the grid is positive.
         grid: what the integers are on.
         zero_points: int8 [N, groups]; None on a symmetric grid.
     """

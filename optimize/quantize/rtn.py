@@ -1,11 +1,13 @@
 """Round to nearest with a clip that minimises the mean square error of the weights.
 
 For each group of weights w and each clip ratio r, a symmetric grid takes the scale s = -r * m / 2^(bits-1), where m is
-the weight of largest magnitude with its sign, so that m meets the longer, negative end of the grid. An asymmetric one
-spans zero and all weights, s = r * (max(w, 0) - min(w, 0)) / (2^bits - 1), and has the zero point
-z = round(-2^(bits-1) - min(w, 0) * r / s), which is the same for every r. Steps are c = q - z = clip(round(w / s)); for
-fixed c the best scale is the least-squares one, s* = <w, c> / <c, c>, whose error is <w, w> - <w, c>^2 / <c, c>. The
-ratio with the least error wins.
+the weight of largest magnitude with its sign, so that m meets the longer, negative end of the grid. A positive grid
+cannot choose ends: s = r * max(max(w) / (2^(bits-1) - 1), -min(w) / 2^(bits-1)) is the smallest scale that, at r = 1,
+clips nothing. An asymmetric one spans zero and all weights, s = r * (max(w, 0) - min(w, 0)) / (2^bits - 1), and has the
+zero point z = round(-2^(bits-1) - min(w, 0) * r / s), which is the same for every r. Steps are c = q - z =
+clip(round(w / s)); for fixed c the best scale is the least-squares one, s* = <w, c> / <c, c>, whose error is
+<w, w> - <w, c>^2 / <c, c>. The ratio with the least error wins. Where s is above zero, the signs of c are those of w,
+and so s* is not below zero.
 
 Sources: the clip search is that of OMSE (Choukroun et al. 2019, arXiv:1902.06822), applied per group; the least-squares
 scale is the standard alternating step of vector quantization. Plain rounding is equation 1 of AWQ (arXiv:2306.00978),
@@ -14,7 +16,7 @@ with the sign of m.
 
 import numpy as np
 
-from llmc.optimize.quantize.grid import Float, Grid, Quantized
+from llmc.optimize.quantize.grid import SMALLEST_SCALE, Float, Grid, Quantized
 
 # A wide grid gains nothing from hard clipping, a narrow one does.
 CLIP_RATIOS = {4: tuple(np.linspace(1.0, 0.62, 16)), 8: (1.0, 0.97, 0.94, 0.9)}
@@ -24,7 +26,7 @@ LARGEST_EXPONENT = 40
 
 
 def quantize(weights: Float, grid: Grid, *, clip: bool = True) -> Quantized:
-    """Quantize float32 [N, K]; all-zero groups get scale 0.
+    """Quantize float32 [N, K]; all-zero groups get scale 0, on a positive grid the smallest normal number.
 
     Args:
         weights: [N, K].
@@ -44,7 +46,7 @@ def quantize(weights: Float, grid: Grid, *, clip: bool = True) -> Quantized:
     values, scales, zeros = _scaled_search(padded.reshape(rows * groups, width), grid, ratios)
     return Quantized(
         values.reshape(rows, -1)[:, :inputs],
-        scales.reshape(rows, groups),
+        (np.where(scales > 0, scales, np.float32(SMALLEST_SCALE)) if grid.positive else scales).reshape(rows, groups),
         grid,
         None if grid.symmetric else zeros.reshape(rows, groups),
     )
@@ -83,6 +85,10 @@ def _search(groups: Float, grid: Grid, ratios: tuple[float, ...]) -> tuple[np.nd
 
 def whole_range(groups: Float, grid: Grid) -> tuple[Float, Float]:
     """Scales [G, 1] that clip no weight of ``groups`` [G, W], 0 where all are 0, and their zero points [G, 1]."""
+    if grid.positive:
+        highest, lowest = groups.max(axis=1, keepdims=True), groups.min(axis=1, keepdims=True)
+        reached = np.maximum(highest / np.float32(grid.high), lowest / np.float32(grid.low))
+        return reached, np.zeros_like(reached)
     if grid.symmetric:
         extreme = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)
         return extreme / np.float32(grid.low), np.zeros_like(extreme)

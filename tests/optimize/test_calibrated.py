@@ -52,6 +52,8 @@ def small_pieces(monkeypatch):
         (Grid(8), "int8"),
         (Grid(4, 32, symmetric=False), "int4x32z"),
         (Grid(8, 0, symmetric=False), "int8z"),
+        (Grid(4, 128, positive=True), "int4x128p"),
+        (Grid(8, positive=True), "int8p"),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """Weights as TensorRT takes them: [inputs, outputs], symmetric, every scale above zero."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -130,10 +131,12 @@ def integer_columns(linear: Linear, grid: Grid, plan: Plan) -> list[ir.ExternalT
     """A linear's weights int8 or int4 [K, N] and their scales in the compute type: [N], or [groups, N] of blocks.
 
     Raises:
-        BuildError: the grid has zero points, or int4 weights have an odd number of outputs.
+        BuildError: the grid has zero points or scales below zero, or int4 weights have an odd number of outputs.
     """
     if not grid.symmetric:
         raise BuildError(f"{linear.module}: TensorRT has no zero points; build with symmetric = true")
+    if not grid.positive:
+        raise BuildError(f"{linear.module}: TensorRT takes only scales above zero, and {grid} has others")
     if grid.bits == 4 and linear.outputs % 2:
         raise BuildError(
             f"{linear.module}: TensorRT packs int4 weights in pairs of outputs, and there are {linear.outputs}; "
@@ -146,47 +149,35 @@ def integer_columns(linear: Linear, grid: Grid, plan: Plan) -> list[ir.ExternalT
         found = plan.calibrated.quantized(linear.weights, grid)
         if linear.weights[0].name == EMBEDDING:  # a tied head: choosing its integers again would take as long again
             packed_table(linear.weights[0], grid, plan, found)
-        values, scales = with_positive_scales(found, dtype)
+        values, scales = as_stored(found, dtype)
         return [values.T.astype(kind, order="C"), scales.T if grid.block else scales[:, 0]]
 
     name = f"{linear.tensor}.{grid_name(grid)}.{plan.compute}"
     return plan.weights.add([name, f"{name}.scales"], make)
 
 
-def with_positive_scales(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np.int8], Array]:
-    """The same matrix with scales above zero: int8 [N, K], and scales [N, groups] of type ``dtype``.
+def as_stored(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np.int8], Array]:
+    """A matrix on a positive grid with scales of type ``dtype``: int8 [N, K], and scales [N, groups].
 
-    A group whose scale is negative changes the signs of its integers. The lowest one has no opposite: it becomes the
-    highest, and the scale is fitted to that by least squares. Where ``dtype`` holds a scale only roughly, integers are
-    rounded anew to what it holds.
+    Where ``dtype`` holds a scale only roughly, integers are rounded anew to what it holds.
+
+    Raises:
+        BuildError: a scale is beyond the type's range.
     """
+    assert (found.scales > 0).all(), "TensorRT takes only scales above zero; quantize on a positive grid"
     rows, inputs = found.values.shape
     groups = found.scales.shape[1]
-    values = np.empty((rows, groups, inputs // groups), np.int8)
-    scales = np.empty((rows, groups), dtype)
+    values, scales = np.empty((rows, groups, inputs // groups), np.int8), stored_scales(found.scales, dtype)
+    held = (found.scales / scales.astype(np.float32))[..., None]
 
     def fill(span: tuple[int, int]) -> None:
         part = slice(*span)
-        steps = found.values[part].reshape(-1, *values.shape[1:])
-        values[part], scales[part] = _positive(steps, found.scales[part], found.grid, dtype)
+        again = np.rint(found.values[part].reshape(-1, *values.shape[1:]) * held[part])
+        values[part] = np.clip(again, found.grid.low, found.grid.high)
 
     for _ in in_parallel(fill, pieces((rows, inputs))):
         pass
     return values.reshape(rows, inputs), scales
-
-
-def _positive(
-    steps: NDArray[np.int8], scales: Float, grid: Grid, dtype: np.dtype[np.generic]
-) -> tuple[NDArray[np.int8], Array]:
-    """See :func:`with_positive_scales`, for steps [n, groups, width] and scales [n, groups]."""
-    turned = steps * np.where(scales < 0, np.float32(-1), np.float32(1))[..., None]
-    clipped = np.minimum(turned, grid.high)
-    norms = np.maximum(np.square(clipped).sum(axis=-1), 1)
-    beyond = (turned > grid.high).any(axis=-1)
-    fitted = np.abs(scales) * np.where(beyond, (turned * clipped).sum(axis=-1) / norms, 1)
-    stored = stored_scales(fitted, dtype)
-    again = np.rint(clipped * (fitted / stored.astype(np.float32))[..., None])
-    return np.clip(again, grid.low, grid.high).astype(np.int8), stored
 
 
 def stored_scales(scales: Float, dtype: np.dtype[np.generic]) -> Array:
@@ -216,4 +207,4 @@ def fitted(grid: Grid, inputs: int, name: str) -> Grid:
             f"{name}: none of 128, 64 and 32 divides its {inputs} inputs, and TensorRT takes only whole blocks of int4 "
             'weights; store it otherwise: layers = {"' + name + '" = "int8"}'
         )
-    return Grid(grid.bits, block, grid.symmetric)
+    return replace(grid, block=block)

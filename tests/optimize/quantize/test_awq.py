@@ -6,7 +6,7 @@ import torch
 
 from llmc.errors import BuildError
 from llmc.optimize.quantize import awq, clip, rtn
-from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.quantize.grid import SMALLEST_SCALE, Grid
 from llmc.optimize.quantize.statistics import Accumulator, InputStatistics
 
 # The same sum of squares by way of second moments and float32, and from inputs and outputs in float64.
@@ -16,7 +16,7 @@ SCALE_TOLERANCE = 0.8
 # Output error with the clip by output over that with the clip by weights.
 CLIP_TOLERANCE = 0.95
 
-GRIDS = [Grid(4, 32), Grid(4), Grid(4, 32, False), Grid(8, 32)]
+GRIDS = [Grid(4, 32), Grid(4), Grid(4, 32, False), Grid(8, 32), Grid(4, 32, positive=True), Grid(8, positive=True)]
 
 
 def plain(weights: np.ndarray, grid: Grid) -> np.ndarray:
@@ -121,6 +121,8 @@ def best_of_ratios(layer, grid: Grid) -> np.ndarray:
         w, block = layer.weights[n, span].double().numpy(), layer.moment[span, span].double().numpy()
         low, high = min(w.min(), 0), max(w.max(), 0)
         scale = w[np.abs(w).argmax()] / grid.low if grid.symmetric else (high - low) / (grid.high - grid.low)
+        if grid.positive:
+            scale = max(high / grid.high, low / grid.low)
         zero = 0 if grid.symmetric else np.clip(np.rint(grid.low - low / scale), grid.low, grid.high)
         for ratio in rtn.CLIP_RATIOS[grid.bits]:
             steps = np.clip(np.rint(w / (scale * ratio)), grid.low - zero, grid.high - zero)
@@ -155,6 +157,16 @@ def test_the_clip_by_output_serves_outputs_better_than_that_by_weights(layer, gr
     assert layer.error(by_output) < CLIP_TOLERANCE * layer.error(by_weights)
     told_nothing = awq.quantize(layer.weights, torch.eye(96), grid)
     assert layer.error(told_nothing) > CLIP_TOLERANCE * layer.error(by_weights)
+
+
+def test_steps_whose_best_scale_is_negative_explain_nothing_on_a_positive_grid():
+    """The second weights round to 0; in the first row its part of the output is the larger one, of the other sign."""
+    weights, moment = torch.tensor([[7.0, -0.2], [7.0, 0.2]]), torch.tensor([[1.0, 40.0], [40.0, 1601.0]])
+    steps, scales, _ = clip.search(weights, moment, Grid(4, 2))
+    assert ((steps * scales)[:, 0] * weights[:, 0]).sign().tolist() == [-1, 1]
+    steps, scales, _ = clip.search(weights, moment, Grid(4, 2, positive=True))
+    assert scales[0] == SMALLEST_SCALE and scales[1] > 1
+    assert (steps >= 0).all()
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

@@ -34,7 +34,11 @@ INNER = 96  # divides into blocks of int4
 CAPACITY = 64
 BUCKETS = (16, 32, CAPACITY)
 DECODE, PREFILL = Profile(4, 1, 1), Profile(1, 16, 4)
-WEIGHTS: dict[str, Form] = {"fp16": Computed(), "int8": WeightOnly(Grid(8)), "int4": WeightOnly(Grid(4, 32))}
+WEIGHTS: dict[str, Form] = {
+    "fp16": Computed(),
+    "int8": WeightOnly(Grid(8, positive=True)),
+    "int4": WeightOnly(Grid(4, 32, positive=True)),
+}
 # Quantized ones are packed: query, key and value, output, gate and up, down.
 LINEARS_PER_LAYER = {"fp16": 7, "int8": 4, "int4": 4}
 PASSES = {"native": "tensorrt", "lengths": "tensorrt", "primitives": "tensorrt-primitives"}
@@ -89,7 +93,7 @@ def built(rtx: Any, exports: Callable[[str], Path], tmp_path: Path) -> Iterator[
             geometry, model = read_export(export).geometry, ir.load(export / DECODER_FILE)
             weights = opened.enter_context(closing(WeightFile(tmp_path)))
             limits = Limits(CAPACITY, DECODE.batch, PREFILL.sequence)
-            head = WeightOnly(Grid(8)) if isinstance(body, Static) else body
+            head = WEIGHTS["int8"] if isinstance(body, Static) else body
             plan = Plan("single", geometry, limits, Forms(body, head), weights, Ranges(), compute, compute)
             lower(model, PASSES[form], plan)
             weights.close()
@@ -184,6 +188,6 @@ def test_other_types_are_built(compute: str, built: Callable[..., Built]):
 
 
 def test_integer_activations_are_built(built: Callable[..., Built]):
-    engine = built("llama-biases", Static())
+    engine = built("llama-biases", Static(Grid(8, positive=True)))
     check_native(engine)
     assert engine.layers["QUANTIZE"] > 0

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ import pytest
 from llmc.bundle import DECODER_FILE, Limits, read_export
 from llmc.optimize.calibrated import Calibrated
 from llmc.optimize.lower.plan import Computed, Float8, Form, Forms, Plan, Static, WeightOnly
-from llmc.optimize.lower.tensorrt.weights import LARGEST_FLOAT8, with_positive_scales
+from llmc.optimize.lower.tensorrt.weights import LARGEST_FLOAT8, as_stored
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize import rtn
-from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.rewrite import remove_dead
 from llmc.optimize.weights import WeightFile, rows_of
 
@@ -293,7 +292,7 @@ def stands_for(weights: np.ndarray, form: Form, compute: str) -> np.ndarray:
     """The matrix [N, K] that a lowered linear of this form multiplies with, in float32, scales as they are stored."""
     match form:
         case WeightOnly(grid) | Static(grid):
-            values, scales = with_positive_scales(rtn.quantize(weights, grid), np.dtype(compute))
+            values, scales = as_stored(rtn.quantize(weights, grid), np.dtype(compute))
             return values * np.repeat(scales.astype(np.float32), grid.width(weights.shape[1]), axis=1)
         case Float8():
             import torch
@@ -331,7 +330,7 @@ def embedding_rows(array: np.ndarray, plan: Plan) -> np.ndarray:
     match plan.embedding:
         case WeightOnly(grid) | Static(grid):
             block = grid.block if array.shape[1] % max(1, grid.block) == 0 else 0
-            return rtn.quantize(array, Grid(grid.bits, block)).dequantize()
+            return rtn.quantize(array, replace(grid, block=block)).dequantize()
     return array
 
 

@@ -1,5 +1,7 @@
 """Integers packed in int32 words come back exactly, however an engine divides integers."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -80,13 +82,25 @@ def test_a_field_in_another_place_is_noticed(session):
 
 
 @pytest.mark.parametrize("compute", ["float32", "float16"])
-@pytest.mark.parametrize("grid", [Grid(8), Grid(8, 32), Grid(8, 128), Grid(4, 32), Grid(4, 128)])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        Grid(8),
+        Grid(8, 32),
+        Grid(8, 128),
+        Grid(4, 32),
+        Grid(4, 128),
+        Grid(8, positive=True),
+        Grid(4, 128, positive=True),
+    ],
+)
 def test_rows_of_the_embedding_are_exactly_what_the_integers_stand_for(
     exported, form, lowering, decoder, grid, compute
 ):
     """In float32 to the last bit; a narrower type rounds once."""
     case = exported("qwen3-tied-sharded")
-    lowered = lowering(case.export, form, Computed(), WeightOnly(grid) if grid.bits == 4 else WeightOnly(Grid(8)))
+    head = WeightOnly(grid if grid.positive else Grid(8, positive=True))
+    lowered = lowering(case.export, form, Computed(), head)
     lowered.before("lower embedding")
     object.__setattr__(lowered.plan, "compute", compute)
     object.__setattr__(lowered.plan.forms, "head", WeightOnly(grid))
@@ -97,7 +111,7 @@ def test_rows_of_the_embedding_are_exactly_what_the_integers_stand_for(
         (ir.load(case.export / "decoder.onnx").graph.initializers[TABLE].const_value,)
     )
     block = grid.block if grid.block <= 64 else 64 if grid.bits == 4 else 0
-    wanted = rtn.quantize(table, Grid(grid.bits, block)).dequantize().astype(compute)
+    wanted = rtn.quantize(table, replace(grid, block=block)).dequantize().astype(compute)
     np.testing.assert_array_equal(rows, wanted)
 
 

@@ -20,8 +20,8 @@ PIECES = {"one piece": [TOKENS], "chunks": [7, 1, 12], "token by token": [1] * T
 BUCKETS = (24, 32, 48)
 WEIGHTS: dict[str, Form] = {
     "float": Computed(),
-    "int8": WeightOnly(Grid(8)),
-    "int4": WeightOnly(Grid(4, 32)),
+    "int8": WeightOnly(Grid(8, positive=True)),
+    "int4": WeightOnly(Grid(4, 32, positive=True)),
     "float8": Float8(),
 }
 QUANTIZED = [name for name in WEIGHTS if name != "float"]

@@ -23,11 +23,12 @@ BIASES, WINDOW, TIED, NORMS = (
 )
 LAYER = "model.layers.0"
 COMPUTES = ("float32", "float16", "bfloat16")
+INT8, INT4 = WeightOnly(Grid(8, positive=True)), WeightOnly(Grid(4, 32, positive=True))
 WEIGHTS = {
     "float": Computed(),
-    "int8": WeightOnly(Grid(8)),
-    "int4": WeightOnly(Grid(4, 32)),
-    "static int8": Static(),
+    "int8": INT8,
+    "int4": INT4,
+    "static int8": Static(INT8.grid),
     "float8": Float8(True),
 }
 FLOATS = {"FLOAT", "FLOAT16", "BFLOAT16"}
@@ -92,7 +93,7 @@ class Ranged:
 
 
 def finished(lowering, case, form: str, weights: str, compute: str):
-    head = WeightOnly(Grid(8)) if weights == "static int8" else WEIGHTS[weights]
+    head = INT8 if weights == "static int8" else WEIGHTS[weights]
     lowered = lowering(case.export, form, WEIGHTS[weights], head, compute=compute)
     lowered.plan = replace(lowered.plan, calibrated=Ranged(lowered.plan.calibrated))
     return lowered.finish()
@@ -159,7 +160,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported, form, lowering, 
 
 
 def test_no_dead_node_and_no_unread_initializer_is_left(case, form, lowering):
-    lowered = lowering(case.export, form, WeightOnly(Grid(4, 32))).finish()
+    lowered = lowering(case.export, form, INT4).finish()
     assert remove_dead(lowered.graph) == 0
     assert all(value.uses() for value in lowered.graph.initializers.values())
 
@@ -186,15 +187,15 @@ def test_quantized_linears_that_read_the_same_activation_become_one(exported, fo
 
 
 def test_linears_stored_as_floats_stay_apart(case, form, lowering):
-    lowered = lowering(case.export, form, Computed(), WeightOnly(Grid(8)))
+    lowered = lowering(case.export, form, Computed(), INT8)
     assert lowered.apply("pack linears") == 0
     assert len(lowered.nodes("Linear")) == 7 * 2 + 1
 
 
 def test_linears_in_different_forms_stay_apart(exported, form, lowering, decoder, portable, ids):
-    layers = {"*.0.self_attn.k_proj": WeightOnly(Grid(8)), "*.1.mlp.up_proj": WeightOnly(Grid(8))}
+    layers = {"*.0.self_attn.k_proj": INT8, "*.1.mlp.up_proj": INT8}
     case = exported(NORMS)
-    lowered = lowering(case.export, form, WeightOnly(Grid(4, 32)), layers=layers)
+    lowered = lowering(case.export, form, INT4, layers=layers)
     assert lowered.apply("pack linears") == 2
     found = decoder(lowered.finish().write())(ids)
     wanted = decoder(portable(lowered, case.export))(ids)
@@ -202,7 +203,7 @@ def test_linears_in_different_forms_stay_apart(exported, form, lowering, decoder
 
 
 def test_linears_of_which_only_some_have_a_bias_stay_apart(exported, form, lowering):
-    lowered = lowering(exported(BIASES).export, form, WeightOnly(Grid(8)))
+    lowered = lowering(exported(BIASES).export, form, INT8)
     add = lowered.node(f"{LAYER}.self_attn.k_proj.bias")
     add.outputs[0].replace_all_uses_with(add.inputs[0])
     lowered.graph.remove(add, safe=True)
@@ -210,7 +211,7 @@ def test_linears_of_which_only_some_have_a_bias_stay_apart(exported, form, lower
 
 
 def test_linears_that_read_different_activations_stay_apart(exported, form, lowering):
-    lowered = lowering(exported(TIED).export, form, WeightOnly(Grid(8))).before("pack linears")
+    lowered = lowering(exported(TIED).export, form, INT8).before("pack linears")
     up = lowered.node(f"{LAYER}.mlp.up_proj")
     between = ir.node("Identity", [up.inputs[0]], name="between")
     between.outputs[0].name = "between.out"
@@ -220,7 +221,7 @@ def test_linears_that_read_different_activations_stay_apart(exported, form, lowe
 
 
 def test_a_linear_with_another_name_is_not_packed(exported, form, lowering):
-    lowered = lowering(exported(TIED).export, form, WeightOnly(Grid(8))).before("pack linears")
+    lowered = lowering(exported(TIED).export, form, INT8).before("pack linears")
     lowered.node(f"{LAYER}.mlp.up_proj").name = "something_else"
     assert lowered.apply("pack linears") == 3
 
@@ -282,7 +283,7 @@ def test_a_reshape_that_follows_no_norm_is_kept(exported, lowering):
 
 
 def test_integer_weights_are_dequantized_by_output_or_in_blocks_of_inputs(exported, form, lowering):
-    lowered = lowering(exported(BIASES).export, form, WeightOnly(Grid(4, 32)), WeightOnly(Grid(8)), compute="float16")
+    lowered = lowering(exported(BIASES).export, form, INT4, INT8, compute="float16")
     assert lowered.apply("lower linears") == 15
     found = {node.name: node for node in lowered.nodes("DequantizeLinear")}
     assert len(found) == 4 * 2 + 1
@@ -311,7 +312,7 @@ def test_a_tied_head_of_floats_reads_the_embeddings_bytes(exported, form, loweri
 
 
 def test_a_block_that_does_not_divide_the_inputs_becomes_the_largest_that_does(exported, form, lowering):
-    lowered = lowering(exported(BIASES).export, form, WeightOnly(Grid(4, 128)))
+    lowered = lowering(exported(BIASES).export, form, WeightOnly(Grid(4, 128, positive=True)))
     lowered.apply("lower linears")
     blocks = {node.name: node.attributes["block_size"].as_int() for node in lowered.nodes("DequantizeLinear")}
     assert blocks[f"{LAYER}.self_attn.qkv_proj.weight.DequantizeLinear"] == 64
@@ -320,7 +321,7 @@ def test_a_block_that_does_not_divide_the_inputs_becomes_the_largest_that_does(e
 
 
 def test_a_block_that_divides_the_inputs_is_kept_and_not_recorded(exported, form, lowering):
-    lowered = lowering(exported(BIASES).export, form, WeightOnly(Grid(4, 32)))
+    lowered = lowering(exported(BIASES).export, form, INT4)
     lowered.apply("lower linears")
     assert not [key for key in lowered.graph.metadata_props if key.startswith("llmc.block.")]
 
@@ -334,6 +335,12 @@ def test_weights_that_tensorrt_does_not_take_are_refused_by_name(exported, form,
 @pytest.mark.parametrize("grid", [Grid(8, symmetric=False), Grid(4, 32, symmetric=False)])
 def test_zero_points_are_refused_by_name(exported, form, lowering, grid):
     with pytest.raises(BuildError, match=f"{LAYER}.self_attn.q_proj: TensorRT has no zero points"):
+        lowering(exported(BIASES).export, form, WeightOnly(grid)).apply("lower linears")
+
+
+@pytest.mark.parametrize("grid", [Grid(8), Grid(4, 32)])
+def test_a_grid_with_scales_of_either_sign_is_refused_by_name(exported, form, lowering, grid):
+    with pytest.raises(BuildError, match=f"{LAYER}.self_attn.q_proj: TensorRT takes only scales above zero"):
         lowering(exported(BIASES).export, form, WeightOnly(grid)).apply("lower linears")
 
 
@@ -360,8 +367,8 @@ def test_another_normalization_is_left(exported, form, lowering):
     ("head", "gathered"),
     [
         (Computed(), ["FLOAT16"]),
-        (WeightOnly(Grid(8)), ["INT32", "FLOAT"]),
-        (WeightOnly(Grid(4, 32)), ["INT32", "FLOAT"]),
+        (INT8, ["INT32", "FLOAT"]),
+        (INT4, ["INT32", "FLOAT"]),
     ],
 )
 def test_lower_embedding_gathers_floats_or_words(exported, form, lowering, head, gathered):
@@ -372,7 +379,7 @@ def test_lower_embedding_gathers_floats_or_words(exported, form, lowering, head,
     assert {node.inputs[1].name for node in gathers} == {"input_ids"}
 
 
-@pytest.mark.parametrize("head", [WeightOnly(Grid(8)), WeightOnly(Grid(4, 128))])
+@pytest.mark.parametrize("head", [INT8, WeightOnly(Grid(4, 128, positive=True))])
 def test_the_integers_of_a_tied_head_are_chosen_once(exported, form, lowering, monkeypatch, head):
     lowered = lowering(exported(TIED).export, form, Computed(), head).before("lower linears")
     chosen: list[str] = []

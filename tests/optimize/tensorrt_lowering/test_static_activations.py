@@ -17,10 +17,10 @@ FLOAT_ROUNDING_TOLERANCE = 0.02
 HALF_ROUNDING_TOLERANCE = 0.15
 TOLERANCES = {"float32": FLOAT_ROUNDING_TOLERANCE, "float16": HALF_ROUNDING_TOLERANCE}
 SOME = ("llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded")
-HEAD = WeightOnly(Grid(8))
+HEAD, STATIC = WeightOnly(Grid(8, positive=True)), Static(Grid(8, positive=True))
 WEIGHTS: dict[str, tuple[Form, Form]] = {
-    "int8": (Static(), HEAD),
-    "int8 head too": (Static(), Static()),
+    "int8": (STATIC, HEAD),
+    "int8 head too": (STATIC, STATIC),
     "float8": (Float8(True), Float8()),
 }
 LAYER = "model.layers.0"
@@ -105,14 +105,14 @@ def test_an_activation_is_rounded_once_for_all_linears_that_read_it(exported, lo
     body, head = WEIGHTS[weights]
     lowered = lowering(case.export, form, body, head, calibrated=ranges(case.export)).finish()
     # q, k and v together, o, gate and up together, down, and the head if it has static scales too.
-    assert len(lowered.nodes("QuantizeLinear")) == 4 * 2 + (head == Static())
+    assert len(lowered.nodes("QuantizeLinear")) == 4 * 2 + (head == STATIC)
     for node in lowered.nodes("QuantizeLinear"):
         scale, zero = (value.const_value.numpy() for value in node.inputs[1:])
         assert scale.shape == zero.shape == () and scale > 0 and float(zero) == 0
 
 
 def test_an_activation_that_was_only_seen_as_zero_has_a_scale_that_float16_holds(exported, lowering, form):
-    lowered = lowering(exported("llama-biases").export, form, Static(), HEAD, compute="float16")
+    lowered = lowering(exported("llama-biases").export, form, STATIC, HEAD, compute="float16")
     lowered.plan.calibrated.activation = lambda module: 0.0
     scales = [node.inputs[1].const_value.numpy() for node in lowered.finish().nodes("QuantizeLinear")]
     assert {scale.dtype for scale in scales} == {np.dtype(np.float16)}
@@ -121,4 +121,4 @@ def test_an_activation_that_was_only_seen_as_zero_has_a_scale_that_float16_holds
 
 def test_a_range_that_calibration_did_not_see_is_refused_by_name(exported, lowering, form):
     with pytest.raises(BuildError, match=rf"{LAYER}.self_attn.q_proj: calibration holds no input:{LAYER}"):
-        lowering(exported("llama-biases").export, form, Static(), HEAD).finish()
+        lowering(exported("llama-biases").export, form, STATIC, HEAD).finish()
