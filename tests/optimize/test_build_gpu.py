@@ -113,7 +113,8 @@ def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle: Bui
     assert (plan.form, plan.capacity, plan.buckets, plan.candidates) == ("native", 64, (64,), 64)
     assert (plan.verified, plan.compute_capabilities) == ("cpu", ())
     assert (manifest.recipe.compute, manifest.cache, manifest.golden_tolerance) == ("float16", "float16", 0.5)
-    assert manifest.device == device_plan(manifest.geometry, manifest.limits, manifest.recipe)
+    planned = device_plan(manifest.geometry, manifest.limits, manifest.recipe)
+    assert manifest.device == dataclasses.replace(planned, weights=manifest.files["engine.plan"].size)
     assert (manifest.memory.weights, manifest.memory.cache_per_token, manifest.compiled) == (0, 0, None)
     assert manifest.graphs["prefill"] == manifest.graphs["decode"]
     assert len(manifest.golden) == 4
@@ -342,7 +343,8 @@ def test_a_version_of_tensorrt_makes_the_form_that_it_knows_for_the_gpu_at_hand(
     assert plan.compute_capabilities == (probe.driver.devices[0].compute_capability,)
     assert manifest.target.engine_version.startswith(version)
     assert (output / "engine.plan").read_bytes() == (output / "select.plan").read_bytes() == PLAN
-    assert manifest.device == device_plan(manifest.geometry, manifest.limits, manifest.recipe, form)
+    planned = device_plan(manifest.geometry, manifest.limits, manifest.recipe, form)
+    assert manifest.device == dataclasses.replace(planned, weights=len(PLAN))
     assert list((cache.cache_root() / "timing").glob(f"tensorrt-{version}*/timing.cache"))
 
 
