@@ -136,7 +136,7 @@ def integer_columns(linear: Linear, grid: Grid, plan: Plan) -> list[ir.ExternalT
     if not grid.symmetric:
         raise BuildError(f"{linear.module}: TensorRT has no zero points; build with symmetric = true")
     if not grid.positive:
-        raise BuildError(f"{linear.module}: TensorRT takes only scales above zero, and {grid} has others")
+        raise BuildError(f"{linear.module}: TensorRT takes only scales above zero, and {grid_name(grid)} has others")
     if grid.bits == 4 and linear.outputs % 2:
         raise BuildError(
             f"{linear.module}: TensorRT packs int4 weights in pairs of outputs, and there are {linear.outputs}; "
