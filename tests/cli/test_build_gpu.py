@@ -331,7 +331,9 @@ def test_precisions_change_the_weights_on_the_gpu(llmc: Any, tiny_export: Path, 
         for precision in ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
     }
     assert weights["fp32"] == 2 * weights["fp16"] == 2 * weights["bf16"]
-    assert weights["fp16"] > 1.8 * weights["int8"] > 3.2 * weights["int4"]
+    # A tied table of floats lies there once, one of integers by columns and by rows.
+    assert weights["fp16"] > 1.5 * weights["int8"]
+    assert weights["int8"] > 1.5 * weights["int4"]
     assert weights["int8"] <= weights["fp8"] < weights["fp16"]
 
 
