@@ -20,7 +20,6 @@ from llmc.runtime.machine import Available
 from llmc.runtime.selftest import VerifyReport
 
 MB = 1_000_000
-ENGINE_FILES = ("decode.onnx", "engine.plan", "select.plan", "engine.json")
 MEMORY = DeviceMemory(context=400 * MB, weights=50 * MB, workspace=30 * MB, cache_per_token=1 * MB, logits=2 * MB)
 PLAN = EnginePlan(
     file="engine.plan",
@@ -474,62 +473,3 @@ def test_inspect_of_a_bundle_for_the_cpu_has_no_gpu(llmc: Any, tiny_bundle: Path
     ran = llmc("inspect", tiny_bundle)
     assert "GPU" not in ran.out
     assert json.loads(llmc("inspect", tiny_bundle, "--json").out)["device_memory"] is None
-
-
-# ------------------------------------------------------------------------------------------------------------ manifest
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"buckets": (512, 256)},
-        {"buckets": (256, 256, 512)},
-        {"buckets": ()},
-        {"buckets": (0, 512)},
-        {"buckets": (256, 511), "capacity": 511},
-        {"capacity": 0},
-        {"capacity": 256},
-        {"capacity": 1024},
-        {"form": "primitives"},
-        {"form": "best"},
-        {"decode": Profile(4, 2, 1)},
-        {"decode": Profile(0, 1, 1)},
-        {"prefill": Profile(1, 128, 0)},
-        {"candidates": 0},
-        {"candidates": -1},
-        {"select": ""},
-    ],
-    ids=str,
-)
-def test_a_plan_that_no_build_writes_is_refused(llmc: Any, save: Callable[..., Path], changes: dict[str, Any]):
-    ran = llmc("inspect", save(**changes))
-    assert (ran.code, ran.out) == (1, "")
-    assert "the engine in llmc.json cannot be right; build the bundle again" in ran.err
-
-
-@pytest.mark.parametrize("name", ENGINE_FILES[1:])
-def test_a_file_of_the_engine_that_is_missing_is_named(llmc: Any, save: Callable[..., Path], name: str):
-    folder = save()
-    (folder / name).unlink()
-    ran = llmc("inspect", folder)
-    assert (ran.code, ran.out) == (1, "")
-    assert f"{name} is missing" in ran.err
-
-
-def test_a_file_of_the_engine_that_is_not_listed_is_refused(llmc: Any, save: Callable[..., Path]):
-    folder = save()
-    text = json.loads((folder / "llmc.json").read_text())
-    text["engine"]["file"] = "../engine.plan"
-    (folder / "llmc.json").write_text(json.dumps(text))
-    assert "names '../engine.plan', which is unlisted or lies outside; refused" in llmc("inspect", folder).err
-
-
-def test_a_manifest_from_before_engines_says_how_to_make_it_again(llmc: Any, save: Callable[..., Path]):
-    folder = save()
-    text = json.loads((folder / "llmc.json").read_text())
-    text["schema_version"] -= 1
-    (folder / "llmc.json").write_text(json.dumps(text))
-    ran = llmc("inspect", folder)
-    assert ran.code == 1
-    assert "of an older llmc" in ran.err
-    assert "make it again with: llmc build" in ran.err

@@ -1,6 +1,7 @@
 """What an engine is asked for: defaults by what the library can do, refusals before any work, names of what is kept."""
 
 import dataclasses
+import json
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 from doubles.machines import H200, NO_GPU, ORIN, RTX_4090
 from doubles.recorded import VERSIONS, RecordedLibrary, replaced
 
-from llmc.bundle import ExportManifest, Limits, Manifest, Profile
-from llmc.errors import BuildError, GpuError, MissingExtraError, UsageError
+from llmc.bundle import EnginePlan, ExportManifest, Limits, Manifest, Profile, read_bundle, write_manifest
+from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, UsageError
 from llmc.optimize.engine import (
     FIRST_BUCKET,
     PREFILL_OUTPUTS,
@@ -28,6 +29,7 @@ from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.progress import silent
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.order import EngineOrder, EngineReport
+from llmc.publish import file_entries
 from llmc.runtime import cache
 from llmc.runtime.probe import Probe
 
@@ -339,3 +341,94 @@ def test_a_deferred_engine_writes_no_file(export: ExportManifest, manifest: Mani
     assert (plan.file, plan.select, plan.inspector, plan.candidates) == ("", "", "", 0)
     assert list(tmp_path.iterdir()) == []
     assert plan.is_sound(LIMITS.max_context)
+
+
+# --------------------------------------------------------------------------------------------------------- the manifest
+
+PLAN = EnginePlan(
+    file="engine.plan",
+    form="native",
+    compute="float16",
+    capacity=512,
+    buckets=(256, 512),
+    decode=Profile(4, 1, 1),
+    prefill=Profile(1, 128, 32),
+    select="select.plan",
+    candidates=64,
+    platform="linux-aarch64",
+    compute_capabilities=("8.7",),
+    version_compatible=True,
+    hardware_compatibility="none",
+    stripped=True,
+    verified="cpu",
+    inspector="engine.json",
+)
+ENGINE_FILES = ("engine.plan", "select.plan", "engine.json")
+
+
+@pytest.fixture
+def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
+    """Writes a bundle whose files hold nothing of use; changes are of the engine's plan."""
+
+    def write(**changes: Any) -> Path:
+        names = ["decode.onnx", *ENGINE_FILES]
+        for name in names:
+            (tmp_path / name).write_bytes(b"x")
+        plan, files = dataclasses.replace(PLAN, **changes), file_entries(tmp_path, names)
+        write_manifest(dataclasses.replace(manifest, engine=plan, compiled=None, files=files), tmp_path)
+        return tmp_path
+
+    return write
+
+
+def test_a_plan_is_read_as_it_was_written(save: Callable[..., Path]):
+    assert read_bundle(save()).engine == PLAN
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"buckets": (512, 256)},
+        {"buckets": (256, 256, 512)},
+        {"buckets": ()},
+        {"buckets": (0, 512)},
+        {"buckets": (256, 511), "capacity": 511},
+        {"capacity": 0},
+        {"capacity": 256},
+        {"capacity": 1024},
+        {"form": "primitives"},
+        {"form": "best"},
+        {"decode": Profile(4, 2, 1)},
+        {"decode": Profile(0, 1, 1)},
+        {"prefill": Profile(1, 128, 0)},
+        {"candidates": 0},
+        {"candidates": -1},
+        {"select": ""},
+    ],
+    ids=str,
+)
+def test_a_plan_that_no_build_writes_is_refused(save: Callable[..., Path], changes: dict[str, Any]):
+    with pytest.raises(BundleError, match=r"the engine in llmc\.json cannot be right; build the bundle again"):
+        read_bundle(save(**changes))
+
+
+@pytest.mark.parametrize("name", ENGINE_FILES)
+def test_a_file_of_the_engine_that_is_missing_is_named(save: Callable[..., Path], name: str):
+    folder = save()
+    (folder / name).unlink()
+    with pytest.raises(BundleError, match=f"{name} is missing"):
+        read_bundle(folder)
+
+
+def test_a_file_of_the_engine_that_is_not_listed_is_refused(save: Callable[..., Path]):
+    with pytest.raises(BundleError, match=r"names '\.\./engine\.plan', which is unlisted or lies outside; refused"):
+        read_bundle(save(file="../engine.plan"))
+
+
+def test_a_manifest_from_before_engines_says_how_to_make_it_again(save: Callable[..., Path]):
+    folder = save()
+    text = json.loads((folder / "llmc.json").read_text())
+    text["schema_version"] -= 1
+    (folder / "llmc.json").write_text(json.dumps(text))
+    with pytest.raises(BundleError, match="of an older llmc .* make it again with: llmc build"):  # noqa: RUF043
+        read_bundle(folder)
