@@ -6,7 +6,7 @@ results and the activations are on disk: an interrupted calibration goes on wher
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from llmc.bundle import Geometry, Recipe
 from llmc.errors import BuildError
 from llmc.optimize.calibrated import Store, grid_name, layer_part
 from llmc.optimize.lower.plan import HEAD, Form, Forms, WeightOnly
+from llmc.optimize.lower.tensorrt.weights import fitted
 from llmc.optimize.progress import Progress, counted
 from llmc.optimize.quantize import awq, gptq, rtn, smoothquant, sparsity
 from llmc.optimize.quantize.grid import Grid, Quantized, stacked
@@ -113,7 +114,8 @@ def calibrate(
             store.write(STATE, {"layers": np.array(index + 1), "hidden": hidden.cpu().numpy()})
             done()
         if not store.has("head"):
-            store.write("head", _decide_head(source, hidden, recipe, forms.of(HEAD)))
+            form = stored_form(recipe, forms, HEAD, source.geometry.hidden_size)
+            store.write("head", _decide_head(source, hidden, recipe, form))
         done()
     return store
 
@@ -141,7 +143,11 @@ class _Layer:
         self.prefix = f"model.layers.{index}."
         self.points = points(source.geometry)
         self.module = source.layer(index)
-        self.forms = {name: forms.of(self.prefix + name) for point in self.points for name in point.linears}
+        self.forms = {
+            name: stored_form(recipe, forms, self.prefix + name, self._weight(name).shape[1])
+            for point in self.points
+            for name in point.linears
+        }
         self.arrays: dict[str, NDArray[Any]] = {}
 
     def decide(self, hidden: Tensor) -> tuple[dict[str, NDArray[Any]], Tensor]:
@@ -278,6 +284,14 @@ def quantize(
     if scheme == "awq":
         return awq.quantize(weights, moment, grid, mask=mask)
     return gptq.quantize(weights, moment, grid, mask=mask)
+
+
+def stored_form(recipe: Recipe, forms: Forms, module: str, inputs: int) -> Form:
+    """The form that the lowering will ask for: engines take only whole blocks, so theirs may be smaller."""
+    form = forms.of(module)
+    if recipe.phases == "single" and isinstance(form, WeightOnly):
+        return replace(form, grid=fitted(form.grid, inputs, module))
+    return form
 
 
 def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, form: Form) -> dict[str, NDArray[Any]]:

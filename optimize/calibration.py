@@ -141,7 +141,9 @@ def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "Calibra
 
     Keys are not sorted: of patterns of layers the last one wins.
     """
-    settled = {"name": "", "budget": None, "phases": "", "activations": ""}
+    # Engines have integers of their own; which of the other graphs there are decides nothing.
+    phases = "single" if recipe.phases == "single" else ""
+    settled = {"name": "", "budget": None, "phases": phases, "activations": ""}
     decided = {**asdict(recipe), **settled}
     weights = [export.source.fingerprint, weights_identity(source)]
     digest = hashlib.sha256(json.dumps([__version__, weights, decided]).encode())

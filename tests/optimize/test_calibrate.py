@@ -13,9 +13,9 @@ import torch
 
 from llmc.errors import BuildError
 from llmc.export.streaming import StreamedDecoder
-from llmc.optimize.calibrate import STATE, calibrate
+from llmc.optimize.calibrate import STATE, calibrate, stored_form
 from llmc.optimize.calibrated import Calibrated, Store
-from llmc.optimize.lower.plan import Float32, Form, Forms, PerToken, WeightOnly
+from llmc.optimize.lower.plan import Float32, Form, Forms, PerToken, WeightOnly, forms
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid, unpack_blocks, unpack_zero_points
 from llmc.optimize.recipe import Request, resolve
@@ -360,3 +360,13 @@ def test_at_most_two_layers_are_in_memory(exported, tmp_path):
     run(exported(BIASES), tmp_path / "store", source=source, **HEAVY)
     assert source.read == [0, 1, 2, 3]
     assert source.alive == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("inputs", "block"), [(256, 128), (576, 64), (160, 32)])
+def test_integers_for_engines_are_chosen_on_the_block_that_fits(manifest, inputs, block):
+    recipe = replace(manifest.recipe, precision="int4", head="int4", phases="single", activations="none")
+    form = stored_form(recipe, forms(recipe)["single"], "model.layers.0.mlp.down_proj", inputs)
+    assert form == WeightOnly(Grid(4, block, positive=True))
+    shared = replace(recipe, phases="shared")
+    kept = stored_form(shared, forms(shared)["shared"], "model.layers.0.mlp.down_proj", inputs)
+    assert kept == WeightOnly(Grid(4, 128)), "ONNX Runtime pads the last block"
