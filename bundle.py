@@ -36,6 +36,8 @@ TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.
 
 # Of logits, in a self-test: beyond this, nothing would be tested.
 LARGEST_TOLERANCE = 1.0
+# No build writes more rows, and no decoder has a size beyond.
+MOST_ROWS, LARGEST_SIZE = 1024, 1 << 31
 # Bytes of one value of the KV cache, by its type.
 CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
@@ -313,8 +315,12 @@ class Manifest:
     def named_files(self) -> list[str]:
         """Every file that some part of the manifest names."""
         compiled = self.compiled.files.values() if self.compiled is not None else ()
+        return [*(graph.file for graph in self.graphs.values()), *compiled, *self.engine_files()]
+
+    def engine_files(self) -> list[str]:
+        """The engine and what comes with it: what ``llmc build --rebuild`` makes anew."""
         engine = (self.engine.file, self.engine.select, self.engine.inspector) if self.engine is not None else ()
-        return [*(graph.file for graph in self.graphs.values()), *compiled, *filter(None, engine)]
+        return [name for name in engine if name]
 
 
 # ---------------------------------------------------------------------------------------------- reading and writing
@@ -327,8 +333,10 @@ def write_manifest(manifest: ExportManifest | Manifest, folder: Path) -> None:
     (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
-def read_bundle(folder: Path) -> Manifest:
+def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
     """Read a bundle's manifest and check that every file is there with its size (hashes are :func:`verify_files`' job).
+
+    Without ``engine_matters`` the files of an engine, which is about to be replaced, may be missing or damaged.
 
     Raises:
         BundleError: not a bundle, written by a newer llmc, or files are missing or truncated.
@@ -340,9 +348,11 @@ def read_bundle(folder: Path) -> Manifest:
             raise BundleError(f"{folder}: {BUNDLE_MANIFEST} names {name!r}, which is unlisted or lies outside; refused")
     for name, entry in manifest.files.items():
         found = _size(folder / name)
-        if found != entry.size:
+        remade = name in manifest.engine_files()
+        if found != entry.size and (engine_matters or not remade):
             state = "is missing" if found is None else f"has {found} bytes"
-            raise BundleError(f"{folder}: {name} {state}, {entry.size} expected; copy or build the bundle again")
+            remedy = f"llmc build --rebuild {folder}" if remade else "copy or build the bundle again"
+            raise BundleError(f"{folder}: {name} {state}, {entry.size} expected; {remedy}")
     return manifest
 
 
@@ -351,8 +361,12 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
     g, limits, memory = manifest.geometry, manifest.limits, manifest.memory
     sizes = (g.layers, g.hidden_size, g.intermediate_size, g.heads, g.kv_heads, g.head_dim, g.vocab_size)
     sound = {
-        "geometry": min(sizes) > 0 and g.heads % max(1, g.kv_heads) == 0 and len(g.windows) == g.layers,
-        "limits": 0 < limits.prefill_chunk <= limits.max_context <= g.max_positions and limits.max_batch > 0,
+        "geometry": min(sizes) > 0
+        and max(*sizes, g.max_positions) < LARGEST_SIZE
+        and g.heads % g.kv_heads == 0
+        and len(g.windows) == g.layers,
+        "limits": 0 < limits.prefill_chunk <= limits.max_context <= g.max_positions
+        and 0 < limits.max_batch <= MOST_ROWS,
         "memory": min(asdict(memory).values()) >= 0,
         "graphs": "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
         "invariance": all(graph.invariance.is_sound for graph in manifest.graphs.values()),
@@ -360,7 +374,8 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
         "recipe": manifest.recipe.threads is None or 0 < manifest.recipe.threads <= 1024,
         "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
-        "engine": manifest.engine is None or manifest.engine.is_sound(limits.max_context),
+        "engine": manifest.engine is None
+        or manifest.engine.is_sound(limits.max_context, limits.max_batch, limits.prefill_chunk),
         "target": all(part.isdigit() for part in manifest.target.engine_minimum.split(".")),
     }
     for part, holds in sound.items():

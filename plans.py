@@ -70,8 +70,11 @@ class EnginePlan:
         compute_capabilities: of the GPUs it was built for, as 8.7.
         version_compatible, hardware_compatibility, stripped: the builder's options; a stripped engine takes its weights
             from the graph's file when it is loaded.
-        verified: ``device`` where the engine itself was run after building, ``cpu`` where only its graph was.
+        verified: ``device`` where the engine itself was run after building, ``cpu`` where only its graph was, on a CPU;
+            ``float32`` where that graph was run computing in float32, for CPUs have no bfloat16; ``no`` where nothing
+            was.
         inspector: file with the network's layers.
+        workspace, optimization_level: of the builder; None is the library's own level.
     """
 
     file: str
@@ -90,11 +93,13 @@ class EnginePlan:
     stripped: bool
     verified: str
     inspector: str
+    workspace: int = 1 << 30
+    optimization_level: int | None = None
 
     @property
     def gpus(self) -> str:
         """The compute capabilities that :meth:`fits_gpu` accepts, in words."""
-        return "8.0 and newer" if self._for_ampere else " or ".join(self.compute_capabilities)
+        return "8.0 and newer that the library knows" if self._for_ampere else " or ".join(self.compute_capabilities)
 
     def fits_gpu(self, capability: str) -> bool:
         """Whether the engine has code for a GPU of a compute capability, as 8.7.
@@ -115,12 +120,14 @@ class EnginePlan:
             return version(installed) >= version(built)
         return version(installed) == version(built)
 
-    def is_sound(self, max_context: int) -> bool:
-        """Whether a build can have written these numbers."""
+    def is_sound(self, max_context: int, max_batch: int, prefill_chunk: int) -> bool:
+        """Whether a build with these limits can have written these numbers."""
         rising = list(self.buckets) == sorted(set(self.buckets)) and min(self.buckets, default=0) > 0
         if not rising or self.buckets[-1] < max_context or self.form not in ("native", "lengths", "primitives"):
             return False
         capacity = 0 if self.form == "primitives" else self.buckets[-1]
         selects = self.candidates > 0 if self.select else self.candidates == 0
-        sizes = [size for p in (self.decode, self.prefill) for size in (p.batch, p.sequence, p.outputs)]
-        return self.capacity == capacity and selects and min(sizes) > 0 and self.decode.sequence == 1
+        decode, prefill = Profile(max_batch, 1, 1), (self.prefill.batch, self.prefill.sequence)
+        profiles = self.decode == decode and prefill == (1, prefill_chunk) and 0 < self.prefill.outputs <= prefill_chunk
+        gpus = all(re.fullmatch(r"\d+\.\d+", gpu, re.ASCII) for gpu in self.compute_capabilities)
+        return self.capacity == capacity and selects and profiles and gpus and self.workspace > 0

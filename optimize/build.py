@@ -4,7 +4,7 @@ import logging
 import platform
 import shutil
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from llmc.bundle import (
     Compiled,
     EnginePlan,
     ExportManifest,
+    FileEntry,
     Graph,
     Limits,
     Manifest,
@@ -43,15 +44,16 @@ from llmc.optimize.device_plan import device_plan, host_plan, with_engine
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.evaluate import evaluate, read_windows
 from llmc.optimize.gate import Advice, advise, check
-from llmc.optimize.golden import golden_prompts
+from llmc.optimize.golden import golden_prompts, prompt_ids
 from llmc.optimize.invariance import measured
 from llmc.optimize.lower.plan import Form, Forms, PerToken, Plan, Static, check_patterns, forms
+from llmc.optimize.overflow import check_range
 from llmc.optimize.passes import lower
 from llmc.optimize.plan import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.rewrite import read_decoder
 from llmc.optimize.targets import Capabilities, capabilities
-from llmc.optimize.weights import WeightFile
+from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.publish import file_entries, staged
 from llmc.runtime import Model, cache, load
 from llmc.runtime.compiled import compile_bundle
@@ -182,7 +184,9 @@ def build(
     if abilities.makes_engine:
         from llmc.optimize.engine import resolve_engine
 
-        order = replace(order, engine=resolve_engine(abilities, limits, asked.engine or EngineRequest()))
+        float8 = "fp8" in {chosen.precision, chosen.head, *chosen.layers.values()}
+        spec = resolve_engine(abilities, limits, asked.engine or EngineRequest(), float8=float8)
+        order = replace(order, engine=spec)
     with staged(Path(output), force=force) as folder:
         manifest = _make(order, folder, calibration)
     return BuildReport(Path(output), manifest, time.perf_counter() - start)
@@ -344,17 +348,20 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
         ResourceError: it cannot be run here, yet a budget is to be kept.
     """
     write_manifest(manifest, folder)
-    try:
-        model, verified = _opened(order, folder, manifest, weights)
-    except ResourceError as error:
-        if not order.target.has_gpu or order.judged:
-            raise
-        log.warning("%s; the bundle is published without golden prompts: verify it on its GPU", error)
-        return manifest
-    with model:
+    with ExitStack() as stack:
+        try:
+            model, verified = _opened(order, folder, manifest, weights, stack)
+        except ResourceError as error:
+            if not order.target.has_gpu or order.judged:
+                raise
+            log.warning("%s; the bundle is published without golden prompts: verify it on its GPU", error)
+            return manifest
+        text = read_windows(order.text, model) if order.judged else None
+        if order.target.has_gpu and verified != "device":
+            order.progress("looking for values beyond float16")
+            check_range(folder, manifest, [*prompt_ids(model), *(text.ids[:1].tolist() if text else [])])
         golden, quality = golden_prompts(model, order.source, order.progress)
-        if order.judged:
-            text = read_windows(order.text, model)
+        if text is not None:
             kept = cache.entry("reference", order.export.source.fingerprint)
             found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
             quality = replace(found.quality, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
@@ -379,19 +386,24 @@ def _advice(
         return advise(stand_in, read_bundle(stand_in), order.source, quality, ids, order.progress)
 
 
-def _opened(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> tuple[Model, str]:
-    """What was built, loaded on the device that it is for, or else its graph on the CPU; and which of them."""
+def _opened(
+    order: _Order, folder: Path, manifest: Manifest, weights: Calibrated, stack: ExitStack
+) -> tuple[Model, str]:
+    """What was built, loaded on the device that it is for, or else its graph on the CPU; and which of them. ``stack``
+    closes the model, and removes what was only made to be judged."""
     if not order.target.has_gpu:
-        return load(folder, self_test=False), "device"
+        return stack.enter_context(load(folder, self_test=False)), "device"
     if manifest.engine is None or runs_here(order.engine, manifest.engine):
         try:
-            return load(folder, self_test=False), "device"
+            return stack.enter_context(load(folder, self_test=False)), "device"
         except (GpuError, MissingExtraError) as error:
             log.info("%s; judging the graph on the CPU instead", error)
     if order.recipe.compute != "bfloat16":
-        return load(folder, self_test=False, emulate=True), "cpu"
-    with TemporaryDirectory(prefix=".float32.", dir=folder) as work:  # mapped files outlive their names
-        return load(_in_float32(order, Path(work), manifest, weights), self_test=False, emulate=True), "cpu"
+        return stack.enter_context(load(folder, self_test=False, emulate=True)), "cpu"
+    work = Path(stack.enter_context(TemporaryDirectory(prefix=".float32.", dir=folder)))
+    stand_in = _in_float32(order, work, manifest, weights)
+    round_to_bfloat16(stand_in)
+    return stack.enter_context(load(stand_in, self_test=False, emulate=True)), "float32"
 
 
 def runs_here(spec: "EngineSpec | None", plan: EnginePlan) -> bool:
@@ -405,7 +417,7 @@ def _in_float32(order: _Order, folder: Path, manifest: Manifest, weights: Calibr
     recipe = replace(order.recipe, compute="float32", cache="float32")
     graphs = _compile(replace(order, recipe=recipe, dump=None), folder, weights)
     _copy_tokenizer(order.source, folder)
-    files = file_entries(folder, sorted(path.name for path in folder.iterdir()))
+    files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}  # nobody else will see it
     stand_in = replace(manifest, recipe=recipe, cache="float32", graphs=graphs, engine=None, files=files)
     write_manifest(stand_in, folder)
     return folder

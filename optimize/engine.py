@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmc.bundle import EnginePlan, ExportManifest, Limits, Profile, Recipe
-from llmc.errors import BuildError, UsageError
+from llmc.errors import BuildError, GpuError, UsageError
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.progress import Progress
 from llmc.optimize.targets import Capabilities
@@ -16,6 +16,7 @@ from llmc.optimize.tensorrt.abilities import abilities
 from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, Options
 from llmc.optimize.tensorrt.select import build_select
+from llmc.plans import version
 from llmc.runtime import cache
 from llmc.runtime.engine_library import library_version, load_library, make_builder
 from llmc.runtime.probe import Device, probe_driver
@@ -36,6 +37,8 @@ BLOCK = 64
 PREFILL_OUTPUTS = 32
 # More candidates than top-k is usually asked for; the device sorts these few, and a row of them is 512 bytes.
 CANDIDATES = 64
+# The first GPUs with products in float8.
+FLOAT8_FROM = (8, 9)
 # Bytes of the largest temporary that a kernel may want.
 WORKSPACE = 1 << 30
 TIMING = "timing"
@@ -62,8 +65,8 @@ class EngineSpec:
     gpu: Device | None
 
 
-def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest) -> EngineSpec:
-    """Fill in the defaults and refuse what the library here cannot do.
+def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest, *, float8: bool = False) -> EngineSpec:
+    """Fill in the defaults and refuse what the library here cannot do; ``float8`` tells that weights are stored so.
 
     Raises:
         MissingExtraError, GpuError: the library is not installed, too old or broken, or finds no GPU and needs one.
@@ -72,12 +75,16 @@ def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest)
     library = None if request.deferred else load_library(target.engine)
     form = _form(request.form, library, target)
     level = _hardware_compatibility(request.hardware_compatibility, library, target)
+    if level != "none" and request.compute_capabilities is not None:
+        raise UsageError(f"hardware_compatibility is {level!r} and GPUs are named; give one of them")
     buckets = bucket_sizes(limits.max_context)
-    wanted = _compute_capabilities(request.compute_capabilities, library, target)
+    wanted = _compute_capabilities(request.compute_capabilities, library, target, float8)
     gpu = next(iter(probe_driver().devices), None) if library is not None else None
     if library is not None and not nameable_gpus(library):  # TensorRT builds on the GPU that it builds for
         make_builder(library)  # so without one it refuses now, and not after hours of calibration
         wanted = (gpu.compute_capability,) if gpu is not None else ()
+    elif library is not None and request.stripped and gpu is None:
+        raise GpuError(f"{target.engine} leaves weights out of engines only beside a GPU; leave --stripped out")
     return EngineSpec(
         library=library,
         version=library_version(library) if library is not None else "none",
@@ -147,18 +154,21 @@ def nameable_gpus(library: Any) -> tuple[str, ...]:
     return tuple(f"{number // 10}.{number % 10}" for number in numbers)
 
 
-def _compute_capabilities(asked: str | None, library: Any, target: Capabilities) -> tuple[str, ...]:
+def _compute_capabilities(asked: str | None, library: Any, target: Capabilities, float8: bool) -> tuple[str, ...]:
+    possible = tuple(gpu for gpu in nameable_gpus(library) if not float8 or version(gpu) >= FLOAT8_FROM)
     if asked is None:
-        return ()
+        return possible if float8 else ()
     if library is None:
         raise UsageError(f"compute_capabilities is {asked!r}, but a deferred engine is for the GPU where it is built")
-    possible = nameable_gpus(library)
     if not possible:
         raise UsageError(f"compute_capabilities is {asked!r}, but {target.engine} builds for the GPU it runs on")
     found = tuple(dict.fromkeys(part.strip() for part in asked.split(",")))
     for part in found:
         if part not in possible:
-            raise UsageError(f"compute_capabilities has {part!r}, {target.engine} builds for {', '.join(possible)}")
+            stored = " with weights in float8" if float8 else ""
+            raise UsageError(
+                f"compute_capabilities has {part!r}, {target.engine} builds{stored} for {', '.join(possible)}"
+            )
     return found
 
 
@@ -191,6 +201,8 @@ def compile_engine(
         stripped=spec.stripped,
         verified="no",
         inspector=files[2],
+        workspace=spec.workspace,
+        optimization_level=spec.optimization_level,
     )
 
 

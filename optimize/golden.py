@@ -70,7 +70,7 @@ def greedy_answers(model: Model) -> list[Answered]:
     """The golden prompts, and the tokens that the bundle chooses after each."""
     new_tokens = max(1, min(NEW_TOKENS, model.runner.max_context - PROMPT_TOKENS))
     options = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-    return [(prompt, model.generate(prompt, **options).token_ids) for prompt in _prompts(model)]
+    return [(prompt, model.generate(prompt, **options).token_ids) for prompt in prompt_ids(model)]
 
 
 def fed(answered: Sequence[Answered]) -> list[list[int]]:
@@ -99,7 +99,7 @@ def path_logits(model: Model, ids: Sequence[int], phase: Phase) -> Float:
     return logits
 
 
-def _prompts(model: Model) -> list[list[int]]:
+def prompt_ids(model: Model) -> list[list[int]]:
     """Token ids of :data:`PROMPTS`; where the tokenizer makes nothing of them, ids spread over the vocabulary."""
     vocab, length = model.manifest.geometry.vocab_size, min(PROMPT_TOKENS, max(1, model.runner.max_context - 1))
     encoded = [model.tokenizer.encode(text)[:length] for text in PROMPTS]

@@ -1,16 +1,27 @@
 """A bundle's engine compiled anew, on the machine that is to run it: the graph and its weights are in the bundle."""
 
+import logging
 import os
 import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from llmc.bundle import EnginePlan, ExportManifest, Manifest, Target, read_bundle, verify_files, write_manifest
-from llmc.errors import BuildError, UsageError
+from llmc.bundle import (
+    BUNDLE_MANIFEST,
+    EnginePlan,
+    ExportManifest,
+    FileEntry,
+    Manifest,
+    Target,
+    read_bundle,
+    verify_files,
+    write_manifest,
+)
+from llmc.errors import BuildError, GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import BuildReport, runs_here
 from llmc.optimize.device_plan import with_engine
-from llmc.optimize.engine import ALL_FORMS, compile_engine, resolve_engine
+from llmc.optimize.engine import ALL_FORMS, EngineSpec, compile_engine, nameable_gpus, resolve_engine
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.plan import plan_build
 from llmc.optimize.progress import Progress, silent
@@ -19,6 +30,8 @@ from llmc.publish import file_entries, refuse_to_overwrite, staged
 from llmc.runtime import load
 from llmc.runtime.memory import usable_memory
 from llmc.runtime.selftest import replay
+
+log = logging.getLogger(__name__)
 
 
 def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progress = silent) -> BuildReport:
@@ -38,16 +51,37 @@ def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progre
         ResourceError: memory or disk does not suffice.
     """
     start = time.perf_counter()
-    manifest = read_bundle(source)
+    manifest = read_bundle(source, engine_matters=False)
     if manifest.engine is None:
         raise UsageError(f"{source} is for {manifest.target.name}, whose graphs need no engine; it runs as it is")
+    _check_place(source, output, manifest)
     refuse_to_overwrite(output, force)
-    for name in verify_files(source, manifest):
+    for name in verify_files(source, replace(manifest, files=_kept(manifest))):
         progress(f"hashed {name}")
     _check_memory(source, manifest)
     with staged(output, force=force) as folder:
         made = _rebuilt(source, manifest, manifest.engine, folder, progress)
     return BuildReport(output, made, time.perf_counter() - start)
+
+
+def _kept(manifest: Manifest) -> dict[str, FileEntry]:
+    """What a rebuilt bundle takes over: all but the engine and what comes with it."""
+    return {name: entry for name, entry in manifest.files.items() if name not in manifest.engine_files()}
+
+
+def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
+    """Refuse to replace a bundle beside whose files lie others, and to write into it."""
+    if output.resolve() != source.resolve():
+        if output.resolve().is_relative_to(source.resolve()):
+            raise UsageError(f"{output} lies in the bundle {source}; choose another output folder")
+        return
+    known = {*manifest.files, BUNDLE_MANIFEST}
+    others = sorted(path.name for path in source.iterdir() if path.name not in known)
+    if others:
+        raise UsageError(
+            f"{source} also holds {others[0]!r}, which is no part of the bundle and would go with the old one; move "
+            "that away, or write the bundle elsewhere with -o"
+        )
 
 
 def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, progress: Progress) -> Manifest:
@@ -57,10 +91,13 @@ def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, pr
         hardware_compatibility=old.hardware_compatibility,
         version_compatible=old.version_compatible,
         stripped=old.stripped,
+        workspace=old.workspace,
+        optimization_level=old.optimization_level,
     )
-    spec = resolve_engine(target, manifest.limits, request)
-    replaced = {old.file, old.select, old.inspector}
-    kept = {name: entry for name, entry in manifest.files.items() if name not in replaced}
+    float8 = "fp8" in {manifest.recipe.precision, manifest.recipe.head, *manifest.recipe.layers.values()}
+    spec = resolve_engine(target, manifest.limits, request, float8=float8)
+    spec = _for_same_gpus(spec, old)
+    kept = _kept(manifest)
     for name in kept:
         _link(source / name, folder / name)
     export = ExportManifest(
@@ -72,19 +109,43 @@ def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, pr
         manifest.generation,
     )
     plan = compile_engine(spec, folder / manifest.graphs["decode"].file, export, manifest.recipe, progress)
-    if old.verified == "cpu":  # golden prompts of this very graph
-        plan = replace(plan, verified="cpu")
+    if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
+        plan = replace(plan, verified=old.verified)
     files = kept | file_entries(folder, [plan.file, plan.select, plan.inspector])
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
     device = manifest.device and with_engine(manifest.device, folder, plan)
     made = replace(manifest, target=here, engine=plan, device=device, files=files)
     write_manifest(made, folder)
-    if runs_here(spec, plan) and made.golden:
-        with load(folder, self_test=False) as model:
-            replay(model, progress)
+    if _replayed(folder, made, here=runs_here(spec, plan), progress=progress):
         made = replace(made, engine=replace(plan, verified="device"))
         write_manifest(made, folder)
     return made
+
+
+def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> bool:
+    """Replay the golden prompts: on the GPU if the engine runs ``here``, else the graph on the CPU, if that can be.
+    Whether it was on the GPU."""
+    if not made.golden:
+        log.warning("%s has no golden prompts, so nothing was replayed; verify it by hand", folder)
+        return False
+    try:
+        with load(folder, self_test=False, emulate=not here) as model:
+            replay(model, progress)
+    except (GpuError, MissingExtraError, ResourceError) as error:
+        if here:
+            raise
+        log.warning("the golden prompts were not replayed (%s); llmc verify does so on the GPU", error)
+    return here
+
+
+def _for_same_gpus(spec: EngineSpec, old: EnginePlan) -> EngineSpec:
+    """The GPUs that were named when the bundle was built, where the library builds for named ones; but for the GPU
+    here if that is another."""
+    named = old.compute_capabilities
+    possible = nameable_gpus(spec.library)
+    if not named or not set(named) <= set(possible) or (spec.gpu and spec.gpu.compute_capability not in named):
+        return spec
+    return replace(spec, compute_capabilities=named)
 
 
 def _check_memory(source: Path, manifest: Manifest) -> None:
@@ -112,6 +173,6 @@ def _form(source: Path, old: EnginePlan, engine: str) -> str:
 def _link(source: Path, target: Path) -> None:
     """The same file under another name; a copy where the file system has no hard links."""
     try:
-        os.link(source, target)
+        os.link(source.resolve(), target)  # of a link what it points to
     except OSError:
         shutil.copyfile(source, target)

@@ -95,6 +95,19 @@ def stored_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
     return packed
 
 
+def round_to_bfloat16(folder: Path) -> None:
+    """Round all float32 weights in the weight file of ``folder`` to the nearest bfloat16, ties to even, in place."""
+    model = ir.load(next(folder.glob("*.onnx")))
+    with (folder / WEIGHTS_FILE).open("r+b") as file:
+        for value in model.graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor) and tensor.dtype == ir.DataType.FLOAT and tensor.length:
+                data = np.memmap(file, np.uint32, "r+", tensor.offset or 0, (tensor.length // 4,))
+                data += 0x7FFF + ((data >> 16) & 1)
+                data &= 0xFFFF0000
+                data.flush()
+
+
 class WeightFile:
     """The bundle's weight file: tensors are appended once under a name and handed out as external tensors.
 
