@@ -13,6 +13,7 @@ import click
 import llmc
 from llmc.bundle import EXPORT_MANIFEST
 from llmc.cli import output as show
+from llmc.cli.inspect import engine_rows
 from llmc.cli.options import (
     EXISTING_FILE,
     EXISTING_FOLDER,
@@ -40,7 +41,7 @@ ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_com
 @click.command("build")
 @click.argument("source", type=EXISTING_FOLDER)
 @click.option("-o", "--output", type=NEW_FOLDER, help="Folder to write; with --rebuild by default SOURCE itself.")
-@click.option("--target", default="cpu", help="What it will run on: cpu, cuda, tensorrt, tensorrt-rtx.  [default: cpu]")
+@click.option("--target", default="cpu", help="What it will run on: cpu, cuda, tensorrt or tensorrt-rtx.")
 @click.option("--fp32", is_flag=True, help="Keep the weights in full precision.")
 @click.option("--fp16", is_flag=True, help="Weights in 16 bits; CPUs compute in full precision, GPUs in 16 bits.")
 @click.option("--bf16", is_flag=True, help="Weights and arithmetic in bfloat16, for TensorRT.")
@@ -213,6 +214,7 @@ def print_report(report: BuildReport) -> None:
         ("recipe", show.recipe(recipe)),
         *show.calibration_rows(recipe),
         ("limits", f"{limits.max_context} tokens x {limits.max_batch}"),
+        *(engine_rows(manifest.engine) if manifest.engine is not None else ()),
         *show.quality_rows(quality),
         *((name, show.size(entry.size)) for name, entry in manifest.files.items()),
         ("total", show.size(report.size)),
@@ -220,6 +222,8 @@ def print_report(report: BuildReport) -> None:
     ]
     show.print_rows(rows)
     click.echo(f"wrote {report.output}")
+    if manifest.engine is not None and not manifest.engine.file:
+        click.echo(f"its engine is made where it is to run: llmc build --rebuild {report.output}")
 
 
 def print_trials(report: AutoReport) -> None:

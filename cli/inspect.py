@@ -20,6 +20,7 @@ NOT_BUILT = "none yet: llmc build --rebuild makes it on the machine that is to r
 VERIFIED = {
     "device": "on the GPU that it was built on",
     "cpu": "its graph on the CPU; the engine itself has not been run",
+    "float32": "its graph on the CPU, computing in float32; the engine itself has not been run",
     "no": "not yet; run llmc verify on its GPU",
 }
 

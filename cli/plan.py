@@ -52,7 +52,7 @@ class Stage:
 @click.argument("path", type=EXISTING_FOLDER)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
-@click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.  [default: cpu]")
+@click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
 @click.option("--fp32", is_flag=True, help="Plan a build in full precision.")
 @click.option("--fp16", is_flag=True, help="Plan a build in 16 bits.")
 @click.option("--bf16", is_flag=True, help="Plan a build in bfloat16.")

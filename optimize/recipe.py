@@ -213,6 +213,8 @@ def resolve(
 
 def _phases(asked: str | None, target: Capabilities, *, integers: bool) -> str:
     allowed = target.phases if integers or "shared" not in target.phases else ("shared",)
+    if asked is not None and asked not in allowed and target.has_gpu:
+        raise UsageError(f"phases is {asked!r}, the target {target.name} has {allowed[0]!r} only; leave it out")
     return str(_one_of("phases", _or(asked, allowed[0]), allowed))
 
 

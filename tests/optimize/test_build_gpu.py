@@ -467,7 +467,7 @@ def test_a_bundle_too_large_for_the_cpu_is_published_unjudged_with_a_warning(
         ("cpu", {"engine": DEFERRED}, "engine: is for TensorRT, the target is cpu"),
         ("cuda", {"precision": "bf16"}, "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
         ("cpu", {"precision": "fp8"}, "precision is 'fp8', expected one of fp32, fp16, int8, int4"),
-        ("tensorrt", {"recipe": Request(phases="split")}, "phases is 'split', expected one of single"),
+        ("tensorrt", {"recipe": Request(phases="split")}, "phases is 'split', the target tensorrt has 'single' only; leave it out"),
         ("tensorrt", {"recipe": Request(cache="int8")}, "cache is 'int8', expected one of float16"),
         ("tensorrt", {"recipe": Request(precision="fp16", compute="float32")}, "but fp16 computes in float16"),
         ("tensorrt", {"recipe": Request(symmetric=False)}, "tensorrt has no zero points"),
