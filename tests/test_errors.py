@@ -18,6 +18,7 @@ LEAVES = [
     errors.GrammarError,
     errors.DraftError,
     errors.ResourceError,
+    errors.GpuError,
     errors.MissingExtraError,
 ]
 

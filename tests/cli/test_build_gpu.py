@@ -422,7 +422,11 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
     [
         ({"verified": "device"}, "verified", "on the GPU that it was built on"),
         ({"verified": "no"}, "verified", "not yet; run llmc verify on its GPU"),
-        ({"compute_capabilities": ()}, "engine runs on", "linux-aarch64, compute capability 8.0 and newer"),
+        (
+            {"compute_capabilities": ()},
+            "engine runs on",
+            "linux-aarch64, compute capability 8.0 and newer that the library knows",
+        ),
         ({"compute_capabilities": ("8.6", "8.9")}, "engine runs on", "linux-aarch64, compute capability 8.6 or 8.9"),
         ({"select": "", "candidates": 0}, "candidates", "none, all logits are copied"),
         (

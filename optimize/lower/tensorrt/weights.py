@@ -46,9 +46,7 @@ def narrowed(values: Float, compute: str, name: str) -> Array:
     with np.errstate(over="ignore"):
         found: Array = values.astype(ARRAY_TYPES[compute])
     if not np.isfinite(found.astype(np.float32)).all():
-        raise BuildError(
-            f"{name} holds weights beyond {compute}'s range; build with --bf16 or --fp32, or for integers with compute = 'bfloat16'"
-        )
+        raise BuildError(f"{name} holds weights beyond {compute}'s range; build with --bf16 or --fp32")
     return found
 
 
@@ -191,9 +189,7 @@ def stored_scales(scales: Float, dtype: np.dtype[np.generic]) -> Array:
     with np.errstate(over="ignore"):
         found: Array = np.maximum(scales, SMALLEST_SCALE).astype(dtype)
     if not np.isfinite(found.astype(np.float32)).all():
-        raise BuildError(
-            f"a scale of {float(scales.max())} is beyond {dtype.name}; build with --fp32, or for integers with compute = 'bfloat16'"
-        )
+        raise BuildError(f"a scale of {float(scales.max())} is beyond {dtype.name}; build with --fp32")
     return found
 
 
