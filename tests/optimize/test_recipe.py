@@ -8,6 +8,7 @@ import pytest
 
 from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError
+from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.lower.plan import (
     Float16,
     Float32,
@@ -19,7 +20,6 @@ from llmc.optimize.lower.plan import (
     forms,
 )
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.recipe import Expected, Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
 
@@ -91,8 +91,8 @@ decode_top1_agreement = 0.99
     assert request.expected == Expected(0.01, 0.0, 0.99)
     assert request.engine == EngineRequest("primitives", "8.6", "ampere", True, False, False, 2_000_000, 3)
     assert replace(request, layers=None, budget=None, engine=None, expected=None) == Request(
-        "all keys", "int4", "awq+gptq", 64, False, "int8", "split", "static", 0.5, "wanda", "int8-channel", "float32", None, False,
-        9, 2, 5,
+        "all keys", "int4", "awq+gptq", 64, False, "int8", "split", "static", 0.5, "wanda", "int8-channel", "float32",
+        None, False, 9, 2, 5,
     )  # fmt: skip
 
 
