@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_check.machine import installed
+from gpu_check.machine import installed, need
 from gpu_check.work import NotHereError
 
 PROMPT, PREFILL, NEW_TOKENS = 128, 2048, 128
@@ -22,8 +22,7 @@ def baseline(export: str, rounds: int, device: str, compiler: str) -> dict[str, 
     Raises:
         NotHereError: torch, transformers or a GPU that torch can use are missing.
     """
-    if installed("torch") is None or installed("transformers") is None:
-        raise NotHereError("torch or transformers is not installed")
+    need("torch", "transformers")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -61,7 +61,8 @@ def row(document: Document, target: str, geometry: str, precision: str) -> Row:
         for step in document["steps"]
         if step["name"].rpartition("/")[0] == name
     }
-    measured = result(document, f"{name}/measure") or {}
+    # What the CPU takes for a GPU's graph is no speed of anything.
+    measured = ({} if is_emulated(document, target) else result(document, f"{name}/measure")) or {}
     compared = (result(document, f"{geometry}/baseline") or {}) if target != "cpu" else {}
     alone = {part["prompt"]: part for part in measured.get("alone", [])}
     first = next(iter(alone.values()), None)
@@ -80,6 +81,11 @@ def row(document: Document, target: str, geometry: str, precision: str) -> Row:
         batch_tokens_per_s=batch and batch["decode_tokens_per_s"],
         device_bytes=taken and taken["after_runs"],
     )
+
+
+def is_emulated(document: Document, target: str) -> bool:
+    """Whether graphs of ``target`` were run on the CPU instead."""
+    return target != "cpu" and bool(document["arguments"].get("emulate"))
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
@@ -127,7 +133,6 @@ GOALS = (
 
 def verdicts(document: Document) -> list[dict[str, Any]]:
     """Every goal for every bundle that it is about, of targets with a GPU; what was emulated has not been run."""
-    emulated = bool(document["arguments"].get("emulate"))
     return [
         {
             "name": goal.name,
@@ -135,7 +140,7 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
             "geometry": geometry,
             "precision": precision,
             "at_least": goal.at_least,
-            **_verdict(goal, None if emulated else row(document, target, geometry, precision)),
+            **_verdict(goal, row(document, target, geometry, precision)),
         }
         for goal in GOALS
         for geometry in goal.geometries
@@ -144,9 +149,9 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
     ]
 
 
-def _verdict(goal: Goal, found: Row | None) -> dict[str, Any]:
-    figure = None if found is None else getattr(found, goal.figure)
-    if found is None or figure is None:
+def _verdict(goal: Goal, found: Row) -> dict[str, Any]:
+    figure = getattr(found, goal.figure)
+    if figure is None:
         return {"figure": None, "verdict": NOT_RUN}
     met = figure >= goal.at_least and found.verified == "yes"  # speed counts for nothing where results may be wrong
     return {"figure": figure, "verdict": PASSED if met else MISSED}
@@ -190,12 +195,12 @@ HEAD = (
 
 def markdown(document: Document, targets: Sequence[str] = GPU_TARGETS) -> str:
     """The README's table: a line about the machine, and a row for each bundle, whether it was run or not."""
-    emulated = bool(document["arguments"].get("emulate"))
     lines = [heading(document), "", _line(HEAD), "|---|---|---|---" + "|---:" * (len(HEAD) - 4) + "|"]
     for geometry in GEOMETRIES:
         for target in targets:
             for precision in PRECISIONS:
-                found = row({**document, "steps": []} if emulated else document, target, geometry, precision)
+                shown = {**document, "steps": []} if is_emulated(document, target) else document
+                found = row(shown, target, geometry, precision)
                 lines.append(_line(cells(found)))
     return "\n".join(lines)
 
@@ -222,7 +227,7 @@ def cells(found: Row) -> list[str]:
     first = [found.target, found.geometry, found.precision]
     trouble = [f"{kind} {state}" for kind, state in found.states.items() if state not in ("done", NOT_RUN)]
     if not found.ttft_s:
-        return [*first, *([", ".join(trouble)] if trouble else [NOT_RUN]), *[NOT_RUN] * (len(HEAD) - 4)]
+        return [*first, ", ".join(trouble) or found.verified, *[NOT_RUN] * (len(HEAD) - 4)]
     times = [found.ttft_s.get(str(length)) for length in (PROMPTS[0], PROMPTS[-1])]
     return [
         *first,
@@ -259,3 +264,5 @@ def report(document: Document) -> Iterator[str]:
     for step in document["steps"]:
         if step["state"] != "done":
             yield f"{step['state']}: {step['name']}: {step['message']}"
+        elif step["name"].endswith("/reference"):
+            yield from (f"not run: {step['name']}: {way}" for way in (step["result"] or {}).get("missing", []))

@@ -59,6 +59,17 @@ def installed(name: str) -> str | None:
         return None
 
 
+def need(*names: str) -> None:
+    """Refuse to go on without the distributions ``names``.
+
+    Raises:
+        NotHereError: with those that are not installed.
+    """
+    missing = [name for name in names if installed(name) is None]
+    if missing:
+        raise NotHereError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed")
+
+
 def commit() -> str | None:
     """The commit of the tree that this script lies in, with a plus sign where files of it were changed."""
     root = Path(__file__).resolve().parents[2]

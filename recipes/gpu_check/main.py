@@ -1,6 +1,7 @@
 """The command line: which steps to run, one after the other, and the file that says how they ended."""
 
 import argparse
+import math
 import shlex
 import shutil
 import signal
@@ -19,26 +20,46 @@ from gpu_check.process import DONE, FAILED, NOT_RUN, Outcome, run
 from gpu_check.work import work
 
 ROUNDS, QUICK_ROUNDS = 5, 2
+OUT = f"the JSON file (gpu_check.json); an older one becomes NAME{store.OLD}, but with --resume"
+EMULATE = "run graphs of GPU bundles on the CPU, to check this script: slow, and its table has no figures"
 
 
 def main(arguments: Sequence[str], description: str | None) -> int:
-    """Run, or print, or prepare; 1 if a step failed, crashed or ran out of time."""
+    """Run, or print, or prepare; 1 if a step failed, crashed or ran out of time, 2 if nothing could begin."""
     if arguments[:1] == ["--worker"]:
         return work(*arguments[1:])
     asked = parse(arguments, description)
-    if asked.prepare is not None:
-        return prepare(asked.prepare, asked.geometries)
-    document = store.read(asked.out) if asked.out.exists() and (asked.resume or asked.markdown) else None
-    if asked.markdown:
-        print(goals.markdown(document or store.fresh("", {})))
-        return 0
+    try:
+        if asked.prepare is not None:
+            return prepare(store.folder(asked.prepare, "--prepare"), asked.geometries)
+        if asked.markdown:
+            print(goals.markdown(store.read(asked.out)))
+            return 0
+        return check(asked, shlex.join(["gpu_check.py", *arguments]))
+    except store.RefusedError as error:
+        print(f"gpu_check.py: {error}", file=sys.stderr)
+        return 2
+
+
+def check(asked: argparse.Namespace, command: str) -> int:
+    """Run the steps; 1 if one of them failed, crashed or ran out of time.
+
+    Raises:
+        RefusedError: a file or folder cannot be used as what it is named for; before any step, but for a full disk.
+    """
+    out = store.writable(asked.out)
+    resumed = store.read(out) if asked.resume else None
+    if resumed is not None and resumed["arguments"].get("emulate") != asked.emulate:
+        raise store.RefusedError(f"--out {out}: steps on a GPU and steps with --emulate do not go into one file")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ExitStack() as stack:
         work_folder = asked.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu_check-")))
-        options = chosen(asked, work_folder.resolve())
-        document = document or store.fresh(shlex.join(["gpu_check.py", *arguments]), shown(options))
+        options = chosen(asked, store.folder(work_folder, "--work"))
+        if resumed is None:
+            store.keep_old(out)
+        document = resumed or store.fresh(command, shown(options))
         document["complete"] = False
-        run_all(steps(options), document, Run(asked.out, asked.minutes, asked.commit, asked.keep))
+        run_all(steps(options), document, Run(out, asked.minutes, asked.commit, asked.keep))
     print("\n".join(goals.report(document)))
     return int(any(step["state"] not in (DONE, NOT_RUN) for step in document["steps"]))
 
@@ -46,7 +67,7 @@ def main(arguments: Sequence[str], description: str | None) -> int:
 def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespace:
     """The arguments; a mistake exits with 2."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file (gpu_check.json)")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help=OUT)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS[:3]))
     parser.add_argument("--geometries", nargs="+", choices=GEOMETRIES, help="default: all; --quick: without 1b")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
@@ -59,7 +80,7 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
     parser.add_argument("--prepare", type=Path, help="write exports that can be carried along here, and nothing else")
     parser.add_argument("--work", type=Path, help="folder for exports and bundles; default: a temporary one")
     parser.add_argument("--keep", action="store_true", help="remove no bundle of --work when it is measured")
-    parser.add_argument("--emulate", action="store_true", help="run graphs of GPU bundles on the CPU: slow, no figures")
+    parser.add_argument("--emulate", action="store_true", help=EMULATE)
     parser.add_argument("--commit", help="revision of this tree, where it has no git")
     parser.add_argument("--markdown", action="store_true", help="run nothing; print --out as the README's table")
     asked = parser.parse_args(arguments)
@@ -67,8 +88,10 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
         parser.error("--keep needs --work: a temporary folder is removed in any case")
     if asked.rounds is None:
         asked.rounds = QUICK_ROUNDS if asked.quick else ROUNDS
-    if asked.rounds < 1 or asked.limit <= 0:
-        parser.error("--rounds must be at least 1, --limit above 0")
+    if asked.rounds < 1 or not 0 < asked.limit < math.inf:
+        parser.error("--rounds must be at least 1, --limit seconds above 0")
+    if asked.minutes is not None and not 0 <= asked.minutes < math.inf:  # which NaN is not either
+        parser.error("--minutes must be 0 or more; leave it out for no limit")
     if asked.geometries is None:
         asked.geometries = list(GEOMETRIES[:2] if asked.quick else GEOMETRIES)
     return asked
@@ -76,7 +99,6 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
 
 def chosen(asked: argparse.Namespace, folder: Path) -> Options:
     """The options of a run."""
-    folder.mkdir(parents=True, exist_ok=True)
     return Options(
         targets=tuple(dict.fromkeys(asked.targets)),
         geometries=tuple(dict.fromkeys(asked.geometries)),
@@ -128,7 +150,8 @@ def run_all(planned: Sequence[Step], document: dict[str, Any], how: Run) -> None
             document |= {"complete": True, "ended": store.now()}
         goals.summarize(document)
         store.write(document, how.out)
-        print(f"[{number}/{len(left)}] {step.name}: {outcome.state} {outcome.message}".rstrip(), file=sys.stderr)
+        end = f"{outcome.state}: {outcome.message}" if outcome.message else outcome.state
+        print(f"[{number}/{len(left)}] {step.name}: {end}", file=sys.stderr)
         if not how.keep:
             discard(planned, left[number:])
 

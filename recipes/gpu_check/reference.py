@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_check.machine import installed
+from gpu_check.machine import need
 from gpu_check.work import NotHereError
+from llmc.errors import MissingExtraError
 
 Float = NDArray[np.float32]
 
@@ -54,24 +55,33 @@ def reference(export: str, output: str) -> dict[str, Any]:
     for name, way in ways.items():
         try:
             found[name] = way(folder, prompts)
-        except ImportError as error:
-            missing.append(f"{name}: {error}")
-        except NotHereError as error:
+        except (ImportError, MissingExtraError, NotHereError) as error:
             missing.append(f"{name}: {error}")
     if not found:
         raise NotHereError("; ".join(missing))
     source, cases = next(iter(found.items()))
     save(cases, Path(output))
-    apart = [worst(a.logits, b.logits) for a, b in zip(*found.values(), strict=True)] if len(found) == 2 else []
-    problems = [f"the portable graph differs from transformers by {max(apart):.3g}, at most {SAME_MODEL} is expected"]
+    apart = difference(*found.values()) if len(found) == len(ways) else None
     return {
         "source": source,
         "missing": missing,
         "prompts": [len(ids) for ids in prompts],
         "positions": POSITIONS,
-        "difference_of_both": max(apart, default=None),
-        "problems": problems if apart and not max(apart) <= SAME_MODEL else [],
+        "difference_of_both": apart,
+        "problems": problems(apart),
     }
+
+
+def difference(first: Sequence[Case], second: Sequence[Case]) -> float:
+    """The largest relative difference of the logits of the same prompts; NaN where something is not finite."""
+    return float(np.max([worst(a.logits, b.logits) for a, b in zip(first, second, strict=True)]))
+
+
+def problems(apart: float | None) -> list[str]:
+    """What is wrong with two references that are ``apart``; nothing where there is one alone."""
+    if apart is None or apart <= SAME_MODEL:
+        return []
+    return [f"the portable graph differs from transformers by {apart:.3g}, at most {SAME_MODEL} is expected"]
 
 
 def prompts_of(folder: Path) -> list[list[int]]:
@@ -93,8 +103,7 @@ def arbitrary(length: int, vocab_size: int, salt: int = 0) -> list[int]:
 
 def by_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Case]:
     """The cases by transformers in float32, read from the export's own weights."""
-    if installed("transformers") is None or installed("torch") is None:
-        raise NotHereError("torch or transformers is not installed")
+    need("torch", "transformers")
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -99,6 +99,28 @@ def test_what_was_emulated_reaches_no_goal_and_no_table(part, document):
     assert "2000 tok/s" not in part("goals").markdown(document)
 
 
+def test_a_run_that_emulates_prints_what_is_right_and_no_speed(part, document):
+    store, goals = part("store"), part("goals")
+    own = store.find(document, "tensorrt/1b/int8/measure")["result"]
+    store.put(document, store.record("cpu/1b/int8/measure", part("process").Outcome("done", result=own)))
+    document["arguments"]["emulate"] = True
+    goals.summarize(document)
+    lines = list(goals.report(document))
+    figures = " | ".join(["not run"] * 7)
+    assert f"| tensorrt | 1b | int8 | yes | {figures} |" in lines
+    assert [line for line in lines if "tok/s" in line] == [line for line in lines if line.startswith("| cpu ")]
+    emulated = next(row for row in document["rows"] if row["target"] == "tensorrt")
+    assert emulated["verified"] == "yes" and emulated["tokens_per_s"] is None and emulated["ttft_s"] == {}
+
+
+def test_the_report_names_the_reference_that_is_missing(part, document):
+    outcome = part("process").Outcome("done", result={"missing": ["transformers: transformers is not installed"]})
+    part("store").put(document, part("store").record("tiny/reference", outcome))
+    part("goals").summarize(document)
+    *_, last = part("goals").report(document)
+    assert last == "not run: tiny/reference: transformers: transformers is not installed"
+
+
 def test_the_goals_are_those_that_were_agreed(part):
     found = {(goal.figure, goal.at_least, goal.geometries, goal.precisions) for goal in part("goals").GOALS}
     assert found == {
@@ -120,7 +142,8 @@ def test_the_table_names_gpu_driver_versions_and_date(part, document):
     assert sum("| not run |" in line for line in lines) == 3 * 3 * 3 - 1
 
 
-def test_without_a_run_the_table_says_not_run(tmp_path):
+def test_what_was_not_run_is_said_so_in_the_table(part, tmp_path):
+    part("store").write(part("store").fresh("", {}), tmp_path / "none.json")
     command = [sys.executable, str(SCRIPT), "--markdown", "--out", str(tmp_path / "none.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()

@@ -1,8 +1,10 @@
 """Runs of the check of GPU targets: without a GPU, on the small model, and what becomes of steps that fail."""
 
+import errno
 import importlib
 import inspect
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -206,6 +208,73 @@ def test_arguments_that_contradict_each_other_exit_with_2(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def called(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The script with some arguments; if they are taken, every step is found to be too late."""
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "/dev/full"], "--out /dev/full: a folder or a device"),
+        (["--out", "/dev/null"], "--out /dev/null: a folder or a device"),
+        (["--out", "."], "a folder or a device"),
+        (["--out", "no/x.json"], "no/x.json: cannot be written (No such file"),
+        (["--work", "text"], "--work text: not a folder"),
+        (["--work", "/proc/w"], "--work /proc/w: not a folder"),
+        (["--prepare", "/proc/w"], "--prepare /proc/w: not a folder"),
+        (["--markdown", "--out", "none.json"], "--out none.json: there is no such file"),
+        (["--resume", "--out", "none.json"], "none.json: there is no such file"),
+        (["--markdown", "--out", "text"], "--out text: not a file that a run has written"),
+        (["--resume", "--out", "text"], "text: not a file that a run has written"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value).replace("/", "_"),
+)
+def test_files_that_cannot_be_used_are_refused_in_a_sentence_before_any_work(tmp_path, arguments, words):
+    (tmp_path / "text").write_text("no JSON")
+    done = called(tmp_path, "--minutes", "0", *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("gpu_check.py: ") and words in done.stderr
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"text": "no JSON"}
+
+
+@pytest.mark.parametrize("given", ["--minutes=nan", "--minutes=-1", "--minutes=inf", "--limit=nan", "--limit=inf"])
+def test_times_that_are_none_are_refused(tmp_path, given):
+    done = called(tmp_path, given)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("gpu_check.py: error: ") and given.partition("=")[0] in last
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_run_keeps_the_result_of_the_one_before(tmp_path):
+    late = ["--minutes", "0", "--targets", "cpu", "--geometries", "tiny", "--out", "x.json"]
+    (tmp_path / "link.json").symlink_to("x.json")
+    for more in (["--rounds", "3"], ["--rounds", "4"], ["--rounds", "5", "--out", "link.json"]):
+        assert called(tmp_path, *late, *more).returncode == 0
+    rounds = {
+        name: json.loads((tmp_path / name).read_text())["arguments"]["rounds"] for name in ("x.json", "x.json.bak")
+    }
+    assert rounds == {"x.json": 5, "x.json.bak": 4}
+    assert (tmp_path / "link.json").is_symlink()
+    assert called(tmp_path, *late, "--resume").returncode == 0
+    assert json.loads((tmp_path / "x.json.bak").read_text())["arguments"]["rounds"] == 4
+    refused = called(tmp_path, *late, "--resume", "--emulate")
+    assert refused.returncode == 2 and "do not go into one file" in refused.stderr
+    (tmp_path / "x.json.bak").unlink()
+    (tmp_path / "x.json.bak").mkdir()
+    refused = called(tmp_path, *late)
+    assert refused.returncode == 2 and "cannot be kept as x.json.bak" in refused.stderr
+
+
+def test_progress_names_the_step_its_end_and_why(tmp_path):
+    done = called(
+        tmp_path, "--minutes", "0", "--targets", "cpu", "--geometries", "tiny", "--precisions", "int8", "--quick"
+    )
+    first = done.stderr.splitlines()[0]
+    assert first == "[1/9] machine: not run: no time was left"
+
+
 # ----------------------------------------------------------------------------------------------------------- processes
 
 
@@ -371,8 +440,25 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(part, tmp_path):
 
 def test_files_of_others_are_refused(part, tmp_path):
     (tmp_path / "x.json").write_text('{"schema": 99}')
-    with pytest.raises(ValueError, match="was not written by this version"):
-        part("store").read(tmp_path / "x.json")
+    store = part("store")
+    with pytest.raises(store.RefusedError, match="not written by this version"):
+        store.read(tmp_path / "x.json")
+    store.write(store.fresh("x", {}) | {"steps": [{"name": "machine"}]}, tmp_path / "x.json")
+    with pytest.raises(store.RefusedError, match="not written by this version"):
+        store.read(tmp_path / "x.json")
+
+
+def test_a_full_disk_ends_a_run_with_a_sentence_and_the_old_file(part, tmp_path, monkeypatch):
+    store, path = part("store"), tmp_path / "x.json"
+    store.write(store.fresh("old", {}), path)
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(store.RefusedError, match="No space left"):
+        store.write(store.fresh("new", {}), path)
+    assert store.read(path)["command"] == "old"
 
 
 def test_folders_go_when_nothing_that_is_left_needs_them(part, tmp_path):

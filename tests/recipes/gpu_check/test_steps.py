@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from doubles.cuda import SERVER, FakeDriver
 
-from llmc.errors import GpuError
+from llmc.errors import GpuError, MissingExtraError
 from llmc.runtime import load
 
 # Shares of a float64 sum over a vocabulary.
@@ -158,6 +158,61 @@ def test_cases_of_the_reference_are_read_as_they_were_written(part, tmp_path):
     for found, wanted in zip(reference.read(tmp_path / "x.npz"), cases, strict=True):
         assert (found.ids, found.tokens, found.leads) == (wanted.ids, wanted.tokens, wanted.leads)
         assert np.array_equal(found.logits, wanted.logits)
+
+
+def without(monkeypatch: Any, machine: Any, *names: str) -> None:
+    """Make some distributions look as if they were not installed."""
+    installed = machine.installed
+    monkeypatch.setattr(machine, "installed", lambda name: None if name in names else installed(name))
+
+
+def test_without_transformers_the_portable_graph_is_the_reference(part, monkeypatch, tiny_export, tmp_path):
+    reference = part("reference")
+    without(monkeypatch, part("machine"), "transformers")
+    monkeypatch.setattr(reference, "LONG_PROMPT", 40)
+    found = reference.reference(str(tiny_export), str(tmp_path / "x.npz"))
+    assert found["source"] == "the portable graph" and found["problems"] == []
+    assert found["missing"] == ["transformers: transformers is not installed"]
+    assert found["difference_of_both"] is None and len(reference.read(tmp_path / "x.npz")) == 4
+
+
+def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny_export, tmp_path):
+    reference = part("reference")
+    without(monkeypatch, part("machine"), "transformers", "torch")
+
+    def refuse(folder: Path) -> None:
+        raise MissingExtraError("onnxruntime is not installed")
+
+    monkeypatch.setattr("llmc.optimize.reference.Reference", refuse)
+    with pytest.raises(part("work").NotHereError) as caught:
+        reference.reference(str(tiny_export), str(tmp_path / "x.npz"))
+    assert str(caught.value) == (
+        "transformers: torch and transformers are not installed; the portable graph: onnxruntime is not installed"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_references_that_differ_are_a_problem(part):
+    reference = part("reference")
+    limit = reference.SAME_MODEL
+    one, other = (reference.Case([1], scale * np.arange(6.0).reshape(2, 3), [], []) for scale in (1.0, 1.1))
+    assert reference.problems(None) == reference.problems(limit) == []
+    assert len(reference.problems(reference.difference([one], [other]))) == 1
+    assert len(reference.problems(float("nan"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("transformers",), "transformers is not installed"),
+        (("torch",), "torch is not installed"),
+        (("torch", "transformers"), "torch and transformers are not installed"),
+    ],
+)
+def test_torch_on_the_gpu_names_the_package_that_is_missing(part, monkeypatch, names, words):
+    without(monkeypatch, part("machine"), *names)
+    with pytest.raises(part("work").NotHereError, match=f"^{words}$"):
+        part("baseline").baseline("nowhere", 1, "cuda", "inductor")
 
 
 def test_divergence_is_in_nats(part):
