@@ -121,7 +121,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0] and error.name != module:
+        if not f"{module}.".startswith(f"{error.name}."):  # something else is missing, inside of it
             raise
         raise MissingExtraError(
             f"{module} is not installed; it is in the extra '{extra}': pip install '.[{extra}]' in llmc's folder"

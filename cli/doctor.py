@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,8 @@ def machine_rows(diagnosis: Diagnosis) -> Rows:
     for device in probe.driver.devices:
         yield f"GPU {device.index}", device_words(device)
     for name, library in probe.libraries.items():
-        yield name, library_words(library)
+        told = name == "cuda-bindings" and library.state == "ok" and probe.driver.state != "ok"
+        yield name, library_words(replace(library, problem="") if told else library)
 
 
 def jetson_rows(jetson: Jetson) -> Rows:
@@ -109,6 +111,8 @@ def verdict_rows(diagnosis: Diagnosis) -> Rows:
         yield from (("", reason) for reason in bundle.reasons)
         if bundle.remedy:
             yield "to do", bundle.remedy
+        if bundle.instead:
+            yield "or", bundle.instead
 
 
 def reasons(outlook: Outlook) -> list[str]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, require
+from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
 
 log = logging.getLogger(__name__)
 
@@ -19,13 +19,15 @@ OUT_OF_MEMORY = 2
 # After these nothing works in the context any more, and in some cases in the process: the memory of a kernel was
 # touched in a wrong place, the watchdog ended it, the device went away. CUDA's documentation of CUresult lists them.
 STICKY = frozenset({4, 46, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 720, 721, 999})
+EMULATE = "llmc run, verify and eval take --emulate, which runs a bundle's graph on the CPU, slowly"
 # Of codes that mean that there is nothing to work with: what to do.
 ADVICE = {
     3: "the driver was not initialised; check that nvidia-smi (on Jetson: tegrastats) works",
     34: "libcuda is the stub of the toolkit; remove the toolkit's stubs folder from LD_LIBRARY_PATH",
     36: "the driver is too old; update it",
     46: "the GPU is in use or unavailable; check nvidia-smi for exclusive mode or a process that holds it",
-    100: "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES, and start containers with --gpus all",
+    100: "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES, and start containers with --gpus all; "
+    + EMULATE,
     101: "there is no such device; check CUDA_VISIBLE_DEVICES",
     803: "driver and kernel module have different versions; restart the machine",
     804: "the driver's forward compatibility does not cover this GPU; update the driver",
@@ -124,19 +126,31 @@ def open_driver(device: int = 0) -> Driver:
 
     Raises:
         MissingExtraError: cuda-bindings is not installed.
-        GpuError: no driver, one that is too old, or no such device; with what to do.
+        GpuError: it is broken, there is no driver, one that is too old, or no such device; with what to do.
     """
     return CudaDriver(_import_bindings(), device)
 
 
 def _import_bindings() -> Any:
     try:
-        return require("cuda.bindings.driver", "gpu")
+        api = require("cuda.bindings.driver", "gpu")
     except MissingExtraError as error:
         raise MissingExtraError(
             "cuda-bindings is not installed; it is in the extras 'tensorrt', 'tensorrt-rtx' and 'gpu': "
             "pip install '.[tensorrt]' in llmc's folder"
         ) from error
+    except Exception as error:  # a broken installation raises anything
+        raise _broken_bindings(text_of(error)) from error
+    if not hasattr(api, "cuInit"):
+        raise _broken_bindings("it has no cuInit")
+    return api
+
+
+def _broken_bindings(why: str) -> GpuError:
+    return GpuError(
+        f"cuda-bindings is installed and cannot be loaded ({why}): pip uninstall cuda-bindings, then "
+        "pip install '.[tensorrt]' in llmc's folder"
+    )
 
 
 class CudaDriver:
@@ -173,7 +187,7 @@ class CudaDriver:
         except RuntimeError as error:  # cuda-bindings' own: libcuda is missing, or lacks a function
             raise GpuError(
                 f"no NVIDIA driver is here ({' '.join(str(error).split())[:200]}); install it, or build for the "
-                "target cpu; llmc doctor tells what else is missing"
+                f"target cpu; {EMULATE}; llmc doctor tells what else is missing"
             ) from error
         found, needed = int(self._call("asking for the version", "cuDriverGetVersion")), int(self._api.CUDA_VERSION)
         if found // 1000 < needed // 1000:

@@ -5,27 +5,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmc.bundle import Manifest, read_bundle
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, text_of
 from llmc.plans import version
 from llmc.runtime.jetson import Jetson
 from llmc.runtime.kv_cache import next_capacity
 from llmc.runtime.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
 from llmc.runtime.memory import check_load
-from llmc.runtime.outlook import NEEDS, REBUILD, RUN, Obstacle, Outlook, first_device, outlook, upgrade
+from llmc.runtime.outlook import NEEDS, REBUILD, RUN, Obstacle, Outlook, first_device, judges, outlook, upgrade
 from llmc.runtime.probe import Library, Probe
 from llmc.runtime.sessions.onnxruntime import usable_graphs
 
 MB = 1_000_000
+# What a manifest may hold that no build writes shows itself as one of these.
+UNREADABLE = (LlmcError, ArithmeticError, LookupError, OSError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
 class BundleOutlook:
-    """Whether one bundle runs here; if not, why, and the one command (or deed) that mends it."""
+    """Whether one bundle runs here; if not, why, and the one command (or deed) that mends it.
+
+    ``instead`` is what can be done without that: run a GPU's graph on the CPU; empty where that cannot be done either.
+    """
 
     path: Path
     target: str
     reasons: tuple[str, ...]
     remedy: str
+    instead: str = ""
 
     @property
     def runs(self) -> bool:
@@ -86,16 +92,36 @@ def _advice(jetson: Jetson | None) -> Iterator[str]:
 def judge_bundle(folder: Path, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
     """Whether the bundle in ``folder`` runs here, by what its manifest says; nothing is loaded."""
     try:
-        manifest = read_bundle(folder)
-    except LlmcError as error:
-        return BundleOutlook(folder, "", (str(error),), "llmc build CHECKPOINT -o BUNDLE")
+        return _judged(folder, read_bundle(folder), probe, targets)
+    except UNREADABLE as error:
+        reason = str(error) if isinstance(error, LlmcError) else text_of(error)
+        remedy = f"{REBUILD} {folder}" if _only_engine_damaged(folder) else "llmc build CHECKPOINT -o BUNDLE"
+        return BundleOutlook(folder, "", (reason,), remedy)
+
+
+def _only_engine_damaged(folder: Path) -> bool:
+    """Whether a bundle that cannot be read could be if its engine were made anew."""
+    try:
+        read_bundle(folder, engine_matters=False)
+    except UNREADABLE:
+        return False
+    try:
+        read_bundle(folder)
+    except UNREADABLE:
+        return True
+    return False
+
+
+def _judged(folder: Path, manifest: Manifest, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
     target = manifest.target.name
     if target not in targets:
         return BundleOutlook(folder, target, (f"its target {target!r} is unknown to this llmc",), "pip install -U llmc")
     blocking = [obstacle for obstacle in targets[target].obstacles if RUN in obstacle.blocks]
     found = [*blocking, *_misfits(folder, manifest, probe)]
     reasons = tuple(f"{obstacle.found}: {obstacle.remedy}" for obstacle in found)
-    return BundleOutlook(folder, target, reasons, found[0].remedy if found else "")
+    emulates = bool(found) and manifest.device is not None and judges(probe.libraries["onnxruntime"])
+    instead = f"llmc run {folder} --emulate, which runs its graph on the CPU, slowly" if emulates else ""
+    return BundleOutlook(folder, target, reasons, found[0].remedy if found else "", instead)
 
 
 def _misfits(folder: Path, manifest: Manifest, probe: Probe) -> Iterator[Obstacle]:

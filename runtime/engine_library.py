@@ -4,15 +4,21 @@ Both have the same Python interface. TensorRT keeps one logger per process (a se
 one object whose listeners come and go.
 """
 
+import hashlib
 import logging
 import re
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from llmc.errors import GpuError, MissingExtraError, UsageError, require
+from llmc.errors import GpuError, MissingExtraError, UsageError, require, text_of
+from llmc.runtime.cache import entry, published
+from llmc.runtime.probe import IMPORT_TIMEOUT_S, try_import
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +39,9 @@ LIBRARIES = {
     "tensorrt": _Library("tensorrt", (10, 3), _INSTALL),  # JetPack 6.2's
     "tensorrt-rtx": _Library("tensorrt_rtx", (1, 0), _RTX_INSTALL),
 }
+# What every version has; the remains of a broken installation do not.
+NAMES = ("Builder", "Runtime", "OnnxParser", "ILogger", "Logger", "HardwareCompatibilityLevel", "DataType")
+IMPORTED = "imported"  # the cache's kind of libraries that were imported without harm
 _DRIVER = "install NVIDIA's driver, or free the GPU if it is out of memory; llmc doctor tells what is there"
 
 
@@ -99,28 +108,78 @@ def load_library(engine: str) -> Any:
     Raises:
         UsageError: the engine is none of those.
         MissingExtraError: the library is not installed.
-        GpuError: it is too old, or its files are incomplete.
+        GpuError: it is too old, its files are incomplete, or importing it ends or holds a process.
     """
     if engine not in LIBRARIES:
         raise UsageError(f"engine {engine!r} has no library of TensorRT's kind; expected {' or '.join(LIBRARIES)}")
     wanted = LIBRARIES[engine]
     library = _imported(wanted, engine)
-    found = library_version(library)
+    found = str(getattr(library, "__version__", ""))
+    if not found:
+        raise _broken(wanted, f"{_place(library)} has no __version__")
     if _numbers(found) < wanted.minimum:
         needed = ".".join(map(str, wanted.minimum))
         raise GpuError(f"{wanted.module} {found} is installed, llmc needs {needed} or later: {wanted.install}")
+    lacking = [name for name in NAMES if not hasattr(library, name)]
+    if lacking:
+        raise _broken(wanted, f"{_place(library)} has no {', '.join(lacking)}")
     return library
 
 
 def _imported(wanted: _Library, engine: str) -> Any:
+    _try_apart(wanted)
     try:
         return require(wanted.module, engine)
     except MissingExtraError as error:
         raise MissingExtraError(f"{wanted.module} is not installed: {wanted.install}") from error
-    except (ImportError, OSError, AttributeError) as error:
-        raise GpuError(
-            f"{wanted.module} is installed and cannot be loaded ({error}); install it again: {wanted.install}"
-        ) from error
+    except Exception as error:  # a broken installation raises anything
+        raise _broken(wanted, text_of(error)) from error
+
+
+def _broken(wanted: _Library, why: str) -> GpuError:
+    return GpuError(
+        f"{wanted.module} is installed and cannot be loaded ({why}): uninstall all packages of that library, remove "
+        f"the folder {wanted.module} if one is left, then install it: {wanted.install}"
+    )
+
+
+def _place(library: Any) -> str:
+    """Where a module was found: its file, or its folders where it has no file."""
+    places = (getattr(library, "__file__", None), *getattr(library, "__path__", ()))
+    return next((str(place) for place in places if place), "it")
+
+
+def _try_apart(wanted: _Library) -> None:
+    """Import the library in a process of its own first, once per installed file, for it may end a process or hold it.
+
+    Raises:
+        GpuError: it did.
+    """
+    identity = _identity(wanted.module)
+    if wanted.module in sys.modules or not identity:
+        return
+    tried = entry(IMPORTED, identity)
+    if tried.is_dir():
+        return
+    found = try_import(wanted.module, IMPORT_TIMEOUT_S)
+    if found.state in ("crashed", "hung"):
+        raise _broken(wanted, f"importing it {found.state}: {found.problem}")
+    if found.state == "ok":
+        with suppress(OSError), published(tried):
+            pass
+
+
+def _identity(module: str) -> str:
+    """A name for the file that an import would begin with; empty where there is none."""
+    try:
+        spec = find_spec(module)
+        if spec is None or spec.origin is None:
+            return ""
+        file = Path(spec.origin).stat()
+    except (ImportError, OSError, ValueError):
+        return ""
+    facts = (sys.executable, spec.origin, file.st_size, file.st_mtime_ns)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
 def _numbers(version: str) -> tuple[int, ...]:

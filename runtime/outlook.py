@@ -49,10 +49,14 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What one target would do here."""
+    """What one target would do here.
+
+    ``defers`` tells that its bundles can be built here without their engines, which ``--rebuild`` makes elsewhere.
+    """
 
     obstacles: tuple[Obstacle, ...]
     notes: tuple[str, ...]
+    defers: bool = False
 
     @property
     def runs(self) -> bool:
@@ -76,6 +80,8 @@ class Outlook:
             return "ready" if self.runs else "can build, not run"
         if self.rebuilds:
             return "can run and rebuild" if self.runs else "can rebuild, not run"
+        if self.defers:
+            return f"can {'run, and ' if self.runs else ''}build with --deferred"
         return "can run, not build" if self.runs else "not possible"
 
     def _blocked(self, what: str) -> bool:
@@ -133,7 +139,13 @@ def outlook(target: str, probe: Probe) -> Outlook:
     if target.startswith("tensorrt") and not any(BUILD in obstacle.blocks for obstacle in obstacles):
         obstacles += _abilities(target, probe.libraries[needs.library])
     obstacles += _build(target, probe)
-    return Outlook(tuple(obstacles), tuple(_notes(target, needs, probe)))
+    return Outlook(tuple(obstacles), tuple(_notes(target, needs, probe)), _defers(target, probe))
+
+
+def _defers(target: str, probe: Probe) -> bool:
+    """A build without its engine takes what lowers and what judges, and neither a GPU nor the engine's library."""
+    able = judges(probe.libraries["onnxruntime"]) and all(name in probe.packages for name in BUILD_PACKAGES)
+    return able and target.startswith("tensorrt")
 
 
 def _library(target: str, needs: Needs, probe: Probe) -> Iterator[Obstacle]:
@@ -141,7 +153,7 @@ def _library(target: str, needs: Needs, probe: Probe) -> Iterator[Obstacle]:
     if library.state == "missing":
         yield Obstacle(BOTH, f"{needs.library} is not installed", _install(target, needs, probe))
     elif library.state != "ok":
-        yield Obstacle(BOTH, f"{needs.library} {library.state}: {library.problem}", "install it again")
+        yield Obstacle(BOTH, f"{needs.library} {library.state}: {library.problem}", _again(target, needs, probe))
     elif target == "cuda" and "CUDAExecutionProvider" not in library.abilities:
         yield _without_cuda(library, probe)
     elif version(library.version) < version(needs.minimum):
@@ -166,6 +178,12 @@ def _install(target: str, needs: Needs, probe: Probe) -> str:
     if target == "cuda" and probe.python.startswith("3.10."):
         return f"use Python 3.11 or newer: onnxruntime-gpu {needs.minimum} has no wheel for 3.10"
     return f"pip install '.[{needs.extra}]' in llmc's folder"
+
+
+def _again(target: str, needs: Needs, probe: Probe) -> str:
+    """What to do about an installation that is broken."""
+    install = _install(target, needs, probe)
+    return f"uninstall it, then {install}" if install.startswith("pip") else "install it again"
 
 
 def upgrade(target: str, needs: Needs, probe: Probe) -> str:
@@ -286,12 +304,26 @@ def _build(target: str, probe: Probe) -> Iterator[Obstacle]:
         yield Obstacle((BUILD,), f"building needs {', '.join(lacking)}", remedy)
     judge = probe.libraries["onnxruntime"]
     if not judges(judge):
-        installed = f"{judge.version} is" if judge.state == "ok" else "none is"
-        found = f"an export is built beside ONNX Runtime {JUDGE_MINIMUM} or newer, which judges; {installed} installed"
+        installed = {"ok": f"{judge.version} is installed", "missing": "none is installed"}.get(
+            judge.state, f"the one installed {judge.state}"
+        )
+        found = f"an export is built beside ONNX Runtime {JUDGE_MINIMUM} or newer, which judges; {installed}"
         makes_engine = target.startswith("tensorrt")
-        newer = "use Python 3.11 or newer and " if probe.python.startswith("3.10.") else ""
-        remedy = REBUILD_HERE if makes_engine else f"{newer}pip install -U onnxruntime"
-        yield Obstacle((JUDGE,) if makes_engine else (BUILD,), found, remedy)
+        yield Obstacle((JUDGE,) if makes_engine else (BUILD,), found, _judge(target, makes_engine, probe))
+
+
+def _judge(target: str, makes_engine: bool, probe: Probe) -> str:
+    """How to get an ONNX Runtime that judges; for Python 3.10 there is none."""
+    library, old_python = probe.libraries["onnxruntime"], probe.python.startswith("3.10.")
+    if old_python and makes_engine:
+        return REBUILD_HERE
+    if library.state == "ok" or old_python:
+        package = "onnxruntime-gpu" if "CUDAExecutionProvider" in library.abilities else "onnxruntime"
+        return f"{'use Python 3.11 or newer and ' if old_python else ''}pip install -U {package}"
+    with_cuda = target == "cuda" and _install(target, NEEDS[target], probe) != NO_WHEEL
+    needed = "cuda" if with_cuda else "cpu"
+    get = _install if library.state == "missing" else _again
+    return get(needed, NEEDS[needed], probe)
 
 
 def judges(library: Library) -> bool:
@@ -310,8 +342,7 @@ def _notes(target: str, needs: Needs, probe: Probe) -> Iterator[str]:
         yield f"builds ahead of time for GPUs of compute capability {', '.join(RTX_GPUS)}"
     if target == "tensorrt" and device is not None and version(device.compute_capability) < version(OLDEST_FP8_GPU):
         yield f"no fp8: it needs compute capability {OLDEST_FP8_GPU}, {device.name} has {device.compute_capability}"
-    able = judges(probe.libraries["onnxruntime"]) and all(name in probe.packages for name in BUILD_PACKAGES)
-    if target == "tensorrt" and able and (library.state != "ok" or device is None):
+    if target == "tensorrt" and _defers(target, probe) and (library.state != "ok" or device is None):
         yield "builds with --deferred: the engine is compiled where it is to run"
     if library.state == "ok" and library.problem and target != "cpu":
         yield f"{needs.library} says: {library.problem}"

@@ -27,6 +27,8 @@ from llmc.strict import decode
 
 # A first use of a GPU takes seconds on a small machine: libraries of hundreds of megabytes are read.
 TIMEOUT_S = 20.0
+# Reading a library from a slow disk for the first time is not to be taken for hanging.
+IMPORT_TIMEOUT_S = 60.0
 # A process in an uninterruptible call of a driver cannot be ended; nobody waits longer for it.
 GRACE_S = 1.0
 STEPS_FILE = Path(__file__).with_name("probe_steps.py")
@@ -147,6 +149,18 @@ def probe_driver(timeout_s: float = TIMEOUT_S) -> Driver:
     return _finding(Driver, run_steps({"driver": step_commands()["driver"]}, timeout_s)["driver"])
 
 
+def try_import(module: str, timeout_s: float = IMPORT_TIMEOUT_S) -> Library:
+    """Import a module in a process of its own, with this one's ``sys.path``, and say what became of it.
+
+    Takes about as long as the import. ``state`` is failed too where no process can be started.
+    """
+    command = [*_step_start(), "import", module]
+    try:
+        return _finding(Library, run_steps({module: command}, timeout_s)[module])
+    except OSError as error:
+        return Library("failed", f"no process could be started: {error}")
+
+
 def _finding(kind: type[Found], answer: dict[str, Any]) -> Found:
     defaults = json.loads(json.dumps(asdict(kind("", ""))))
     try:
@@ -194,8 +208,11 @@ class _Started(NamedTuple):
 
 def step_commands() -> dict[str, list[str]]:
     """The command of each step."""
-    start = [sys.executable, "-c", STEP_CODE, json.dumps([path for path in sys.path if path]), str(STEPS_FILE)]
-    return {name: [*start, name] for name in ("driver", *LIBRARIES)}
+    return {name: [*_step_start(), name] for name in ("driver", *LIBRARIES)}
+
+
+def _step_start() -> list[str]:
+    return [sys.executable, "-c", STEP_CODE, json.dumps([path for path in sys.path if path]), str(STEPS_FILE)]
 
 
 def run_steps(commands: Mapping[str, Sequence[str]], timeout_s: float) -> dict[str, dict[str, Any]]:
@@ -213,6 +230,7 @@ def _start(command: Sequence[str], files: ExitStack) -> _Started:
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
     )
+    files.callback(_end, process)  # of one that is still there, where the caller is interrupted
     return _Started(process, out, err)
 
 
@@ -234,6 +252,8 @@ def _answer(step: _Started, deadline: float, timeout_s: float) -> dict[str, Any]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is not None:
+        return
     process.kill()
     try:
         process.wait(GRACE_S)

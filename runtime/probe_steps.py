@@ -1,8 +1,8 @@
 """What the processes of a probe do: one step each, that may crash or hang without harm to whoever asked.
 
-Runs as a script, ``python probe_steps.py STEP``, and writes one JSON object: ``state`` (ok, missing or failed), a
-``problem`` in words, and what the step found. It imports only the standard library and what it examines, so that it
-starts fast and nothing but the examined library can go wrong.
+Runs as a script, ``python probe_steps.py STEP`` or ``python probe_steps.py import MODULE``, and writes one JSON object:
+``state`` (ok, missing or failed), a ``problem`` in words, and what the step found. It imports only the standard library
+and what it examines, so that it starts fast and nothing but the examined library can go wrong.
 """
 
 import ctypes
@@ -189,7 +189,7 @@ def _installed(pattern: str) -> list[str]:
 
 # -------------------------------------------------------------------------------------------------------------- a step
 
-EXAMINED = ("cuda", "onnxruntime", "tensorrt", "tensorrt_rtx")
+EXAMINED = ("cuda", "cuda.bindings", "cuda.bindings.driver", "onnxruntime", "tensorrt", "tensorrt_rtx")
 STEPS: dict[str, Callable[[], Found]] = {
     "driver": driver,
     "cuda-bindings": cuda_bindings,
@@ -199,12 +199,18 @@ STEPS: dict[str, Callable[[], Found]] = {
 }
 
 
+def imported(name: str) -> Found:
+    """Whether a module can be imported at all."""
+    importlib.import_module(name)
+    return {"state": "ok", "problem": ""}
+
+
 def take(step: Callable[[], Found]) -> Found:
     """What a step finds; an exception is a finding too."""
     try:
         return step()
     except ModuleNotFoundError as error:
-        absent = (error.name or "").partition(".")[0] in EXAMINED
+        absent = error.name in EXAMINED
         return {"state": "missing" if absent else "failed", "problem": _first_line(error)}
     except Exception as error:  # noqa: BLE001 - whatever a broken library raises is what was asked for
         return {"state": "failed", "problem": f"{type(error).__name__}: {_first_line(error)}"}
@@ -214,14 +220,14 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def main(name: str) -> None:
-    """Take the step ``name`` and write what it finds; what libraries print goes to stderr."""
+def main(name: str, module: str = "") -> None:
+    """Take the step ``name``, or import ``module``, and write what it finds; what libraries print goes to stderr."""
     result = os.dup(1)
     os.dup2(2, 1)
-    text = json.dumps(take(STEPS[name]))
+    text = json.dumps(take(STEPS[name] if name != "import" else lambda: imported(module)))
     with os.fdopen(result, "w", encoding="utf-8") as file:
         file.write(text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

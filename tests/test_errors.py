@@ -54,6 +54,15 @@ def test_require_does_not_blame_the_extra_for_a_module_broken_inside(tmp_path, m
         errors.require("broken_engine", "cpu")
 
 
+@pytest.mark.parametrize("missing", ["parts", "parts.of_it"])
+def test_require_takes_a_package_that_lacks_the_module_for_one_that_is_not_installed(missing, tmp_path, monkeypatch):
+    """As an empty folder is, which an uninstalled package left behind."""
+    (tmp_path / "hollow_engine").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(errors.MissingExtraError, match=rf"hollow_engine\.{missing} is not installed"):
+        errors.require(f"hollow_engine.{missing}", "cpu")
+
+
 class MuteError(Exception):
     def __str__(self) -> str:
         raise SystemExit("no words")

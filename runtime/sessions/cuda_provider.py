@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, require
+from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
 from llmc.plans import version
 from llmc.runtime.compiled import LOG_FATAL_ONLY
 from llmc.runtime.cuda import STICKY
@@ -29,6 +29,8 @@ from llmc.runtime.sessions.onnxruntime import translated as translated_for_cpus
 log = logging.getLogger(__name__)
 
 PROVIDER = "CUDAExecutionProvider"
+# What the remains of an uninstalled package do not have.
+NAMES = ("__version__", "InferenceSession", "get_available_providers")
 NOT_RECORDED = -1  # the number of a recording that is none
 # What ONNX Runtime may compute on the host: shapes, which it has there.
 HOST_OPERATORS = frozenset({"Shape", "Cast", "Squeeze", "Range", "Expand"})
@@ -46,11 +48,24 @@ def import_onnxruntime_gpu(minimum: str) -> Any:
 
     Raises:
         MissingExtraError: it is not installed, or only the package for CPUs.
+        GpuError: it is installed and broken.
         BundleError: it is older than ``minimum``.
     """
-    runtime = require("onnxruntime", "gpu")
+    try:
+        runtime = require("onnxruntime", "gpu")
+    except LlmcError:
+        raise
+    except Exception as error:  # a broken installation raises anything
+        raise _broken(text_of(error)) from error
+    lacking = [name for name in NAMES if not hasattr(runtime, name)]
+    if lacking:
+        raise _broken(f"it has no {', '.join(lacking)}")
     check_provider(runtime, minimum)
     return runtime
+
+
+def _broken(why: str) -> GpuError:
+    return GpuError(f"onnxruntime is installed and cannot be loaded ({why}); {INSTALL}")
 
 
 def check_provider(runtime: Any, minimum: str) -> None:

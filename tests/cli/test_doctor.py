@@ -69,6 +69,14 @@ def test_crashes_are_rows_of_the_report(llmc, machine: Callable[[Probe], None]):
     assert rows(ran.out)["driver"] == "hung: no answer within 20 s (CUDA unknown, no kernel module)"
 
 
+def test_what_the_line_of_the_driver_says_is_not_said_again(llmc, machine: Callable[[Probe], None]):
+    machine(NO_GPU)
+    assert rows(llmc("doctor").out)["cuda-bindings"] == "13.5.0 for CUDA 13"
+    bindings = Library("ok", "cuInit: CUDA_ERROR_UNKNOWN (999)", "13.5.0", "13", ())
+    machine(Probe(**{**vars(H200), "libraries": H200.libraries | {"cuda-bindings": bindings}}))
+    assert rows(llmc("doctor").out)["cuda-bindings"] == "13.5.0 for CUDA 13 (cuInit: CUDA_ERROR_UNKNOWN (999))"
+
+
 def test_json_holds_the_probe_and_the_verdicts(llmc, machine: Callable[[Probe], None]):
     machine(ORIN)
     found = json.loads(llmc("doctor", "--json").out)

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -250,7 +250,11 @@ def test_a_graph_that_cannot_be_made_ready_is_freed(driver: CudaDriver, api: Api
 @pytest.mark.parametrize(
     ("name", "code", "match"),
     [
-        ("cuInit", RuntimeError("Failed to dlopen libcuda.so.1"), "no NVIDIA driver is here .*libcuda.so.1.*install"),
+        (
+            "cuInit",
+            RuntimeError("Failed to dlopen libcuda.so.1"),
+            r"no NVIDIA driver is here .*libcuda.*install.*--emulate",
+        ),
         ("cuInit", CUresult.CUDA_ERROR_NO_DEVICE, "starting CUDA failed .*100.*: no GPU is visible; check nvidia-smi"),
         ("cuInit", CUresult.CUDA_ERROR_UNKNOWN, "the driver failed to start; restart the machine"),
         ("cuInit", 34, "libcuda is the stub of the toolkit"),
@@ -289,6 +293,24 @@ def test_a_closed_gpu_is_not_used(driver: CudaDriver, api: Api):
 def test_missing_bindings_name_the_extras(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda, "require", missing)
     with pytest.raises(MissingExtraError, match=r"'tensorrt', 'tensorrt-rtx' and 'gpu': pip install '\.\[tensorrt\]'"):
+        open_driver()
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("undefined symbol"), RuntimeError("odd"), ModuleNotFoundError("No numpy", name="numpy")]
+)
+def test_broken_bindings_are_told_from_missing_ones(error: Exception, monkeypatch: pytest.MonkeyPatch):
+    def broken(module: str, extra: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cuda, "require", broken)
+    with pytest.raises(GpuError, match=r"cuda-bindings is installed and cannot be loaded \(.*\): pip uninstall"):
+        open_driver()
+
+
+def test_bindings_that_are_an_empty_folder_are_broken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda, "require", lambda module, extra: ModuleType(module))
+    with pytest.raises(GpuError, match=r"cannot be loaded \(it has no cuInit\)"):
         open_driver()
 
 

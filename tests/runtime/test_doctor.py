@@ -37,13 +37,13 @@ def with_library(probe: Probe, name: str, library: Library) -> Probe:
 @pytest.mark.parametrize(
     ("probe", "cpu", "cuda", "tensorrt", "tensorrt_rtx"),
     [
-        (NO_GPU, "ready", "can build, not run", "not possible", "can build, not run"),
+        (NO_GPU, "ready", "can build, not run", "can build with --deferred", "can build, not run"),
         (H200, "ready", "ready", "ready", "can build, not run"),
         (RTX_4090, "ready", "ready", "ready", "ready"),
         (RTX_5090, "ready", "ready", "ready", "ready"),
         (GB10, "ready", "can build, not run", "ready", "ready"),
         (ORIN, "can run, not build", "not possible", "can run and rebuild", "not possible"),
-        (THOR, "ready", "can build, not run", "ready", "not possible"),
+        (THOR, "ready", "can build, not run", "ready", "can build with --deferred"),
     ],
     ids=["no GPU", "H200", "RTX 4090", "RTX 5090", "GB10", "Orin", "Thor"],
 )
@@ -122,14 +122,14 @@ def test_a_newer_driver_serves_older_libraries():
 )
 def test_a_failing_driver_comes_with_what_to_do(problem: str, remedy: str):
     given = outlook("tensorrt", replace(H200, driver=Driver("failed", problem)))
-    assert given.state == "not possible"
+    assert given.state == "can build with --deferred"
     assert f"the CUDA driver failed: {problem}: " in found(given) and remedy in found(given)
 
 
 @pytest.mark.parametrize("state", ["crashed", "hung"])
 def test_a_driver_that_crashes_or_hangs_blocks_gpus_and_not_the_cpu(state: str):
     broken = replace(H200, driver=Driver(state, "ended by SIGSEGV"))
-    assert states(broken) == states(NO_GPU) | {"tensorrt": "not possible"}
+    assert states(broken) == states(NO_GPU)
     assert f"the CUDA driver {state}: ended by SIGSEGV" in found(outlook("cuda", broken))
 
 
@@ -206,8 +206,8 @@ def test_tensorrt_is_installed_for_the_cuda_of_the_driver():
 @pytest.mark.parametrize("state", ["failed", "crashed", "hung"])
 def test_a_broken_library_blocks_its_target_only(state: str):
     broken = with_library(H200, "tensorrt", Library(state, "ended by SIGSEGV"))
-    assert states(broken) == states(H200) | {"tensorrt": "not possible"}
-    assert f"tensorrt {state}: ended by SIGSEGV" in found(outlook("tensorrt", broken))
+    assert states(broken) == states(H200) | {"tensorrt": "can build with --deferred"}
+    assert f"tensorrt {state}: ended by SIGSEGV: uninstall it, then pip install" in found(outlook("tensorrt", broken))
 
 
 def test_a_library_that_is_too_old_is_told_with_the_oldest():
@@ -220,7 +220,7 @@ def test_a_library_that_is_too_old_is_told_with_the_oldest():
 def test_a_library_that_can_make_nothing_here_is_an_obstacle():
     broken = Library("ok", "Builder: factory function returned nullptr", "11.4.0.106", "13", ("native", "runtime"))
     given = outlook("tensorrt", with_library(H200, "tensorrt", broken))
-    assert given.state == "can run, not build"
+    assert given.state == "can run, and build with --deferred"
     assert "tensorrt 11.4.0.106 cannot make a builder here: Builder: factory function returned nullptr" in found(given)
 
 
@@ -235,6 +235,27 @@ def test_building_needs_packages_that_running_does_not():
     bare = replace(H200, packages={"numpy": "2.4.6", "tokenizers": "0.23.3"})
     assert set(states(bare).values()) == {"can run, not build", "not possible"}
     assert "building needs onnx, onnx-ir, ml_dtypes: pip install '.[build]'" in found(outlook("cpu", bare))
+
+
+@pytest.mark.parametrize("target", ["cpu", "tensorrt", "tensorrt-rtx"])
+def test_what_judges_is_installed_where_it_can_be(target: str):
+    bare = with_library(NO_GPU, "onnxruntime", MISSING)
+    assert "which judges; none is installed: pip install '.[cpu]' in llmc's folder" in found(outlook(target, bare))
+    old = replace(bare, python="3.10.12")
+    assert "which judges; none is installed: pip" not in found(outlook(target, old))
+
+
+def test_what_judges_and_has_cuda_stays_the_package_with_cuda():
+    bare = with_library(H200, "onnxruntime", MISSING)
+    assert "none is installed: pip install '.[gpu]' in llmc's folder" in found(outlook("cuda", bare))
+    old = with_library(H200, "onnxruntime", replace(H200.libraries["onnxruntime"], version="1.27.0"))
+    assert "which judges; 1.27.0 is installed: pip install -U onnxruntime-gpu" in found(outlook("tensorrt", old))
+
+
+def test_what_judges_is_installed_again_where_it_is_broken():
+    broken = with_library(NO_GPU, "onnxruntime", Library("failed", "no attribute"))
+    expected = "which judges; the one installed failed: uninstall it, then pip install '.[cpu]'"
+    assert expected in found(outlook("tensorrt", broken))
 
 
 def test_without_what_judges_engines_are_still_rebuilt():
@@ -420,7 +441,38 @@ def test_a_corrupt_bundle_is_a_reason_and_no_failure(folder: Path, manifest: bun
     (folder / "engine.plan").write_bytes(b"short")
     reasons, remedy = judged(folder)
     assert "engine.plan has 5 bytes, 6 expected" in reasons
+    assert remedy == f"llmc build --rebuild {folder}"
+    (folder / "decode.onnx").write_bytes(b"no")
+    reasons, remedy = judged(folder)
     assert remedy == "llmc build CHECKPOINT -o BUNDLE"
+
+
+@pytest.mark.parametrize("error", [OverflowError("int too large"), ValueError("odd"), PermissionError(13, "denied")])
+def test_whatever_reading_a_bundle_raises_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch):
+    def fail(folder: Path, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("llmc.runtime.doctor.read_bundle", fail)
+    reasons, remedy = judged(Path("bundle"))
+    assert reasons == f"{type(error).__name__}: {error}"
+    assert remedy == "llmc build CHECKPOINT -o BUNDLE"
+
+
+def test_whatever_judging_a_bundle_raises_is_a_reason(
+    folder: Path, manifest: bundle.Manifest, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*arguments: object) -> None:
+        raise OverflowError("int too large")
+
+    monkeypatch.setattr("llmc.runtime.doctor.check_load", fail)
+    assert judged(write(folder, manifest)) == ("OverflowError: int too large", "llmc build CHECKPOINT -o BUNDLE")
+
+
+def test_a_bundle_that_cannot_run_here_can_be_emulated(folder: Path, manifest: bundle.Manifest):
+    write(folder, manifest)
+    given = [diagnose(probe, MACHINE, folder).bundle for probe in (NO_GPU, ORIN, RTX_4090)]
+    assert given[0] is not None and given[0].instead.startswith(f"llmc run {folder} --emulate, which")
+    assert [each is not None and each.instead for each in given[1:]] == ["", ""]  # an old ONNX Runtime; it runs
 
 
 def test_a_target_of_a_later_llmc_is_named(folder: Path, manifest: bundle.Manifest):

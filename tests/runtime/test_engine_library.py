@@ -4,7 +4,8 @@ import builtins
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from doubles.recorded import VERSIONS, RecordedLibrary, replaced
 
 from llmc.errors import GpuError, MissingExtraError, UsageError
+from llmc.runtime import engine_library
 from llmc.runtime.engine_library import (
     Log,
     Message,
@@ -21,6 +23,10 @@ from llmc.runtime.engine_library import (
     make_builder,
     make_runtime,
 )
+from llmc.runtime.probe import Library
+
+TOO_OLD = r"llmc needs 10\.3 or later"
+BROKEN = r"tensorrt is installed and cannot be loaded \(.*\): uninstall all packages of that library, .* install it: on"
 
 
 @pytest.fixture
@@ -31,6 +37,16 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setitem(sys.modules, name, library)
 
     return install
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """``import tensorrt`` looks for a file, whether or not it was imported before."""
+    before = sys.modules.pop("tensorrt", None)
+    yield
+    sys.modules.pop("tensorrt", None)
+    if before is not None:
+        sys.modules["tensorrt"] = before
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -79,6 +95,8 @@ def test_a_library_too_old_is_refused(engine: str, module: str, version: str, in
         ImportError("libnvonnxparser.so.11: cannot open shared object file"),
         ModuleNotFoundError("No module named 'tensorrt_libs'", name="tensorrt_libs"),
         OSError("libcudart.so.13: cannot open shared object file"),
+        ModuleNotFoundError("No module named 'tensorrt.tensorrt'", name="tensorrt.tensorrt"),
+        RuntimeError("CUDA is not what it was"),
     ],
 )
 def test_a_broken_installation_is_told_from_a_missing_one(error: Exception, monkeypatch: pytest.MonkeyPatch):
@@ -86,7 +104,78 @@ def test_a_broken_installation_is_told_from_a_missing_one(error: Exception, monk
         raise error
 
     monkeypatch.setattr("importlib.import_module", broken)
-    with pytest.raises(GpuError, match=r"tensorrt is installed and cannot be loaded \(.*; install it again: "):
+    with pytest.raises(GpuError, match=BROKEN):
+        load_library("tensorrt")
+
+
+def test_a_folder_that_an_uninstalled_library_left_behind_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+):
+    (tmp_path / "tensorrt").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(GpuError, match=BROKEN) as caught:
+        load_library("tensorrt")
+    assert f"({tmp_path}/tensorrt has no __version__)" in str(caught.value)
+
+
+def test_a_library_that_lacks_a_part_is_broken(installed: Callable[..., None]):
+    library = RecordedLibrary("10.3")
+    del library.HardwareCompatibilityLevel
+    installed(library)
+    with pytest.raises(GpuError, match=r"\(it has no HardwareCompatibilityLevel\): uninstall"):
+        load_library("tensorrt")
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", r"\(importing it crashed: ended by SIGSEGV\)"),
+        ("import time; time.sleep(600)", r"\(importing it hung: no answer within 0\.5 s\)"),
+        ("raise SystemExit(3)", r"\(importing it crashed: ended with exit code 3\)"),
+        ("raise RuntimeError('broken')", r"\(RuntimeError: broken\)"),
+    ],
+    ids=["crash", "hang", "exit", "error"],
+)
+def test_what_importing_a_broken_library_does_is_an_error_and_no_more(
+    source: str, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+):
+    (tmp_path / "tensorrt.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    if "sleep" in source:
+        monkeypatch.setattr(engine_library, "IMPORT_TIMEOUT_S", 0.5)
+    for _ in range(2):  # nothing is remembered of it
+        with pytest.raises(GpuError, match=match):
+            load_library("tensorrt")
+
+
+def test_a_library_is_tried_apart_once_per_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None):
+    tried: list[str] = []
+
+    def watched(module: str, timeout_s: float) -> Library:
+        tried.append(module)
+        return Library("ok", "")
+
+    monkeypatch.setattr(engine_library, "try_import", watched)
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tensorrt.py"
+    for version, times in (("8.6", 3), ("9.0.1", 2)):
+        file.write_text(f"__version__ = {version!r}")
+        monkeypatch.syspath_prepend(tmp_path)
+        for _ in range(times):
+            with pytest.raises(GpuError, match=TOO_OLD):
+                load_library("tensorrt")
+            sys.modules.pop("tensorrt")
+    assert tried == ["tensorrt", "tensorrt"]
+
+
+def test_a_cache_that_cannot_be_written_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "file").touch()
+    (tmp_path / "tensorrt.py").write_text("__version__ = '8.6'")
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(GpuError, match=TOO_OLD):
         load_library("tensorrt")
 
 

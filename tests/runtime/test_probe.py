@@ -14,7 +14,7 @@ from doubles.machines import ORIN, ORIN_FILES, write_files
 
 from llmc.runtime import probe_steps
 from llmc.runtime.jetson import jetpack_of, read_jetson
-from llmc.runtime.probe import LIBRARIES, Driver, Library, probe, probe_driver, run_steps, step_commands
+from llmc.runtime.probe import LIBRARIES, Driver, Library, probe, probe_driver, run_steps, step_commands, try_import
 
 # A step that hangs is given this long; the machine may be busy, so nothing is asserted about steps that answer.
 SHORT_S = 0.5
@@ -114,6 +114,48 @@ def test_a_library_that_crashes_when_imported_is_found_by_its_own_step(modules: 
     assert found["tensorrt"] == Library("crashed", "ended by SIGSEGV")
     assert found["onnxruntime"] == Library("hung", "no answer within 4 s")
     assert found["tensorrt-rtx"].state == "failed" and "libnvonnxparser.so.11" in found["tensorrt-rtx"].problem
+
+
+def test_a_module_is_tried_apart(modules: Callable[..., Path]):
+    modules(
+        crashing="import os; os.abort()",
+        failing="raise RuntimeError('broken')",
+        printing="import sys; print('banner'); sys.stdout.flush()",
+        hanging="import time; time.sleep(600)",
+    )
+    found = {name: try_import(name, PATIENCE_S) for name in ("crashing", "failing", "printing")}
+    assert found == {
+        "crashing": Library("crashed", "ended by SIGABRT"),
+        "failing": Library("failed", "RuntimeError: broken"),
+        "printing": Library("ok", ""),
+    }
+    assert try_import("hanging", SHORT_S) == Library("hung", "no answer within 0.5 s")
+    assert not {*found, "hanging"} & set(sys.modules)
+
+
+def test_where_no_process_starts_nothing_is_tried(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert try_import("json").state == "failed"
+
+
+def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch):
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(step: Any, *limits: float) -> None:
+        started.append(step.process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llmc.runtime.probe._answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_steps({"hung": HANG}, PATIENCE_S)
+    assert started[0].poll() is not None
+
+
+def test_a_library_that_lacks_a_part_of_itself_is_broken_and_not_missing(modules: Callable[..., Path], tmp_path: Path):
+    modules(tensorrt="import tensorrt_libs", tensorrt_rtx="import tensorrt_rtx.tensorrt_rtx")
+    names = ("tensorrt", "tensorrt-rtx")
+    found = probe(PATIENCE_S, tmp_path, {**commands(), **{name: step_commands()[name] for name in names}}).libraries
+    assert {name: found[name].state for name in names} == dict.fromkeys(names, "failed")
 
 
 def test_what_a_library_prints_does_not_spoil_the_answer(modules: Callable[..., Path], tmp_path: Path):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from doubles.onnxruntime_cuda import EngineError, FakeOnnxRuntime
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, RequestError, ResourceError, UsageError
-from llmc.runtime.sessions import Batch, Phase, Session, emulated, open_session
+from llmc.runtime.sessions import Batch, Phase, Session, cuda_provider, emulated, open_session
 from llmc.runtime.sessions import cuda as module
 from llmc.runtime.sessions.cuda import CudaSession
 from llmc.runtime.sessions.cuda_provider import import_onnxruntime_gpu
@@ -320,6 +321,21 @@ def test_whatever_memory_is_missing_while_loading_nothing_is_left_behind(fp16_bu
 def test_the_package_for_cpus_is_named_with_what_to_install():
     """That is what these tests run with."""
     with pytest.raises(MissingExtraError, match=r"is the package for CPUs, .*pip install '.\[gpu\]'"):
+        import_onnxruntime_gpu("1.28")
+
+
+def test_what_an_uninstalled_onnxruntime_left_behind_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(cuda_provider, "require", lambda module, extra: ModuleType(module))
+    with pytest.raises(GpuError, match=r"onnxruntime is installed and cannot be loaded \(it has no .*pip install"):
+        import_onnxruntime_gpu("1.28")
+
+
+def test_an_onnxruntime_that_cannot_be_imported_is_told_with_its_reason(monkeypatch):
+    def broken(module, extra):
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(cuda_provider, "require", broken)
+    with pytest.raises(GpuError, match=r"cannot be loaded \(ImportError: undefined symbol\); in llmc's folder run"):
         import_onnxruntime_gpu("1.28")
 
 
