@@ -5,7 +5,8 @@
     python recipes/gpu_check.py --out gpu_check.json --markdown       # runs nothing: the file as a table
 
 Every step is a process of its own with a time limit: what is refused, crashes or hangs is recorded, and the rest goes
-on. The file is written anew after each step, so a run that is cut off loses nothing, and ``--resume`` continues it.
+on. The file is written anew after each step, so a run that is cut off loses nothing, and ``--resume`` continues it;
+without that an older file is kept as ``NAME.bak``.
 
 What to install, in this order, on Linux with Python 3.10 ... 3.13; steps whose part is missing are recorded as not run:
 
@@ -24,7 +25,8 @@ weights they are a few megabytes, for the weights are made from a seed where the
     python recipes/gpu_check.py --exports exports --out gpu_check.json --commit REVISION
 
 Without a GPU ``--targets cpu`` runs the same steps with the CPU target, and ``--emulate`` runs the graphs of a GPU's
-bundles on the CPU: both check this script and nothing else. None of the GPU steps has run on a GPU yet.
+bundles on the CPU, of which no speeds are shown: both check this script and nothing else. None of the GPU steps has run
+on a GPU yet.
 """
 
 import sys
