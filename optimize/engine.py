@@ -77,6 +77,8 @@ def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest,
     level = _hardware_compatibility(request.hardware_compatibility, library, target)
     if level != "none" and request.compute_capabilities is not None:
         raise UsageError(f"hardware_compatibility is {level!r} and GPUs are named; give one of them")
+    if level == "ampere" and float8:
+        raise UsageError("hardware_compatibility is 'ampere', but GPUs before 8.9 know no float8; leave it out")
     buckets = bucket_sizes(limits.max_context)
     wanted = _compute_capabilities(request.compute_capabilities, library, target, float8)
     gpu = next(iter(probe_driver().devices), None) if library is not None else None

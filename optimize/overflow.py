@@ -53,9 +53,16 @@ def _beyond(value: NDArray[Any]) -> bool:
 
 
 def _expose(graph: ir.Graph) -> list[str]:
-    """Make every value an output that is float16, or may be, but the cache; their names, in order."""
+    """Make every value an output that is float16, or may be, but the cache; their names, in order.
+
+    What follows from weights alone is left out: those of a whole model, dequantized, take a multiple of its memory.
+    """
     names = []
+    fed: set[ir.Value | None] = set(graph.inputs)
     for node in graph:
+        if fed.isdisjoint(node.inputs):
+            continue
+        fed.update(node.outputs)
         for value in node.outputs:
             if value.dtype in (ir.DataType.FLOAT16, None) and value.name and not value.name.startswith("present."):
                 names.append(value.name)

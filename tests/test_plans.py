@@ -1,6 +1,7 @@
 """What a bundle says of its engine is asked: which GPUs and which versions of the library it is for."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_engines_are_for_one_version_unless_built_otherwise(built: str, installe
 def test_the_gpus_of_an_engine_are_said_in_words():
     assert PLAN.gpus == "8.9"
     assert replace(PLAN, compute_capabilities=("8.6", "8.9")).gpus == "8.6 or 8.9"
-    assert replace(PLAN, compute_capabilities=()).gpus == "8.0 and newer"
+    assert replace(PLAN, compute_capabilities=()).gpus == "8.0 and newer that the library knows"
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,25 @@ def test_engines_are_for_the_gpus_that_they_name(
 ):
     plan = replace(PLAN, compute_capabilities=named, hardware_compatibility=compatibility)
     assert plan.fits_gpu(capability) == fits
+
+
+def test_a_plan_is_sound_for_the_limits_that_it_was_built_with_and_no_others():
+    assert PLAN.is_sound(max_context=512, max_batch=1, prefill_chunk=128)
+    assert not PLAN.is_sound(max_context=513, max_batch=1, prefill_chunk=128)
+    assert not PLAN.is_sound(max_context=512, max_batch=2, prefill_chunk=128)
+    assert not PLAN.is_sound(max_context=512, max_batch=1, prefill_chunk=64)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefill": Profile(1, 128, 129)},
+        {"prefill": Profile(2, 128, 32)},
+        {"compute_capabilities": ("8.9", "sm86")},
+        {"compute_capabilities": ("٨.٩",)},
+        {"workspace": 0},
+    ],
+    ids=str,
+)
+def test_numbers_that_no_build_writes_are_unsound(changes: dict[str, Any]):
+    assert not replace(PLAN, **changes).is_sound(512, 1, 128)

@@ -34,9 +34,11 @@ SMALL = {"max_context": 64, "max_batch": 2}
 DEFERRED = EngineRequest(deferred=True)
 # Random weights of 80 inputs: int4 wants whole blocks.
 INT4 = Request(precision="int4", head="int8", layers={"*.mlp.down_proj": "int8"})
-# Mean KL of a decoder of random weights, several times what was measured: 1e-5, 0 (the checkpoint is in bfloat16),
-# 0, 0.005, 0.4 and 0.04. A lost bias alone gives more than 1.
-LARGEST_KL = {"fp16": 1e-4, "bf16": 1e-6, "fp32": 1e-6, "int8": 0.02, "int4": 0.9, "fp8": 0.15}
+# Mean KL of a decoder of random weights, several times what was measured: 1e-5, 1e-4, 0, 0.005, 0.4 and 0.04. A lost
+# bias alone gives more than 1.
+LARGEST_KL = {"fp16": 1e-4, "bf16": 5e-4, "fp32": 1e-6, "int8": 0.02, "int4": 0.9, "fp8": 0.15}
+# What a decoder in float32 has of it at most, so rounding its weights to bfloat16 must give more; 1e-4 was measured.
+FLOAT32_KL = 1e-7
 COMPUTES = {"bf16": "bfloat16", "fp32": "float32"}
 NO_DRIVER = "no NVIDIA driver is here; install it"
 
@@ -178,7 +180,8 @@ def test_every_precision_is_judged_on_the_cpu(
     assert whole(report)
     check_quality(report.manifest, precision)
     plan = engine_of(report.manifest)
-    assert (plan.file, plan.select, plan.form, plan.verified) == ("", "", form, "cpu")
+    assert (plan.file, plan.select, plan.form) == ("", "", form)
+    assert plan.verified == ("float32" if precision == "bf16" else "cpu"), "no CPU computes in bfloat16"
     assert report.manifest.target.engine_version == "none"
     if precision != "bf16":
         assert verify(output, emulate=True).equal_tokens == 64
@@ -232,6 +235,7 @@ def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(
     assert (compute, cached) == ("float32", "float32")
     assert whole(report), "neither in the folder nor in the manifest"
     assert (report.manifest.recipe.compute, report.manifest.cache) == ("bfloat16", "bfloat16")
+    assert engine_of(report.manifest).verified == "float32"
     assert len(report.manifest.golden) == 4
     with pytest.raises(GpuError, match="a bundle in bfloat16 cannot be run on a CPU"):
         verify(output, emulate=True)
@@ -318,6 +322,42 @@ def test_a_budget_that_is_kept_is_published_with_what_was_measured(
     assert report.manifest.quality.positions > 300, "on a text, not on golden prompts"
 
 
+def mean_kl(manifest: Manifest) -> float:
+    assert manifest.quality is not None
+    found = manifest.quality.phases["prefill"].mean_kl
+    assert found is not None
+    return found
+
+
+def test_bfloat16_is_judged_on_a_text_with_its_weights_rounded(
+    reads_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    order: dict[str, Any] = {"target": "tensorrt", "precision": "bf16", "engine": DEFERRED, **SMALL}
+    report = build(reads_text, tmp_path / "out" / "bundle", budget=Budget(max_kl=0.01), **order)
+    assert whole(report), "of the twin nothing stays"
+    assert report.manifest.quality is not None
+    assert report.manifest.quality.positions > 300, "on the text, after the golden prompts"
+    assert FLOAT32_KL < mean_kl(report.manifest) < LARGEST_KL["bf16"]
+    monkeypatch.setattr("llmc.optimize.build.round_to_bfloat16", lambda folder: None)
+    unrounded = build(reads_text, tmp_path / "unrounded", budget=Budget(max_kl=0.01), **order)
+    assert mean_kl(unrounded.manifest) < FLOAT32_KL, "or the bound above shows nothing"
+
+
+def test_bfloat16_that_breaks_its_budget_is_told_what_would_keep_it(reads_text: Path, tmp_path: Path):
+    recipe = dataclasses.replace(INT4, compute="bfloat16")
+    with pytest.raises(BuildError, match=r"The cheapest overrides in the recipe's \[layers\]"):
+        build(
+            reads_text,
+            tmp_path / "out" / "bundle",
+            target="tensorrt",
+            recipe=recipe,
+            budget=Budget(max_kl=0.1),
+            engine=DEFERRED,
+            **SMALL,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------- TensorRT's versions
 
 
@@ -356,6 +396,7 @@ def test_stripped_and_other_options_reach_the_builder_and_the_manifest(
     report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", engine=engine, **SMALL)
     plan = engine_of(report.manifest)
     assert (plan.stripped, plan.version_compatible, plan.hardware_compatibility) == (True, True, "ampere")
+    assert (plan.workspace, plan.optimization_level) == (1 << 30, None), "recorded, for a rebuild to ask for them again"
     flags = [arguments[0].name for arguments in library.arguments("IBuilderConfig", "set_flag")]
     assert "STRIP_PLAN" in flags
     assert flags.count("VERSION_COMPATIBLE") == 2, "of the engine, and of the one that selects candidates"
@@ -467,7 +508,11 @@ def test_a_bundle_too_large_for_the_cpu_is_published_unjudged_with_a_warning(
         ("cpu", {"engine": DEFERRED}, "engine: is for TensorRT, the target is cpu"),
         ("cuda", {"precision": "bf16"}, "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
         ("cpu", {"precision": "fp8"}, "precision is 'fp8', expected one of fp32, fp16, int8, int4"),
-        ("tensorrt", {"recipe": Request(phases="split")}, "phases is 'split', the target tensorrt has 'single' only; leave it out"),
+        (
+            "tensorrt",
+            {"recipe": Request(phases="split")},
+            "phases is 'split', the target tensorrt has 'single' only; leave it out",
+        ),
         ("tensorrt", {"recipe": Request(cache="int8")}, "cache is 'int8', expected one of float16"),
         ("tensorrt", {"recipe": Request(precision="fp16", compute="float32")}, "but fp16 computes in float16"),
         ("tensorrt", {"recipe": Request(symmetric=False)}, "tensorrt has no zero points"),

@@ -57,8 +57,8 @@ def rtx(here: Callable[..., Any]) -> Any:
     return here(pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine"))
 
 
-def resolve(target: str = "tensorrt", limits: Limits = LIMITS, **request: Any) -> EngineSpec:
-    return resolve_engine(capabilities(target), limits, EngineRequest(**request))
+def resolve(target: str = "tensorrt", limits: Limits = LIMITS, *, float8: bool = False, **request: Any) -> EngineSpec:
+    return resolve_engine(capabilities(target), limits, EngineRequest(**request), float8=float8)
 
 
 # ------------------------------------------------------------------------------------------------------------ defaults
@@ -135,6 +135,35 @@ def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here: 
     here(rtx, RTX_4090)
     assert resolve("tensorrt-rtx").compute_capabilities == ()
     assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").compute_capabilities == ("8.6", "8.9")
+
+
+FLOAT8_GPUS = ("8.9", "12.0", "12.1")
+
+
+def test_an_engine_in_float8_is_for_gpus_that_multiply_it(rtx: Any):
+    assert resolve("tensorrt-rtx", float8=True).compute_capabilities == FLOAT8_GPUS
+    assert resolve("tensorrt-rtx", float8=True, compute_capabilities="12.0").compute_capabilities == ("12.0",)
+    with pytest.raises(UsageError, match=r"'8\.6', tensorrt-rtx builds with weights in float8 for 8\.9, 12\.0, 12\.1"):
+        resolve("tensorrt-rtx", float8=True, compute_capabilities="8.9,8.6")
+
+
+def test_an_engine_in_float8_cannot_be_for_every_gpu_since_ampere(rtx: Any):
+    with pytest.raises(UsageError, match=r"hardware_compatibility is 'ampere', but GPUs before 8\.9 know no float8"):
+        resolve("tensorrt-rtx", float8=True, hardware_compatibility="ampere")
+
+
+def test_gpus_are_not_both_named_and_left_open(rtx: Any):
+    with pytest.raises(UsageError, match="hardware_compatibility is 'ampere' and GPUs are named; give one of them"):
+        resolve("tensorrt-rtx", hardware_compatibility="ampere", compute_capabilities="8.9")
+    assert resolve("tensorrt-rtx", hardware_compatibility="none", compute_capabilities="8.9").gpu is None
+
+
+def test_weights_are_left_out_of_tensorrt_rtx_only_beside_a_gpu(here: Callable[..., Any], rtx: Any):
+    with pytest.raises(GpuError, match="leaves weights out of engines only beside a GPU; leave --stripped out"):
+        resolve("tensorrt-rtx", stripped=True)
+    assert resolve("tensorrt-rtx", stripped=True, deferred=True).stripped
+    here(rtx, RTX_4090)
+    assert resolve("tensorrt-rtx", stripped=True).stripped
 
 
 def test_gpus_are_named_by_their_compute_capability(rtx: Any):
@@ -316,7 +345,8 @@ def test_the_builder_gets_what_was_resolved_and_the_plan_says_it(
     assert (select["rows"], select["vocab_size"], select["candidates"]) == (4, 320, 64)
     assert (plan.file, plan.select, plan.inspector) == ("engine.plan", "select.plan", "engine.json")
     assert (plan.compute, plan.compute_capabilities, plan.verified) == ("float16", ("9.0",), "no")
-    assert plan.is_sound(LIMITS.max_context)
+    assert (plan.workspace, plan.optimization_level) == (WORKSPACE, 2), "to be asked for again by a rebuild"
+    assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
 
 
 @pytest.mark.parametrize(("version", "aliases"), [("11.4", 3), ("11.4", 0), ("10.3", 4)])
@@ -340,7 +370,7 @@ def test_a_deferred_engine_writes_no_file(export: ExportManifest, manifest: Mani
     plan = compile_engine(resolve(deferred=True), tmp_path / "decoder.onnx", export, manifest.recipe, silent)
     assert (plan.file, plan.select, plan.inspector, plan.candidates) == ("", "", "", 0)
     assert list(tmp_path.iterdir()) == []
-    assert plan.is_sound(LIMITS.max_context)
+    assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
 
 
 # --------------------------------------------------------------------------------------------------------- the manifest
@@ -351,7 +381,7 @@ PLAN = EnginePlan(
     compute="float16",
     capacity=512,
     buckets=(256, 512),
-    decode=Profile(4, 1, 1),
+    decode=Profile(1, 1, 1),
     prefill=Profile(1, 128, 32),
     select="select.plan",
     candidates=64,
@@ -398,9 +428,14 @@ def test_a_plan_is_read_as_it_was_written(save: Callable[..., Path]):
         {"capacity": 1024},
         {"form": "primitives"},
         {"form": "best"},
-        {"decode": Profile(4, 2, 1)},
+        {"decode": Profile(1, 2, 1)},
         {"decode": Profile(0, 1, 1)},
+        {"decode": Profile(4, 1, 1)},
         {"prefill": Profile(1, 128, 0)},
+        {"prefill": Profile(1, 128, 129)},
+        {"prefill": Profile(1, 64, 32)},
+        {"compute_capabilities": ("8.7; reboot",)},
+        {"workspace": 0},
         {"candidates": 0},
         {"candidates": -1},
         {"select": ""},
@@ -413,11 +448,21 @@ def test_a_plan_that_no_build_writes_is_refused(save: Callable[..., Path], chang
 
 
 @pytest.mark.parametrize("name", ENGINE_FILES)
-def test_a_file_of_the_engine_that_is_missing_is_named(save: Callable[..., Path], name: str):
+def test_a_file_of_the_engine_that_is_missing_is_named_with_what_makes_it(save: Callable[..., Path], name: str):
     folder = save()
     (folder / name).unlink()
-    with pytest.raises(BundleError, match=f"{name} is missing"):
+    with pytest.raises(BundleError, match=f"{name} is missing, 1 expected; llmc build --rebuild {folder}"):
         read_bundle(folder)
+
+
+def test_files_of_an_engine_may_be_broken_where_it_is_made_anew_and_no_others(save: Callable[..., Path]):
+    folder = save()
+    (folder / "engine.plan").unlink()
+    (folder / "select.plan").write_bytes(b"half of it")
+    assert read_bundle(folder, engine_matters=False).engine == PLAN
+    (folder / "decode.onnx").unlink()
+    with pytest.raises(BundleError, match=r"decode\.onnx is missing, 1 expected; copy or build the bundle again"):
+        read_bundle(folder, engine_matters=False)
 
 
 def test_a_file_of_the_engine_that_is_not_listed_is_refused(save: Callable[..., Path]):

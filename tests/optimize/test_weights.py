@@ -11,7 +11,7 @@ import pytest
 
 from llmc.errors import BuildError, CheckpointError
 from llmc.optimize import weights
-from llmc.optimize.weights import ALIGNMENT, WeightFile, in_parallel, pieces, rows_of
+from llmc.optimize.weights import ALIGNMENT, WeightFile, in_parallel, pieces, round_to_bfloat16, rows_of
 
 DTYPES = {
     "float32": (ir.DataType.FLOAT, np.float32),
@@ -194,3 +194,50 @@ def test_a_view_is_the_same_bytes_in_another_shape(file):
 def test_other_arrays_than_promised_are_a_bug(file):
     with pytest.raises(ValueError, match="zip"):
         file.add(["one", "two"], lambda: [np.ones(1)])
+
+
+# ------------------------------------------------------------------------------------------------------------ rounding
+
+ULP = 2.0**-7  # of bfloat16, at one
+
+
+def rounded(file, *arrays: np.ndarray, twice: bool = False) -> list[np.ndarray]:
+    """Arrays as a graph's weights, rounded in their file."""
+    tensors = [file.add([f"w{n}"], lambda array=array: [array])[0] for n, array in enumerate(arrays)]
+    file.close()
+    values = [ir.Value(name=tensor.name, const_value=tensor) for tensor in tensors]
+    graph = ir.Graph([], [], nodes=[], initializers=values, opset_imports={"": 24}, name="weights")
+    ir.save(ir.Model(graph, ir_version=11), file.folder / "decode.onnx")
+    for _ in range(1 + twice):
+        round_to_bfloat16(file.folder)
+    model = ir.load(file.folder / "decode.onnx")
+    return [np.array(value.const_value.numpy()) for value in model.graph.initializers.values()]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_weights_are_rounded_to_bfloat16_as_torch_does(file, twice):
+    torch = pytest.importorskip("torch")
+    info = ml_dtypes.finfo(ml_dtypes.bfloat16)
+    generator = np.random.default_rng(3)
+    wide = (generator.normal(0, 1, 5000) * 10.0 ** generator.uniform(-40, 38, 5000)).astype(np.float32)
+    edges = np.array([0.0, -0.0, 1e-45, -1e-45, info.max, info.min, info.smallest_subnormal], np.float32)
+    for got, array in zip(rounded(file, wide, edges, twice=twice), (wide, edges), strict=True):
+        wanted = torch.from_numpy(array).bfloat16().float().numpy()
+        assert got.tobytes() == wanted.tobytes(), "to the bit, so of zeros the signs too"
+
+
+def test_ties_go_to_the_even_neighbour_with_either_sign(file):
+    ties = np.array([1 + ULP / 2, 1 + 3 * ULP / 2, -1 - ULP / 2, -1 - 3 * ULP / 2], np.float32)
+    beside = np.nextafter(ties, np.float32(0)), np.nextafter(ties, ties * 2)
+    down, below, above = rounded(file, ties, *beside)
+    assert down.tolist() == [1, 1 + 2 * ULP, -1, -1 - 2 * ULP]
+    assert below.tolist() == [1, 1 + ULP, -1, -1 - ULP]
+    assert above.tolist() == [1 + ULP, 1 + 2 * ULP, -1 - ULP, -1 - 2 * ULP]
+
+
+def test_only_weights_in_float32_are_rounded(file):
+    arrays = [np.arange(7, dtype=np.uint8), np.full(3, 1.001, np.float16), np.full(3, 1.001, np.float32)]
+    bytes_, halves, floats = rounded(file, *arrays)
+    np.testing.assert_array_equal(bytes_, arrays[0])
+    np.testing.assert_array_equal(halves, arrays[1])
+    np.testing.assert_array_equal(floats, 1.0)
