@@ -116,18 +116,19 @@ def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, pr
     device = manifest.device and with_engine(manifest.device, folder, plan)
     made = replace(manifest, target=here, engine=plan, device=device, files=files)
     write_manifest(made, folder)
-    if _replayed(folder, made, here=runs_here(spec, plan), progress=progress):
-        made = replace(made, engine=replace(plan, verified="device"))
+    verified = _replayed(folder, made, here=runs_here(spec, plan), progress=progress)
+    if verified is not None:
+        made = replace(made, engine=replace(plan, verified=verified))
         write_manifest(made, folder)
     return made
 
 
-def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> bool:
+def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> str | None:
     """Replay the golden prompts: on the GPU if the engine runs ``here``, else the graph on the CPU, if that can be.
-    Whether it was on the GPU."""
+    Which of them it was, as in :attr:`EnginePlan.verified`."""
     if not made.golden:
-        log.warning("%s has no golden prompts, so nothing was replayed; verify it by hand", folder)
-        return False
+        log.warning("%s has no golden prompts, so nothing was replayed; verify it by hand", made.source.name)
+        return None
     try:
         with load(folder, self_test=False, emulate=not here) as model:
             replay(model, progress)
@@ -135,7 +136,8 @@ def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -
         if here:
             raise
         log.warning("the golden prompts were not replayed (%s); llmc verify does so on the GPU", error)
-    return here
+        return None
+    return "device" if here else "cpu"
 
 
 def _for_same_gpus(spec: EngineSpec, old: EnginePlan) -> EngineSpec:

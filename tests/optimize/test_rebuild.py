@@ -13,12 +13,12 @@ import pytest
 from doubles.machines import H200, NO_GPU, ORIN
 from doubles.recorded import PLAN, RecordedLibrary
 
-from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
-from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, ResourceError, UsageError
+from llmc.bundle import Manifest, Profile, read_bundle, verify_files, write_manifest
+from llmc.errors import BuildError, BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import build
-from llmc.optimize.engine import platform_name
+from llmc.optimize.engine import EngineSpec, platform_name
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.rebuild import rebuild
+from llmc.optimize.rebuild import _for_same_gpus, rebuild
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.probe import Probe
@@ -28,6 +28,22 @@ NAME = "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}
 OLD_PLAN = b"an engine of the machine before"
 ENGINE_FILES = ("engine.plan", "select.plan", "engine.json")
+SPEC = EngineSpec(
+    library=None,
+    version="1.7",
+    form="native",
+    capacity=64,
+    buckets=(64,),
+    decode=Profile(2, 1, 1),
+    prefill=Profile(1, 64, 32),
+    compute_capabilities=(),
+    hardware_compatibility="none",
+    version_compatible=False,
+    stripped=False,
+    workspace=1 << 30,
+    optimization_level=None,
+    gpu=None,
+)
 
 
 def no_driver(*_: object, **__: object) -> None:
@@ -168,14 +184,15 @@ def test_an_engine_of_another_machine_is_replaced_and_run(
     assert order == sorted(order)
 
 
-def test_an_engine_that_was_run_elsewhere_and_not_here_is_unverified(
+def test_an_engine_that_was_run_elsewhere_is_verified_here_by_its_graph_alone(
     bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
 ):
-    folder = bundle(engine=True)
+    folder, steps = bundle(engine=True), []
     machine("11.4")
-    plan = rebuild(folder, folder, force=True).manifest.engine
+    plan = rebuild(folder, folder, force=True, progress=lambda step, _=None: steps.append(step)).manifest.engine
     assert plan is not None
-    assert plan.verified == "no", "its golden prompts are those of another engine"
+    assert plan.verified == "cpu", "golden prompts were replayed, but not by this engine"
+    assert [step for step in steps if step.startswith("golden prompt")]
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -213,20 +230,166 @@ def test_a_rebuilt_bundle_stays_whole_when_its_source_goes(
     check_whole(output)
 
 
-@pytest.mark.slow
-def test_tensorrt_rtx_rebuilds_its_own_engines(exported: Callable[[str], Any], tmp_path: Path):
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
-    folder = tmp_path / "there" / "bundle"
-    build(
-        exported(NAME).export,
-        folder,
-        target="tensorrt-rtx",
-        precision="int8",
-        engine=EngineRequest(deferred=True),
-        **SMALL,
-    )
+@pytest.mark.parametrize("name", ENGINE_FILES)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "changed"])
+def test_a_broken_engine_is_no_obstacle(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], name: str, damage: str
+):
+    folder = bundle(engine=True)
+    if damage == "missing":
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(OLD_PLAN[1:] if damage == "truncated" else bytes(len(OLD_PLAN)))
+    machine("11.4")
     rebuild(folder, folder, force=True)
-    assert check_whole(folder).files["engine.plan"].size > 100_000
+    check_whole(folder)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_bundle_of_links_becomes_one_of_files(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], tmp_path: Path, in_place: bool
+):
+    """As folders of a download cache are: every file links to another place."""
+    folder = bundle(engine=True)
+    (tmp_path / "blobs").mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(tmp_path / "blobs" / path.name)
+        path.symlink_to(Path("../../blobs") / path.name)
+    blobs = contents(tmp_path / "blobs")
+    machine("11.4", H200)
+    output = folder if in_place else tmp_path / "here" / "deeper" / "bundle"
+    rebuild(folder, output, force=in_place)
+    check_whole(output)
+    assert not [path.name for path in output.iterdir() if path.is_symlink()], "they would dangle when it is moved"
+    assert contents(tmp_path / "blobs") == blobs
+
+
+def test_a_link_to_a_bundle_stays_one(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], tmp_path: Path
+):
+    folder, link = bundle(engine=True), tmp_path / "current"
+    link.symlink_to(folder, target_is_directory=True)
+    machine("11.4")
+    rebuild(link, link, force=True)
+    assert link.readlink() == folder
+    assert (folder / "engine.plan").read_bytes() == PLAN
+    check_whole(folder)
+
+
+def test_what_was_asked_of_the_builder_is_asked_again(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    folder = bundle()
+    manifest = read_bundle(folder)
+    assert manifest.engine is not None
+    asked = dataclasses.replace(manifest.engine, workspace=1 << 22, optimization_level=1, version_compatible=True)
+    write_manifest(dataclasses.replace(manifest, engine=asked), folder)
+    library = machine("11.4", H200)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None
+    assert (plan.workspace, plan.optimization_level, plan.version_compatible) == (1 << 22, 1, True)
+    limits = [arguments[-1] for arguments in library.arguments("IBuilderConfig", "set_memory_pool_limit")]
+    assert 1 << 22 in limits
+
+
+@pytest.mark.parametrize(
+    ("named", "possible", "gpu", "expected"),
+    [
+        (("8.6", "8.9"), ("8.0", "8.6", "8.9"), "8.9", ("8.6", "8.9")),
+        (("8.6", "8.9"), ("8.0", "8.6", "8.9"), None, ("8.6", "8.9")),
+        (("8.6",), ("8.0", "8.6", "8.9"), "8.9", ()),
+        (("7.0",), ("8.0", "8.6", "8.9"), None, ()),
+        ((), ("8.0", "8.6", "8.9"), "8.9", ()),
+        (("9.0",), (), "8.7", ("8.7",)),
+    ],
+    ids=["kept", "kept without a GPU", "another GPU here", "unknown by now", "none were named", "cannot be named"],
+)
+def test_an_engine_is_made_anew_for_the_gpus_that_were_named(
+    monkeypatch: pytest.MonkeyPatch,
+    built: Callable[[str], Path],
+    named: tuple[str, ...],
+    possible: tuple[str, ...],
+    gpu: str | None,
+    expected: tuple[str, ...],
+):
+    monkeypatch.setattr("llmc.optimize.rebuild.nameable_gpus", lambda library: possible)
+    device = H200.driver.devices[0]
+    found = None if gpu is None else dataclasses.replace(device, compute_capability=gpu)
+    spec = SPEC if possible else dataclasses.replace(SPEC, compute_capabilities=expected)
+    old = read_bundle(built("native")).engine
+    assert old is not None
+    made = _for_same_gpus(dataclasses.replace(spec, gpu=found), dataclasses.replace(old, compute_capabilities=named))
+    assert made.compute_capabilities == expected
+
+
+def test_a_bundle_without_golden_prompts_is_rebuilt_with_a_warning(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], caplog: pytest.LogCaptureFixture
+):
+    folder = bundle(engine=True, golden=())
+    machine("11.4", H200)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None
+    assert plan.verified == "no"
+    assert "has no golden prompts, so nothing was replayed" in caplog.text
+
+
+@pytest.mark.parametrize("error", [GpuError, MissingExtraError, ResourceError])
+@pytest.mark.parametrize(("before", "after"), [("cpu", "cpu"), ("float32", "float32"), ("device", "no"), ("no", "no")])
+def test_a_graph_that_cannot_be_replayed_on_the_cpu_is_rebuilt_with_a_warning(
+    bundle: Callable[..., Path],
+    machine: Callable[..., RecordedLibrary],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[LlmcError],
+    before: str,
+    after: str,
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise error("not on this CPU")
+
+    folder = bundle()
+    manifest = read_bundle(folder)
+    assert manifest.engine is not None
+    old = dataclasses.replace(manifest.engine, verified=before)
+    write_manifest(dataclasses.replace(manifest, engine=old), folder)
+    machine("11.4")
+    monkeypatch.setattr("llmc.optimize.rebuild.load", refuse)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None
+    assert plan.verified == after, "what was known of this very graph, but nothing of another machine's engine"
+    assert "the golden prompts were not replayed (not on this CPU); llmc verify does so on the GPU" in caplog.text
+
+
+@pytest.mark.slow
+def test_an_engine_in_bfloat16_is_rebuilt_though_no_cpu_runs_its_graph(
+    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
+    monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: NO_GPU.driver)
+    folder, engine = tmp_path / "there" / "bundle", EngineRequest(deferred=True)
+    build(exported(NAME).export, folder, target="tensorrt-rtx", precision="bf16", engine=engine, **SMALL)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None
+    assert plan.verified == "float32", "as its graph was judged when it was built"
+    assert "the golden prompts were not replayed" in caplog.text
+    assert "a bundle in bfloat16 cannot be run on a CPU" in caplog.text
+
+
+@pytest.mark.slow
+def test_tensorrt_rtx_rebuilds_its_own_engines(
+    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
+    monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: NO_GPU.driver)
+    folder = tmp_path / "there" / "bundle"
+    engine = EngineRequest(compute_capabilities="8.9", optimization_level=1)
+    build(exported(NAME).export, folder, target="tensorrt-rtx", precision="int8", engine=engine, **SMALL)
+    (folder / "engine.plan").unlink()
+    rebuild(folder, folder, force=True)
+    manifest = check_whole(folder)
+    assert manifest.files["engine.plan"].size > 100_000
+    assert manifest.engine is not None
+    assert (manifest.engine.compute_capabilities, manifest.engine.optimization_level) == (("8.9",), 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -293,13 +456,22 @@ def test_an_output_that_exists_is_refused_before_anything_is_hashed(whole: Path)
     assert steps == []
 
 
-def test_what_somebody_keeps_in_the_folder_is_not_replaced(whole: Path):
-    (whole / "notes.txt").write_text("mine")
-    try:
-        with pytest.raises(UsageError, match=r"also holds 'notes\.txt', which llmc did not write"):
-            rebuild(whole, whole, force=True)
-    finally:
-        (whole / "notes.txt").unlink()
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize("name", ["notes.txt", "mine.json", "other.onnx"])
+def test_what_somebody_keeps_in_the_folder_is_not_replaced(bundle: Callable[..., Path], name: str):
+    folder = bundle(engine=True)
+    (folder / name).write_text("mine")
+    before = contents(folder.parent)
+    with pytest.raises(UsageError, match=f"also holds '{name}', which is no part of the bundle and would go with"):
+        rebuild(folder, folder, force=True)
+    assert contents(folder.parent) == before
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize("name", ["here", "deep/down"])
+def test_no_bundle_is_written_into_its_source(whole: Path, name: str):
+    with pytest.raises(UsageError, match=r"lies in the bundle .*; choose another output folder"):
+        rebuild(whole, whole / name, force=True)
 
 
 @pytest.mark.usefixtures("untouchable")
@@ -350,15 +522,16 @@ def test_a_full_disk_leaves_the_old_bundle(
         rebuild(whole, whole, force=True)
 
 
+@pytest.mark.parametrize("probe", [H200, NO_GPU], ids=["on the GPU", "its graph on the CPU"])
 def test_an_engine_that_computes_something_else_leaves_the_old_bundle(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], probe: Probe
 ):
     folder = bundle(engine=True)
     text = json.loads((folder / "llmc.json").read_text())
     text["golden"][3]["top_logits"][0] += 1.0  # as if this machine's logits were lower
     (folder / "llmc.json").write_text(json.dumps(text))
     before = contents(folder.parent)
-    machine("11.4", H200)
+    machine("11.4", probe)
     with pytest.raises(BundleError, match=r"logits differ by 1(\.\d+)? from those recorded"):
         rebuild(folder, folder, force=True)
     assert contents(folder.parent) == before
