@@ -116,13 +116,16 @@ def require(module: str, extra: str) -> ModuleType:
     """Import ``module``, or say in one sentence which extra brings it.
 
     Raises:
-        MissingExtraError: the module is not installed.
+        MissingExtraError: the module is not installed, or only a folder without code is left of it.
     """
+    advice = f"it is in the extra '{extra}': pip install '.[{extra}]' in llmc's folder"
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # something else is missing, inside of it
             raise
-        raise MissingExtraError(
-            f"{module} is not installed; it is in the extra '{extra}': pip install '.[{extra}]' in llmc's folder"
-        ) from error
+        raise MissingExtraError(f"{module} is not installed; {advice}") from error
+    if getattr(found, "__file__", None) is None and hasattr(found, "__path__"):  # a namespace package
+        left = ", ".join(found.__path__)
+        raise MissingExtraError(f"{module} is not installed, only the folder {left} is there: remove it; {advice}")
+    return found

@@ -16,6 +16,7 @@ from llmc.runtime.probe import Library, Probe
 from llmc.runtime.sessions.onnxruntime import usable_graphs
 
 MB = 1_000_000
+DEFERRED = "it has no engine yet (--deferred)"
 # What a manifest may hold that no build writes shows itself as one of these.
 UNREADABLE = (LlmcError, ArithmeticError, LookupError, OSError, TypeError, ValueError)
 
@@ -118,10 +119,14 @@ def _judged(folder: Path, manifest: Manifest, probe: Probe, targets: dict[str, O
         return BundleOutlook(folder, target, (f"its target {target!r} is unknown to this llmc",), "pip install -U llmc")
     blocking = [obstacle for obstacle in targets[target].obstacles if RUN in obstacle.blocks]
     found = [*blocking, *_misfits(folder, manifest, probe)]
+    remedy = found[0].remedy if found else ""
+    if blocking and manifest.engine is not None and not manifest.engine.file:  # as where it was built for elsewhere
+        found.sort(key=lambda obstacle: obstacle.found != DEFERRED)
+        remedy += f", then {REBUILD} {folder}; or take it to the machine that is to run it, and rebuild it there"
     reasons = tuple(f"{obstacle.found}: {obstacle.remedy}" for obstacle in found)
     emulates = bool(found) and manifest.device is not None and judges(probe.libraries["onnxruntime"])
     instead = f"llmc run {folder} --emulate, which runs its graph on the CPU, slowly" if emulates else ""
-    return BundleOutlook(folder, target, reasons, found[0].remedy if found else "", instead)
+    return BundleOutlook(folder, target, reasons, remedy, instead)
 
 
 def _misfits(folder: Path, manifest: Manifest, probe: Probe) -> Iterator[Obstacle]:
@@ -147,7 +152,7 @@ def _engine(folder: Path, manifest: Manifest, probe: Probe, library: Library) ->
         return
     again, device = f"{REBUILD} {folder}", first_device(probe)
     if not plan.file:
-        yield Obstacle((RUN,), "it has no engine yet (--deferred)", again)
+        yield Obstacle((RUN,), DEFERRED, again)
         return
     if plan.platform != probe.platform:
         yield Obstacle((RUN,), f"its engine was built for {plan.platform}, this is {probe.platform}", again)

@@ -131,7 +131,12 @@ def _imported(wanted: _Library, engine: str) -> Any:
     try:
         return require(wanted.module, engine)
     except MissingExtraError as error:
-        raise MissingExtraError(f"{wanted.module} is not installed: {wanted.install}") from error
+        if error.__cause__ is None:  # a folder without code
+            raise _broken(wanted, str(error).partition(";")[0]) from error
+        raise MissingExtraError(
+            f"{wanted.module} is not installed: {wanted.install}; without it llmc build --deferred leaves the engine "
+            "out, and llmc run --emulate computes on the CPU"
+        ) from error
     except Exception as error:  # a broken installation raises anything
         raise _broken(wanted, text_of(error)) from error
 

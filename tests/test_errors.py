@@ -63,6 +63,13 @@ def test_require_takes_a_package_that_lacks_the_module_for_one_that_is_not_insta
         errors.require(f"hollow_engine.{missing}", "cpu")
 
 
+def test_require_names_the_folder_that_an_uninstalled_package_left_behind(tmp_path, monkeypatch):
+    (tmp_path / "left_engine").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(errors.MissingExtraError, match=rf"only the folder {tmp_path}/left_engine is there: remove it;"):
+        errors.require("left_engine", "cpu")
+
+
 class MuteError(Exception):
     def __str__(self) -> str:
         raise SystemExit("no words")

@@ -21,7 +21,7 @@ import numpy as np
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
 from llmc.plans import version
 from llmc.runtime.compiled import LOG_FATAL_ONLY
-from llmc.runtime.cuda import STICKY
+from llmc.runtime.cuda import EMULATE, STICKY
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.device_blocks import Block, Part, size_of
 from llmc.runtime.sessions.onnxruntime import translated as translated_for_cpus
@@ -77,7 +77,7 @@ def check_provider(runtime: Any, minimum: str) -> None:
     """
     if PROVIDER not in runtime.get_available_providers():
         raise MissingExtraError(
-            f"onnxruntime {runtime.__version__} is the package for CPUs, it has no {PROVIDER}; {INSTALL}"
+            f"onnxruntime {runtime.__version__} is the package for CPUs, it has no {PROVIDER}; {INSTALL}; {EMULATE}"
         )
     if version(runtime.__version__) < version(minimum):
         raise BundleError(

@@ -405,6 +405,15 @@ def test_a_deferred_engine_is_compiled_first(folder: Path, manifest: bundle.Mani
     assert remedy == f"llmc build --rebuild {folder}"
 
 
+def test_a_deferred_engine_for_another_machine_is_named_first_and_compiled_there(
+    folder: Path, manifest: bundle.Manifest
+):
+    reasons, remedy = judged(write(folder, manifest, replace(PLAN, file="", compute_capabilities=())), NO_GPU)
+    assert reasons.startswith(f"it has no engine yet (--deferred): llmc build --rebuild {folder} | tensorrt is not")
+    assert remedy.startswith("pip install --extra-index-url")
+    assert f"cu13, then llmc build --rebuild {folder}; or take it to the machine that is to run it, and" in remedy
+
+
 def test_what_the_machine_lacks_comes_before_the_engine(folder: Path, manifest: bundle.Manifest):
     reasons, remedy = judged(write(folder, manifest), with_library(RTX_5090, "tensorrt", MISSING))
     assert reasons.startswith("tensorrt is not installed")
