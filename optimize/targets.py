@@ -90,7 +90,7 @@ TARGETS = {
         activations=("none",),
     ),
     "tensorrt": _tensorrt("tensorrt", "10.3", 24, ("fp16", "bf16", "int8", "int4", "fp8", "fp32")),
-    "tensorrt-rtx": _tensorrt("tensorrt-rtx", "1.0", 24, ("fp16", "bf16", "int8", "int4", "fp8", "fp32")),
+    "tensorrt-rtx": _tensorrt("tensorrt-rtx", "1.7", 24, ("fp16", "bf16", "int8", "int4", "fp8", "fp32")),
 }
 
 

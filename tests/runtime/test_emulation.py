@@ -18,7 +18,7 @@ from llmc.bundle import DECODER_FILE, Manifest, read_bundle, read_export, write_
 from llmc.errors import BundleError, GpuError, ResourceError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load
-from llmc.runtime.sessions import Batch, Phase, emulated
+from llmc.runtime.sessions import EMULATED_BYTES, Batch, Phase, emulated
 from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
 
 # Largest difference of logits in float32: the same sums in another order. Found: 2e-5. A length that is off by one is
@@ -229,9 +229,9 @@ def test_a_bundle_that_is_emulated_is_planned_in_the_machines_memory(bundle: Pat
     assert manifest.device is not None
     assert (found.target.name, found.target.engine) == (manifest.target.name, "onnxruntime")
     assert found.device is None
-    assert found.memory.weights == 4 * manifest.source.parameters
+    assert found.memory.weights == EMULATED_BYTES * manifest.source.parameters
     assert found.memory.cache_per_token == manifest.device.cache_per_token
-    assert found.memory.total(CONTEXT) > manifest.memory.total(CONTEXT) + 4 * manifest.source.parameters
+    assert found.memory.total(CONTEXT) > manifest.memory.total(CONTEXT) + EMULATED_BYTES * manifest.source.parameters
     assert (found.files, found.golden, found.limits) == (manifest.files, manifest.golden, manifest.limits)
 
 
