@@ -131,8 +131,8 @@ def _imported(wanted: _Library, engine: str) -> Any:
     try:
         return require(wanted.module, engine)
     except MissingExtraError as error:
-        if error.__cause__ is None:  # a folder without code
-            raise _broken(wanted, str(error).partition(";")[0]) from error
+        if wanted.module in sys.modules:
+            raise _broken(wanted, f"{_place(sys.modules[wanted.module])} holds no code") from error
         raise MissingExtraError(
             f"{wanted.module} is not installed: {wanted.install}; without it llmc build --deferred leaves the engine "
             "out, and llmc run --emulate computes on the CPU"
