@@ -13,12 +13,12 @@ import pytest
 from doubles.machines import H200, NO_GPU, ORIN
 from doubles.recorded import PLAN, RecordedLibrary
 
-from llmc.bundle import Manifest, Profile, read_bundle, verify_files, write_manifest
+from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
 from llmc.errors import BuildError, BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import build
-from llmc.optimize.engine import EngineSpec, platform_name
+from llmc.optimize.engine import platform_name
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.rebuild import _for_same_gpus, rebuild
+from llmc.optimize.rebuild import rebuild
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.probe import Probe
@@ -28,22 +28,6 @@ NAME = "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}
 OLD_PLAN = b"an engine of the machine before"
 ENGINE_FILES = ("engine.plan", "select.plan", "engine.json")
-SPEC = EngineSpec(
-    library=None,
-    version="1.7",
-    form="native",
-    capacity=64,
-    buckets=(64,),
-    decode=Profile(2, 1, 1),
-    prefill=Profile(1, 64, 32),
-    compute_capabilities=(),
-    hardware_compatibility="none",
-    version_compatible=False,
-    stripped=False,
-    workspace=1 << 30,
-    optimization_level=None,
-    gpu=None,
-)
 
 
 def no_driver(*_: object, **__: object) -> None:
@@ -290,36 +274,6 @@ def test_what_was_asked_of_the_builder_is_asked_again(
     assert (plan.workspace, plan.optimization_level, plan.version_compatible) == (1 << 22, 1, True)
     limits = [arguments[-1] for arguments in library.arguments("IBuilderConfig", "set_memory_pool_limit")]
     assert 1 << 22 in limits
-
-
-@pytest.mark.parametrize(
-    ("named", "possible", "gpu", "expected"),
-    [
-        (("8.6", "8.9"), ("8.0", "8.6", "8.9"), "8.9", ("8.6", "8.9")),
-        (("8.6", "8.9"), ("8.0", "8.6", "8.9"), None, ("8.6", "8.9")),
-        (("8.6",), ("8.0", "8.6", "8.9"), "8.9", ()),
-        (("7.0",), ("8.0", "8.6", "8.9"), None, ()),
-        ((), ("8.0", "8.6", "8.9"), "8.9", ()),
-        (("9.0",), (), "8.7", ("8.7",)),
-    ],
-    ids=["kept", "kept without a GPU", "another GPU here", "unknown by now", "none were named", "cannot be named"],
-)
-def test_an_engine_is_made_anew_for_the_gpus_that_were_named(
-    monkeypatch: pytest.MonkeyPatch,
-    built: Callable[[str], Path],
-    named: tuple[str, ...],
-    possible: tuple[str, ...],
-    gpu: str | None,
-    expected: tuple[str, ...],
-):
-    monkeypatch.setattr("llmc.optimize.rebuild.nameable_gpus", lambda library: possible)
-    device = H200.driver.devices[0]
-    found = None if gpu is None else dataclasses.replace(device, compute_capability=gpu)
-    spec = SPEC if possible else dataclasses.replace(SPEC, compute_capabilities=expected)
-    old = read_bundle(built("native")).engine
-    assert old is not None
-    made = _for_same_gpus(dataclasses.replace(spec, gpu=found), dataclasses.replace(old, compute_capabilities=named))
-    assert made.compute_capabilities == expected
 
 
 def test_a_bundle_without_golden_prompts_is_rebuilt_with_a_warning(

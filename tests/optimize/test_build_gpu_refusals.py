@@ -1,0 +1,53 @@
+"""What no bundle for a GPU can be is refused before any work, and leaves what was there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmc.errors import UsageError
+from llmc.optimize.build import build
+from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.recipe import Request
+
+UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
+DEFERRED = EngineRequest(deferred=True)
+
+
+def test_a_pattern_that_matches_nothing_is_refused(exported: Callable[[str], Any], untouched: Path):
+    recipe = Request(precision="int4", layers={"*.mlp.up": "int8"})
+    with pytest.raises(UsageError, match=r"layers: '\*.mlp.up' matches no linear of this model"):
+        build(exported(UNTIED).export, untouched, target="tensorrt", recipe=recipe, engine=DEFERRED, force=True)
+
+
+def test_static_activations_without_a_decoder_are_refused(exported: Callable[[str], Any], untouched: Path):
+    recipe = Request(precision="int8", activations="static")
+    with pytest.raises(UsageError, match="activations = 'static'"):
+        build(exported(UNTIED).export, untouched, target="tensorrt", recipe=recipe, engine=DEFERRED, force=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "order", "message"),
+    [
+        ("cuda", {"engine": EngineRequest(form="native")}, "engine: is for TensorRT, the target is cuda"),
+        ("cpu", {"engine": DEFERRED}, "engine: is for TensorRT, the target is cpu"),
+        ("cuda", {"precision": "bf16"}, "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
+        ("cpu", {"precision": "fp8"}, "precision is 'fp8', expected one of fp32, fp16, int8, int4"),
+        (
+            "tensorrt",
+            {"recipe": Request(phases="split")},
+            "phases is 'split', the target tensorrt has 'single' only; leave it out",
+        ),
+        ("tensorrt", {"recipe": Request(cache="int8")}, "cache is 'int8', expected one of float16"),
+        ("tensorrt", {"recipe": Request(precision="fp16", compute="float32")}, "but fp16 computes in float16"),
+        ("tensorrt", {"recipe": Request(symmetric=False)}, "tensorrt has no zero points"),
+        ("jetson", {}, "target 'jetson' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
+    ],
+)
+def test_contradictions_are_refused(
+    exported: Callable[[str], Any], untouched: Path, target: str, order: dict[str, Any], message: str
+):
+    with pytest.raises(UsageError) as refused:
+        build(exported(TIED).export, untouched, target=target, force=True, **order)
+    assert message in str(refused.value)
