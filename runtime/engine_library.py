@@ -37,7 +37,7 @@ _INSTALL = (
 )
 LIBRARIES = {
     "tensorrt": _Library("tensorrt", (10, 3), _INSTALL),  # JetPack 6.2's
-    "tensorrt-rtx": _Library("tensorrt_rtx", (1, 0), _RTX_INSTALL),
+    "tensorrt-rtx": _Library("tensorrt_rtx", (1, 7), _RTX_INSTALL),
 }
 # What every version has; the remains of a broken installation do not.
 NAMES = ("Builder", "Runtime", "OnnxParser", "ILogger", "Logger", "HardwareCompatibilityLevel", "DataType")

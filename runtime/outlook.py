@@ -125,7 +125,7 @@ NEEDS = {
     "cuda": Needs("onnxruntime", "1.28", "gpu", (RUN,), _in_onnxruntime, "use the target tensorrt"),
     "tensorrt": Needs("tensorrt", "10.3", "tensorrt", BOTH, _in_tensorrt, "use the target cpu"),
     "tensorrt-rtx": Needs(
-        "tensorrt-rtx", "1.0", "tensorrt-rtx", (RUN,), _in_tensorrt_rtx, "use the target tensorrt or cuda"
+        "tensorrt-rtx", "1.7", "tensorrt-rtx", (RUN,), _in_tensorrt_rtx, "use the target tensorrt or cuda"
     ),
 }
 
