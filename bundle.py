@@ -38,6 +38,7 @@ TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.
 LARGEST_TOLERANCE = 1.0
 # No build writes more rows, and no decoder has a size beyond.
 MOST_ROWS, LARGEST_SIZE = 1024, 1 << 31
+LARGEST_MEMORY = 1 << 60  # bytes
 # Bytes of one value of the KV cache, by its type.
 CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
@@ -370,6 +371,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "memory": min(asdict(memory).values()) >= 0,
         "graphs": "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
         "invariance": all(graph.invariance.is_sound for graph in manifest.graphs.values()),
+        "device": manifest.device is None or all(0 <= part < LARGEST_MEMORY for part in vars(manifest.device).values()),
         "cache": manifest.cache in CACHE_BYTES,
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
         "recipe": manifest.recipe.threads is None or 0 < manifest.recipe.threads <= 1024,

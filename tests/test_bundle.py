@@ -194,6 +194,8 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
         bundle.read_bundle(folder)
 
 
+DEVICE = {"context": 1, "weights": 1, "workspace": 1, "cache_per_token": 1, "logits": 1}
+
 IMPOSSIBLE = [
     (put(0, "geometry", "layers"), "geometry"),
     (put(3, "geometry", "kv_heads"), "geometry"),
@@ -205,6 +207,8 @@ IMPOSSIBLE = [
     (put(bundle.LARGEST_SIZE, "geometry", "max_positions"), "geometry"),
     (put(0, "geometry", "kv_heads"), "geometry"),
     (put(-1, "memory", "workspace"), "memory"),
+    (put({**DEVICE, "workspace": -1}, "device"), "device"),
+    (put({**DEVICE, "weights": 10**400}, "device"), "device"),
     (put({}, "graphs"), "graphs"),
     (put("int4", "cache"), "cache"),
     (put("1.x", "target", "engine_minimum"), "target"),
