@@ -131,8 +131,9 @@ def _imported(wanted: _Library, engine: str) -> Any:
     try:
         return require(wanted.module, engine)
     except MissingExtraError as error:
-        if wanted.module in sys.modules:
-            raise _broken(wanted, f"{_place(sys.modules[wanted.module])} holds no code") from error
+        hollow = sys.modules.get(wanted.module)
+        if hollow is not None and getattr(hollow, "__file__", None) is None:  # a folder, taken for a package
+            raise _broken(wanted, f"{_place(hollow)} holds no code") from error
         raise MissingExtraError(
             f"{wanted.module} is not installed: {wanted.install}; without it llmc build --deferred leaves the engine "
             "out, and llmc run --emulate computes on the CPU"

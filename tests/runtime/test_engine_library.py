@@ -267,6 +267,7 @@ def test_importing_it_loads_no_engine(monkeypatch: pytest.MonkeyPatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", watched)
+    monkeypatch.setattr("llmc.runtime.engine_library", engine_library)  # so that the package gets it back afterwards
     monkeypatch.delitem(sys.modules, "llmc.runtime.engine_library")
     import llmc.runtime.engine_library  # noqa: F401
 

@@ -109,7 +109,7 @@ def test_static_activations_ask_for_scales_above_zero_too():
 
 
 def test_a_scale_beyond_float16_is_refused():
-    with pytest.raises(BuildError, match="is beyond float16; build with --precision fp32"):
+    with pytest.raises(BuildError, match="is beyond float16; build with --fp32"):
         stored_scales(np.array([1e6], np.float32), HALF)
 
 
