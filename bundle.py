@@ -213,6 +213,10 @@ class Recipe:
     calibration: Calibration | None
     compute: str = "float32"
 
+    def precisions(self) -> set[str]:
+        """In which some linear is stored."""
+        return {self.precision, self.head, *self.layers.values()}
+
     def cache_type(self) -> str:
         """The type of the KV cache's values: float32, float16, bfloat16 or int8."""
         return self.cache.partition("-")[0]

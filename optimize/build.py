@@ -184,8 +184,7 @@ def build(
     if abilities.makes_engine:
         from llmc.optimize.engine import resolve_engine
 
-        float8 = "fp8" in {chosen.precision, chosen.head, *chosen.layers.values()}
-        spec = resolve_engine(abilities, limits, asked.engine or EngineRequest(), float8=float8)
+        spec = resolve_engine(abilities, limits, asked.engine or EngineRequest(), float8="fp8" in chosen.precisions())
         order = replace(order, engine=spec)
     with staged(Path(output), force=force) as folder:
         manifest = _make(order, folder, calibration)

@@ -94,8 +94,7 @@ def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, pr
         workspace=old.workspace,
         optimization_level=old.optimization_level,
     )
-    float8 = "fp8" in {manifest.recipe.precision, manifest.recipe.head, *manifest.recipe.layers.values()}
-    spec = resolve_engine(target, manifest.limits, request, float8=float8)
+    spec = resolve_engine(target, manifest.limits, request, float8="fp8" in manifest.recipe.precisions())
     spec = _for_same_gpus(spec, old)
     kept = _kept(manifest)
     for name in kept:

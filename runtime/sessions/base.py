@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Limits
-from llmc.errors import RequestError
+from llmc.errors import RequestError, UsageError
 
 
 class Phase(str, Enum):
@@ -115,6 +115,35 @@ def check_limits(limits: Limits, rows: int, capacity: int) -> None:
         raise RequestError(
             f"a cache of {rows} rows x {capacity} positions is asked for, the bundle was built for "
             f"{limits.max_batch} x {limits.max_context}; build with larger ones"
+        )
+
+
+def check_rows(batch: Batch, rows: int, capacity: int) -> list[int]:
+    """The position after the last token of each row of a call, which a cache of ``rows`` x ``capacity`` must have.
+
+    Raises:
+        UsageError: rows or positions that the cache does not have.
+    """
+    count, sequence = batch.input_ids.shape
+    ends = [past + sequence for past in batch.past_lengths.tolist()]
+    if batch.first_row + count > rows or max(ends) > capacity:
+        raise UsageError(
+            f"rows {batch.first_row} ... {batch.first_row + count - 1} up to position {max(ends)} are asked for, "
+            f"the cache has {rows} rows of {capacity}; reserve room first"
+        )
+    return ends
+
+
+def check_range(row: int, start: int, end: int, rows: int, capacity: int) -> None:
+    """Refuse positions ``start`` ... ``end`` of a row that a cache of ``rows`` x ``capacity`` does not have.
+
+    Raises:
+        UsageError: with what is asked for, and what there is.
+    """
+    if not (0 <= row < rows and 0 <= start <= end <= capacity):
+        raise UsageError(
+            f"positions {start} ... {end} of row {row} are asked for, the cache has {rows} rows of {capacity}; "
+            "reserve room first"
         )
 
 

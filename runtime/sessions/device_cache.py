@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Geometry
 from llmc.errors import LlmcError, UsageError
 from llmc.runtime.cuda import Driver
+from llmc.runtime.sessions.base import check_range
 
 # Of pinned memory through which positions are read and written; longer ranges go in pieces.
 STAGING_BYTES = 16 * 2**20
@@ -264,11 +265,7 @@ class DeviceCache:
         return range(self._staging, self._staging + self.tensors * step, step)
 
     def _check_range(self, row: int, start: int, end: int) -> None:
-        if not (0 <= row < self.rows and 0 <= start <= end <= self._capacity):
-            raise UsageError(
-                f"positions {start} ... {end} of row {row} are asked for, the cache has {self.rows} rows of "
-                f"{self._capacity}; reserve room first"
-            )
+        check_range(row, start, end, self.rows, self._capacity)
 
 
 def host_array(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import DeviceMemory, Manifest
-from llmc.errors import GpuError, LlmcError, UsageError
+from llmc.errors import GpuError, LlmcError
 from llmc.runtime.cuda import Driver
-from llmc.runtime.sessions.base import Batch, check_limits
+from llmc.runtime.sessions.base import Batch, check_limits, check_rows
 from llmc.runtime.sessions.device_blocks import Block, Part, outputs_of
 from llmc.runtime.sessions.device_cache import DeviceCache
 from llmc.runtime.sessions.device_memory import check_memory
@@ -222,11 +222,4 @@ class DeviceSession(ABC):
         Raises:
             UsageError: rows or positions that the cache does not have.
         """
-        rows, sequence = batch.input_ids.shape
-        ends = [past + sequence for past in batch.past_lengths.tolist()]
-        if batch.first_row + rows > self.rows or max(ends) > self.capacity:
-            raise UsageError(
-                f"rows {batch.first_row} ... {batch.first_row + rows - 1} up to position {max(ends)} are asked for, "
-                f"the cache has {self.rows} rows of {self.capacity}; reserve room first"
-            )
-        return ends
+        return check_rows(batch, self.rows, self.capacity)

@@ -27,7 +27,7 @@ from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, UsageEr
 from llmc.runtime import cache, compiled
 from llmc.runtime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
 from llmc.runtime.machine import cpu_features, cpu_model
-from llmc.runtime.sessions.base import Batch, Phase, check_limits, row_by_row
+from llmc.runtime.sessions.base import Batch, Phase, check_limits, check_range, check_rows, row_by_row
 
 log = logging.getLogger(__name__)
 
@@ -178,21 +178,12 @@ class OnnxRuntimeSession:
         self._written[row] = max(self._written[row], end)
 
     def _check_range(self, row: int, start: int, end: int) -> None:
-        if not (0 <= row < self.rows and 0 <= start <= end <= self._capacity):
-            raise UsageError(
-                f"positions {start} ... {end} of row {row} are asked for, the cache has {self.rows} rows of "
-                f"{self._capacity}; reserve room first"
-            )
+        check_range(row, start, end, self.rows, self._capacity)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
+        ends = check_rows(batch, self.rows, self._capacity)
         rows, sequence = batch.input_ids.shape
-        ends = [past + sequence for past in batch.past_lengths.tolist()]
-        if batch.first_row + rows > self.rows or max(ends) > self._capacity:
-            raise UsageError(
-                f"rows {batch.first_row} ... {batch.first_row + rows - 1} up to position {max(ends)} are asked for, "
-                f"the cache has {self.rows} rows of {self._capacity}; reserve room first"
-            )
         if rows > 1 and sequence > 1 and not self._multi_row_prefill:
             return self._run_row_by_row(batch)
         binding = self._binding(batch)
