@@ -4,27 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from doubles.plans import PLAN
 
-from llmc.plans import EnginePlan, Profile, version
-
-PLAN = EnginePlan(
-    file="engine.plan",
-    form="native",
-    compute="float16",
-    capacity=512,
-    buckets=(256, 512),
-    decode=Profile(1, 1, 1),
-    prefill=Profile(1, 128, 32),
-    select="",
-    candidates=0,
-    platform="linux-x86_64",
-    compute_capabilities=("8.9",),
-    version_compatible=False,
-    hardware_compatibility="none",
-    stripped=False,
-    verified="cpu",
-    inspector="",
-)
+from llmc.plans import Profile, version
 
 
 def test_versions_compare_by_number():

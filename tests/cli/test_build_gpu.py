@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 from doubles.machines import NO_GPU, RTX_4090
+from doubles.plans import FULL
 
 from llmc.bundle import DeviceMemory, EnginePlan, FileEntry, Manifest, Profile, Target, write_manifest
 from llmc.cli.build import build_command
@@ -21,24 +22,7 @@ from llmc.runtime.selftest import VerifyReport
 
 MB = 1_000_000
 MEMORY = DeviceMemory(context=400 * MB, weights=50 * MB, workspace=30 * MB, cache_per_token=1 * MB, logits=2 * MB)
-PLAN = EnginePlan(
-    file="engine.plan",
-    form="native",
-    compute="float16",
-    capacity=512,
-    buckets=(256, 512),
-    decode=Profile(4, 1, 1),
-    prefill=Profile(1, 128, 32),
-    select="select.plan",
-    candidates=64,
-    platform="linux-aarch64",
-    compute_capabilities=("8.7",),
-    version_compatible=True,
-    hardware_compatibility="none",
-    stripped=True,
-    verified="cpu",
-    inspector="engine.json",
-)
+PLAN = dataclasses.replace(FULL, decode=Profile(4, 1, 1))
 
 
 class FakeLibrary:

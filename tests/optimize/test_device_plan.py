@@ -8,8 +8,9 @@ from typing import Any
 
 import onnx
 import pytest
+from doubles.plans import PLAN
 
-from llmc.bundle import EnginePlan, Geometry, Limits, Profile, Recipe
+from llmc.bundle import Geometry, Limits, Profile, Recipe
 from llmc.optimize.build import build
 from llmc.optimize.device_plan import CONTEXT, HOST, device_bytes, device_plan, host_plan, with_engine
 from llmc.optimize.engine_request import EngineRequest
@@ -98,24 +99,7 @@ def test_blocks_of_integers_are_expanded_one_matrix_at_a_time_for_cuda():
 def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path: Path):
     plan = device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"))
     (tmp_path / "engine.plan").write_bytes(b"x" * 1234)
-    engine = EnginePlan(
-        file="engine.plan",
-        form="native",
-        compute="float16",
-        capacity=1024,
-        buckets=(1024,),
-        decode=Profile(4, 1, 1),
-        prefill=Profile(1, 128, 32),
-        select="",
-        candidates=0,
-        platform="linux-x86_64",
-        compute_capabilities=(),
-        version_compatible=False,
-        hardware_compatibility="none",
-        stripped=False,
-        verified="cpu",
-        inspector="",
-    )
+    engine = replace(PLAN, capacity=1024, buckets=(1024,), decode=Profile(4, 1, 1), compute_capabilities=())
     assert with_engine(plan, tmp_path, engine) == replace(plan, weights=1234)
     for other in (None, replace(engine, file=""), replace(engine, stripped=True)):
         assert with_engine(plan, tmp_path, other) == plan

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from doubles.machines import H200, NO_GPU, ORIN, RTX_4090
+from doubles.plans import FULL
 from doubles.recorded import VERSIONS, RecordedLibrary, replaced
 
-from llmc.bundle import EnginePlan, ExportManifest, Limits, Manifest, Profile, read_bundle, write_manifest
+from llmc.bundle import ExportManifest, Limits, Manifest, Profile, read_bundle, write_manifest
 from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, UsageError
 from llmc.optimize.engine import (
     FIRST_BUCKET,
@@ -375,24 +376,7 @@ def test_a_deferred_engine_writes_no_file(export: ExportManifest, manifest: Mani
 
 # --------------------------------------------------------------------------------------------------------- the manifest
 
-PLAN = EnginePlan(
-    file="engine.plan",
-    form="native",
-    compute="float16",
-    capacity=512,
-    buckets=(256, 512),
-    decode=Profile(1, 1, 1),
-    prefill=Profile(1, 128, 32),
-    select="select.plan",
-    candidates=64,
-    platform="linux-aarch64",
-    compute_capabilities=("8.7",),
-    version_compatible=True,
-    hardware_compatibility="none",
-    stripped=True,
-    verified="cpu",
-    inspector="engine.json",
-)
+PLAN = FULL
 ENGINE_FILES = ("engine.plan", "select.plan", "engine.json")
 
 

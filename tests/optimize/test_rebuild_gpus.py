@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 from doubles.machines import H200
+from doubles.plans import FULL
 
-from llmc.bundle import EnginePlan, Profile
+from llmc.bundle import Profile
 from llmc.optimize.engine import EngineSpec
 from llmc.optimize.rebuild import _for_same_gpus
 
@@ -25,23 +26,16 @@ SPEC = EngineSpec(
     optimization_level=None,
     gpu=None,
 )
-OLD = EnginePlan(
-    file="engine.plan",
-    form="native",
-    compute="float16",
+OLD = replace(
+    FULL,
     capacity=64,
     buckets=(64,),
     decode=Profile(2, 1, 1),
     prefill=Profile(1, 64, 32),
-    select="select.plan",
-    candidates=64,
     platform="linux-x86_64",
     compute_capabilities=(),
     version_compatible=False,
-    hardware_compatibility="none",
     stripped=False,
-    verified="cpu",
-    inspector="engine.json",
 )
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from doubles.machines import GB, GB10, H200, MISSING, NO_GPU, ORIN, RTX_4090, RTX_5090, THOR
+from doubles.plans import PLAN
 
 from llmc import bundle
 from llmc.optimize.targets import TARGETS
-from llmc.plans import DeviceMemory, EnginePlan, Profile
+from llmc.plans import DeviceMemory, EnginePlan
 from llmc.publish import file_entries
 from llmc.runtime.doctor import Diagnosis, Machine, diagnose, this_machine
 from llmc.runtime.machine import Available
@@ -326,24 +327,6 @@ def test_this_machine_is_described():
 
 # -------------------------------------------------------------------------------------------------------------- bundles
 
-PLAN = EnginePlan(
-    file="engine.plan",
-    form="native",
-    compute="float16",
-    capacity=512,
-    buckets=(256, 512),
-    decode=Profile(1, 1, 1),
-    prefill=Profile(1, 128, 32),
-    select="",
-    candidates=0,
-    platform="linux-x86_64",
-    compute_capabilities=("8.9",),
-    version_compatible=False,
-    hardware_compatibility="none",
-    stripped=False,
-    verified="cpu",
-    inspector="",
-)
 MEMORY = DeviceMemory(context=400, weights=1000, workspace=64, cache_per_token=16, logits=30)
 
 

@@ -1,0 +1,41 @@
+"""What a bundle might say of an engine; tests change what they are about with ``dataclasses.replace``."""
+
+from llmc.plans import EnginePlan, Profile
+
+PLAN = EnginePlan(
+    file="engine.plan",
+    form="native",
+    compute="float16",
+    capacity=512,
+    buckets=(256, 512),
+    decode=Profile(1, 1, 1),
+    prefill=Profile(1, 128, 32),
+    select="",
+    candidates=0,
+    platform="linux-x86_64",
+    compute_capabilities=("8.9",),
+    version_compatible=False,
+    hardware_compatibility="none",
+    stripped=False,
+    verified="cpu",
+    inspector="",
+)
+# With everything that an engine can have, for another machine.
+FULL = EnginePlan(
+    file="engine.plan",
+    form="native",
+    compute="float16",
+    capacity=512,
+    buckets=(256, 512),
+    decode=Profile(1, 1, 1),
+    prefill=Profile(1, 128, 32),
+    select="select.plan",
+    candidates=64,
+    platform="linux-aarch64",
+    compute_capabilities=("8.7",),
+    version_compatible=True,
+    hardware_compatibility="none",
+    stripped=True,
+    verified="cpu",
+    inspector="engine.json",
+)
