@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +16,8 @@ DONE, FAILED, CRASHED, TIMED_OUT, NOT_RUN = "done", "failed", "crashed", "timed 
 # The exit status of a step that has nothing to run here, for something is not installed.
 NOT_HERE = 3
 POLL_S = 0.02
+# What asks us to end, as the handlers in main.py and of Python take it.
+ENDING = (signal.SIGTERM, signal.SIGINT)
 # Characters that are kept of what a step wrote to its standard error.
 OUTPUT = 4000
 # No telemetry, no network, and threads that wait without taking cores from others.
@@ -50,20 +52,38 @@ class Outcome:
 def run(command: Sequence[str], limit_s: float) -> Outcome:
     """Run ``command`` for at most ``limit_s`` seconds; it and what it started are ended then, and when we are."""
     start = time.perf_counter()
+    child = None
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=os.environ | ENVIRONMENT,
-            start_new_session=True,
-        )
         try:
+            with _signals_wait():
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    env=os.environ | ENVIRONMENT,
+                    start_new_session=True,
+                )
             status, resident, anonymous = _wait(child, start + limit_s)
         finally:
-            _end(child)
+            if child is not None:
+                with _signals_wait():
+                    _end(child)
         return _outcome(status, _text(out), _text(err), time.perf_counter() - start, resident, anonymous, limit_s)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Signals that end us come when the block is over: a process that nobody holds yet would outlive us."""
+    came: list[int] = []
+    held = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _wait(child: "subprocess.Popen[bytes]", until: float) -> tuple[int | None, int | None, int | None]:

@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import click
 import pytest
-
-from llmc.errors import GpuError, MissingExtraError
+from doubles.processes import running
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SCRIPT = RECIPES / "gpu_check.py"
@@ -190,7 +189,7 @@ def test_a_run_that_is_cut_off_leaves_a_whole_file_and_no_process(exports, tmp_p
     check_schema(document)
     assert not document["complete"] and document["ended"] is None
     assert 0 < len(document["steps"]) < 12
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not any(map(running, children))
 
 
 def test_no_step_begins_when_the_time_is_up(exports, tmp_path):
@@ -273,90 +272,6 @@ def test_progress_names_the_step_its_end_and_why(tmp_path):
     )
     first = done.stderr.splitlines()[0]
     assert first == "[1/9] machine: not run: no time was left"
-
-
-# ----------------------------------------------------------------------------------------------------------- processes
-
-
-def outcome(part: Part, code: str, limit: float = 30.0) -> Any:
-    return part("process").run([sys.executable, "-c", code], limit)
-
-
-def test_a_result_is_the_object_at_the_end_of_what_was_printed(part):
-    done = outcome(part, "print('a library says { nothing'); print('{\\n \"x\": [1]\\n}')")
-    assert (done.state, done.message, done.exit, done.result) == ("done", "", 0, {"x": [1]})
-    assert done.seconds > 0
-
-
-@pytest.mark.parametrize(
-    ("code", "state", "message"),
-    [
-        ("import os; os.kill(os.getpid(), 11)", "crashed", "ended by SIGSEGV; its last line: no message"),
-        ("import sys; print('x', file=sys.stderr); sys.exit(1)", "failed", "x"),
-        ("import sys; print('no torch', file=sys.stderr); sys.exit(3)", "not run", "no torch"),
-        ("print('hello')", "failed", "it printed no JSON object"),
-        ('print(\'{"problems": ["a", "b"]}\')', "failed", "a; b"),
-        ("print('{\"problems\": []}')", "done", ""),
-    ],
-    ids=["crash", "error", "missing", "no-result", "problems", "no-problems"],
-)
-def test_an_end_is_put_into_words(part, code, state, message):
-    done = outcome(part, code)
-    assert (done.state, done.message) == (state, message)
-
-
-def test_a_step_that_hangs_is_ended_with_what_it_started(part, tmp_path):
-    start = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); "
-    noted = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); "
-    done = outcome(part, f"{start}{noted}print('waiting', file=sys.stderr, flush=True); p.wait()", limit=3)
-    assert (done.state, done.message) == ("timed out", "no end after 3 s; its last line: waiting")
-    until = time.monotonic() + PATIENCE_S
-    while runs((tmp_path / "pid").read_text()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not runs((tmp_path / "pid").read_text())
-
-
-def runs(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
-
-
-def test_peaks_of_memory_are_those_of_the_step_alone(part):
-    ballast = bytearray(200_000_000)  # of the process that starts it
-    done = outcome(part, "import time; x = bytearray(100_000_000); time.sleep(0.5); print('{}')")
-    assert 100_000_000 < done.anonymous_bytes <= done.resident_bytes < len(ballast)
-
-
-def test_a_worker_prints_its_result_alone_and_no_number_that_json_lacks():
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from gpu_check import work; from types import SimpleNamespace\n"
-        "def f(x): print('chatter', flush=True); return {'x': [x, float('nan')], 'y': {'z': float('inf')}}\n"
-        "work.WORKERS['p'] = 'p:f'; sys.modules['p'] = SimpleNamespace(f=f); sys.exit(work.work('p', '{\"x\": 1}'))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(RECIPES)], capture_output=True, text=True)
-    assert json.loads(done.stdout) == {"x": [1, None], "y": {"z": None}}
-    assert done.stderr == "chatter\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(MissingExtraError("no torch"), 3), (GpuError("context lost"), 1), (ValueError("a bug"), None)],
-)
-def test_what_is_not_installed_is_told_from_what_fails(part, monkeypatch, error, status):
-    work = part("work")
-
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setattr(work.os, "dup2", lambda a, b: None)
-    monkeypatch.setattr(work.importlib, "import_module", lambda name: SimpleNamespace(machine=fail))
-    if status is None:
-        with pytest.raises(ValueError, match="a bug"):  # which keeps its traceback
-            work.work("machine", "{}")
-    else:
-        assert work.work("machine", "{}") == status
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
