@@ -1,16 +1,29 @@
-"""What holds for every test: no telemetry and no network. And what many of them need: a manifest, the small model."""
+"""What holds for every test: no telemetry, no network, no chance. And what many of them need: a manifest, a model."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # torch's threads must not spin for cores that others use
 
 from llmc import bundle
+
+# The same examples in every run, none of them too slow on a busy machine, and none left behind in a folder.
+settings.register_profile(
+    "llmc", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("llmc")
+
+# A shell without job control starts what it puts into the background deaf to Ctrl-C, and so would be every process
+# that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -397,8 +396,7 @@ def test_nor_is_a_file_where_the_state_would_go(talk, model: FakeModel, tmp_path
 
 
 def press(_: FakeHandle | None = None) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0)  # the handler runs before the next bytecode
+    signal.raise_signal(signal.SIGINT)
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(talk, model: FakeModel):

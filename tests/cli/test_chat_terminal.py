@@ -5,7 +5,6 @@ import os
 import pty
 import select
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from doubles.processes import slow_llmc
 
 LIMIT_S = 60.0  # for what takes well under a second on a machine without other work
 
@@ -28,7 +28,7 @@ class Terminal:
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it as from a keyboard
 
-        command = [sys.executable, "-m", "llmc.cli", "chat", *map(str, arguments)]
+        command = slow_llmc("chat", *arguments)
         self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=control)
         os.close(theirs)
 

@@ -10,12 +10,23 @@ import time
 from pathlib import Path
 
 import pytest
+from doubles.processes import slow_llmc
 
 from llmc.runtime import load
 
 PROMPT = "def read(path):\n    with open("
 GREEDY = ("--temperature", 0, "--max-tokens", 12)
+ENDLESS = ("--temperature", 0, "--max-tokens", 1900, "--ignore-eos")
 COMMAND = (sys.executable, "-m", "llmc.cli")
+# A build that waits with its last file for as long as anyone wants to interrupt it.
+UNFINISHED = """
+import sys, time
+from llmc.cli.main import main
+from llmc.optimize import build
+
+build.write_manifest = lambda *_: time.sleep(600)
+main(sys.argv[1:])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +189,7 @@ def test_running_writes_nowhere_and_calls_nobody(tiny_bundle: Path, tmp_path: Pa
 
 
 def test_a_reader_that_leaves_early_is_no_error(tiny_bundle: Path):
-    command = [*COMMAND, "run", str(tiny_bundle), "-p", PROMPT, "--max-tokens", "1000", "--temperature", "0"]
+    command = slow_llmc("run", tiny_bundle, "-p", PROMPT, *ENDLESS)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.read(1)
         process.stdout.close()
@@ -187,7 +198,7 @@ def test_a_reader_that_leaves_early_is_no_error(tiny_bundle: Path):
 
 
 def test_text_arrives_while_it_is_generated(tiny_bundle: Path):
-    command = [*COMMAND, "run", str(tiny_bundle), "-p", PROMPT, "--max-tokens", "1500", "--temperature", "0"]
+    command = slow_llmc("run", tiny_bundle, "-p", PROMPT, *ENDLESS)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         process.stdout.read(1)
         assert process.poll() is None
@@ -203,7 +214,7 @@ def test_ctrl_c_in_a_build_leaves_what_was_there(tiny_export: Path, tmp_path: Pa
     if replaced:
         output.mkdir()
         (output / "llmc.json").write_text("the old one")
-    command = [*COMMAND, "build", str(tiny_export), "-o", str(output), "--force"]
+    command = [sys.executable, "-c", UNFINISHED, "build", str(tiny_export), "-o", str(output), "--force"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         wait_for(lambda: any(path.name.endswith(".staging") for path in tmp_path.iterdir()))
         process.send_signal(signal.SIGINT)
@@ -214,7 +225,7 @@ def test_ctrl_c_in_a_build_leaves_what_was_there(tiny_export: Path, tmp_path: Pa
 
 
 def test_ctrl_c_while_text_streams_ends_it(tiny_bundle: Path):
-    command = [*COMMAND, "run", str(tiny_bundle), "-p", PROMPT, "--max-tokens", "2000", "--temperature", "0"]
+    command = slow_llmc("run", tiny_bundle, "-p", PROMPT, *ENDLESS)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
