@@ -1,12 +1,14 @@
 """From tokens to tokens: prefill in chunks, then one token at a time."""
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import RequestError, UsageError
+from llmc.runtime.calls import next_end
 from llmc.runtime.kv_cache import next_capacity
 from llmc.runtime.memory import check_growth
 from llmc.runtime.sampling import Sampler
@@ -110,14 +112,14 @@ class Runner:
 
 
 def chunks(length: int, size: int) -> list[tuple[int, int]]:
-    """Start and end of each call that feeds ``length`` tokens, about ``size`` at a time.
+    """Start and end of each call that feeds ``length`` tokens, at least one, about ``size`` at a time.
 
-    Where a call is cut must not show in the result, and kernels round otherwise for one token (attention) and for the
-    odd one of pairs (MatMulNBits). So chunks are even, and a rest of one joins the chunk before it.
+    They are cut where the engine cuts a prompt, see :func:`llmc.runtime.calls.next_end`.
     """
-    size = max(2, size - size % 2)
-    ends = [*range(size, length - 1, size), length]
-    return list(zip([0, *ends], ends, strict=False))
+    ends = [0]
+    while ends[-1] < length:
+        ends.append(next_end(ends[-1], length, size))
+    return list(pairwise(ends))
 
 
 def batch(
