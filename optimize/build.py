@@ -215,9 +215,8 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     if order.engine is not None:
         from llmc.optimize.engine import compile_engine
 
-        engine = compile_engine(
-            order.engine, folder / graphs["decode"].file, order.export, order.recipe, order.progress
-        )
+        geometry, graph = order.export.geometry, folder / graphs["decode"].file
+        engine = compile_engine(order.engine, graph, geometry, order.recipe, order.progress)
     order.progress("hashing")
     manifest = _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
     write_manifest(manifest, folder)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmc.bundle import EnginePlan, ExportManifest, Limits, Profile, Recipe
+from llmc.bundle import EnginePlan, Geometry, Limits, Profile, Recipe
 from llmc.errors import BuildError, GpuError, UsageError
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.progress import Progress
@@ -65,15 +65,30 @@ class EngineSpec:
     gpu: Device | None
 
 
-def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest, *, float8: bool = False) -> EngineSpec:
-    """Fill in the defaults and refuse what the library here cannot do; ``float8`` tells that weights are stored so.
+def resolve_engine(
+    target: Capabilities,
+    limits: Limits,
+    request: EngineRequest,
+    *,
+    float8: bool = False,
+    lowered: Path | None = None,
+) -> EngineSpec:
+    """Fill in the defaults and refuse what the library here cannot do.
+
+    Args:
+        target: what the engine is for.
+        limits: of the bundle.
+        request: what was asked for.
+        float8: whether weights are stored so.
+        lowered: a bundle whose graph is to be compiled; it has the form of ``request``, and can get no other one.
 
     Raises:
         MissingExtraError, GpuError: the library is not installed, too old or broken, or finds no GPU and needs one.
         UsageError: a value is out of range, or not for this library.
+        BuildError: the library does not take the form of the bundle ``lowered``.
     """
     library = None if request.deferred else load_library(target.engine)
-    form = _form(request.form, library, target)
+    form = _form(request.form, library, target, lowered)
     level = _hardware_compatibility(request.hardware_compatibility, library, target)
     if level != "none" and request.compute_capabilities is not None:
         raise UsageError(f"hardware_compatibility is {level!r} and GPUs are named; give one of them")
@@ -105,10 +120,16 @@ def resolve_engine(target: Capabilities, limits: Limits, request: EngineRequest,
     )
 
 
-def _form(asked: str | None, library: Any, target: Capabilities) -> str:
+def _form(asked: str | None, library: Any, target: Capabilities, lowered: Path | None) -> str:
     """The form that was asked for, or the best that the library knows; without a library all are possible."""
     possible = ALL_FORMS if library is None else abilities(library).forms
     form = asked or next(form for form in FORMS if form in possible)
+    if form not in possible and lowered is not None:  # native and lengths are made of one graph, primitives of another
+        other = next(form for form in ALL_FORMS if form in possible)
+        raise BuildError(
+            f"{lowered} holds a graph of the form {form}, {target.engine} here takes {', '.join(possible)}; build the "
+            f"bundle again from its export with --form {other}"
+        )
     if form not in possible:
         raise UsageError(f"form is {form!r}, expected one of {', '.join(possible)} for {target.engine} here")
     return form
@@ -174,10 +195,8 @@ def _compute_capabilities(asked: str | None, library: Any, target: Capabilities,
     return found
 
 
-def compile_engine(
-    spec: EngineSpec, graph: Path, export: ExportManifest, recipe: Recipe, progress: Progress
-) -> EnginePlan:
-    """Compile the lowered ``graph`` into its folder.
+def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, recipe: Recipe, progress: Progress) -> EnginePlan:
+    """Compile the lowered ``graph`` of a decoder of this ``geometry`` into its folder.
 
     Raises:
         BuildError: the library refuses a part of the graph, or finds no kernels.
@@ -185,7 +204,7 @@ def compile_engine(
     """
     files = ("", "", "")
     if spec.library is not None:
-        files = _compile(spec, graph, export, progress)
+        files = _compile(spec, graph, geometry, progress)
     return EnginePlan(
         file=files[0],
         form=spec.form,
@@ -195,7 +214,7 @@ def compile_engine(
         decode=spec.decode,
         prefill=spec.prefill,
         select=files[1],
-        candidates=min(CANDIDATES, export.geometry.vocab_size) if files[1] else 0,
+        candidates=min(CANDIDATES, geometry.vocab_size) if files[1] else 0,
         platform=platform_name(),
         compute_capabilities=spec.compute_capabilities,
         version_compatible=spec.version_compatible,
@@ -208,7 +227,7 @@ def compile_engine(
     )
 
 
-def _compile(spec: EngineSpec, graph: Path, export: ExportManifest, progress: Progress) -> tuple[str, str, str]:
+def _compile(spec: EngineSpec, graph: Path, geometry: Geometry, progress: Progress) -> tuple[str, str, str]:
     """Write the engine, the one that selects candidates, and a summary of the layers; their names."""
     folder = graph.parent
     options = Options(
@@ -231,8 +250,8 @@ def _compile(spec: EngineSpec, graph: Path, export: ExportManifest, progress: Pr
         inspector=folder / INSPECTOR_FILE,
     )
     report = build_engine(spec.library, graph, order, progress=progress)
-    _check_layers(len(report.aliases), spec, export)
-    vocab = export.geometry.vocab_size
+    _check_layers(len(report.aliases), spec, geometry)
+    vocab = geometry.vocab_size
     build_select(
         spec.library,
         folder / SELECT_FILE,
@@ -253,9 +272,9 @@ def timing_cache(spec: EngineSpec) -> Path:
     return cache.entry(TIMING, key.replace(" ", "-").replace("/", "-")) / "timing.cache"
 
 
-def _check_layers(aliased: int, spec: EngineSpec, export: ExportManifest) -> None:
+def _check_layers(aliased: int, spec: EngineSpec, geometry: Geometry) -> None:
     """In-place caches are what the native forms are for: the parser must have kept every one of them."""
-    wanted = 0 if spec.form == "primitives" else 2 * export.geometry.layers
+    wanted = 0 if spec.form == "primitives" else 2 * geometry.layers
     if aliased != wanted:
         raise BuildError(
             f"{spec.library.__name__} {spec.version} made {aliased} in-place cache updates of the graph, {wanted} are "

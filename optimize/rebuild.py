@@ -10,7 +10,6 @@ from pathlib import Path
 from llmc.bundle import (
     BUNDLE_MANIFEST,
     EnginePlan,
-    ExportManifest,
     FileEntry,
     Manifest,
     Target,
@@ -18,10 +17,10 @@ from llmc.bundle import (
     verify_files,
     write_manifest,
 )
-from llmc.errors import BuildError, GpuError, MissingExtraError, ResourceError, UsageError
+from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import BuildReport, runs_here
 from llmc.optimize.device_plan import with_engine
-from llmc.optimize.engine import ALL_FORMS, EngineSpec, compile_engine, nameable_gpus, resolve_engine
+from llmc.optimize.engine import EngineSpec, compile_engine, nameable_gpus, resolve_engine
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.plan import plan_build
 from llmc.optimize.progress import Progress, silent
@@ -87,27 +86,21 @@ def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
 def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, progress: Progress) -> Manifest:
     target = capabilities(manifest.target.name)
     request = EngineRequest(
-        form=_form(source, old, target.engine),
+        form=old.form,
         hardware_compatibility=old.hardware_compatibility,
         version_compatible=old.version_compatible,
         stripped=old.stripped,
         workspace=old.workspace,
         optimization_level=old.optimization_level,
     )
-    spec = resolve_engine(target, manifest.limits, request, float8="fp8" in manifest.recipe.precisions())
+    float8 = "fp8" in manifest.recipe.precisions()
+    spec = resolve_engine(target, manifest.limits, request, float8=float8, lowered=source)
     spec = _for_same_gpus(spec, old)
     kept = _kept(manifest)
     for name in kept:
         _link(source / name, folder / name)
-    export = ExportManifest(
-        manifest.schema_version,
-        manifest.llmc_version,
-        manifest.graph_contract,
-        manifest.geometry,
-        manifest.source,
-        manifest.generation,
-    )
-    plan = compile_engine(spec, folder / manifest.graphs["decode"].file, export, manifest.recipe, progress)
+    graph = folder / manifest.graphs["decode"].file
+    plan = compile_engine(spec, graph, manifest.geometry, manifest.recipe, progress)
     if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
         plan = replace(plan, verified=old.verified)
     files = kept | file_entries(folder, [plan.file, plan.select, plan.inspector])
@@ -154,21 +147,6 @@ def _check_memory(source: Path, manifest: Manifest) -> None:
     recipe = replace(manifest.recipe, scheme="rtn", smoothing=0.0, sparsity="none", activations="none")
     plan = plan_build(manifest.geometry, recipe, manifest.limits, 0, device=manifest.device)
     plan.check(source, usable_memory(plan.parts["engine"]))
-
-
-def _form(source: Path, old: EnginePlan, engine: str) -> str:
-    """The forms native and lengths are made of one graph, primitives of another."""
-    from llmc.optimize.tensorrt.abilities import abilities
-    from llmc.runtime.engine_library import load_library
-
-    possible = abilities(load_library(engine)).forms
-    if old.form not in possible:
-        other = next(form for form in ALL_FORMS if form in possible)
-        raise BuildError(
-            f"{source} holds a graph of the form {old.form}, {engine} here takes {', '.join(possible)}; build the "
-            f"bundle again from its export with --form {other}"
-        )
-    return old.form
 
 
 def _link(source: Path, target: Path) -> None:

@@ -12,7 +12,7 @@ from doubles.machines import H200, NO_GPU, ORIN, RTX_4090
 from doubles.plans import FULL
 from doubles.recorded import VERSIONS, RecordedLibrary, replaced
 
-from llmc.bundle import ExportManifest, Limits, Manifest, Profile, read_bundle, write_manifest
+from llmc.bundle import Limits, Manifest, Profile, read_bundle, write_manifest
 from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, UsageError
 from llmc.optimize.engine import (
     FIRST_BUCKET,
@@ -287,12 +287,6 @@ def test_a_name_of_a_gpu_cannot_lead_out_of_the_cache(here: Callable[..., Any]):
 # ----------------------------------------------------------------------------------------------------------- compiling
 
 
-@pytest.fixture
-def export(manifest: Manifest) -> ExportManifest:
-    m = manifest
-    return ExportManifest(m.schema_version, m.llmc_version, m.graph_contract, m.geometry, m.source, m.generation)
-
-
 class Builder:
     """Stands in for both builders: writes files and takes notes."""
 
@@ -326,7 +320,6 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Builder]:
 def test_the_builder_gets_what_was_resolved_and_the_plan_says_it(
     here: Callable[..., Any],
     builder: Callable[[int], Builder],
-    export: ExportManifest,
     manifest: Manifest,
     tmp_path: Path,
 ):
@@ -334,7 +327,7 @@ def test_the_builder_gets_what_was_resolved_and_the_plan_says_it(
     made = builder(2 * manifest.geometry.layers)
     spec = resolve(stripped=True, optimization_level=2, hardware_compatibility="ampere", version_compatible=True)
     recipe = dataclasses.replace(manifest.recipe, compute="float16")
-    plan = compile_engine(spec, tmp_path / "decoder.onnx", export, recipe, silent)
+    plan = compile_engine(spec, tmp_path / "decoder.onnx", manifest.geometry, recipe, silent)
     [order], [select] = made.orders, made.selects
     assert (order.buckets, order.capacity, order.form) == (spec.buckets, 1024, "native")
     assert (order.decode, order.prefill) == (spec.decode, spec.prefill)
@@ -354,7 +347,6 @@ def test_the_builder_gets_what_was_resolved_and_the_plan_says_it(
 def test_caches_that_are_not_updated_as_the_form_says_fail_the_build(
     here: Callable[..., Any],
     builder: Callable[[int], Builder],
-    export: ExportManifest,
     manifest: Manifest,
     tmp_path: Path,
     version: str,
@@ -363,12 +355,12 @@ def test_caches_that_are_not_updated_as_the_form_says_fail_the_build(
     here(version)
     builder(aliases)
     with pytest.raises(BuildError, match=f"made {aliases} in-place cache updates of the graph, [04] are expected"):
-        compile_engine(resolve(), tmp_path / "decoder.onnx", export, manifest.recipe, silent)
+        compile_engine(resolve(), tmp_path / "decoder.onnx", manifest.geometry, manifest.recipe, silent)
 
 
 @pytest.mark.usefixtures("untouchable")
-def test_a_deferred_engine_writes_no_file(export: ExportManifest, manifest: Manifest, tmp_path: Path):
-    plan = compile_engine(resolve(deferred=True), tmp_path / "decoder.onnx", export, manifest.recipe, silent)
+def test_a_deferred_engine_writes_no_file(manifest: Manifest, tmp_path: Path):
+    plan = compile_engine(resolve(deferred=True), tmp_path / "decoder.onnx", manifest.geometry, manifest.recipe, silent)
     assert (plan.file, plan.select, plan.inspector, plan.candidates) == ("", "", "", 0)
     assert list(tmp_path.iterdir()) == []
     assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
