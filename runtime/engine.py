@@ -134,6 +134,7 @@ class Engine:
             EngineClosedError: the engine is closed, or its GPU was lost.
             RequestError, UsageError, GrammarError: the request cannot be served.
         """
+        self._refuse_forked()
         try:
             job = self._intake.job(request, mailbox := Mailbox(), self.metrics)
             with self._lock:
@@ -154,6 +155,7 @@ class Engine:
             return
         if is_serving():
             raise UsageError("a function that came with a request asks the engine to wait for itself; do it elsewhere")
+        self._refuse_forked()
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
@@ -265,15 +267,18 @@ class Engine:
         self._arriving += 1
         self._inbox.put(partial(self._enqueue, job))
 
+    def _refuse_forked(self) -> None:
+        """Before any lock is taken: the thread that held it in that moment is not here to let it go."""
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "the engine's thread stayed in the process that this one was forked from; load here"
+            )
+
     def _start_thread(self) -> None:
         if self._lost is not None:
             raise EngineClosedError(f"the engine is closed: {self._lost}")
         if self._closing:
             raise EngineClosedError("the engine is closed; load the bundle again")
-        if os.getpid() != self._pid:
-            raise EngineClosedError(
-                "the engine's thread stayed in the process that this one was forked from; load here"
-            )
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="llmc-engine", daemon=True)
             self._thread.start()

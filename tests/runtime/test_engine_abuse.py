@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.brakes import Brake
 
 from llmc.errors import DeadlineError, EngineClosedError, LlmcError, ProcessorError, UsageError
 from llmc.runtime import Model, Request, SamplingParams, load
@@ -38,8 +39,8 @@ def serves(model: Model) -> bool:
     return len(model.stream(PROMPT, max_tokens=4, temperature=0, ignore_eos=True).result(PATIENCE).token_ids) == 4
 
 
-def companion(model: Model) -> Any:
-    return model.stream(PROMPT, max_tokens=200, temperature=0, ignore_eos=True)
+def companion(model: Model, *brakes: Brake) -> Any:
+    return model.stream(PROMPT, max_tokens=200, temperature=0, ignore_eos=True, stopping_criteria=brakes)
 
 
 # ------------------------------------------------------------------------------------------- functions of the client
@@ -72,7 +73,7 @@ def test_whatever_a_function_raises_ends_its_request_by_name_and_no_other(
 
 @pytest.mark.parametrize("wait", ["generate", "result", "save"])
 def test_waiting_for_the_engine_on_its_own_threads_is_refused(model: Model, tmp_path: Path, wait: str):
-    other = model.stream(PROMPT, max_tokens=200, temperature=0, ignore_eos=True)
+    other = companion(model, brake := Brake(3))
 
     def waiting(tokens: Any, logits: Any) -> Any:
         if wait == "generate":
@@ -84,21 +85,27 @@ def test_waiting_for_the_engine_on_its_own_threads_is_refused(model: Model, tmp_
         return logits
 
     beside = companion(model)  # so that processors run on the sampling threads too
+    bad = model.stream(PROMPT, max_tokens=4, temperature=0, logits_processors=[waiting])
+    brake.let_go()  # so the other one goes on for long after that
     with pytest.raises(LlmcError, match=r"wait|prefix cache"):
-        model.stream(PROMPT, max_tokens=4, temperature=0, logits_processors=[waiting]).result(PATIENCE)
+        bad.result(PATIENCE)
     assert len(beside.result(PATIENCE).token_ids) == 200
 
 
 @pytest.mark.parametrize("where", ["on_delta", "logits_processors", "similarity"])
 def test_a_function_may_close_the_model(own: Model, where: str):
+    first, last = Brake(3), Brake(150)  # the companion is under way before, and not done when the model is closed
+
     def close(*arguments: Any) -> Any:
         own.close()
+        last.let_go()
         return arguments[-1] if where == "logits_processors" else 1.0
 
     how: dict[str, Any] = {"n": 2, "temperature": 1.0} if where == "similarity" else {"temperature": 0}
     how[where] = [close] if where == "logits_processors" else close
-    beside = companion(own)
+    beside = companion(own, first, last)
     handle = own.stream(PROMPT, max_tokens=100, ignore_eos=True, **how)
+    first.let_go()
     if where == "similarity":  # whichever comes first: the comparison's end, or the engine's
         with suppress(EngineClosedError):
             handle.result(PATIENCE)
@@ -226,16 +233,29 @@ def test_a_handle_keeps_its_model(tiny_bundle: Path):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_is_told_that_the_engine_stayed_behind(model: Model):
     assert serves(model)
+    holding, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        """Locks that a thread of the parent may have in that moment, and that nobody lets go in the child."""
+        with model.engine._lock, model.engine.metrics._lock:
+            holding.set()
+            assert forked.wait(PATIENCE)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert holding.wait(PATIENCE)
     child = os.fork()
     if child == 0:  # no pytest in here: it must not report twice
         code = 1
         try:
-            model.generate(PROMPT, max_tokens=1)
+            model.generate([1, 2, 3], max_tokens=1)
         except EngineClosedError:
             model.close()
             code = 0
         finally:
             os._exit(code)
+    forked.set()
+    holder.join()
     deadline = time.monotonic() + PATIENCE
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
         time.sleep(0.01)

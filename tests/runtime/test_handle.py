@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from doubles.brakes import Brake
 
 from llmc.errors import CancelledError, ProcessorError, RequestError, UsageError
 from llmc.runtime.handle import Handle, Mailbox
@@ -212,24 +213,27 @@ def test_what_comes_from_another_thread_wakes_the_loop():
 @pytest.mark.parametrize("read", [False, True])
 def test_cancelling_a_task_cancels_its_request(make_engine: Any, remembering: Any, read: bool):
     engine = make_engine(remembering())
+    brake = Brake(3)
 
-    async def client(handle: Handle) -> None:
-        if read:
-            async for _ in handle.events_async():
-                pass
+    async def client(handle: Handle, reading: asyncio.Event) -> None:
+        async for _ in handle.events_async():
+            reading.set()
+            if not read:
+                break
         await handle
 
     async def main() -> None:
-        handle = engine.submit(Request(PROMPT, LONG, stopping_criteria=[lambda *_: held.wait(0.001)]))
-        task = asyncio.ensure_future(client(handle))
-        await asyncio.sleep(SOON)
+        reading = asyncio.Event()
+        handle = engine.submit(Request(PROMPT, LONG, stopping_criteria=[brake]))
+        task = asyncio.ensure_future(client(handle, reading))
+        await reading.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        brake.let_go()
         with pytest.raises(CancelledError):
             await handle
 
-    held = threading.Event()
     asyncio.run(main())
     assert engine.metrics.snapshot().requests["cancelled"] == 1
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.brakes import slowed
 
 from llmc.errors import CancelledError, EngineClosedError, RequestError
 from llmc.runtime import Model, load
@@ -16,7 +17,9 @@ PATIENCE = 60  # seconds after which a thread that waits counts as waiting for e
 PROMPTS = [f"def function_{i}(x):\n    return" for i in range(8)]
 # Random, so that the tokens of one request could not pass for another's.
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "temperature": 2.0, "seed": 7}
+# Half a minute at the pace of `slow`, in which a test must have stopped it.
 LONG: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+STEP_S = 0.02
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +33,12 @@ def alone(tiny_bundle: Path) -> list[tuple[int, ...]]:
 def model(tiny_bundle: Path) -> Iterator[Model]:
     with load(tiny_bundle, threads=1, determinism="batch") as model:
         yield model
+
+
+@pytest.fixture
+def slow(model: Model) -> Model:
+    slowed(model.engine, STEP_S)
+    return model
 
 
 def in_thread(work: Callable[[], Any]) -> Callable[[float], Any]:
@@ -91,27 +100,27 @@ def test_a_stream_may_be_read_on_by_another_thread(model: Model, alone: list[tup
 # ---------------------------------------------------------------------------------------------------------- left early
 
 
-def test_leaving_a_for_loop_early_cancels_the_request(model: Model, alone: list[tuple[int, ...]]):
+def test_leaving_a_for_loop_early_cancels_the_request(slow: Model, alone: list[tuple[int, ...]]):
     """At once, not when garbage is collected."""
     gc.disable()
     try:
-        for _ in model.stream(PROMPTS[0], **LONG):
+        for _ in slow.stream(PROMPTS[0], **LONG):
             break
-        assert_usable(model, alone)
-        assert model.engine.metrics.snapshot().requests["cancelled"] == 1
+        assert_usable(slow, alone)
+        assert slow.engine.metrics.snapshot().requests["cancelled"] == 1
     finally:
         gc.enable()
 
 
-def test_a_closed_stream_ends_and_says_why(model: Model, alone: list[tuple[int, ...]]):
-    stream = model.stream(PROMPTS[0], **LONG)
+def test_a_closed_stream_ends_and_says_why(slow: Model, alone: list[tuple[int, ...]]):
+    stream = slow.stream(PROMPTS[0], **LONG)
     next(stream)
     stream.close()
     with pytest.raises(CancelledError):
         stream.result(PATIENCE)
     with pytest.raises(CancelledError):
         list(stream)
-    assert_usable(model, alone)
+    assert_usable(slow, alone)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RequestError, ZeroDivisionError])
@@ -130,19 +139,19 @@ def test_an_error_of_whoever_reads_leaves_the_model_usable(
 # ------------------------------------------------------------------------------------------------------------- closing
 
 
-def test_a_closed_model_refuses_requests_and_may_be_closed_again(model: Model):
-    running = model.stream(PROMPTS[0], **LONG)
+def test_a_closed_model_refuses_requests_and_may_be_closed_again(slow: Model):
+    running = slow.stream(PROMPTS[0], **LONG)
     next(running)
-    model.close()
-    model.close()
-    for request in (model.generate, model.stream):
+    slow.close()
+    slow.close()
+    for request in (slow.generate, slow.stream):
         with pytest.raises(EngineClosedError, match="the model is closed; load the bundle again"):
             request(PROMPTS[0])
     with pytest.raises(EngineClosedError, match="the model is closed"):
-        model.chat([{"role": "user", "content": "Hello"}])
+        slow.chat([{"role": "user", "content": "Hello"}])
     with pytest.raises(EngineClosedError, match="the engine was closed"):
         running.result(PATIENCE)
-    assert model.runner.session.capacity == 0
+    assert slow.runner.session.capacity == 0
 
 
 def test_a_model_closed_before_its_first_request_refuses_it(tiny_bundle: Path):
@@ -155,6 +164,7 @@ def test_a_model_closed_before_its_first_request_refuses_it(tiny_bundle: Path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_leaving_the_with_block_ends_what_runs_and_passes_the_error_on(tiny_bundle: Path, error: type[BaseException]):
     with pytest.raises(error), load(tiny_bundle, threads=1) as model:
+        slowed(model.engine, STEP_S)
         stream = model.stream(PROMPTS[0], **LONG)
         next(stream)
         raise error
