@@ -1,7 +1,7 @@
 """From a request to a job: tokens, parameters, context, samplers; what can be refused is refused here."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from llmc.runtime.handle import Mailbox
 from llmc.runtime.metrics import EngineMetrics
 from llmc.runtime.request import Request
 from llmc.runtime.results import Output
-from llmc.runtime.runner import check_tokens
 from llmc.runtime.sampling import Processor, SamplingParams, build_processors, make_sampler
 from llmc.runtime.sequence import Job, Sample
 from llmc.runtime.strategies import BeamSearch, Contrastive, Hypothesis, Strategy
@@ -234,3 +233,14 @@ def token_ids(prompt: object) -> list[int]:
     if not all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in ids):
         raise UsageError(f"the prompt is {prompt!r:.60}, expected text or a list of token ids (integers)")
     return [int(token) for token in ids]
+
+
+def check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Raises:
+        UsageError: with the first such id.
+    """
+    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise UsageError(f"{where} token id {wrong}, which is out of range, expected 0 ... {vocab_size - 1}")

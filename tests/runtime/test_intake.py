@@ -13,6 +13,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 
 IDS = list(range(10, 20))
+VOCAB = 4096
 
 
 @pytest.fixture
@@ -93,6 +94,16 @@ def test_what_the_parts_of_a_request_cannot_have_together_is_refused_at_the_door
 ):
     with pytest.raises(UsageError, match=message):
         job(intake, request=more, **params)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**70])
+def test_a_token_outside_the_vocabulary_is_refused_by_name(intake: Intake, token: int):
+    with pytest.raises(UsageError, match=rf"prompt holds token id {token}, .* expected 0 \.\.\. {VOCAB - 1}"):
+        job(intake, [5, token, 6])
+
+
+def test_the_first_and_the_last_token_of_the_vocabulary_are_accepted(intake: Intake):
+    assert job(intake, [0, VOCAB - 1]).prompt == [0, VOCAB - 1]
 
 
 def test_a_prompt_that_just_fits_is_left_as_it_is():
