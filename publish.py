@@ -42,7 +42,7 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
         writing = False
         yield staging
         writing = True
-        _sync(staging)
+        sync_all(staging)
         refuse_to_overwrite(target, force)  # it may have appeared meanwhile
         _swap(staging, place)
     except OSError as error:
@@ -106,17 +106,27 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync_one(path)
+def sync(path: Path) -> None:
+    """Return when a file, or a folder's list of names, is on the disk.
 
-
-def _sync_one(path: Path) -> None:
+    Raises:
+        OSError: the disk is full, or fails.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """:func:`sync` of all that is in a folder, and of itself.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
 
 
 def _swap(staging: Path, place: Path) -> None:
@@ -126,7 +136,7 @@ def _swap(staging: Path, place: Path) -> None:
         if place.exists():
             place.rename(old)
         staging.rename(place)
-        _sync_one(place.parent)
+        sync(place.parent)
     finally:
         if not place.exists() and old.exists():
             old.rename(place)

@@ -19,6 +19,7 @@ from llmc.errors import BuildError, BundleError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.calibration import CalibrationRequest
 from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.gate import broken_limits
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
@@ -278,17 +279,11 @@ def _timed(name: str, folder: Path, manifest: Manifest, threads: int, rows: int,
 
 def _within(trial: Trial, budget: Budget, memory: int) -> Trial:
     """The trial with the reason why it is out, if there is one."""
-    kl, agreement, increase = budget.max_kl, budget.min_agreement, budget.max_perplexity_increase
-    reasons = []
-    if kl is not None and trial.mean_kl > kl:
-        reasons.append(f"mean KL {trial.mean_kl:.4f} above {kl:g}")
-    if agreement is not None and trial.top1_agreement < agreement:
-        reasons.append(f"agreement {trial.top1_agreement:.1%} below {agreement:.1%}")
-    if increase is not None and trial.perplexity_increase > increase:
-        reasons.append(f"perplexity {trial.perplexity_increase:+.2%} above {increase:+.2%}")
+    broken = broken_limits(trial.mean_kl, trial.top1_agreement, trial.perplexity_increase, budget)
+    reasons = list(broken.values())
     if trial.memory > memory:
         reasons.append(f"{trial.memory / 1e6:.0f} MB of {memory / 1e6:.0f}")
-    return replace(trial, reason=", ".join(reasons))
+    return replace(trial, reason="; ".join(reasons))
 
 
 def _nothing_fits(trials: Sequence[Trial]) -> str:

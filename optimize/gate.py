@@ -100,25 +100,45 @@ class Advice:
     split: bool
 
 
+def broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> dict[str, str]:
+    """What was found and what is allowed, by the name of each limit that is broken.
+
+    Args:
+        kl: mean KL divergence from the unquantized model, in nats.
+        agreement: share of positions with the same first choice, 0 ... 1.
+        increase: of perplexity, 0.02 for 2 %.
+        budget: the limits.
+    """
+    found: dict[str, str] = {}
+    # NaN compares false with everything, so ask for what must hold.
+    if budget.max_kl is not None and not kl <= budget.max_kl:
+        found["max_kl"] = f"mean KL {kl:.4g}, at most {budget.max_kl:g} is allowed"
+    if budget.min_agreement is not None and not agreement >= budget.min_agreement:
+        found["min_agreement"] = f"top-1 agreement {agreement:.2%}, at least {budget.min_agreement:.2%} is required"
+    if budget.max_perplexity_increase is not None and not increase <= budget.max_perplexity_increase:
+        allowed = f"at most {budget.max_perplexity_increase:+.2%} is allowed"
+        found["max_perplexity_increase"] = f"perplexity {increase:+.2%}, {allowed}"
+    return found
+
+
 def breaches(quality: Quality, budget: Budget) -> list[Breach]:
-    """Every limit of the budget that a path breaks, with what was found and what is allowed."""
+    """Every limit of the budget that a path breaks, with the mean KL that would about keep it."""
     found: list[Breach] = []
     for phase, path in quality.phases.items():
         kl, same = path.mean_kl, path.top1_agreement
         assert kl is not None and same is not None and quality.reference_perplexity is not None
         increase = path.perplexity / quality.reference_perplexity - 1
-        # NaN compares false with everything, so ask for what must hold.
-        if budget.max_kl is not None and not kl <= budget.max_kl:
-            found.append(Breach(f"mean KL {kl:.4g}, at most {budget.max_kl:g} is allowed", phase, budget.max_kl))
-        if budget.min_agreement is not None and not same >= budget.min_agreement:
-            text = f"top-1 agreement {same:.2%}, at least {budget.min_agreement:.2%} is required"
-            # The share of changed first choices grows as the logits' noise, so as the root of KL.
-            found.append(Breach(text, phase, kl * ((1 - budget.min_agreement) / max(1 - same, 1e-9)) ** 2))
-        if budget.max_perplexity_increase is not None and not increase <= budget.max_perplexity_increase:
-            text = f"perplexity {path.perplexity:.4g} is {increase:+.2%} of {quality.reference_perplexity:.4g}"
-            text += f", at most {budget.max_perplexity_increase:+.2%} is allowed"
-            found.append(Breach(text, phase, kl * budget.max_perplexity_increase / max(increase, 1e-9)))
+        for limit, text in broken_limits(kl, same, increase, budget).items():
+            found.append(Breach(text, phase, _target(limit, getattr(budget, limit), kl, same, increase)))
     return found
+
+
+def _target(limit: str, allowed: float, kl: float, agreement: float, increase: float) -> float:
+    if limit == "max_kl":
+        return allowed
+    if limit == "min_agreement":  # the share of changed first choices grows as the logits' noise, so as the root of KL
+        return kl * ((1 - allowed) / max(1 - agreement, 1e-9)) ** 2
+    return kl * allowed / max(increase, 1e-9)
 
 
 def check(quality: Quality, budget: Budget, explain: Callable[[], Advice]) -> None:

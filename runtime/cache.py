@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from llmc.publish import sync, sync_all
+
 log = logging.getLogger(__name__)
 
 # Another process may be about to open, or still be filling, what it asked for a moment ago.
@@ -65,11 +67,10 @@ def published(path: Path) -> Iterator[Path]:
     staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=path.parent))
     try:
         yield staging
-        for file in [*staging.rglob("*"), staging]:
-            _sync(file)
+        sync_all(staging)
         with suppress(FileExistsError):
             _move(staging, path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -129,14 +130,6 @@ def _move(staging: Path, path: Path) -> None:
         if not path.is_dir():
             raise
         raise FileExistsError(path) from None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _children(folder: Path) -> list[Path]:

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import RequestError, ResourceError, UsageError
+from llmc.publish import sync
 
 MAGIC = b"llmcKV\r\n"  # a transfer that changes line ends breaks it at once
 VERSION = 1
@@ -237,7 +238,7 @@ def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]]) -> N
         with suppress(OSError):
             os.unlink(staging)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def save_session(path: Path, tokens: Sequence[int], values: NDArray[Any], key: str) -> None:
@@ -318,11 +319,3 @@ def _raw(array: NDArray[Any]) -> memoryview:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -67,7 +67,7 @@ def test_a_relative_target_is_published_where_the_block_began(tmp_path: Path, mo
 
 def test_everything_is_synced_before_it_is_renamed(target: Path, monkeypatch: pytest.MonkeyPatch):
     order = []
-    monkeypatch.setattr(publishing, "_sync_one", lambda path: order.append(path.name))
+    monkeypatch.setattr(publishing, "sync", lambda path: order.append(path.name))
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda self, to: (order.append("rename"), rename(self, to))[1])
     publish(target, "new")

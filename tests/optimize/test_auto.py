@@ -89,11 +89,11 @@ def test_time_counts_the_prompt_and_the_answer():
     [
         (Budget(), 10**9, ""),
         (Budget(0.01, 0.97, 0.005), 50_000_000, ""),
-        (Budget(max_kl=0.009), 10**9, "mean KL 0.0100 above 0.009"),
-        (Budget(min_agreement=0.98), 10**9, "agreement 97.0% below 98.0%"),
-        (Budget(max_perplexity_increase=0.0), 10**9, "perplexity +0.50% above +0.00%"),
+        (Budget(max_kl=0.009), 10**9, "mean KL 0.01, at most 0.009 is allowed"),
+        (Budget(min_agreement=0.98), 10**9, "top-1 agreement 97.00%, at least 98.00% is required"),
+        (Budget(max_perplexity_increase=0.0), 10**9, "perplexity +0.50%, at most +0.00% is allowed"),
         (Budget(), 49_999_999, "50 MB of 50"),
-        (Budget(max_kl=0.0, min_agreement=1.0), 1, "mean KL 0.0100 above 0, agreement 97.0% below 100.0%, 50 MB of 0"),
+        (Budget(max_kl=0.0), 1, "mean KL 0.01, at most 0 is allowed; 50 MB of 0"),
     ],
     ids=str,
 )
