@@ -20,6 +20,8 @@ from llmc.optimize.progress import silent
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 
+A_MINUTE_NS = 60_000_000_000  # a step that every file system's time stamps show
+
 
 class Calls:
     """A calibration that only takes notes."""
@@ -193,7 +195,7 @@ def test_new_weights_under_the_same_names_have_a_folder_of_their_own(start, call
     start(request, precision="int4", scheme="gptq")
     [weights] = tiny_export.glob("*.safetensors")
     times = weights.stat()
-    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + A_MINUTE_NS))
     start(request, precision="int4", scheme="gptq")
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert len(set(calls.folders)) == 2

@@ -105,7 +105,7 @@ def test_a_removed_entry_is_gone():
 
 
 def test_pruning_removes_the_least_recently_used_until_the_rest_fits(root: Path):
-    old, older, oldest = (filled(root, str(age), 100, LONG_AGO + age) for age in (1, 2, 3))
+    old, older, oldest = (filled(root, str(age), 100, age * LONG_AGO) for age in (1, 2, 3))
     cache.prune("kind", 250)
     assert (old.exists(), older.exists(), oldest.exists()) == (True, True, False)
     cache.prune("kind", 99)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -12,12 +14,15 @@ import pytest
 
 from llmc.bundle import read_bundle
 from llmc.errors import DeadlineError, LlmcError, QueueFullError, UsageError
+from llmc.runtime import load
 from llmc.runtime import load_test as module
 from llmc.runtime.energy import Joules
+from llmc.runtime.engine import Engine
 from llmc.runtime.load_test import LoadReport, Percentiles, Visit, arrivals, figures, load_test, send
 from llmc.runtime.metrics import RequestMetrics
 
 REQUESTS = 6
+PATIENCE = 60  # seconds after which a thread that waits counts as waiting for ever
 METRICS = RequestMetrics(0.5, 0.0, None, None, None, None, None, 10, 0, 3, 0, 0, 0, 0, "length")
 
 # The mean of n exponential gaps has a relative standard deviation of 1 / sqrt(n): five of them for a fixed seed.
@@ -207,10 +212,25 @@ def test_the_report_says_how_many_rows_there_were_where_they_run_in_pairs(tiny_b
     assert report.concurrency == 2
 
 
-def test_a_full_queue_rejects(tiny_bundle: Path):
-    report = load_test(tiny_bundle, requests=40, prompt_length=4, new_tokens=2, threads=1, max_queue=1)
-    assert report.rejected > 0
-    assert report.completed + report.rejected == 40
+def test_a_full_queue_rejects(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
+    models: list[Any] = []
+    monkeypatch.setattr(module, "load", lambda *given, **more: models.append(load(*given, **more)) or models[0])
+    monkeypatch.setattr(module, "send", lambda *given: while_held(models[0].engine, lambda: send(*given)))
+    report = load_test(tiny_bundle, requests=40, prompt_length=4, new_tokens=2, threads=1, max_queue=3)
+    assert (report.completed, report.rejected) == (3, 37)
+
+
+def while_held(engine: Engine, work: Callable[[], list[Visit]]) -> list[Visit]:
+    """Do ``work`` while the engine's thread does nothing."""
+    held, done = threading.Event(), threading.Event()
+    holder = threading.Thread(target=lambda: engine.call(lambda: held.set() or done.wait(PATIENCE)))
+    holder.start()
+    assert held.wait(PATIENCE)
+    try:
+        return work()
+    finally:
+        done.set()
+        holder.join()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ BLOCK_BYTES = 4 * int(np.prod(SHAPE))
 PLENTY = 1 << 24
 PROMPT = list(range(100, 118))  # four blocks and two tokens
 WHOLE = 16
+PATIENCE = 60  # seconds after which a disk that should have written counts as dead
 
 
 def rows(tokens: Sequence[int], dtype: str = "float32") -> NDArray[Any]:
@@ -66,7 +67,7 @@ def keep(opened: Opened, *prompts: Sequence[int], **settings: Any) -> None:
     cache, store = opened(**settings)
     for prompt in prompts:
         writer(cache)(prompt)
-        assert store.flush(10)
+        assert store.flush(PATIENCE)
     store.close()
 
 
@@ -301,7 +302,7 @@ def test_the_bound_holds_and_the_least_recently_used_goes(opened: Opened, folder
     cache = PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store)
     for first in range(6):
         writer(cache)([first] * 16)
-        assert store.flush(10)
+        assert store.flush(PATIENCE)
         assert used(folder) <= bound
     later, _ = opened()
     assert [found(later, [first] * 16) for first in range(6)] == [0, 0, 0, 0, WHOLE, WHOLE]
@@ -355,14 +356,14 @@ def test_a_disk_that_refuses_leaves_memory_at_work(
     cache, store = opened()
     for prompt in (PROMPT, [1] * 8):
         writer(cache)(prompt)
-        assert store.flush(10)
+        assert store.flush(PATIENCE)
     assert [found(cache, PROMPT), found(cache, [1] * 8)] == [WHOLE, 8]
     assert len(warnings(caplog)) == 1
     assert os.strerror(code) in warnings(caplog)[0]
     assert [path for path in folder.rglob("*") if path.is_file()] == []
     monkeypatch.undo()
     writer(cache)(PROMPT)  # the disk works again
-    assert store.flush(10)
+    assert store.flush(PATIENCE)
     assert found(opened()[0], PROMPT) == WHOLE
 
 
@@ -370,10 +371,10 @@ def test_a_failed_disk_is_left_alone_for_a_while(opened: Opened, monkeypatch: py
     monkeypatch.setattr("os.fsync", fail_with(errno.ENOSPC))
     cache, store = opened()
     writer(cache)(PROMPT)
-    assert store.flush(10)
+    assert store.flush(PATIENCE)
     monkeypatch.undo()
     writer(cache)(PROMPT)
-    assert store.flush(10)
+    assert store.flush(PATIENCE)
     assert found(opened()[0], PROMPT) == 0
 
 
@@ -404,7 +405,7 @@ def test_a_folder_that_vanishes_is_made_again(opened: Opened, folder: Path, capl
     assert found(cache, PROMPT) == WHOLE
     shutil.rmtree(folder)
     writer(cache)([1] * 16)
-    assert store.flush(10)
+    assert store.flush(PATIENCE)
     assert found(cache, PROMPT) == 0
     assert found(opened()[0], [1] * 16) == WHOLE
     assert warnings(caplog) == []
@@ -414,7 +415,7 @@ def test_a_file_in_place_of_the_folder_is_said_once(opened: Opened, folder: Path
     folder.write_text("not a folder")
     cache, store = opened()
     writer(cache)(PROMPT)
-    assert store.flush(10)
+    assert store.flush(PATIENCE)
     assert found(cache, PROMPT) == WHOLE
     assert all("prefixes" in message for message in warnings(caplog))
     assert folder.read_text() == "not a folder"
@@ -424,7 +425,7 @@ def test_a_full_queue_skips_and_the_next_time_fills_the_gap(folder: Path, monkey
     hold, publish = threading.Event(), prefix_store.publish
 
     def slowly(*arguments: Any) -> None:
-        assert hold.wait(10)
+        assert hold.wait(PATIENCE)
         publish(*arguments)
 
     monkeypatch.setattr(prefix_store, "publish", slowly)
@@ -434,10 +435,10 @@ def test_a_full_queue_skips_and_the_next_time_fills_the_gap(folder: Path, monkey
         writer(cache)(PROMPT)  # does not wait for the disk, and is not taken
         assert not store.flush(0.01)
         hold.set()
-        assert store.flush(10)
+        assert store.flush(PATIENCE)
         assert len(files(folder)) == 1
         writer(cache)([*PROMPT[:16], 5, 5, 5, 5])
-        assert store.flush(10)
+        assert store.flush(PATIENCE)
     with PrefixStore(folder, PLENTY) as store:
         assert found(PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store), PROMPT) == WHOLE
 

@@ -19,9 +19,14 @@ from llmc.runtime.prefix_store import PrefixStore
 BLOCK_BYTES = 4 * 4 * 2 * 4 * 8
 LENGTH = 16  # tokens of every prompt: four blocks of one token, whose keys and values are all that token
 PLENTY = 1 << 24
+MANY = 1000  # prompts that fit into that, for what is evicted is no whole file either
 
-# A process that keeps prefixes. Its arguments: folder, bound, first token, number of prompts.
+PATIENCE = 60  # seconds after which something that should happen counts as not happening
+
+# A process that keeps prefixes, over and over until its input is closed, so that nobody looks too late. Its arguments:
+# folder, bound, first token, number of prompts.
 KEEPS_PREFIXES = """
+import select
 import sys
 import numpy as np
 from pathlib import Path
@@ -32,9 +37,12 @@ folder, bound, first, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
 store = PrefixStore(folder, bound)
 cache = PrefixCache("model", 4, max_bytes=1 << 24, store=store)
 print("ready", flush=True)
-for token in range(first, first + count):
-    cache.insert([token] * 16, lambda start, end: np.full((4, 2, end - start, 8), token, np.float32))
-    store.flush()
+told = False
+while not told:
+    for token in range(first, first + count):
+        cache.insert([token] * 16, lambda start, end: np.full((4, 2, end - start, 8), token, np.float32))
+        store.flush()
+    told = bool(select.select([sys.stdin], [], [], 0.01)[0])
 store.close()
 """
 
@@ -43,7 +51,7 @@ store.close()
 def process(folder: Path, bound: int, first: int, count: int) -> Iterator["subprocess.Popen[str]"]:
     """Such a process, once it is about to begin; it does not outlive the block."""
     command = [sys.executable, "-c", KEEPS_PREFIXES, str(folder), str(bound), str(first), str(count)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         try:
             assert started.stdout is not None
             assert started.stdout.readline() == "ready\n"
@@ -71,8 +79,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_killing_a_writer_leaves_whole_files_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    with process(tmp_path, PLENTY, 0, 1_000_000) as writing:
-        deadline = time.monotonic() + 30
+    with process(tmp_path, PLENTY, 0, MANY) as writing:
+        deadline = time.monotonic() + PATIENCE
         while len(files(tmp_path)) < 5 and time.monotonic() < deadline:
             time.sleep(0.002)
         writing.send_signal(signal.SIGKILL)
@@ -86,20 +94,25 @@ def test_killing_a_writer_leaves_whole_files_only(
         assert warnings(caplog) == []
         monkeypatch.setattr(prefix_store, "ABANDONED_S", 0.0)
         cache.insert([kept + 1] * LENGTH, lambda start, end: np.full((4, 2, end - start, 8), kept + 1, np.float32))
-        assert store.flush(10)
+        assert store.flush(PATIENCE)
     assert list(shelf.glob(".staging-*")) == []
 
 
 def test_processes_share_a_folder_within_its_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    bound, hits = 40 * BLOCK_BYTES, 0
+    bound, hits, passes, deadline = 40 * BLOCK_BYTES, 0, 0, time.monotonic() + PATIENCE
     with PrefixStore(tmp_path, bound) as store:
         cache = PrefixCache("model", 4, max_bytes=8 * BLOCK_BYTES, store=store)
         with (
             process(tmp_path, bound, 0, 40) as one,
             process(tmp_path, bound, 20, 40) as other,
         ):  # half of it is the same
-            while one.poll() is None or other.poll() is None:
+            while (passes < 10 or hits == 0) and time.monotonic() < deadline:
                 hits += sum(finds(cache, token) for token in range(60))
+                passes += 1
+            for writing in (one, other):
+                assert writing.stdin is not None and writing.poll() is None
+                writing.stdin.close()
+                writing.wait(PATIENCE)
             assert (one.returncode, other.returncode) == (0, 0)
         assert sum(finds(cache, token) for token in range(60)) >= 7
     assert hits > 0

@@ -23,7 +23,7 @@ PATIENCE_S = 60
 Part = Callable[[str], ModuleType]
 
 
-def outcome(part: Part, code: str, limit: float = 30.0) -> Any:
+def outcome(part: Part, code: str, limit: float = PATIENCE_S) -> Any:
     return part("process").run([sys.executable, "-c", code], limit)
 
 
@@ -50,11 +50,15 @@ def test_an_end_is_put_into_words(part, code, state, message):
     assert (done.state, done.message) == (state, message)
 
 
-def test_a_step_that_hangs_is_ended_with_what_it_started(part, tmp_path):
-    start = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); "
-    noted = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); "
-    done = outcome(part, f"{start}{noted}print('waiting', file=sys.stderr, flush=True); p.wait()", limit=5)
-    assert (done.state, done.message) == ("timed out", "no end after 5 s; its last line: waiting")
+def test_a_step_that_hangs_is_ended_with_what_it_started(part, tmp_path, monkeypatch):
+    hangs, limit = tmp_path / "hangs", 600
+    start = "import pathlib, subprocess, sys; p = subprocess.Popen(['sleep', '600']); "
+    noted = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(p.pid)); print('waiting', file=sys.stderr); "
+    # Its time is up as soon as it hangs, however long it took to get there.
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + limit * hangs.exists(), sleep=time.sleep)
+    monkeypatch.setattr(part("process"), "time", clock)
+    done = outcome(part, f"{start}{noted}sys.stderr.flush(); pathlib.Path({str(hangs)!r}).touch(); p.wait()", limit)
+    assert (done.state, done.message) == ("timed out", "no end after 600 s; its last line: waiting")
     until = time.monotonic() + PATIENCE_S
     while running((tmp_path / "pid").read_text()) and time.monotonic() < until:
         time.sleep(0.01)
@@ -89,9 +93,21 @@ def terminated() -> Iterator[Any]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_peaks_of_memory_are_those_of_the_step_alone(part):
+def test_peaks_of_memory_are_those_of_the_step_alone(part, tmp_path, monkeypatch):
     ballast = bytearray(200_000_000)  # of the process that starts it
-    done = outcome(part, "import time; x = bytearray(100_000_000); time.sleep(0.5); print('{}')")
+    taken, seen = tmp_path / "taken", tmp_path / "seen"
+    look = part("process")._memory
+
+    def looked(pid: int) -> dict[str, int]:
+        was_taken, found = taken.exists(), look(pid)
+        if was_taken:
+            seen.touch()
+        return found
+
+    monkeypatch.setattr(part("process"), "_memory", looked)
+    code = f"import pathlib, time; x = bytearray(100_000_000); pathlib.Path({str(taken)!r}).touch()\n"
+    code += f"while not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.01)\nprint('{{}}')"
+    done = outcome(part, code)
     assert 100_000_000 < done.anonymous_bytes <= done.resident_bytes < len(ballast)
 
 
