@@ -11,7 +11,7 @@ from llmc.bundle import Limits, read_export
 from llmc.errors import BuildError
 from llmc.optimize import passes
 from llmc.optimize.calibrated import Calibrated
-from llmc.optimize.lower.plan import Float32, Forms, PerToken, Plan, WeightOnly
+from llmc.optimize.lower.plan import Computed, Float8, Float32, Forms, PerToken, Plan, WeightOnly
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights import WeightFile
 
@@ -63,6 +63,13 @@ def test_linears_that_read_the_same_activation_quantize_it_once(exported, loweri
     assert operators(lowered)["QuantizeLinear"] == 4 * 2
     gate, up = (lowered.node(f"{LAYER}.mlp.{name}_proj.MatMulIntegerToFloat") for name in ("gate", "up"))
     assert gate.inputs[0] is up.inputs[0]
+
+
+@pytest.mark.parametrize("form", [Computed(), Float8()])
+def test_a_form_of_other_targets_is_refused_by_name(exported, lowering, form):
+    lowered = lowering(exported(BIASES).export, BLOCKS, BLOCKS, layers={f"{LAYER}.mlp.down_proj": form})
+    with pytest.raises(BuildError, match=rf"{LAYER}.mlp.down_proj .* {form.__class__.__name__}.* expected fp32, fp16,"):
+        lowered.apply("lower linears")
 
 
 def test_graphs_share_the_weights_they_have_in_common(exported, lowering):

@@ -8,18 +8,17 @@ from numpy.typing import NDArray
 
 from llmc.errors import BuildError
 from llmc.optimize.calibrated import grid_name
+from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.plan import Float16, Float32, PerToken, Plan, Static, WeightOnly
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.quantize import static
 from llmc.optimize.quantize.grid import Float, Grid, pack_blocks, pack_zero_points
 from llmc.optimize.rewrite import (
-    LLMC,
     MICROSOFT,
     Emitter,
     constant,
     initializer,
     nodes_of,
-    replace,
     scalar,
     sole_consumer,
     vector,
@@ -39,25 +38,27 @@ Tokens = tuple[ir.Value, ir.Value]
 def lower_linears(graph: ir.Graph, plan: Plan) -> int:
     """llmc::Linear -> the operator of the form that the plan asks for. Counts the parts of packed ones."""
     activations: dict[ir.Value, Tokens] = {}
-    count = 0
-    for node in nodes_of(graph, "Linear", LLMC):
-        linear = Linear.of(node)
-        match plan.forms.of(linear.module):
-            case Float32():
-                output = float_linear(linear, float32_weight(linear.tensor, linear.weights, plan), plan)
-            case Float16():
-                output = float_linear(linear, float16_weight(linear.tensor, linear.weights, plan), plan)
-            case WeightOnly(grid):
-                output = _blocked_linear(linear, grid, plan)
-            case PerToken(grid):
-                output = _per_token_linear(linear, grid, plan, activations)
-            case Static(grid):
-                output = _static_linear(linear, grid, plan, activations)
-        replace(node, output)
-        for _ in linear.weights:
-            plan.linear_done()
-        count += len(linear.weights)
-    return count
+    return replace_linears(graph, plan, lambda linear: _lowered(linear, plan, activations))
+
+
+def _lowered(linear: Linear, plan: Plan, activations: dict[ir.Value, Tokens]) -> ir.Value:
+    """``activations`` are those that earlier linears quantized."""
+    match plan.forms.of(linear.module):
+        case Float32():
+            return float_linear(linear, float32_weight(linear.tensor, linear.weights, plan), plan)
+        case Float16():
+            return float_linear(linear, float16_weight(linear.tensor, linear.weights, plan), plan)
+        case WeightOnly(grid):
+            return _blocked_linear(linear, grid, plan)
+        case PerToken(grid):
+            return _per_token_linear(linear, grid, plan, activations)
+        case Static(grid):
+            return _static_linear(linear, grid, plan, activations)
+        case form:
+            raise BuildError(
+                f"{linear.module} is to be stored as {form}, which the cpu target cannot; expected fp32, fp16, int8 or "
+                "int4"
+            )
 
 
 def float_linear(linear: Linear, stored: ir.ExternalTensor, plan: Plan) -> ir.Value:

@@ -11,22 +11,16 @@ from llmc.optimize.lower.cpu.linears import (
     float_type,
     with_bias,
 )
+from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.plan import Computed, Float16, Float32, Plan, WeightOnly
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.rewrite import LLMC, MICROSOFT, Emitter, initializer, nodes_of, replace
+from llmc.optimize.rewrite import MICROSOFT, Emitter, initializer
 
 
 def lower_linears(graph: ir.Graph, plan: Plan) -> int:
     """llmc::Linear -> the operator of the form that the plan asks for. Counts the parts of packed ones."""
-    count = 0
-    for node in nodes_of(graph, "Linear", LLMC):
-        linear = Linear.of(node)
-        replace(node, _lowered(linear, plan))
-        for _ in linear.weights:
-            plan.linear_done()
-        count += len(linear.weights)
-    return count
+    return replace_linears(graph, plan, lambda linear: _lowered(linear, plan))
 
 
 def _lowered(linear: Linear, plan: Plan) -> ir.Value:
