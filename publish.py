@@ -1,8 +1,13 @@
-"""How folders of llmc's appear: written beside their place, synced, and renamed into it, whole or not at all."""
+"""How folders of llmc's appear: written beside their place, synced, and renamed into it, whole or not at all.
+
+What is on its way lies in a hidden room beside the place, ``.NAME.NUMBER.work``, whose lock ends with the process that
+holds it: by that the next one tells what a killed process left from what another one writes.
+"""
 
 import errno
-import glob
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +18,9 @@ from llmc.errors import ResourceError, UsageError
 
 # What a folder of llmc's may hold; anything else in it is somebody's own.
 OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".jinja")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# In a room: what its process holds, what is being written, and what was in the place before.
+LOCK, NEW, OLD = "lock", "new", "old"
 
 
 def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
@@ -21,41 +29,62 @@ def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 @contextmanager
+def room(target: Path) -> Iterator[Path]:
+    """Give an empty folder, hidden beside ``target``, and remove it when the block ends, however it ends.
+
+    First it clears away what killed processes left there; a folder that one of them had set aside comes back where it
+    was. What a living process writes stays, by a lock that some network file systems know nothing of: there nothing is
+    cleared away. Missing parents of ``target`` are made, and removed again if they are empty in the end.
+
+    Raises:
+        UsageError: nothing can be written there.
+        ResourceError: the disk is full.
+    """
+    place = Path(os.path.realpath(target))  # through a link: beside what it points to
+    _recover(place)
+    made = [parent for parent in place.parents if not parent.exists()]
+    folder, lock = _named_room(place), None
+    try:
+        with _writing(target):
+            while (lock := _made_and_locked(folder)) is None:
+                folder = _named_room(place)
+            (folder / NEW).mkdir()
+        yield folder / NEW
+    finally:
+        with suppress(OSError):
+            _remove(folder, place)
+        if lock is not None:
+            os.close(lock)
+        with suppress(OSError):
+            for parent in made:  # goes as far up as they are empty
+                parent.rmdir()
+
+
+@contextmanager
 def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
     """Give an empty folder to write into, and publish it as ``target`` when the block ends without an error.
 
-    The folder lies beside the target. On any error, Ctrl-C included, it is removed and the target is untouched.
-    With ``force`` an existing target is replaced, and only at the end.
+    The folder lies beside the target, in a :func:`room`. On any error, Ctrl-C included, it is removed and the target
+    is untouched. With ``force`` an existing target is replaced, and only at the end.
 
     Raises:
         UsageError: the target exists and ``force`` is false, or is no folder of llmc's, or cannot be written.
         ResourceError: the disk is full.
     """
-    place = Path(os.path.realpath(target))  # through a link: what it points to is replaced, not the link
+    place = Path(os.path.realpath(target))
     _recover(place)
     refuse_to_overwrite(target, force)
-    made = [parent for parent in place.parents if not parent.exists()]
-    staging = place.parent / f".{place.name}.{os.getpid()}.staging"
-    writing = True  # whether an error is of our own writing; those of the caller's block keep their own names
-    try:
-        staging.mkdir(parents=True)
-        writing = False
-        yield staging
-        writing = True
-        sync_all(staging)
-        refuse_to_overwrite(target, force)  # it may have appeared meanwhile
-        _swap(staging, place)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(f"{target}: the disk is full; free some space and run again") from error
-        if writing:
-            raise UsageError(f"{target}: cannot write here ({error.strerror}); choose another output folder") from error
-        raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        with suppress(OSError):
-            for parent in made:  # goes as far up as they are empty
-                parent.rmdir()
+    with room(target) as staging:
+        try:
+            yield staging
+        except OSError as error:  # of the caller's block: all but a full disk keeps its own name
+            if error.errno in FULL:
+                raise _full(target) from error
+            raise
+        with _writing(target):
+            sync_all(staging)
+            refuse_to_overwrite(target, force)  # it may have appeared meanwhile
+            _swap(staging, place)
 
 
 def refuse_to_overwrite(target: Path, force: bool) -> None:
@@ -80,30 +109,79 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
         )
 
 
-def _recover(place: Path) -> None:
-    """Clear away what a killed process left beside ``place``; a folder it had set aside comes back where it was."""
-    for folder in place.parent.glob(f".{glob.escape(place.name)}.*"):
-        pid, _, kind = folder.name.removeprefix(f".{place.name}.").partition(".")
-        if kind not in ("staging", "old") or not pid.isdigit() or _alive(int(pid)):
-            continue
-        with suppress(OSError):
-            if kind == "old" and not place.exists():
-                folder.rename(place)
-            else:
-                shutil.rmtree(folder)
-
-
-def _alive(pid: int) -> bool:
-    """Whether another process runs under ``pid``; our own number is one that a container gave to each run in turn."""
-    if pid == os.getpid():
-        return False
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Errors of writing to ``target``, in a sentence."""
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise _full(target) from error
+        raise UsageError(f"{target}: cannot write here ({error.strerror}); choose another output folder") from error
+
+
+def _full(target: Path) -> ResourceError:
+    return ResourceError(f"{target}: the disk is full; free some space and run again")
+
+
+def _named_room(place: Path) -> Path:
+    return place.parent / f".{place.name}.{secrets.token_hex(8)}.work"
+
+
+def _made_and_locked(folder: Path) -> int | None:
+    """Make a room and return the descriptor of its lock; None if somebody cleared it away before it was locked."""
+    folder.mkdir(parents=True)
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    if _lock(lock) is not False and (folder / LOCK).exists():
+        return lock
+    os.close(lock)
+    return None
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the file is locked now, until it is closed; None where the file system has no locks."""
+    import fcntl  # not on Windows, where reading works
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
-    return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+
+
+def _recover(place: Path) -> None:
+    """Clear away what killed processes left beside ``place``; a folder they had set aside comes back where it was."""
+    rooms = re.compile(re.escape(f".{place.name}.") + r"[0-9a-f]{16}\.work")
+    with suppress(OSError):  # there is no parent, or nobody may look into it
+        for folder in place.parent.iterdir():
+            if rooms.fullmatch(folder.name):
+                _clear(folder, place)
+
+
+def _clear(folder: Path, place: Path) -> None:
+    """Remove a room unless somebody has its lock; without one it is empty, or somebody is about to take it."""
+    with suppress(OSError):
+        if not (folder / LOCK).exists():
+            folder.rmdir()
+            return
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if _lock(lock):
+                _remove(folder, place)
+        finally:
+            os.close(lock)
+
+
+def _remove(folder: Path, place: Path) -> None:
+    """Remove a room, but first bring back what it was to replace and did not."""
+    if (folder / OLD).exists() and not place.exists():
+        (folder / OLD).rename(place)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
@@ -130,14 +208,8 @@ def sync_all(folder: Path) -> None:
 
 
 def _swap(staging: Path, place: Path) -> None:
-    """Put ``staging`` in its place; the folder that was there comes back if that fails."""
-    old = staging.with_suffix(".old")
-    try:
-        if place.exists():
-            place.rename(old)
-        staging.rename(place)
-        sync(place.parent)
-    finally:
-        if not place.exists() and old.exists():
-            old.rename(place)
-        shutil.rmtree(old, ignore_errors=True)
+    """Put ``staging`` in its place, and what is there beside it."""
+    if place.exists():
+        place.rename(staging.with_name(OLD))
+    staging.rename(place)
+    sync(place.parent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +23,9 @@ from llmc.cli.options import (
     json_option,
     memory_option,
 )
+from llmc.cli.stopping import cleanly_stopped
 from llmc.errors import UsageError, require
-from llmc.publish import refuse_to_overwrite
+from llmc.publish import refuse_to_overwrite, room
 
 if TYPE_CHECKING:
     from llmc.optimize.auto import AutoReport
@@ -108,7 +108,7 @@ def build_command(
     if plot is not None:
         require("matplotlib", "plot")  # now, and not after hours of building
     refuse_to_overwrite(output, force)
-    with show.progress() as progress, exported(source, output, progress) as export:
+    with cleanly_stopped(), show.progress() as progress, exported(source, output, progress) as export:
         order = choices | {
             "precision": precision,
             "budget": Budget(**limits),
@@ -149,7 +149,7 @@ def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool
     """Compile a bundle's engine for this machine, in its place or into ``output``."""
     from llmc.optimize.rebuild import rebuild
 
-    with show.progress() as progress:
+    with cleanly_stopped(), show.progress() as progress:
         report = rebuild(source, output or source, force=force or output is None, progress=progress)
     if as_json:
         show.print_json(report)
@@ -195,13 +195,8 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
         return
     from llmc.export import export
 
-    near = next(folder for folder in Path(output).resolve().parents if folder.is_dir())
-    try:
-        temporary = tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".export", dir=near)
-    except OSError as error:
-        raise UsageError(f"{output}: cannot write here ({error.strerror}); choose another output folder") from error
-    with temporary as folder:
-        yield export(source, Path(folder) / source.resolve().name, progress=progress).output
+    with room(output) as folder:
+        yield export(source, folder / source.resolve().name, progress=progress).output
 
 
 def print_report(report: BuildReport) -> None:

@@ -9,6 +9,7 @@ import click
 
 from llmc.cli import output as show
 from llmc.cli.options import EXISTING_FOLDER, debug_option, force_option, json_option, output_option
+from llmc.cli.stopping import cleanly_stopped
 
 if TYPE_CHECKING:
     from llmc.export import ExportReport
@@ -30,7 +31,7 @@ def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool) -
     from llmc.export import export
 
     check_export(checkpoint)
-    with show.progress() as progress:
+    with cleanly_stopped(), show.progress() as progress:
         report = export(checkpoint, output, force=force, progress=progress)
     if as_json:
         show.print_json(report)

@@ -2,9 +2,6 @@
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,6 @@ from llmc import bundle
 from llmc import publish as publishing
 from llmc.errors import ResourceError, UsageError
 from llmc.publish import staged
-
-DEAD_PID = 2**22 + 1  # above the largest number that Linux gives to a process
 
 
 def publish(target: Path, text: str, *, force: bool = False) -> None:
@@ -45,7 +40,7 @@ def test_folder_appears_whole_and_only_at_the_end(target: Path):
         (folder / "llmc.json").write_text("new")
         (folder / "graphs").mkdir()
         (folder / "graphs" / "decode.onnx").write_text("graph")
-        assert folder.parent == target.parent
+        assert target.parent in folder.parents
         assert not target.exists()
     assert names(target) == ["graphs", "llmc.json"]
     assert names(target.parent) == ["bundle"]
@@ -205,87 +200,6 @@ def test_a_failure_in_the_swap_itself_brings_the_old_folder_back(
     with pytest.raises((KeyboardInterrupt, UsageError)):
         publish(published, "new", force=True)
     assert (published / "llmc.json").read_text() == "old"
-    assert names(published.parent) == ["bundle"]
-
-
-# ------------------------------------------------------------------------------------------------- what the dead left
-
-
-def test_what_a_dead_process_left_is_removed(target: Path):
-    leave(target, DEAD_PID, "staging")
-    publish(target, "new")
-    assert names(target.parent) == ["bundle"]
-
-
-def test_what_an_earlier_run_under_our_own_number_left_is_removed(target: Path):
-    leave(target, os.getpid(), "staging")
-    publish(target, "new")
-    assert names(target.parent) == ["bundle"]
-
-
-def test_what_a_living_process_writes_is_left_alone(target: Path):
-    folder = leave(target, os.getppid(), "staging")
-    publish(target, "new")
-    assert names(target.parent) == [folder.name, "bundle"]
-
-
-def test_a_folder_set_aside_by_a_process_killed_in_the_swap_comes_back(target: Path):
-    leave(target, DEAD_PID, "old")
-    with pytest.raises(UsageError, match="exists"):
-        publish(target, "new")
-    assert (target / "llmc.json").read_text() == "left"
-    assert names(target.parent) == ["bundle"]
-
-
-def test_a_folder_set_aside_and_replaced_is_removed(published: Path):
-    leave(published, DEAD_PID, "old")
-    publish(published, "new", force=True)
-    assert names(published.parent) == ["bundle"]
-
-
-@pytest.mark.parametrize("name", [".bundle.backup", ".bundle.1.2.staging", ".bundle.x.staging", ".other.99999999.old"])
-def test_hidden_folders_of_others_are_left_alone(target: Path, name: str):
-    (target.parent / name).mkdir()
-    publish(target, "new")
-    assert names(target.parent) == [name, "bundle"]
-
-
-def test_names_with_wildcards_are_taken_literally(tmp_path: Path):
-    other = leave(tmp_path / "model1", DEAD_PID, "staging")
-    mine = leave(tmp_path / "model[1]", DEAD_PID, "staging")
-    publish(tmp_path / "model[1]", "new")
-    assert other.exists()
-    assert not mine.exists()
-
-
-def leave(target: Path, pid: int, kind: str) -> Path:
-    folder = target.parent / f".{target.name}.{pid}.{kind}"
-    folder.mkdir()
-    (folder / "llmc.json").write_text("left")
-    return folder
-
-
-WRITER = """
-import sys, time
-from pathlib import Path
-from llmc.publish import staged
-with staged(Path(sys.argv[1]), force=True) as folder:
-    (folder / "llmc.json").write_text("half")
-    print("writing", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
-def test_a_real_process_that_is_stopped_leaves_the_old_folder(published: Path, stop: signal.Signals):
-    command = [sys.executable, "-c", WRITER, str(published)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(stop)
-        process.wait(timeout=30)
-    assert (published / "llmc.json").read_text() == "old"
-    publish(published, "new", force=True)
     assert names(published.parent) == ["bundle"]
 
 
