@@ -9,7 +9,17 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine_measures import Check, OtherLoad, Report, arguments, engine_on, median_ratio, percentiles, tokens
+from engine_measures import (
+    Check,
+    OtherLoad,
+    Report,
+    arguments,
+    engine_on,
+    median_ratio,
+    percentiles,
+    submitted,
+    tokens,
+)
 
 from llmc.runtime import Delta, Model, Request, SamplingParams, load
 from llmc.runtime.engine import Engine
@@ -56,7 +66,7 @@ def run_serially(engine: Engine, requests: list[Request]) -> float:
 def run_together(engine: Engine, requests: list[Request]) -> float:
     """Seconds for all at once."""
     started = time.perf_counter()
-    for handle in [engine.submit(item) for item in requests]:
+    for handle in submitted(engine, requests):
         handle.result(LONGEST_WAIT)
     return time.perf_counter() - started
 

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from machine import Disturbance, this_machine
 
-from llmc.runtime import Model
+from llmc.runtime import Model, Request
 from llmc.runtime.engine import Engine
+from llmc.runtime.handle import Handle
 from llmc.runtime.machine import available_memory, resident_bytes
 from llmc.runtime.options import EngineOptions
 from llmc.runtime.prefix_cache import PrefixCache
@@ -114,6 +115,13 @@ def engine_on(
         yield engine
     finally:
         engine.close()
+
+
+def submitted(engine: Engine, requests: Sequence[Request]) -> list[Handle]:
+    """All of them before the engine's next step, so that none runs ahead while this thread waits for a processor."""
+    handles: list[Handle] = []
+    engine.call(lambda: handles.extend(engine.submit(request) for request in requests))
+    return handles
 
 
 def tokens(length: int, salt: int) -> list[int]:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from engine_measures import Check, OtherLoad, Report, arguments, engine_on, print_rows, tokens
+from engine_measures import Check, OtherLoad, Report, arguments, engine_on, print_rows, submitted, tokens
 from python_overhead import engine_runs
 from sampling import SETTINGS, peaked
 
@@ -124,7 +124,7 @@ def batch_of(names: tuple[str, ...], rows: int, prompt: int, new_tokens: int) ->
 
 def run_batch(engine: Engine, requests: list[Request]) -> None:
     """All at once, to the end."""
-    for handle in [engine.submit(item) for item in requests]:
+    for handle in submitted(engine, requests):
         handle.result(LONGEST_WAIT)
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import resource
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles.clocks import even_costs
 
 from llmc.errors import CancelledError, UsageError
 from llmc.runtime import Delta, Output, Request, SamplingParams, load
+from llmc.runtime.engine import Engine
 
 # Sums of a few float64 in another order.
 CLOSE = 1e-12
@@ -119,7 +122,14 @@ def test_a_watch_counts_tokens_not_pieces(script):
     assert watch.reached.is_set() and len(watch.times) == 3
 
 
-def test_concurrency_runs_and_divides_serial_by_together(run_script, tiny_bundle):
+def test_concurrency_runs_and_divides_serial_by_together(run_script, tiny_bundle, monkeypatch):
+    step = Engine.step
+
+    def slowly(engine: Engine) -> None:
+        time.sleep(0.01)  # so that the streams last, of two thousand tokens
+        step(engine)
+
+    monkeypatch.setattr(Engine, "step", slowly)
     sizes = ["--requests", "3", "--prompt", "12", "--new-tokens", "6"]
     sizes += ["--streams", "2", "--long-prompt", "600", "--quiet-tokens", "12"]
     report = run_script("engine_concurrency", tiny_bundle, *sizes)
@@ -222,7 +232,8 @@ def test_a_pair_divides_within_rounds_and_counts_drafts_of_its_own_runs(script):
     assert pair.row() == ("x", "20.0", "55.0", "6", "66.7%")
 
 
-def test_speculation_runs_and_the_oracle_is_held_to_what_it_recorded(run_script, tiny_bundle):
+def test_speculation_runs_and_the_oracle_is_held_to_what_it_recorded(run_script, tiny_bundle, monkeypatch):
+    even_costs(monkeypatch)
     sizes = ("--prompt", "16", "--new-tokens", "32", "--free-tokens", "16")
     report = run_script("speculation_gain", tiny_bundle, *sizes, "--wrong", "0")
     oracle = report["details"]["pairs"][0]

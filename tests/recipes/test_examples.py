@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from doubles.clocks import even_costs
 
 EXAMPLES = Path(__file__).parents[2] / "recipes" / "examples"
 
@@ -51,5 +52,6 @@ def test_ranked_outputs_come_best_first(tiny_bundle: Path):
         assert scores == sorted(scores, reverse=True)
 
 
-def test_speculation_changes_nothing_but_the_speed(tiny_bundle: Path):
+def test_speculation_changes_nothing_but_the_speed(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
+    even_costs(monkeypatch)
     assert run("speculation", tiny_bundle).metrics.accepted > 0

@@ -234,9 +234,12 @@ def test_the_small_model_gives_each_request_what_it_gives_it_alone(
     with load(tiny_in(precision), threads=1, self_test=False, prefix_cache_bytes=0, **level) as model:
         expected = [answers(model.engine, [request])[0] for request in asked]
     monkeypatch.setattr("llmc.runtime.model.PromptLookup", lambda: guessing(asked, expected))
+    handles: list[Any] = []
     together = {"prefill_chunk": 34, "decode_steps_per_chunk": 2, "prefix_cache_bytes": 1 << 22, **options}
     with load(tiny_in(precision), threads=1, self_test=False, **together) as model:
-        assert answers(model.engine, asked) == expected
+        model.engine.call(lambda: handles.extend(map(model.engine.submit, asked)))  # before the next step
+        got = [[list(output.token_ids) for output in handle.result(PATIENCE).outputs] for handle in handles]
+        assert got == expected
         assert answers(model.engine, asked[::-1]) == expected[::-1]  # now with prefixes
         snapshot = model.engine.metrics.snapshot()
     assert snapshot.prefix_hit_tokens > 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from doubles.clocks import even_costs
 
 from llmc.errors import DraftError, RequestError, UsageError
 from llmc.optimize.build import build
@@ -43,7 +44,9 @@ def together(model: Model) -> list[GenerationResult]:
 @pytest.fixture(scope="module", params=["lookup", "model"])
 def drafting(request: pytest.FixtureRequest, tiny_bundle: Path, int4_bundle: Path) -> Iterator[Model]:
     draft = "lookup" if request.param == "lookup" else int4_bundle
-    with load(tiny_bundle, determinism="strict", draft=draft, self_test=False) as model:
+    options = {"determinism": "strict", "draft": draft, "self_test": False}
+    with pytest.MonkeyPatch.context() as patch, load(tiny_bundle, **options) as model:
+        even_costs(patch)
         yield model
 
 
