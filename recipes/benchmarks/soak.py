@@ -48,7 +48,7 @@ QUEUE = 6  # places in the engine's queue
 PREFIX_BYTES, DISK_BYTES = 16 << 20, 64 << 20
 SHARED = (0, 40, 96, 200)  # tokens that prompts have in common
 LONGEST_WAIT = 120.0  # seconds, after which a request counts as lost
-SETTLED_S = 5.0  # seconds after which nothing may be left of any request
+SETTLED_S = 60.0  # seconds after which nothing may be left of any request
 SHOWN = 5  # mistakes that are described
 
 KINDS: dict[str, dict[str, Any]] = {
