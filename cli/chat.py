@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmc.cli.keys import Interrupts, interrupts
 from llmc.cli.options import (
     EXISTING_FILE,
     SAMPLING_NAMES,
@@ -48,8 +48,6 @@ from llmc.cli.saved import (
 from llmc.errors import CancelledError, LlmcError, RequestError, UsageError
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from llmc.runtime import GenerationResult, Handle, Model
 
 PROMPT = "> "
@@ -125,59 +123,6 @@ def converse(
                 return
 
 
-# ----------------------------------------------------------------------------------------------------------- Ctrl-C
-
-
-class Interrupts:
-    """What Ctrl-C means now.
-
-    A signal may come between any two instructions, so it raises only where something waits for it: at the prompt.
-
-    Attributes:
-        at_prompt: whether a line is being typed.
-        handle: the answer that is being generated.
-        pressed: whether it came while neither was so; the next answer does not begin.
-    """
-
-    def __init__(self) -> None:
-        self.at_prompt = False
-        self.handle: Handle | None = None
-        self.pressed = False
-
-    def press(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGINT."""
-        if self.at_prompt:
-            raise KeyboardInterrupt
-        self.pressed = True
-        if self.handle is not None:
-            self.handle.cancel()
-
-    @contextmanager
-    def stopping(self, handle: Handle) -> Iterator[None]:
-        """Ctrl-C cancels ``handle``, also if it came while the request was being made."""
-        self.handle = handle
-        try:
-            if self.pressed:
-                handle.cancel()
-            yield
-        finally:
-            self.handle = None
-
-
-@contextmanager
-def interrupts(install: bool) -> Iterator[Interrupts]:
-    """Take SIGINT over, if asked to, and give it back at the end."""
-    keys = Interrupts()
-    if not install:
-        yield keys
-        return
-    before = signal.signal(signal.SIGINT, keys.press)
-    try:
-        yield keys
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 # ------------------------------------------------------------------------------------------------------------ lines
 
 
@@ -206,14 +151,11 @@ def typed(keys: Interrupts) -> Iterator[str]:
 
 
 def _ask(keys: Interrupts) -> str:
-    try:
-        keys.pressed, keys.at_prompt = False, True
+    with keys.prompting():
         if sys.stdout.isatty():
             return input(PROMPT)
         click.echo(PROMPT, nl=False, err=True)  # stdout holds the answers and nothing else
         return input()
-    finally:
-        keys.at_prompt = False
 
 
 # ----------------------------------------------------------------------------------------------------- conversation

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmc.cli.chat import COMMANDS, Interrupts
+from llmc.cli.chat import COMMANDS
 from llmc.cli.main import main
 from llmc.cli.saved import read_messages, write_messages
 from llmc.errors import CancelledError, RequestError, ResourceError, UsageError
@@ -424,14 +424,6 @@ def test_the_former_handler_is_back_afterwards(talk, model: FakeModel):
     before = signal.getsignal(signal.SIGINT)
     talk("Hello", terminal=True)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_ctrl_c_between_answers_raises_nowhere_but_at_the_prompt():
-    keys = Interrupts()
-    keys.press(signal.SIGINT, None)
-    keys.at_prompt = True
-    with pytest.raises(KeyboardInterrupt):
-        keys.press(signal.SIGINT, None)
 
 
 # ---------------------------------------------------------------------------------------------------- the real thing

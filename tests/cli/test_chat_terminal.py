@@ -22,7 +22,7 @@ class Terminal:
 
     def __init__(self, *arguments: object) -> None:
         self.ours, theirs = pty.openpty()
-        self.shown, self.read = "", 0
+        self.shown, self.read, self.ended = "", 0, False
 
         def control() -> None:
             os.setsid()
@@ -37,15 +37,19 @@ class Terminal:
 
     def shows(self, text: str) -> bool:
         """Read for a moment; whether ``text`` came after what was waited for before."""
-        if self.process.poll() is None and select.select([self.ours], [], [], 0.1)[0]:
-            self.shown += os.read(self.ours, 65536).decode(errors="replace")
+        if not self.ended and select.select([self.ours], [], [], 0.1)[0]:
+            try:
+                self.shown += os.read(self.ours, 65536).decode(errors="replace")
+            except OSError:  # the program was the last that had it open
+                self.ended = True
         return text in self.shown[self.read :]
 
     def wait_for(self, text: str) -> None:
         """Read until ``text`` came."""
         until = time.monotonic() + LIMIT_S
         while not self.shows(text):
-            assert time.monotonic() < until, f"{text!r} did not come; the terminal shows {self.shown!r}"
+            on = not self.ended and time.monotonic() < until
+            assert on, f"{text!r} did not come; the terminal shows {self.shown!r}"
         self.read = self.shown.index(text, self.read) + len(text)
 
     def __enter__(self) -> "Terminal":
@@ -83,4 +87,28 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(terminal: Ter
 
 def test_ctrl_d_at_the_prompt_leaves(terminal: Terminal):
     terminal.type("\x04")
+    assert terminal.process.wait(LIMIT_S) == 0
+
+
+def test_ctrl_c_at_the_prompt_says_how_to_leave_and_the_second_one_leaves(terminal: Terminal):
+    terminal.type("\x03")
+    terminal.wait_for("Ctrl-C again or Ctrl-D leaves")
+    terminal.wait_for("> ")
+    terminal.type("\x03")
+    assert terminal.process.wait(LIMIT_S) == 0
+
+
+def test_ctrl_c_clears_the_line_and_a_line_between_two_of_them_stays(terminal: Terminal):
+    terminal.type("/exit")
+    terminal.wait_for("/exit")
+    terminal.type("\x03")
+    terminal.wait_for("leaves")
+    terminal.wait_for("> ")
+    terminal.type("/help\n")
+    terminal.wait_for("this list")
+    terminal.wait_for("> ")
+    terminal.type("\x03")
+    terminal.wait_for("leaves")
+    terminal.wait_for("> ")
+    terminal.type("/exit\n")
     assert terminal.process.wait(LIMIT_S) == 0
