@@ -89,7 +89,7 @@ STEPS = ["lowering and quantizing the prefill", "lowering and quantizing the dec
 def test_an_interruption_at_any_step_leaves_what_was_there(source, untouched, step, error):
     def interrupt(name: str, fraction: float | None = None) -> None:
         if name.startswith(step):
-            assert any(path.name.endswith(".staging") for path in untouched.parent.iterdir())
+            assert any(path.name.endswith(".work") for path in untouched.parent.iterdir())
             raise error
 
     with pytest.raises(error):
