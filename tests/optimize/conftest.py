@@ -3,23 +3,21 @@
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
+from doubles.lowerings import Lowering, open_session
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
 from llmc.optimize.calibrated import Calibrated
 from llmc.optimize.lower.plan import Float32, Form, Forms, PerToken, Plan, Static, WeightOnly
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.rewrite import remove_dead
 from llmc.optimize.targets import capabilities
-from llmc.optimize.weights import WeightFile
 
 CAPACITY = 24
 TOKENS = 20
@@ -73,65 +71,21 @@ def ids() -> list[int]:
     return np.random.default_rng(1).integers(0, 96, TOKENS).tolist()
 
 
-class Lowering:
+class CpuLowering(Lowering):
     """One export on its way through the passes of the CPU."""
 
     def __init__(self, export: Path, folder: Path, forms: Forms, calibrated: Calibrated, cache: str) -> None:
-        self.folder = folder
-        self.model = ir.load(export / DECODER_FILE)
-        self.geometry = read_export(export).geometry
-        self.weights = WeightFile(folder)
+        target = capabilities("cpu")
+        opsets = {"": target.opset, "com.microsoft": 1}
+        super().__init__(export, folder, PASSES["cpu"], opsets, target.ir_version)
         limits = Limits(max_context=CAPACITY, max_batch=1, prefill_chunk=CAPACITY)
         self.plan = Plan("prefill", self.geometry, limits, forms, self.weights, calibrated, cache)
-        self._steps = list(PASSES["cpu"])
-
-    @property
-    def graph(self) -> ir.Graph:
-        return self.model.graph
-
-    def node(self, name: str) -> ir.Node:
-        return next(node for node in self.graph if node.name == name)
-
-    def nodes(self, op_type: str) -> list[ir.Node]:
-        return [node for node in self.graph if node.op_type == op_type]
-
-    def before(self, name: str) -> "Lowering":
-        """Run the passes that come before the one called ``name``."""
-        while self._steps[0].name != name:
-            self._steps.pop(0).run(self.graph, self.plan)
-        return self
-
-    def apply(self, name: str) -> int:
-        """Run the passes up to the one called ``name``, clear dead nodes away, return how often it applied."""
-        self.before(name)
-        times = self._steps.pop(0).run(self.graph, self.plan)
-        remove_dead(self.graph)
-        return times
-
-    def save(self, without: Collection[str] = ()) -> Path:
-        """Run the remaining passes except ``without`` and write the graph."""
-        assert not set(without) - {step.name for step in self._steps}
-        while self._steps:
-            step = self._steps.pop(0)
-            if step.name not in without:
-                step.run(self.graph, self.plan)
-        return self.write()
-
-    def write(self) -> Path:
-        self.weights.close()
-        target = capabilities("cpu")
-        self.model.functions.clear()
-        self.model.opset_imports.clear()
-        self.model.opset_imports.update({"": target.opset, "com.microsoft": 1})
-        self.model.ir_version = target.ir_version
-        ir.save(self.model, self.folder / DECODER_FILE)
-        return self.folder
 
 
 @pytest.fixture
-def lowering(tmp_path: Path) -> Callable[..., Lowering]:
+def lowering(tmp_path: Path) -> Iterator[Callable[..., CpuLowering]]:
     """Starts the lowering of an export; a body of integer activations has a head of 8 bits in blocks of 32."""
-    started: list[Lowering] = []
+    started: list[CpuLowering] = []
 
     def start(
         export: Path,
@@ -141,13 +95,13 @@ def lowering(tmp_path: Path) -> Callable[..., Lowering]:
         layers: dict[str, Form] | None = None,
         calibrated: Calibrated | None = None,
         cache: str = "float32",
-    ) -> Lowering:
+    ) -> CpuLowering:
         body = body or Float32()
         folder = tmp_path / f"lowering-{len(started)}"
         folder.mkdir()
         head = head or (WeightOnly(Grid(8, 32)) if isinstance(body, PerToken | Static) else body)
         forms = Forms(body, head, tuple((layers or {}).items()))
-        started.append(Lowering(export, folder, forms, calibrated or Calibrated(), cache))
+        started.append(CpuLowering(export, folder, forms, calibrated or Calibrated(), cache))
         return started[-1]
 
     yield start
@@ -186,15 +140,6 @@ class Decoder:
             outputs.append(logits[0])
             position += size
         return np.concatenate(outputs)
-
-
-def open_session(model: Path | bytes) -> Any:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 
@@ -64,8 +63,7 @@ def lowered_logits(lowering, decoder, case, form: Form, store: Store | None) -> 
     """Logits [n, length, vocab] of the lowered graph with exact arithmetic, for the samples."""
     lowered = lowering(case.export, form, Float32(), calibrated=Calibrated(store))
     lowered.apply("remove dead nodes")
-    for node in lowered.nodes("MatMulNBits"):
-        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
+    lowered.exact()
     graph = decoder(lowered.write(), lowered.geometry)
     return np.stack([graph(ids) for ids in samples().tolist()])
 
@@ -221,7 +219,7 @@ def test_two_of_four_weights_are_zero_in_every_linear(exported, lowering, tmp_pa
     store = run(case, tmp_path / "store", form, sparsity=sparsity, scheme=scheme)
     lowered = lowering(case.export, form, Float32(), calibrated=Calibrated(store)).before("pack projections")
     lowered.nodes("CachedAttention")[0].op_type = "Kept"  # projections of the first layer stay apart
-    for step in [step for step in lowered._steps if step.name == "lower linears"]:
+    for step in [step for step in lowered.steps if step.name == "lower linears"]:
         step.run(lowered.graph, lowered.plan)
     lowered.weights.close()
     for name, mask in masks(store).items():

@@ -5,14 +5,13 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import difference, portable, relative_difference
 
 from llmc.bundle import DECODER_FILE, read_export
 from llmc.errors import BuildError
 from llmc.optimize.calibrated import Calibrated, Store
-from llmc.optimize.lower.plan import Float16, Float32, Form, PerToken, Static, WeightOnly
-from llmc.optimize.quantize import rtn
+from llmc.optimize.lower.plan import Float16, Float32, PerToken, Static, WeightOnly
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights import rows_of
 
 # Largest absolute difference of logits (up to 9) in float32: sums run in another order, which costs up to 1.5e-5. A
 # zero point, a block or a part of the wrong place costs more than 1e-3.
@@ -27,55 +26,11 @@ PIECES = [7, 1, 12]
 FOUR, EIGHT = WeightOnly(Grid(4, 32)), WeightOnly(Grid(8, 32))
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.abs(a - b).max())
-
-
-def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.sqrt(np.square(a - b).mean() / np.square(b).mean()))
-
-
-def stood_for(array: np.ndarray, form: Form) -> np.ndarray:
-    """The weights that ``array`` becomes in a form."""
-    match form:
-        case Float32():
-            return array
-        case Float16():
-            return array.astype(np.float16).astype(np.float32)
-        case _:
-            return rtn.quantize(array, form.grid).dequantize()
-
-
-def portable(lowered, export: Path, folder: Path) -> Path:
-    """The portable decoder with the weights that the plan's forms stand for, in ``folder``."""
-    model, plan = ir.load(export / DECODER_FILE), lowered.plan
-    for name, value in model.graph.initializers.items():
-        if not isinstance(value.const_value, ir.ExternalTensor):
-            continue
-        array, module = rows_of(value.const_value), name.removesuffix(".weight")
-        if array.ndim == 2:
-            array = stood_for(array, plan.embedding if module == "model.embed_tokens" else plan.forms.of(module))
-        value.const_value, value.type = ir.tensor(array, name=name), ir.TensorType(ir.DataType.FLOAT)
-        for reader, _ in value.uses():  # a Gather or Transpose hands the type on
-            reader.outputs[0].type = value.type
-    folder.mkdir()
-    ir.save(model, folder / DECODER_FILE)
-    return folder
-
-
-def exact(lowered) -> None:
-    """Ask MatMulNBits for float arithmetic, which is slow and exact."""
-    for node in lowered.nodes("MatMulNBits"):
-        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
-
-
-def compared(lowered, decoder, export: Path, ids: list[int], folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def compared(lowered, decoder, ids: list[int], folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Logits of the lowered graph with exact arithmetic, and those of the portable one."""
-    exact(lowered)
+    lowered.exact()
     found = decoder(lowered.write(), lowered.geometry)(ids, PIECES)
-    return found, decoder(portable(lowered, export, folder / "portable"), lowered.geometry)(ids)
+    return found, decoder(portable(lowered, folder / "portable"), lowered.geometry)(ids)
 
 
 # -------------------------------------------------------------------------------------------------------------- float16
@@ -84,7 +39,7 @@ def compared(lowered, decoder, export: Path, ids: list[int], folder: Path) -> tu
 def test_float16_equals_the_portable_graph_on_rounded_weights(case, lowering, decoder, ids, tmp_path):
     lowered = lowering(case.export, Float16())
     lowered.apply("remove dead nodes")
-    found, wanted = compared(lowered, decoder, case.export, ids, tmp_path)
+    found, wanted = compared(lowered, decoder, ids, tmp_path)
     assert difference(found, wanted) <= FLOAT_TOLERANCE
 
 
@@ -115,7 +70,7 @@ def test_zero_points_equal_the_portable_graph(exported, lowering, decoder, ids, 
     """In linears, and in the rows of a tied embedding; 80 inputs make an odd number of blocks of 32."""
     lowered = lowering(exported(name).export, WeightOnly(grid))
     lowered.apply("remove dead nodes")
-    found, wanted = compared(lowered, decoder, exported(name).export, ids, tmp_path)
+    found, wanted = compared(lowered, decoder, ids, tmp_path)
     assert difference(found, wanted) <= FLOAT_TOLERANCE
 
 
@@ -140,7 +95,7 @@ def test_a_planted_error_exceeds_the_float_tolerance(exported, lowering, decoder
     lowered.apply("remove dead nodes")
     lowered.weights.close()  # so that what was written can be read
     plant(lowered)
-    found, wanted = compared(lowered, decoder, exported(TIED).export, ids, tmp_path)
+    found, wanted = compared(lowered, decoder, ids, tmp_path)
     assert difference(found, wanted) > FLOAT_TOLERANCE
 
 
@@ -160,7 +115,7 @@ MIXED = {
 def test_forms_by_pattern_equal_the_portable_graph(exported, lowering, decoder, ids, tmp_path, name, layers):
     lowered = lowering(exported(name).export, FOUR, layers=layers)
     lowered.apply("remove dead nodes")
-    found, wanted = compared(lowered, decoder, exported(name).export, ids, tmp_path)
+    found, wanted = compared(lowered, decoder, ids, tmp_path)
     assert difference(found, wanted) <= FLOAT_TOLERANCE
 
 
@@ -233,7 +188,7 @@ def static(exported, lowering, decoder, ids, tmp_path):
         store = observed(case, decoder, ids, tmp_path / "observed")
         lowered = lowering(case.export, Static(), calibrated=Calibrated(store))
         lowered.apply("remove dead nodes")
-        wanted = decoder(portable(lowered, case.export, tmp_path / "portable"), lowered.geometry)(ids)
+        wanted = decoder(portable(lowered, tmp_path / "portable"), lowered.geometry)(ids)
         return lowered, wanted
 
     return start

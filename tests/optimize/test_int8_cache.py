@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import relative_difference
 
 from llmc.bundle import read_bundle, read_export
 from llmc.errors import BuildError
@@ -29,11 +30,6 @@ BIASES, UNTIED, TIED = "llama-biases", "mistral-window-wide-heads", "qwen3-tied-
 KINDS = ["int8", "int8-channel"]
 CAPACITY = 24
 PIECES = [7, 1, 12]
-
-
-def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.sqrt(np.square(a - b).mean() / np.square(b).mean()))
 
 
 def ranges(case, decoder, ids: list[int], folder: Path) -> Store:

@@ -4,23 +4,21 @@ Nothing here runs on a GPU: that every operator has a CUDA kernel is read from O
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import Lowering, difference, open_session, portable, relative_difference
 
-from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
+from llmc.bundle import DECODER_FILE, Geometry, Limits
 from llmc.errors import BuildError
 from llmc.optimize import passes
 from llmc.optimize.calibrated import Calibrated
 from llmc.optimize.lower.plan import Computed, Float16, Float32, Form, Forms, Plan, Static, WeightOnly
-from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.targets import capabilities
-from llmc.optimize.weights import WeightFile, rows_of
 
 # Largest absolute difference of logits (up to 9) in float32, as the target promises it: sums in another order cost up
 # to 1e-5 here. A mask, a rotation or a row of the wrong place costs more than 1e-2.
@@ -44,52 +42,32 @@ FLOAT16_FORMS = [
 ]
 
 
-class Lowered:
+class Lowered(Lowering):
     """An export on its way through the passes of the CUDA target."""
 
     def __init__(self, export: Path, folder: Path, form: Form, compute: str, layers: dict[str, Form]) -> None:
         folder.mkdir()
-        self.export, self.folder, self.compute = export, folder, compute
-        self.model = ir.load(export / DECODER_FILE)
-        self.geometry = read_export(export).geometry
-        self.weights = WeightFile(folder)
+        target = capabilities("cuda")
+        opsets = {"": target.opset, "com.microsoft": 1}
+        super().__init__(export, folder, passes.PASSES["cuda"], opsets, target.ir_version)
         forms = Forms(form, form, tuple(layers.items()))
         limits = Limits(CAPACITY, 4, CAPACITY)
         self.plan = Plan("shared", self.geometry, limits, forms, self.weights, Calibrated(), compute, compute)
-
-    @property
-    def graph(self) -> ir.Graph:
-        return self.model.graph
 
     def lower(self) -> "Lowered":
         passes.lower(self.model, "cuda", self.plan)
         self.weights.close()  # so that what was written can be read
         return self
 
-    def nodes(self, op_type: str) -> list[ir.Node]:
-        return [node for node in self.graph if node.op_type == op_type]
-
-    def write(self) -> "Decoder":
-        target = capabilities("cuda")
-        self.model.functions.clear()
-        self.model.opset_imports.clear()
-        self.model.opset_imports.update({"": target.opset, "com.microsoft": 1})
-        self.model.ir_version = target.ir_version
-        ir.save(self.model, self.folder / DECODER_FILE)
-        return Decoder(self.folder, self.geometry, self.compute)
+    def decoder(self) -> "Decoder":
+        return Decoder(self.write(), self.geometry, self.plan.compute)
 
 
 class Decoder:
     """A decoder graph in ONNX Runtime on the CPU, with a cache of the type that it computes in."""
 
     def __init__(self, folder: Path, geometry: Geometry, compute: str = "float32") -> None:
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
-        providers = ["CPUExecutionProvider"]
-        self.session = ort.InferenceSession(str(folder / DECODER_FILE), options, providers=providers)
+        self.session = open_session(folder / DECODER_FILE)
         self.geometry, self.dtype = geometry, np.dtype(compute)
 
     def empty_cache(self, rows: int = 1, capacity: int = CAPACITY) -> list[np.ndarray]:
@@ -134,44 +112,9 @@ def lowered(tmp_path: Path) -> Callable[..., Lowered]:
         each.weights.close()
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.abs(a - b).max())
-
-
-def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.sqrt(np.square(a - b).mean() / np.square(b).mean()))
-
-
-def stood_for(array: np.ndarray, form: Form, compute: str) -> np.ndarray:
-    """The weights that ``array`` becomes in a form: scales have the type of the activations."""
-    match form:
-        case Float32():
-            return array
-        case Float16() | Computed():
-            return array.astype(compute).astype(np.float32)
-        case _:
-            quantized = rtn.quantize(array, form.grid)
-            return replace(quantized, scales=quantized.scales.astype(compute).astype(np.float32)).dequantize()
-
-
 def portable_on(lowering: Lowered, folder: Path) -> Decoder:
     """The portable decoder with the weights that the plan's forms stand for."""
-    model, plan = ir.load(lowering.export / DECODER_FILE), lowering.plan
-    for name, value in model.graph.initializers.items():
-        if not isinstance(value.const_value, ir.ExternalTensor):
-            continue
-        array, module = rows_of(value.const_value), name.removesuffix(".weight")
-        if array.ndim == 2:
-            form = plan.embedding if module == "model.embed_tokens" else plan.forms.of(module)
-            array = stood_for(array, form, plan.compute)
-        value.const_value, value.type = ir.tensor(array, name=name), ir.TensorType(ir.DataType.FLOAT)
-        for reader, _ in value.uses():  # a Gather or Transpose hands the type on
-            reader.outputs[0].type = value.type
-    folder.mkdir()
-    ir.save(model, folder / DECODER_FILE)
-    return Decoder(folder, lowering.geometry)
+    return Decoder(portable(lowering, folder), lowering.geometry)
 
 
 # ------------------------------------------------------------------------------------------------------------ float32
@@ -181,7 +124,7 @@ def portable_on(lowering: Lowered, folder: Path) -> Decoder:
 def float32(case, tmp_path_factory) -> Decoder:
     """Each case, lowered in float32."""
     lowering = Lowered(case.export, tmp_path_factory.mktemp(case.name) / "lowered", Float32(), "float32", {})
-    return lowering.lower().write()
+    return lowering.lower().decoder()
 
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
@@ -213,7 +156,7 @@ def both_rows(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
 def test_float16_equals_the_portable_graph_up_to_its_rounding(case, lowered, ids, tmp_path, form):
     lowering = lowered(case.export, form, "float16").lower()
     wanted = portable_on(lowering, tmp_path / "portable")(ids)
-    decoder = lowering.write()
+    decoder = lowering.decoder()
     for pieces in PIECES.values():
         assert relative_difference(decoder(ids, pieces), wanted) <= FLOAT16_TOLERANCE
 
@@ -222,20 +165,20 @@ def test_float16_equals_the_portable_graph_up_to_its_rounding(case, lowered, ids
 def test_integer_weights_also_go_with_float32(case, lowered, ids, tmp_path, form):
     lowering = lowered(case.export, form, "float32").lower()
     wanted = portable_on(lowering, tmp_path / "portable")(ids)
-    assert difference(lowering.write()(ids, PIECES["chunks"]), wanted) <= FLOAT32_TOLERANCE
+    assert difference(lowering.decoder()(ids, PIECES["chunks"]), wanted) <= FLOAT32_TOLERANCE
 
 
 def test_forms_by_pattern_may_be_mixed(exported, lowered, ids, tmp_path):
     layers = {"*.v_proj": WeightOnly(Grid(8, 64)), "*.k_proj": Float32(), "*.mlp.*": WeightOnly(Grid(4, 32))}
     lowering = lowered(exported(BIASES).export, Float16(), "float16", layers).lower()
     wanted = portable_on(lowering, tmp_path / "portable")(ids)
-    assert relative_difference(lowering.write()(ids, PIECES["chunks"]), wanted) <= FLOAT16_TOLERANCE
+    assert relative_difference(lowering.decoder()(ids, PIECES["chunks"]), wanted) <= FLOAT16_TOLERANCE
 
 
 @pytest.mark.parametrize("compute", ["float16", "float32"])
 def test_rows_of_different_lengths_decode_together(case, lowered, ids, compute):
     """Each row is prefilled alone, as the session does it; then all take steps of one token in one call."""
-    decoder = lowered(case.export, Computed(), compute).lower().write()
+    decoder = lowered(case.export, Computed(), compute).lower().decoder()
     lengths, rows = [9, 4, 1], []
     for length in lengths:
         rows.append(decoder.empty_cache())
@@ -253,7 +196,7 @@ def test_rows_of_different_lengths_decode_together(case, lowered, ids, compute):
 @pytest.mark.parametrize("capacity", [20, 21, CAPACITY])
 def test_logits_do_not_depend_on_the_capacity(exported, lowered, ids, compute, capacity):
     """Attention's host code is told the capacity instead of the longest length: also where one call fills it."""
-    decoder = lowered(exported(WINDOW).export, Computed(), compute).lower().write()
+    decoder = lowered(exported(WINDOW).export, Computed(), compute).lower().decoder()
     wanted = decoder(ids, [20], 22)
     assert relative_difference(decoder(ids, [20], capacity), wanted) <= FLOAT16_TOLERANCE
     assert relative_difference(decoder(ids, [1, 18, 1], capacity), wanted) <= FLOAT16_TOLERANCE
@@ -261,7 +204,7 @@ def test_logits_do_not_depend_on_the_capacity(exported, lowered, ids, compute, c
 
 def test_hidden_states_are_what_the_head_read(exported, lowered, ids):
     lowering = lowered(exported(WINDOW).export, Float16(), "float16").lower()
-    decoder = lowering.write()
+    decoder = lowering.decoder()
     logits, hidden = decoder.run(np.array([ids]), [0], decoder.empty_cache(), np.array([[19, 3]]))
     weight = next(v for name, v in lowering.graph.initializers.items() if name.startswith("lm_head"))
     assert hidden.dtype == logits.dtype == np.float32
@@ -318,7 +261,7 @@ def test_a_planted_error_exceeds_the_tolerances(exported, lowered, ids, tmp_path
     lowering = lowered(exported(WINDOW).export, form, compute).lower()
     wanted = portable_on(lowering, tmp_path / "portable")(ids)
     plant(lowering)
-    found = lowering.write()(ids)
+    found = lowering.decoder()(ids)
     assert difference(found, wanted) > FLOAT32_TOLERANCE
     assert relative_difference(found, wanted) > FLOAT16_TOLERANCE
 

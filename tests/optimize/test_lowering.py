@@ -1,16 +1,12 @@
 """The lowered graph computes what the portable graph computes, however the tokens are fed."""
 
-from pathlib import Path
-
 import numpy as np
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import difference, portable, relative_difference
 
-from llmc.bundle import DECODER_FILE
-from llmc.optimize.lower.plan import Float32, PerToken, Plan, WeightOnly
-from llmc.optimize.quantize import rtn
+from llmc.optimize.lower.plan import Float32, PerToken, WeightOnly
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights import rows_of
 
 # Largest absolute difference of logits (up to 9) in float32. Both sides sum in different orders, which costs up to
 # 1.5e-5; a wrong window, position, scale or epsilon costs more than 1e-3.
@@ -25,42 +21,6 @@ PIECES = {"one piece": [TOKENS], "chunks": [7, 1, 12], "token by token": [1] * T
 GRIDS = {"8 bits": Grid(8, 32), "4 bits": Grid(4, 32), "blocks wider than the rows": Grid(4, 128)}
 # The decoder stays the same decoder without these; they only make it faster.
 OPTIONAL = ("pack projections", "fuse skip norms", "fuse SiLU")
-
-
-def difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.abs(a - b).max())
-
-
-def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.sqrt(np.square(a - b).mean() / np.square(b).mean()))
-
-
-def dequantized(export: Path, folder: Path, plan: Plan) -> Path:
-    """The portable decoder with the weights that the integers of ``plan`` stand for, in ``folder``."""
-    model = ir.load(export / DECODER_FILE)
-    for name, value in model.graph.initializers.items():
-        tensor = value.const_value
-        if not isinstance(tensor, ir.ExternalTensor):
-            continue
-        array = rows_of(tensor)
-        if array.ndim == 2:
-            module = name.removesuffix(".weight")
-            form = plan.embedding if module == "model.embed_tokens" else plan.forms.of(module)
-            array = rtn.quantize(array, form.grid).dequantize()
-        value.const_value, value.type = ir.tensor(array, name=name), ir.TensorType(ir.DataType.FLOAT)
-        for reader, _ in value.uses():  # a Gather or Transpose hands the type on
-            reader.outputs[0].type = value.type
-    folder.mkdir()
-    ir.save(model, folder / DECODER_FILE)
-    return folder
-
-
-def with_float_activations(lowered) -> None:
-    """Ask MatMulNBits for float arithmetic, which is slow and exact."""
-    for node in lowered.nodes("MatMulNBits"):
-        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ float32
@@ -141,10 +101,10 @@ def test_a_planted_error_exceeds_the_float_tolerance(exported, lowering, decoder
 def test_blocked_weights_equal_the_portable_graph_on_what_they_stand_for(case, lowering, decoder, ids, tmp_path, grid):
     lowered = lowering(case.export, WeightOnly(grid))
     lowered.apply("remove dead nodes")
-    wanted = decoder(dequantized(case.export, tmp_path / "dequantized", lowered.plan), lowered.geometry)(ids)
+    wanted = decoder(portable(lowered, tmp_path / "portable"), lowered.geometry)(ids)
     rounded = decoder(lowered.write(), lowered.geometry)(ids, PIECES["chunks"])
     assert relative_difference(rounded, wanted) <= ROUNDING_TOLERANCE
-    with_float_activations(lowered)
+    lowered.exact()
     exact = decoder(lowered.write(), lowered.geometry)(ids, PIECES["chunks"])
     assert difference(exact, wanted) <= FLOAT_TOLERANCE
 
@@ -152,7 +112,7 @@ def test_blocked_weights_equal_the_portable_graph_on_what_they_stand_for(case, l
 def test_weights_per_token_equal_the_portable_graph_up_to_rounding(case, lowering, decoder, ids, tmp_path):
     lowered = lowering(case.export, PerToken())
     logits = decoder(lowered.save(), lowered.geometry)(ids, PIECES["chunks"])
-    wanted = decoder(dequantized(case.export, tmp_path / "dequantized", lowered.plan), lowered.geometry)(ids)
+    wanted = decoder(portable(lowered, tmp_path / "portable"), lowered.geometry)(ids)
     assert relative_difference(logits, wanted) <= ROUNDING_TOLERANCE
 
 
@@ -188,6 +148,6 @@ def test_a_planted_error_exceeds_the_rounding_tolerance(exported, lowering, deco
     lowered = lowering(exported("qwen3-tied-sharded").export, form)
     lowered.apply("remove dead nodes")
     plant(lowered)
-    wanted = dequantized(exported("qwen3-tied-sharded").export, tmp_path / "dequantized", lowered.plan)
+    wanted = portable(lowered, tmp_path / "portable")
     logits = decoder(lowered.write(), lowered.geometry)(ids)
     assert relative_difference(logits, decoder(wanted, lowered.geometry)(ids)) > ROUNDING_TOLERANCE

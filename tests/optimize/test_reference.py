@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import difference
 
 from llmc.errors import BundleError, CheckpointError
 from llmc.optimize.reference import Reference, kept_states, open_part
@@ -16,11 +17,6 @@ LOGIT_TOLERANCE = 1e-4
 # The same against transformers, as in the tests of the exporter.
 TRANSFORMERS_TOLERANCE = 2e-4
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.abs(a - b).max())
 
 
 def test_logits_equal_the_whole_graph(case, portable_logits, ids):

@@ -3,21 +3,22 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import Lowering, open_session, replace_weights
 
-from llmc.bundle import DECODER_FILE, Limits, read_export
+from llmc.bundle import DECODER_FILE, Limits
 from llmc.optimize.calibrated import Calibrated
-from llmc.optimize.lower.plan import Computed, Float8, Form, Forms, Plan, Static, WeightOnly
+from llmc.optimize.lower.plan import HEAD, Computed, Float8, Form, Forms, Plan, Static, WeightOnly
 from llmc.optimize.lower.tensorrt.weights import LARGEST_FLOAT8, as_stored
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize import rtn
-from llmc.optimize.rewrite import remove_dead
-from llmc.optimize.weights import WeightFile, rows_of
+from llmc.optimize.weights import rows_of
 
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
 CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)
@@ -32,6 +33,7 @@ STALE = 5.0
 PASS_LISTS = {"native": "tensorrt", "primitives": "tensorrt-primitives"}
 # Opset and IR version that the build declares for each.
 VERSIONS = {"native": (24, 11), "primitives": (21, 10)}
+EMBEDDING = "model.embed_tokens"
 Cache = dict[str, np.ndarray]
 
 
@@ -107,62 +109,20 @@ def ranges(ids: list[int], tmp_path: Path) -> Callable[[Path], Ranges]:
     return get
 
 
-class Lowering:
+class TensorRTLowering(Lowering):
     """One export on its way through the passes of TensorRT."""
 
     def __init__(self, export: Path, folder: Path, form: str, forms: Forms, compute: str, calibrated: Calibrated):
-        self.folder, self.form = folder, form
-        self.model = ir.load(export / DECODER_FILE)
-        self.geometry = read_export(export).geometry
+        opset, ir_version = VERSIONS[form]
+        super().__init__(export, folder, PASSES[PASS_LISTS[form]], {"": opset}, ir_version)
         limits = Limits(max_context=CAPACITY, max_batch=2, prefill_chunk=TOKENS)
-        self.weights = WeightFile(folder)
         self.plan = Plan("single", self.geometry, limits, forms, self.weights, calibrated, compute, compute)
-        self.steps = list(PASSES[PASS_LISTS[form]])
-
-    @property
-    def graph(self) -> ir.Graph:
-        return self.model.graph
-
-    def node(self, name: str) -> ir.Node:
-        return next(node for node in self.graph if node.name == name)
-
-    def nodes(self, op_type: str) -> list[ir.Node]:
-        return [node for node in self.graph if node.op_type == op_type]
-
-    def before(self, name: str) -> "Lowering":
-        """Run the passes that come before the one called ``name``."""
-        while self.steps[0].name != name:
-            self.steps.pop(0).run(self.graph, self.plan)
-        return self
-
-    def apply(self, name: str) -> int:
-        """Run the passes up to the one called ``name``, clear dead nodes away, return how often it applied."""
-        self.before(name)
-        times = self.steps.pop(0).run(self.graph, self.plan)
-        remove_dead(self.graph)
-        return times
-
-    def finish(self) -> "Lowering":
-        """Run the remaining passes."""
-        while self.steps:
-            self.steps.pop(0).run(self.graph, self.plan)
-        self.weights.close()
-        return self
-
-    def write(self) -> Path:
-        """The graph with its weights beside it, declared as the build declares it."""
-        self.weights.close()
-        self.model.functions.clear()
-        self.model.opset_imports.clear()
-        self.model.opset_imports[""], self.model.ir_version = VERSIONS[self.form]
-        ir.save(self.model, self.folder / DECODER_FILE)
-        return self.folder
 
 
 @pytest.fixture
-def lowering(tmp_path: Path) -> Iterator[Callable[..., Lowering]]:
+def lowering(tmp_path: Path) -> Iterator[Callable[..., TensorRTLowering]]:
     """Starts the lowering of an export."""
-    started: list[Lowering] = []
+    started: list[TensorRTLowering] = []
 
     def start(
         export: Path,
@@ -173,12 +133,12 @@ def lowering(tmp_path: Path) -> Iterator[Callable[..., Lowering]]:
         compute: str = "float32",
         layers: dict[str, Form] | None = None,
         calibrated: Calibrated | None = None,
-    ) -> Lowering:
+    ) -> TensorRTLowering:
         body = body or Computed()
         folder = tmp_path / f"lowering-{len(started)}"
         folder.mkdir()
         forms = Forms(body, head or body, tuple((layers or {}).items()))
-        started.append(Lowering(export, folder, form, forms, compute, calibrated or Calibrated()))
+        started.append(TensorRTLowering(export, folder, form, forms, compute, calibrated or Calibrated()))
         return started[-1]
 
     yield start
@@ -186,28 +146,21 @@ def lowering(tmp_path: Path) -> Iterator[Callable[..., Lowering]]:
         each.weights.close()
 
 
-def open_session(model: Path | bytes) -> Any:
-    """The graph as it is: an optimised one would compute with other kernels than those written down."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+# An optimized graph would compute with other kernels than those written down.
+as_written = partial(open_session, optimized=False)
 
 
 @pytest.fixture(scope="session")
 def session() -> Callable[[Path | bytes], Any]:
     """Opens a model in ONNX Runtime without optimisation."""
-    return open_session
+    return as_written
 
 
 class Decoder:
     """A decoder graph in ONNX Runtime: the portable one, or a lowered one, whose calls choose their bucket."""
 
     def __init__(self, folder: Path) -> None:
-        self.session = open_session(folder / DECODER_FILE)
+        self.session = as_written(folder / DECODER_FILE)
         inputs = {value.name: value for value in self.session.get_inputs()}
         self._slots = inputs.get("cache_slots")
         self._caches = {name: value for name, value in inputs.items() if name.startswith("past_key_values.")}
@@ -304,23 +257,19 @@ def stands_for(weights: np.ndarray, form: Form, compute: str) -> np.ndarray:
     return weights
 
 
-def dequantized(lowered: Lowering, folder: Path, export: Path) -> Path:
+def dequantized(lowered: Lowering, folder: Path) -> Path:
     """The portable decoder with the weights that those of a lowering stand for, in ``folder``.
 
     A tied embedding's rows are on their own grid: it becomes an initializer of its own.
     """
-    model = ir.load(export / DECODER_FILE)
-    graph, plan = model.graph, lowered.plan
-    for name, value in list(graph.initializers.items()):
-        if not isinstance(value.const_value, ir.ExternalTensor):
-            continue
-        array = rows_of(value.const_value)
-        module = "lm_head" if name == "model.embed_tokens.weight" else name.removesuffix(".weight")
-        if name == "model.embed_tokens.weight":
-            _give_rows(graph, value, embedding_rows(array, plan))
-        if array.ndim == 2:
-            array = stands_for(array, plan.forms.of(module), plan.compute)
-        _set(value, array)
+    model, plan = ir.load(lowered.export / DECODER_FILE), lowered.plan
+    table = model.graph.initializers[f"{EMBEDDING}.weight"]
+    _give_rows(model.graph, table, embedding_rows(rows_of(table.const_value), plan))
+
+    def stored(module: str, array: np.ndarray) -> np.ndarray:
+        return stands_for(array, plan.forms.of(HEAD if module == EMBEDDING else module), plan.compute)
+
+    replace_weights(model, stored)
     folder.mkdir()
     ir.save(model, folder / DECODER_FILE)
     return folder
@@ -335,7 +284,7 @@ def embedding_rows(array: np.ndarray, plan: Plan) -> np.ndarray:
 
 
 def _give_rows(graph: ir.Graph, table: ir.Value, rows: np.ndarray) -> None:
-    gather = next(node for node in graph if node.name == "model.embed_tokens")
+    gather = next(node for node in graph if node.name == EMBEDDING)
     value = ir.Value(name="rows", shape=table.shape, const_value=ir.tensor(rows, name="rows"))
     value.type = ir.TensorType(ir.DataType.FLOAT)
     graph.register_initializer(value)
@@ -343,13 +292,7 @@ def _give_rows(graph: ir.Graph, table: ir.Value, rows: np.ndarray) -> None:
     gather.outputs[0].type = value.type
 
 
-def _set(value: ir.Value, array: np.ndarray) -> None:
-    value.const_value, value.type = ir.tensor(array, name=value.name), ir.TensorType(ir.DataType.FLOAT)
-    for reader, _ in value.uses():  # a Transpose hands the type on
-        reader.outputs[0].type = value.type
-
-
 @pytest.fixture
-def portable(tmp_path: Path) -> Callable[[Lowering, Path], Path]:
+def portable(tmp_path: Path) -> Callable[[Lowering], Path]:
     """The portable decoder with the weights that those of a lowering stand for."""
-    return lambda lowered, export: dequantized(lowered, tmp_path / f"portable-{lowered.folder.name}", export)
+    return lambda lowered: dequantized(lowered, tmp_path / f"portable-{lowered.folder.name}")

@@ -3,6 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import difference, relative_difference
 
 from llmc.bundle import DECODER_FILE
 from llmc.optimize.lower.plan import Computed, Float8, Form, WeightOnly
@@ -29,16 +30,6 @@ QUANTIZED = [name for name in WEIGHTS if name != "float"]
 SOME = ("llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded")
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.abs(a - b).max())
-
-
-def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.sqrt(np.square(a - b).mean() / np.square(b).mean()))
-
-
 # ------------------------------------------------------------------------------------------------------------ float32
 
 
@@ -62,14 +53,14 @@ def test_quantized_weights_equal_the_portable_graph_on_what_they_stand_for(
 ):
     case = exported(name)
     lowered = lowering(case.export, form, WEIGHTS[weights]).finish()
-    check_every_call(decoder(lowered.write()), decoder(portable(lowered, case.export))(ids), ids)
+    check_every_call(decoder(lowered.write()), decoder(portable(lowered))(ids), ids)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_head_on_another_grid_equals_the_portable_graph(exported, form, lowering, decoder, portable, ids, weights):
     case = exported("qwen3-tied-sharded")
     lowered = lowering(case.export, form, Computed(), WEIGHTS[weights]).finish()
-    wanted = decoder(portable(lowered, case.export))(ids)
+    wanted = decoder(portable(lowered))(ids)
     assert difference(decoder(lowered.write())(ids), wanted) <= FLOAT_TOLERANCE
 
 
@@ -235,7 +226,7 @@ def test_a_planted_error_in_quantized_weights_exceeds_the_float_tolerance(
     case = exported("qwen3-tied-sharded")
     lowered = lowering(case.export, form, WEIGHTS[weights]).finish()
     plant(lowered)
-    wanted = decoder(portable(lowered, case.export))(ids)
+    wanted = decoder(portable(lowered))(ids)
     assert difference(decoder(lowered.write())(ids), wanted) > FLOAT_TOLERANCE
 
 
@@ -244,7 +235,7 @@ def test_a_planted_error_in_quantized_weights_exceeds_the_float_tolerance(
 
 def check_half(case, form, weights, lowering, decoder, portable, ids) -> None:
     lowered = lowering(case.export, form, WEIGHTS[weights], compute="float16").finish()
-    wanted = decoder(portable(lowered, case.export))(ids)
+    wanted = decoder(portable(lowered))(ids)
     assert relative_difference(decoder(lowered.write())(ids, PIECES["chunks"]), wanted) <= HALF_TOLERANCE
 
 
@@ -277,7 +268,7 @@ def test_a_planted_error_in_quantized_weights_exceeds_the_float16_tolerance(
     case = exported("qwen3-tied-sharded")
     lowered = lowering(case.export, "native", WEIGHTS[weights], compute="float16").finish()
     plant(lowered)
-    wanted = decoder(portable(lowered, case.export))(ids)
+    wanted = decoder(portable(lowered))(ids)
     assert relative_difference(decoder(lowered.write())(ids), wanted) > HALF_TOLERANCE
 
 

@@ -198,7 +198,7 @@ def test_linears_in_different_forms_stay_apart(exported, form, lowering, decoder
     lowered = lowering(case.export, form, INT4, layers=layers)
     assert lowered.apply("pack linears") == 2
     found = decoder(lowered.finish().write())(ids)
-    wanted = decoder(portable(lowered, case.export))(ids)
+    wanted = decoder(portable(lowered))(ids)
     assert abs(found - wanted).max() <= 2e-4  # FLOAT_TOLERANCE of test_lowered_graph
 
 

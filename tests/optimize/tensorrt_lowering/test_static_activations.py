@@ -3,6 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import relative_difference
 
 from llmc.bundle import DECODER_FILE
 from llmc.errors import BuildError
@@ -24,11 +25,6 @@ WEIGHTS: dict[str, tuple[Form, Form]] = {
     "float8": (Float8(True), Float8()),
 }
 LAYER = "model.layers.0"
-
-
-def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    return float(np.sqrt(np.square(a - b).mean() / np.square(b).mean()))
 
 
 def rounding_activations(folder, lowered) -> None:
@@ -70,7 +66,7 @@ def lowered_and_wanted(exported, lowering, ranges, decoder, portable, ids):
         case = exported(name)
         body, head = WEIGHTS[weights]
         lowered = lowering(case.export, form, body, head, compute=compute, calibrated=ranges(case.export)).finish()
-        folder = portable(lowered, case.export)
+        folder = portable(lowered)
         rounding_activations(folder, lowered)
         return lowered, decoder(folder)(ids)
 
