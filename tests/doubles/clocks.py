@@ -6,8 +6,18 @@ from types import SimpleNamespace
 import pytest
 
 
+def ticking() -> SimpleNamespace:
+    """In place of ``time``: whatever is measured takes a second."""
+    ticks = count()
+    return SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+
+
 def even_costs(patch: pytest.MonkeyPatch) -> None:
     """Every call of a session takes a second and drafting none, so drafts pay as soon as one of them is right."""
-    ticks = count()
-    patch.setattr("llmc.runtime.calls.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    patch.setattr("llmc.runtime.calls.time", ticking())
     patch.setattr("llmc.runtime.speculation.speculator.perf_counter", lambda: 0.0)
+
+
+def even_pace(patch: pytest.MonkeyPatch) -> None:
+    """A chunk of a prompt takes an engine as long as a step of decoding, so none has to be paid back by many."""
+    patch.setattr("llmc.runtime.continuous.time", ticking())

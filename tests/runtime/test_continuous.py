@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from doubles.clocks import even_pace
 
 from llmc.bundle import DeviceMemory, EnginePlan, Manifest, Profile
 from llmc.errors import RequestError, ResourceError
@@ -32,6 +33,11 @@ def prompt(first: int, length: int) -> list[int]:
 
 def tokens(handle: Any) -> list[int]:
     return list(handle.result(PATIENCE).token_ids)
+
+
+@pytest.fixture(autouse=True)
+def pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    even_pace(monkeypatch)
 
 
 @pytest.fixture
