@@ -216,7 +216,7 @@ def test_ctrl_c_in_a_build_leaves_what_was_there(tiny_export: Path, tmp_path: Pa
         (output / "llmc.json").write_text("the old one")
     command = [sys.executable, "-c", UNFINISHED, "build", str(tiny_export), "-o", str(output), "--force"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        wait_for(lambda: any(path.name.endswith(".staging") for path in tmp_path.iterdir()))
+        wait_for(lambda: any(path.name.endswith(".work") for path in tmp_path.iterdir()))
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err.strip()) == (130, b"interrupted")
