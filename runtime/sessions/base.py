@@ -147,6 +147,39 @@ def check_range(row: int, start: int, end: int, rows: int, capacity: int) -> Non
         )
 
 
+def kept_positions(written: list[int], used: Sequence[int] | None) -> list[int]:
+    """How many positions of each row a resize keeps: those that were ``written``, or fewer where fewer are ``used``.
+
+    Raises:
+        UsageError: ``used`` does not have one number for each row.
+    """
+    if used is None:
+        return written
+    if len(used) != len(written):
+        raise UsageError(f"used has {len(used)} numbers, expected one for each of the cache's {len(written)} rows")
+    return list(map(min, written, used))
+
+
+def contents_end(start: int, values: NDArray[Any], shape: tuple[int, int, int], dtype: np.dtype[Any]) -> int:
+    """Where ``values`` [tensors, kv_heads, positions, head_dim] end that are put into a row from ``start`` on.
+
+    Args:
+        shape: tensors, kv_heads and head_dim of the cache.
+        dtype: of the cache.
+
+    Raises:
+        UsageError: they have another shape or type.
+    """
+    tensors, heads, head_dim = shape
+    positions = values.shape[2] if values.ndim == 4 else 0
+    if values.shape != (tensors, heads, positions, head_dim) or values.dtype != dtype:
+        raise UsageError(
+            f"cache contents of {values.dtype} {list(values.shape)} are given, expected {dtype} "
+            f"[{tensors}, {heads}, positions, {head_dim}]: they come from another bundle"
+        )
+    return start + positions
+
+
 def row_by_row(batch: Batch) -> Iterator[Batch]:
     """A call of each row alone."""
     for r in range(len(batch.input_ids)):

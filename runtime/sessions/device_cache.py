@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Geometry
-from llmc.errors import LlmcError, UsageError
+from llmc.errors import LlmcError
 from llmc.runtime.cuda import Driver
-from llmc.runtime.sessions.base import check_range
+from llmc.runtime.sessions.base import check_range, contents_end, kept_positions
 
 # Of pinned memory through which positions are read and written; longer ranges go in pieces.
 STAGING_BYTES = 16 * 2**20
@@ -132,9 +132,7 @@ class DeviceCache:
             UsageError: ``used`` does not have one number for each row of the cache.
             ResourceError: memory does not suffice; the cache keeps its size.
         """
-        if used is not None and len(used) != self.rows:
-            raise UsageError(f"used has {len(used)} numbers, expected one for each of the cache's {self.rows} rows")
-        known = self._written if used is None else list(map(min, self._written, used))
+        known = kept_positions(self._written, used)
         if (rows, capacity, known) == (self.rows, self._capacity, self._written):
             return
         kept = [min(length, capacity) for length in known[:rows]]
@@ -221,13 +219,7 @@ class DeviceCache:
             UsageError: a row or position that the cache does not have, or values of another shape or type.
             ResourceError: no pinned memory is left.
         """
-        end = start + (values.shape[2] if values.ndim == 4 else 0)
-        wanted = (self.tensors, self._heads, end - start, self._head_dim)
-        if values.shape != wanted or values.dtype != self.dtype:
-            raise UsageError(
-                f"cache contents of {values.dtype} {list(values.shape)} are given, expected {self.dtype} "
-                f"[{wanted[0]}, {wanted[1]}, positions, {wanted[3]}]: they come from another bundle"
-            )
+        end = contents_end(start, values, (self.tensors, self._heads, self._head_dim), self.dtype)
         self._check_range(row, start, end)
         for first, last in self._pieces(start, end):
             self._stage(last - first)[:] = values[:, :, first - start : last - start]

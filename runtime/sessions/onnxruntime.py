@@ -23,11 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, UsageError, require
+from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime import cache, compiled
 from llmc.runtime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
 from llmc.runtime.machine import cpu_features, cpu_model
-from llmc.runtime.sessions.base import Batch, Phase, check_limits, check_range, check_rows, row_by_row
+from llmc.runtime.sessions.base import (
+    Batch,
+    Phase,
+    check_limits,
+    check_range,
+    check_rows,
+    contents_end,
+    kept_positions,
+    row_by_row,
+)
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +121,7 @@ class OnnxRuntimeSession:
             ResourceError: memory does not suffice; the cache keeps its size.
         """
         check_limits(self._limits, rows, capacity)
-        if used is not None and len(used) != self.rows:
-            raise UsageError(f"used has {len(used)} numbers, expected one for each of the cache's {self.rows} rows")
-        known = self._written if used is None else list(map(min, self._written, used))
+        known = kept_positions(self._written, used)
         if (rows, capacity, known) == (self.rows, self._capacity, self._written):
             return
         written = [min(length, capacity) for length in known[:rows]]
@@ -165,13 +172,7 @@ class OnnxRuntimeSession:
             UsageError: a row or position that the cache does not have, or values of another shape or type.
         """
         g = self._geometry
-        end = start + (values.shape[2] if values.ndim == 4 else 0)
-        wanted = (2 * g.layers, g.kv_heads, end - start, g.head_dim)
-        if values.shape != wanted or values.dtype != self._cache_type:
-            raise UsageError(
-                f"cache contents of {values.dtype} {list(values.shape)} are given, expected {self._cache_type} "
-                f"[{wanted[0]}, {wanted[1]}, positions, {wanted[3]}]: they come from another bundle"
-            )
+        end = contents_end(start, values, (2 * g.layers, g.kv_heads, g.head_dim), self._cache_type)
         self._check_range(row, start, end)
         for tensor, part in zip(self._cache, values, strict=True):
             tensor[row, :, start:end] = part
