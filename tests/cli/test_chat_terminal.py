@@ -1,11 +1,10 @@
 """``llmc chat`` on a real pseudo-terminal: what the keys Ctrl-C and Ctrl-D do."""
 
-import fcntl
 import os
 import pty
 import select
 import subprocess
-import termios
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +15,14 @@ from doubles.processes import slow_llmc
 
 LIMIT_S = 60.0  # for what takes well under a second on a machine without other work
 
+# What a command begins with so that Ctrl-C reaches it as from a keyboard. In a process of its own: between fork and
+# exec of one with threads, nothing of Python may run.
+CONTROLLED = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
 
 class Terminal:
     """``llmc chat`` on a real pseudo-terminal."""
@@ -23,13 +30,8 @@ class Terminal:
     def __init__(self, *arguments: object) -> None:
         self.ours, theirs = pty.openpty()
         self.shown, self.read, self.ended = "", 0, False
-
-        def control() -> None:
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it as from a keyboard
-
-        command = slow_llmc("chat", *arguments)
-        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=control)
+        command = [sys.executable, "-c", CONTROLLED, *slow_llmc("chat", *arguments)]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
         os.close(theirs)
 
     def type(self, text: str) -> None:
