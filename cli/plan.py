@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # torch, its graph exporter and onnxscript once imported, and what a layer's nodes take; weights are never read.
 EXPORTER, EXPORTED_LAYER = 380_000_000, 3_000_000
+ONE_MEMORY = "run in one memory"  # the stage that stands for both of a run where CPU and GPU share their memory
 NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has that it is for"
 LARGEST_BATCH = 1024  # what a build can be asked for
 
@@ -48,6 +49,30 @@ class Stage:
         }
 
 
+@dataclass(frozen=True)
+class Memories:
+    """What stages are held against: the machine's memory and the GPU's, None where no GPU can be asked.
+
+    ``unified`` tells that both are the same bytes, as on a Jetson.
+    """
+
+    machine: Available
+    gpu: Available | None
+    unified: bool
+
+    def available(self, plan: Plan) -> int:
+        """Bytes that a stage may take; a GPU that cannot be asked is taken to suffice."""
+        from llmc.runtime.memory import GPU
+
+        if plan.stage != GPU:
+            return self.machine.bytes
+        return plan.total if self.gpu is None else self.gpu.bytes
+
+    def to_json(self) -> dict[str, object]:
+        """Of a bundle for a GPU."""
+        return {"gpu": self.gpu, "unified_memory": self.unified}
+
+
 @click.command("plan")
 @click.argument("path", type=EXISTING_FOLDER)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
@@ -62,6 +87,12 @@ class Stage:
 @click.option("--recipe", help="Plan a build by this TOML file, or by a recipe that comes with llmc.")
 @memory_option
 @click.option("--gpu-memory", type=size, help="Memory that the GPU has, as 8GB.  [default: what it says]")
+@click.option(
+    "--unified-memory/--separate-memory",
+    "unified",
+    default=None,
+    help="Whether CPU and GPU share one memory, as on a Jetson.  [default: what the GPU here says]",
+)
 @json_option
 @debug_option
 def plan_command(
@@ -72,6 +103,7 @@ def plan_command(
     recipe: str | None,
     memory: int | None,
     gpu_memory: int | None,
+    unified: bool | None,
     as_json: bool,
     **precisions: bool,
 ) -> None:
@@ -83,42 +115,72 @@ def plan_command(
     from llmc.runtime.memory import GPU, describe, memory_to_use
 
     precision = chosen_precision(tuple(precisions[name] for name in PRECISIONS))
-    here = memory_to_use(memory)
     plans = plans_of(path, context, batch, precision, find_recipe(recipe), target)
     on_gpu = any(plan.stage == GPU for plan in plans)
-    there = _gpu_memory(gpu_memory) if on_gpu else None
-    stages = [Stage(plan, plan.verdict(_available(plan, here.bytes, there))) for plan in plans]
+    found = memories(memory, gpu_memory, unified) if on_gpu else Memories(memory_to_use(memory), None, False)
+    if found.unified:
+        plans = [*plans[:-2], in_one_memory(*plans[-2:])]
+    stages = [Stage(plan, plan.verdict(found.available(plan))) for plan in plans]
     if as_json:
-        report: dict[str, object] = {"path": path, "available": here.bytes, "source": here.source}
-        report |= {"gpu": there} if on_gpu else {}
+        report: dict[str, object] = {"path": path, "available": found.machine.bytes, "source": found.machine.source}
+        report |= found.to_json() if on_gpu else {}
         show.print_json({**report, "stages": [stage.to_json() for stage in stages]})
     else:
-        print_stages(stages, here)
-        if on_gpu:
-            click.echo(f"GPU: {show.size(there.bytes)} ({there.source})" if there else NO_GPU)
+        print_stages(stages, found, on_gpu)
     refused = [describe(stage.plan, stage.verdict) for stage in stages if not stage.verdict.fits]
     if refused:
         raise ResourceError(f"{path}: {'; '.join(refused)}")
 
 
-def _gpu_memory(given: int | None) -> Available | None:
-    """Free memory of the first GPU unless it is ``given``; None where there is no GPU to ask."""
+def memories(memory: int | None, gpu_memory: int | None, unified: bool | None) -> Memories:
+    """What a plan for a GPU is held against: bytes that are given, or else what is free.
+
+    Whether CPU and GPU share one memory is asked of the first GPU, unless ``unified`` tells, or ``gpu_memory`` tells of
+    another one. Free in one memory is what its driver or the system calls free, whatever is more, as for sessions.
+
+    Raises:
+        UsageError: two sizes of one memory.
+    """
+    from llmc.runtime.machine import Available
+    from llmc.runtime.memory import memory_to_use
+
+    here = memory_to_use(memory)
+    there, integrated = _first_gpu() if gpu_memory is None else (Available(gpu_memory, "--gpu-memory"), False)
+    if unified is False or not (unified or integrated):
+        return Memories(here, there, False)
+    if memory is not None and gpu_memory is not None:
+        raise UsageError("one memory has one size: give --memory or --gpu-memory, or --separate-memory")
+    if there is None or memory is not None or not (integrated or gpu_memory):
+        return Memories(here, here, True)
+    one = there if gpu_memory else max(there, here, key=lambda size: size.bytes)
+    return Memories(one, one, True)
+
+
+def _first_gpu() -> tuple[Available | None, bool]:
+    """What is free on it, None where it cannot be asked; and whether its memory is the machine's."""
     from llmc.runtime.machine import Available
     from llmc.runtime.probe import probe
 
-    if given is not None:
-        return Available(given, "--gpu-memory")
     gpu = next(iter(probe().driver.devices), None)
-    return Available(gpu.free_memory, gpu.name) if gpu is not None and gpu.free_memory is not None else None
+    if gpu is None:
+        return None, False
+    return (None if gpu.free_memory is None else Available(gpu.free_memory, gpu.name)), gpu.integrated
 
 
-def _available(plan: Plan, machine: int, gpu: Available | None) -> int:
-    """What a stage may take; a GPU that cannot be asked is taken to suffice."""
+def in_one_memory(host: Plan, device: Plan) -> Plan:
+    """Running a bundle whose GPU uses the machine's own memory: what both plans take, together."""
+    from dataclasses import replace
+
     from llmc.runtime.memory import GPU
 
-    if plan.stage != GPU:
-        return machine
-    return plan.total if gpu is None else gpu.bytes
+    assert device.stage == GPU
+    parts = {name: size for name, size in host.parts.items() if size}
+    parts |= {f"GPU {name}": size for name, size in device.parts.items()}
+
+    def needed(context: int, batch: int) -> int:
+        return host.needed(context, batch) + device.needed(context, batch)
+
+    return replace(device, stage=ONE_MEMORY, parts=parts, needed=needed)
 
 
 def plans_of(
@@ -239,7 +301,7 @@ def check_export(checkpoint: Path, memory: int | None = None) -> None:
     plan.check(checkpoint, usable_memory(0, memory))
 
 
-def print_stages(stages: list[Stage], available: Available) -> None:
+def print_stages(stages: list[Stage], found: Memories, on_gpu: bool) -> None:
     """A table of parts for each stage, and what is available."""
     for stage in stages:
         plan, verdict = stage.plan, stage.verdict
@@ -248,4 +310,7 @@ def print_stages(stages: list[Stage], available: Available) -> None:
         state = "fits" if verdict.fits else f"{show.size(verdict.missing)} missing"
         show.print_table((plan.stage + at, ""), [*rows, ("peak", f"{show.size(plan.total)}  {state}")])
         click.echo()
-    click.echo(f"available: {show.size(available.bytes)} ({available.source})")
+    shared = ", CPU and GPU together" if found.unified else ""
+    click.echo(f"available: {show.size(found.machine.bytes)} ({found.machine.source}){shared}")
+    if on_gpu and not found.unified:
+        click.echo(f"GPU: {show.size(found.gpu.bytes)} ({found.gpu.source})" if found.gpu else NO_GPU)

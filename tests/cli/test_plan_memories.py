@@ -1,0 +1,143 @@
+"""``llmc plan`` for GPUs that share the machine's memory: what CPU and GPU take is held against it together."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles.machines import NO_GPU, ORIN, RTX_4090
+
+from llmc.cli.plan import ONE_MEMORY, Memories, memories
+from llmc.errors import UsageError
+from llmc.runtime.machine import Available
+from llmc.runtime.probe import Probe
+
+MB = 1_000_000
+FREE = Available(5_000 * MB, "machine")
+ORIN_FREE = Available(6_000 * MB, "Orin")
+RTX_FREE = Available(24_000 * MB, "NVIDIA GeForce RTX 4090")
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make this a machine as a probe found it, with so much free memory."""
+
+    def become(probe: Probe, free: Available = FREE) -> None:
+        monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: free)
+        monkeypatch.setattr("llmc.runtime.probe.probe", lambda: probe)
+
+    return become
+
+
+def stages(out: str) -> dict[str, dict[str, Any]]:
+    return {stage["stage"]: stage for stage in json.loads(out)["stages"]}
+
+
+def unknown(probe: Probe) -> Probe:
+    """The same machine, whose driver does not say what is free."""
+    [device] = probe.driver.devices
+    driver = dataclasses.replace(probe.driver, devices=(dataclasses.replace(device, free_memory=None),))
+    return dataclasses.replace(probe, driver=driver)
+
+
+# ------------------------------------------------------------------------------------------------ one memory, or two
+
+
+@pytest.mark.parametrize(
+    ("probe", "given", "expected"),
+    [
+        (RTX_4090, (None, None, None), Memories(FREE, RTX_FREE, False)),
+        (NO_GPU, (None, None, None), Memories(FREE, None, False)),
+        (ORIN, (None, None, None), Memories(ORIN_FREE, ORIN_FREE, True)),
+        (unknown(ORIN), (None, None, None), Memories(FREE, FREE, True)),
+        (ORIN, (None, None, False), Memories(FREE, ORIN_FREE, False)),
+        (NO_GPU, (None, None, True), Memories(FREE, FREE, True)),
+        (RTX_4090, (None, None, True), Memories(FREE, FREE, True)),
+    ],
+)
+def test_whether_memory_is_one_is_asked_of_the_gpu_unless_it_is_said(
+    probed: Callable[..., None], probe: Probe, given: tuple[Any, Any, Any], expected: Memories
+):
+    probed(probe)
+    assert memories(*given) == expected
+
+
+def test_free_in_one_memory_is_what_driver_or_system_calls_free_whatever_is_more(probed: Callable[..., None]):
+    more = Available(6_500 * MB, "cgroup")
+    probed(ORIN, more)
+    assert memories(None, None, None) == Memories(more, more, True)
+
+
+@pytest.mark.parametrize("probe", [RTX_4090, ORIN, NO_GPU])
+def test_sizes_that_are_given_count(probed: Callable[..., None], probe: Probe):
+    probed(probe)
+    memory, gpu = Available(7_000 * MB, "--memory"), Available(8_000 * MB, "--gpu-memory")
+    assert memories(memory.bytes, None, True) == Memories(memory, memory, True)
+    assert memories(None, gpu.bytes, True) == Memories(gpu, gpu, True)
+    assert memories(memory.bytes, gpu.bytes, None) == Memories(memory, gpu, False), "another GPU than the one here"
+    with pytest.raises(UsageError, match="one memory has one size: give --memory or --gpu-memory"):
+        memories(memory.bytes, gpu.bytes, True)
+
+
+def test_on_a_jetson_a_limit_for_the_process_is_one_for_all(probed: Callable[..., None]):
+    probed(ORIN)
+    memory = Available(1_000 * MB, "--memory")
+    assert memories(memory.bytes, None, None) == Memories(memory, memory, True)
+
+
+# ----------------------------------------------------------------------------------------------------------- the sum
+
+
+def test_the_sum_is_that_of_both_stages_part_by_part(llmc: Any, tiny_export: Path, probed: Callable[..., None]):
+    probed(ORIN)
+    order = ("plan", tiny_export, "--target", "tensorrt", "--fp16", "--context", 1024, "--batch", 2, "--json")
+    apart, together = (llmc(*order, f"--{kind}-memory").out for kind in ("separate", "unified"))
+    assert list(stages(apart)) == ["build", "run", "run on the GPU"]
+    assert list(stages(together)) == ["build", ONE_MEMORY]
+    host, device, both = stages(apart)["run"], stages(apart)["run on the GPU"], stages(together)[ONE_MEMORY]
+    assert both["total"] == host["total"] + device["total"] == sum(both["parts"].values())
+    assert {name[4:]: size for name, size in both["parts"].items() if name.startswith("GPU ")} == device["parts"]
+    assert all(host["parts"][name] == size for name, size in both["parts"].items() if not name.startswith("GPU "))
+    assert (both["context"], both["batch"]) == (1024, 2)
+
+
+def test_a_sum_that_does_not_fit_is_refused_where_each_part_would(
+    llmc: Any, tiny_export: Path, probed: Callable[..., None]
+):
+    probed(ORIN)
+    order = ("plan", tiny_export, "--target", "tensorrt", "--fp16", "--batch", 2, "--json")
+    needed = stages(llmc(*order).out)[ONE_MEMORY]["total"]
+    assert llmc(*order, "--gpu-memory", needed, "--unified-memory").code == 0
+    ran = llmc(*order, "--gpu-memory", needed - 1, "--unified-memory")
+    stage = stages(ran.out)[ONE_MEMORY]
+    assert (ran.code, stage["fits"], stage["missing"]) == (1, False, 1)
+    assert (stage["largest_context"], stage["largest_batch"]) == (2047, 1)
+    assert f"to run in one memory it needs {-(-needed // MB)} MB" in ran.err
+    assert "1 MB are missing" in ran.err
+    assert "a context of 2047 tokens fits with a batch of 2" in ran.err
+    assert "a batch of 1 fits with a context of 2048" in ran.err
+    apart = stages(llmc(*order, "--memory", needed - 1, "--gpu-memory", needed - 1).out)
+    assert apart["run"]["fits"]
+    assert apart["run on the GPU"]["fits"]
+
+
+def test_the_report_says_that_the_memory_is_one(llmc: Any, tiny_export: Path, probed: Callable[..., None]):
+    probed(ORIN)
+    order = ("plan", tiny_export, "--target", "tensorrt")
+    ran = llmc(*order)
+    assert (ran.code, ran.err) == (0, "")
+    assert f"{ONE_MEMORY} 2048 tokens x 1" in ran.out
+    assert "GPU cache" in ran.out
+    assert ran.out.endswith("available: 6.00 GB (Orin), CPU and GPU together\n")
+    report = json.loads(llmc(*order, "--json").out)
+    assert report["gpu"] == {"bytes": 6_000 * MB, "source": "Orin"}
+    assert (report["available"], report["source"], report["unified_memory"]) == (6_000 * MB, "Orin", True)
+    assert json.loads(llmc(*order, "--json", "--separate-memory").out)["unified_memory"] is False
+
+
+def test_a_plan_for_the_cpu_has_one_memory_anyway(llmc: Any, tiny_export: Path, probed: Callable[..., None]):
+    probed(ORIN)
+    plain, flagged = (llmc("plan", tiny_export, "--json", *flags).out for flags in ((), ("--unified-memory",)))
+    assert plain == flagged
