@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from llmc.cli.folders import BundleFolder
 from llmc.cli.reading import read_text
 from llmc.errors import RequestError, UsageError
 
@@ -67,7 +68,7 @@ memory_option = click.option("--memory", type=size, help="Memory it may take, as
 emulate_option = click.option(
     "--emulate", is_flag=True, help="Run the graph of a GPU's bundle on the CPU: slow, to check it without the GPU."
 )
-bundle_argument = click.argument("bundle", type=EXISTING_FOLDER)
+bundle_argument = click.argument("bundle", type=BundleFolder())
 
 
 # ---------------------------------------------------------------------------------------------------- kinds of values

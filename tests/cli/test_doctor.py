@@ -120,3 +120,16 @@ assert not heavy, heavy
 def test_a_built_bundle_runs_on_the_machine_that_built_it(llmc, tiny_bundle: Path):
     found = json.loads(llmc("doctor", tiny_bundle, "--json").out)["bundle"]
     assert (found["runs"], found["reasons"]) == (True, [])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("export.json", "an export"), ("config.json", "a checkpoint")])
+def test_what_has_yet_to_be_built_is_named_with_the_command(
+    llmc, machine: Callable[[Probe], None], tmp_path: Path, name: str, kind: str
+):
+    machine(H200)
+    (tmp_path / name).write_text("{}")
+    ran = llmc("doctor", tmp_path, "--json")
+    judged = json.loads(ran.out)["bundle"]
+    assert (ran.code, judged["runs"]) == (0, False)
+    assert judged["reasons"] == [f"it is {kind}, expected a bundle"]
+    assert judged["remedy"] == f"llmc build {tmp_path} -o BUNDLE"

@@ -1,0 +1,37 @@
+"""An export or a checkpoint in the place of a bundle: every verb says which it is and how to build one."""
+
+from pathlib import Path
+
+import pytest
+
+VERBS = [("run", "-p", "x"), ("chat",), ("bench",), ("bench", "--rate", 1), ("eval",), ("verify",)]
+
+
+@pytest.fixture
+def unbuilt(tmp_path: Path) -> dict[str, Path]:
+    """An export and a checkpoint, as far as names of files tell."""
+    for folder, names in (("export", ("export.json", "config.json")), ("checkpoint", ("config.json",))):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text("{}")
+    return {"an export": tmp_path / "export", "a checkpoint": tmp_path / "checkpoint"}
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(map(str, verb)))
+def test_what_has_yet_to_be_built_is_named_with_the_command(llmc, unbuilt: dict[str, Path], verb: tuple):
+    for kind, folder in unbuilt.items():
+        ran = llmc(verb[0], folder, *verb[1:])
+        expected = f"{folder} is {kind}, expected a bundle; build one with: llmc build {folder} -o BUNDLE"
+        assert (ran.code, ran.out, ran.err) == (1, "", f"llmc: error: {expected}\n")
+
+
+def test_inspect_shows_an_export(llmc, tiny_export: Path):
+    ran = llmc("inspect", tiny_export)
+    assert (ran.code, ran.out.split()[0]) == (0, "export")
+
+
+def test_a_damaged_bundle_and_any_other_folder_are_for_the_reader_of_bundles(llmc, tmp_path: Path):
+    assert "no llmc.json here" in llmc("verify", tmp_path).err
+    for name in ("llmc.json", "export.json"):
+        (tmp_path / name).write_text("{}")
+    assert "llmc.json is corrupt" in llmc("verify", tmp_path).err
