@@ -8,7 +8,7 @@ import pytest
 
 from llmc.cli.keys import Interrupts, interrupts
 
-PATIENCE_S = 60.0  # for what takes milliseconds; only a failing test waits for so long
+PATIENCE_S = 120.0  # for what takes milliseconds; only a failing test waits for so long
 
 
 class FakeHandle:

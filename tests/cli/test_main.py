@@ -150,7 +150,7 @@ from llmc.cli import main, inspect
 @click.command("inspect")
 def command():
     print("waiting", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 inspect.inspect_command = command
 main.main(["inspect"])
 """
@@ -161,7 +161,7 @@ def test_ctrl_c_ends_a_real_process_without_a_traceback():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert (process.returncode, err.strip()) == (130, "interrupted")
 
 

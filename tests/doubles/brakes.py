@@ -4,7 +4,7 @@ import threading
 import time
 from typing import Any
 
-PATIENCE = 60.0  # seconds after which a request that nobody lets go on counts as forgotten
+PATIENCE = 120.0  # seconds after which a request that nobody lets go on counts as forgotten
 
 
 class Brake:

@@ -16,7 +16,7 @@ from llmc.runtime.sampling import Processor, SamplingParams, make_sampler, suffi
 from llmc.runtime.sequence import Sample
 from llmc.runtime.sessions import Batch, Phase
 
-PATIENCE = 30
+PATIENCE = 120
 VOCAB = 4096
 CANDIDATES = 32
 PROMPT = [5, 17, 300, 41]

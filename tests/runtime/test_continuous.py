@@ -16,7 +16,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 
-PATIENCE = 30
+PATIENCE = 120
 SPACING = 6
 CHUNK = 8
 

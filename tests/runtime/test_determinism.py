@@ -13,7 +13,7 @@ from llmc.runtime import load
 from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 
-PATIENCE = 60
+PATIENCE = 120
 SHARED = [7 * i % 4000 + 10 for i in range(24)]  # some prompts begin with it, so that prefixes are found
 CASES = 6  # random sets of requests for each setting
 REQUESTS = 7

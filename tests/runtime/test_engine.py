@@ -27,7 +27,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 
-PATIENCE = 30  # seconds after which something that should happen counts as not happening
+PATIENCE = 120  # seconds after which something that should happen counts as not happening
 PROMPT = list(range(10, 30))
 OTHERS = [[100 + i, *range(50 * i + 5, 50 * i + 5 + 7 * i)] for i in range(1, 4)]
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)

@@ -18,7 +18,7 @@ from doubles.brakes import Brake
 from llmc.errors import DeadlineError, EngineClosedError, LlmcError, ProcessorError, UsageError
 from llmc.runtime import Model, Request, SamplingParams, load
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 PROMPT = "def area(width, height):\n    return "
 
 

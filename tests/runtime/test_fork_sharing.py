@@ -10,7 +10,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Phase
 
-PATIENCE = 30
+PATIENCE = 120
 PROMPT = [11 + i for i in range(40)]
 # Sums of 8 float32 log-probabilities, taken here in float64.
 LOGPROB_TOLERANCE = 1e-5

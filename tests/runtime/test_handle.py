@@ -16,7 +16,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.results import Delta
 from llmc.runtime.sampling import SamplingParams
 
-PATIENCE = 30
+PATIENCE = 120
 SOON = 0.02  # seconds after which a wait for what does not come ends
 PROMPT = [11, 12, 13, 14]
 PARAMS = SamplingParams(max_tokens=10, temperature=1.0, seed=3, ignore_eos=True)

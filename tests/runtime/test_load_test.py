@@ -22,7 +22,7 @@ from llmc.runtime.load_test import LoadReport, Percentiles, Visit, arrivals, fig
 from llmc.runtime.metrics import RequestMetrics
 
 REQUESTS = 6
-PATIENCE = 60  # seconds after which a thread that waits counts as waiting for ever
+PATIENCE = 120  # seconds after which a thread that waits counts as waiting for ever
 METRICS = RequestMetrics(0.5, 0.0, None, None, None, None, None, 10, 0, 3, 0, 0, 0, 0, "length")
 
 # The mean of n exponential gaps has a relative standard deviation of 1 / sqrt(n): five of them for a fixed seed.

@@ -15,7 +15,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.strategies import BeamSearch, Contrastive, Hypothesis, Strategy
 
-PATIENCE = 60
+PATIENCE = 120
 PROMPT = [11, 12, 13, 14, 15]
 NEW = 9
 # Two implementations of a float32 model, sums of NEW log-probabilities each.

@@ -18,7 +18,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch
 
-PATIENCE = 30
+PATIENCE = 120
 CLIENTS = 12
 # Calls of every kind that the requests below make of a session, and some more: beyond them nothing fails.
 CALLS = [*range(1, 40, 3), *range(40, 160, 12), 10_000]

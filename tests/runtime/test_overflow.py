@@ -9,7 +9,7 @@ from llmc.errors import RequestError
 from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams, make_sampler
 
-PATIENCE = 30
+PATIENCE = 120
 CONTEXT = 32
 SINK = 4
 KEPT = CONTEXT // 2

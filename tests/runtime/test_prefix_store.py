@@ -26,7 +26,7 @@ BLOCK_BYTES = 4 * int(np.prod(SHAPE))
 PLENTY = 1 << 24
 PROMPT = list(range(100, 118))  # four blocks and two tokens
 WHOLE = 16
-PATIENCE = 60  # seconds after which a disk that should have written counts as dead
+PATIENCE = 120  # seconds after which a disk that should have written counts as dead
 
 
 def rows(tokens: Sequence[int], dtype: str = "float32") -> NDArray[Any]:

@@ -21,7 +21,7 @@ LENGTH = 16  # tokens of every prompt: four blocks of one token, whose keys and 
 PLENTY = 1 << 24
 MANY = 1000  # prompts that fit into that, for what is evicted is no whole file either
 
-PATIENCE = 60  # seconds after which something that should happen counts as not happening
+PATIENCE = 120  # seconds after which something that should happen counts as not happening
 
 # A process that keeps prefixes, over and over until its input is closed, so that nobody looks too late. Its arguments:
 # folder, bound, first token, number of prompts.

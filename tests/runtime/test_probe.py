@@ -19,7 +19,7 @@ from llmc.runtime.probe import LIBRARIES, Driver, Library, probe, probe_driver, 
 # A step that hangs is given this long; the machine may be busy, so nothing is asserted about steps that answer.
 SHORT_S = 0.5
 # A machine busy with other tests may take this long to end a process.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def python(code: str) -> list[str]:

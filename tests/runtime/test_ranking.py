@@ -9,7 +9,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.strategies import SIMILARITIES
 
-PATIENCE = 30
+PATIENCE = 120
 PROMPT = [11, 12, 13]
 
 

@@ -13,7 +13,7 @@ from doubles.brakes import slowed
 from llmc.errors import CancelledError, EngineClosedError, RequestError
 from llmc.runtime import Model, load
 
-PATIENCE = 60  # seconds after which a thread that waits counts as waiting for ever
+PATIENCE = 120  # seconds after which a thread that waits counts as waiting for ever
 PROMPTS = [f"def function_{i}(x):\n    return" for i in range(8)]
 # Random, so that the tokens of one request could not pass for another's.
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "temperature": 2.0, "seed": 7}

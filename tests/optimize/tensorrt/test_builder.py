@@ -19,7 +19,7 @@ from llmc.plans import Profile
 
 # Bytes, far above what the interpreter takes and gives back meanwhile.
 HELD = 50_000_000
-PATIENCE_S = 60  # after which a thread that should look at memory counts as not looking
+PATIENCE_S = 120  # after which a thread that should look at memory counts as not looking
 CACHES = ("past_key_values.0.key", "past_key_values.0.value")
 
 

@@ -18,7 +18,7 @@ from llmc.errors import GpuError, MissingExtraError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 # Seconds until a process that was interrupted must be gone.
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 Part = Callable[[str], ModuleType]
 

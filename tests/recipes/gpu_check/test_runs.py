@@ -23,7 +23,7 @@ SCRIPT = RECIPES / "gpu_check.py"
 # Quotients of the same float64 in another order.
 CLOSE = 1e-12
 # Seconds until a process that was interrupted must be gone.
-PATIENCE_S = 60
+PATIENCE_S = 120
 STATES = {"done", "failed", "crashed", "timed out", "not run"}
 # What a reader of the file may rely on: names and types.
 NONE = type(None)

@@ -19,7 +19,7 @@ from llmc.runtime.sessions import Session, emulated, open_session
 from llmc.runtime.sessions.cuda import CudaSession
 from llmc.runtime.tokenizer import Tokenizer
 
-PATIENCE = 60
+PATIENCE = 120
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "top_k": 3, "seed": 1},

@@ -13,7 +13,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.tokenizer import Tokenizer
 
-PATIENCE = 60
+PATIENCE = 120
 CONTEXT = 64
 TOP_K = 3  # of 5 candidates
 SETTINGS: list[dict[str, Any]] = [
