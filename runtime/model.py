@@ -71,7 +71,7 @@ def load(
     context = _in_range("max_context", max_context, limits.max_context, limits.max_context)
     chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
     workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
-    engine_options = _options(options, workers)
+    engine_options = _options(options)
     row_limit(manifest, engine_options)
     if engine_options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
         raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
@@ -95,11 +95,11 @@ def load(
     return model
 
 
-def _options(given: Mapping[str, Any], workers: int) -> EngineOptions:
+def _options(given: Mapping[str, Any]) -> EngineOptions:
     known = [field.name for field in fields(EngineOptions)]
     if unknown := sorted(given.keys() - set(known)):
         raise UsageError(f"load has no argument {unknown[0]!r}; the engine's options are {', '.join(known)}")
-    return EngineOptions(**{"sampling_threads": min(workers, 16), **given})
+    return EngineOptions(**given)
 
 
 def _default_threads(measured: int | None) -> int:
@@ -138,7 +138,7 @@ class Model:
         self.tokenizer = tokenizer
         self.runner = runner
         self.threads = threads
-        self._options = EngineOptions(sampling_threads=min(threads, 16)) if options is None else options
+        self._options = options or EngineOptions()
         self._memory = memory
         self._chat_template: ChatTemplate | None = None
         self._lock = threading.Lock()

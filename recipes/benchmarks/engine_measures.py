@@ -106,7 +106,7 @@ def engine_on(
         model.tokenizer,
         max_context=runner.max_context,
         prefill_chunk=runner.prefill_chunk,
-        options=EngineOptions(**{"sampling_threads": min(model.threads, 16), **options}),
+        options=EngineOptions(**options),
         memory=available_memory() + resident_bytes()[0],
         prefixes=prefixes,
         drafter=drafter,

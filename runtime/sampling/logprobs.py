@@ -1,6 +1,6 @@
 """Log-probabilities of tokens: of those chosen, of the most probable ones, and of a prompt's.
 
-Exponentials are float32 and sums float64, which puts a log-probability within about 1e-6 of the exact one.
+Exponentials and sums are float32, added in pairs, which puts a log-probability within about 1e-6 of the exact one.
 """
 
 import math
@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 from llmc.errors import UsageError
 from llmc.runtime.sampling.masses import Logits, check_peak, largest
+
+# Up to one possible token in so many, they are taken out of the others.
+_FEW = 16
 
 Top = tuple[tuple[int, float], ...]
 
@@ -43,8 +46,18 @@ def token_logprobs(logits: Logits, token: int, top: int) -> tuple[float, Top]:
     Raises:
         RequestError: the logits hold NaN or +inf, or nothing but -inf.
     """
-    total = log_total(logits)
-    return float(logits[token]) - total, _top(logits, total, top)
+    tokens = _few(logits)
+    values = logits if tokens is None else logits.take(tokens)
+    total = log_total(values)
+    return float(logits[token]) - total, _top(values, tokens, total, top)
+
+
+def _few(logits: Logits) -> npt.NDArray[np.intp] | None:
+    """The possible tokens by id, if they are few; None for most of the vocabulary, and for logits that hold NaN."""
+    if logits.min() != -np.inf:
+        return None
+    possible = logits > -np.inf
+    return np.flatnonzero(possible) if 0 < np.count_nonzero(possible) * _FEW < logits.size else None
 
 
 def log_total(logits: Logits) -> float:
@@ -57,8 +70,8 @@ def log_total(logits: Logits) -> float:
     check_peak(float(peak))
     with np.errstate(over="ignore", under="ignore"):
         weights = logits - peak
-        np.exp(weights, out=weights)
-    return float(peak) + math.log(float(np.add.reduce(weights, dtype=np.float64)))
+        np.exp(weights, out=weights)  # which, unlike exp2, takes -inf without a detour
+    return float(peak) + math.log(float(np.add.reduce(weights)))  # in pairs, so close to the exact sum
 
 
 def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
@@ -79,11 +92,13 @@ def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top:
     return [TokenLogprobs(token, logprob, most, logprob, most) for token, logprob, most in found]
 
 
-def _top(logits: Logits, total: float, count: int) -> Top:
+def _top(values: Logits, tokens: npt.NDArray[np.intp] | None, total: float, count: int) -> Top:
+    """The most probable of ``tokens`` (None: all), whose logits are ``values``."""
     if count == 0:
         return ()
-    tokens = largest(logits, min(count, logits.size))
-    values = logits[tokens]
-    order = np.lexsort((tokens, -values))[:count]
-    pairs = zip(tokens[order].tolist(), values[order].tolist(), strict=True)
+    places = largest(values, min(count, values.size))
+    found = values[places]
+    order = np.lexsort((places, -found))[:count]
+    ids = places[order] if tokens is None else tokens[places[order]]
+    pairs = zip(ids.tolist(), found[order].tolist(), strict=True)
     return tuple((token, value - total) for token, value in pairs if value > -math.inf)

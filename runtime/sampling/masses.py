@@ -59,6 +59,9 @@ def _fast_exponential() -> tuple[np.ufunc, float]:
     return np.exp, 1.0
 
 
+EXPONENTIAL, LOG_BASE = _fast_exponential()
+
+
 class Masses:
     """Unnormalised probabilities of a vocabulary, with the sums that make drawing and removing cheap.
 
@@ -68,7 +71,7 @@ class Masses:
     """
 
     _SLABS, _ROWS = 8, 32
-    _EXPONENTIAL, _LOG_BASE = _fast_exponential()
+    _EXPONENTIAL, _LOG_BASE = EXPONENTIAL, LOG_BASE
     # Weights need no common factor if their total lies between these: float32 then holds all that matters.
     _TOTALS = (2.0**-60, 2.0**120)
     # Natural logarithms outside of which vector exponentials fall back to slow code, or overflow.

@@ -4,6 +4,7 @@ import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from llmc.runtime.sampling.masses import Logits, Masses, check_peak, inverse, la
 from llmc.runtime.sampling.mirostat import Mirostat1, Mirostat2
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import FILTERS, Guide, Processor, Setting, build_steps
+from llmc.runtime.sampling.scratch import borrowed, masses
 
 _FAST = ("temperature", "top_k", "top_p", "min_p")  # what RandomSampler does itself, in its order
 CUTS = FILTERS[FILTERS.index("top_k") :]
@@ -32,7 +34,7 @@ class Choice:
 
 
 class Sampler(Protocol):
-    """Chooses the tokens of one request. Use it from one thread at a time: it owns scratch memory."""
+    """Chooses the tokens of one request. Use it from one thread at a time: what it chose before may count."""
 
     @property
     def seed(self) -> int | None:
@@ -112,7 +114,7 @@ def make_sampler(
         return chooser
     # After a first cut to k, nothing sees more than that; a log-probability is a share of the whole.
     needs = params.top_k if top is None and steps[0][0] == "top_k" else 0
-    return ProcessedSampler(steps, chooser, tail, guide, top, needs)
+    return ProcessedSampler(steps, chooser, tail, guide, top, needs, trusted=not processors)
 
 
 _Steps = list[tuple[str, Processor]]
@@ -127,7 +129,7 @@ def _plan(steps: _Steps, setting: Setting) -> tuple[_Steps, Chooser, _Steps]:
         return steps, MirostatSampler(params, seed), []
     head, tail = _split(steps)
     if any(name in CUTS for name, _ in head):
-        return steps, SupportSampler(seed, setting.vocab_size), []
+        return steps, SupportSampler(seed), []
     named = {name: getattr(params, name) for name, _ in tail}
     return head, RandomSampler(SamplingParams(**named, seed=seed), setting.vocab_size), tail
 
@@ -178,14 +180,14 @@ class RandomSampler(Chooser):
         self._vocab_size = vocab_size
         self._uses_top_k = 0 < params.top_k < vocab_size
         self.needs = params.top_k if self._uses_top_k else 0
-        self._masses = Masses(0 if self._uses_top_k else vocab_size)
 
     def choose(self, logits: Logits, position: int) -> int:
         assert logits.shape == (self._vocab_size,) and logits.dtype == np.float32
         numbers = uniforms(self.seed, position)
         if not self._uses_top_k:
-            self._masses.fill(logits, self._params.temperature)
-            return self._draw(numbers)
+            filled = masses(self._vocab_size)
+            filled.fill(logits, self._params.temperature)
+            return self._draw(filled, numbers)
         tokens, weights = self._support(logits)
         return int(tokens[pick(np.add.accumulate(weights), next(numbers))])
 
@@ -195,20 +197,20 @@ class RandomSampler(Chooser):
         result[tokens] = weights / weights.sum()
         return result
 
-    def _draw(self, numbers: Iterator[float]) -> int:
-        masses, params = self._masses, self._params
-        floor = np.float32(params.min_p * masses.peak()) if params.min_p else np.float32(0)
+    def _draw(self, filled: Masses, numbers: Iterator[float]) -> int:
+        params = self._params
+        floor = np.float32(params.min_p * filled.peak()) if params.min_p else np.float32(0)
         # A token is in the nucleus if it and the tokens no more probable than it hold more than this.
-        missing = (1.0 - params.top_p) * masses.total
+        missing = (1.0 - params.top_p) * filled.total
         while True:
-            token, weight = masses.pick(next(numbers), next(numbers))
+            token, weight = filled.pick(next(numbers), next(numbers))
             if weight < floor:
-                missing -= masses.remove(np.nextafter(floor, np.float32(0)), math.inf)
+                missing -= filled.remove(np.nextafter(floor, np.float32(0)), math.inf)
             elif weight > missing:
                 return token
             else:
-                missing -= masses.remove(weight, missing)
-                if missing < 0 or masses.total == 0:
+                missing -= filled.remove(weight, missing)
+                if missing < 0 or filled.total == 0:
                     return token
 
     def _support(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
@@ -237,15 +239,15 @@ class SupportSampler(Chooser):
 
     seed: int
 
-    def __init__(self, seed: int, vocab_size: int) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._masses = Masses(vocab_size)
 
     def choose(self, logits: Logits, position: int) -> int:
         possible = logits > -np.inf
         if np.count_nonzero(possible) > _MANY:
-            self._masses.fill(logits, 1.0)
-            return self._masses.pick(uniform(self.seed, position, 0), uniform(self.seed, position, 1))[0]
+            filled = masses(logits.size)
+            filled.fill(logits, 1.0)
+            return filled.pick(uniform(self.seed, position, 0), uniform(self.seed, position, 1))[0]
         check_peak(float(logits.max()))
         tokens = np.flatnonzero(possible)
         values = logits[tokens].astype(np.float64)
@@ -284,10 +286,20 @@ class ProcessedSampler:
         guide: told every token chosen.
         top: how many of the most probable tokens to report; None reports no log-probabilities.
         needs: see :class:`Sampler`.
+        trusted: whether all steps are ours; those of others may keep the logits that they see, so they see no memory
+            of other requests.
     """
 
     def __init__(
-        self, steps: _Steps, chooser: Chooser, tail: _Steps, guide: Guide | None, top: int | None, needs: int = 0
+        self,
+        steps: _Steps,
+        chooser: Chooser,
+        tail: _Steps,
+        guide: Guide | None,
+        top: int | None,
+        needs: int = 0,
+        *,
+        trusted: bool = False,
     ) -> None:
         self._names = [name for name, _ in steps]
         shaping = next((i for i, name in enumerate(self._names) if name in FILTERS), len(steps))
@@ -296,26 +308,33 @@ class ProcessedSampler:
         self._tail = [step for _, step in tail]
         self._chooser, self._guide, self._top = chooser, guide, top
         self.needs = needs
-        self._scratch = np.empty(0, np.float32)
+        self._trusted = trusted
+        self._own = np.empty(0, np.float32)
 
     @property
     def seed(self) -> int | None:
         return self._chooser.seed
 
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
-        processed = self._run(logits, tokens)
+        with borrowed(logits.size) if self._trusted else nullcontext(self._scratch(logits)) as scratch:
+            return self._choose(logits, tokens, self._run(logits, tokens, scratch))
+
+    def _scratch(self, logits: Logits) -> Logits:
+        if self._own.shape != logits.shape:
+            self._own = np.empty_like(logits)
+        return self._own
+
+    def _choose(self, logits: Logits, tokens: Sequence[int], processed: Logits) -> Choice:
         drawn_from = self._drawn_from(processed, tokens) if self._top is not None else None
         token = self._chooser.choose(processed, len(tokens))
         if self._guide is not None:
             self._guide.accept(token)
         return Choice(token, None if drawn_from is None else self._logprobs(logits, drawn_from, token))
 
-    def _run(self, logits: Logits, tokens: Sequence[int]) -> Logits:
+    def _run(self, logits: Logits, tokens: Sequence[int], current: Logits) -> Logits:
+        """What the steps leave; they may work in ``current``."""
         if not self._names:
             return logits
-        if self._scratch.shape != logits.shape:
-            self._scratch = np.empty_like(logits)
-        current = self._scratch
         np.copyto(current, logits)
         for steps in (self._processors, self._filters):
             for step in steps:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmc.runtime.sampling.masses import Logits, check_peak, largest
+from llmc.runtime.sampling.masses import EXPONENTIAL, LOG_BASE, Logits, check_peak, largest
 
 # exp(-87) is the smallest power that float32 holds in full; beyond it vector exponentials fall back to slow code.
 _FARTHEST = 87.0
@@ -26,6 +26,7 @@ _NEVER_IMPOSSIBLE = np.nextafter(np.float32(_FARTHEST), np.float32(0))
 # Up to this many tokens, one sort is as fast as looking for candidates.
 _SORTED = 2048
 _ROWS = 64  # of the grid whose columns' peaks say where candidates begin
+_NEAR = 90  # about one token in so many lies closer to the peak than half of the columns' peaks do
 # Up to one token in so many is kept by writing it anew; more, by subtracting infinity from the others.
 _KEPT_APART = 16
 _BINS_PER_NAT = 32.0  # a power of two, so that a bin's ends are exact
@@ -70,8 +71,8 @@ def distribution(logits: Logits) -> Distribution:
         distances = peak - logits
     if distances.max() > _FARTHEST:
         np.minimum(distances, np.float32(_FARTHEST), out=distances)
-    weights = np.negative(distances)
-    np.exp(weights, out=weights)
+    weights = distances * np.float32(-1.0 / LOG_BASE)
+    EXPONENTIAL(weights, out=weights)
     return Distribution(float(peak), distances, weights, float(np.add.reduce(weights, dtype=np.float64)))
 
 
@@ -217,10 +218,10 @@ def _edge(weighed: Distribution, centre: float, needed: float) -> np.float32:
     Tokens near the peak are tried first: none of the others deviates by less than the farthest of them.
     """
     distances, weights = weighed.distances, weighed.weights
-    if distances.size > _SORTED:
+    if distances.size > _SORTED and needed * _NEAR < distances.size:  # no token weighs more than 1
         rows = distances[: distances.size // _ROWS * _ROWS].reshape(_ROWS, -1)
         closest = np.minimum.reduce(rows, axis=0)
-        reach = np.partition(closest, closest.size // 2)[closest.size // 2]  # takes in about one token in 90
+        reach = np.partition(closest, closest.size // 2)[closest.size // 2]  # takes in one token in _NEAR
         reach = min(reach, _NEVER_IMPOSSIBLE)
         near = np.flatnonzero(distances <= reach)
         deviations = _deviations(distances.take(near), centre)
