@@ -33,6 +33,7 @@ NEW_FOLDER = NewPath(path_type=Path)
 NEW_FILE = NewPath(dir_okay=False, path_type=Path)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_QUOTED = re.compile(r"""((?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?!\w))""")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -343,9 +344,12 @@ class SectionCommand(click.Command):
 def with_flags(message: str, parameters: Iterable[str]) -> str:
     """Write ``--top-p`` for ``top_p``.
 
-    A name that is a plain word too is a parameter only before what is said of it, and in a list a name may be a value.
+    A name that is a plain word too is a parameter only before what is said of it. In a list a name may be a value, and
+    what stands in quotes is one, and stays as the user wrote it.
     """
+    parts = _QUOTED.split(message)
     for name in parameters:
         after = "(?!,)" if "_" in name else r"(?= is | holds | cannot | -?\d|=)"
-        message = re.sub(rf"(?<![\w-]){re.escape(name)}\b{after}", flag(name), message)
-    return message
+        named = re.compile(rf"(?<![\w-]){re.escape(name)}\b{after}")
+        parts[::2] = [named.sub(flag(name), part) for part in parts[::2]]
+    return "".join(parts)

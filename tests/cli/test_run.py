@@ -311,6 +311,9 @@ def test_an_empty_folder_for_prefixes_is_refused_with_its_flag(llmc, model: Fake
             "processor_order is ('x',), expected top_k, top_p, or",
             "--processor-order is ('x',), expected top_k, top_p, or",
         ),
+        ("processor_order is ('top_k', 'tpo_p'), or", "--processor-order is ('top_k', 'tpo_p'), or"),
+        ('stop is ("a \\" top_p is", 3), top_p is', '--stop is ("a \\" top_p is", 3), --top-p is'),
+        ("the checkpoint's top_p and that model's top_k", "the checkpoint's --top-p and that model's --top-k"),
         ("regex cannot be enforced", "--regex cannot be enforced"),
         ("temperature 0, seed -1: expected", "--temperature 0, --seed -1: expected"),
     ],
@@ -323,6 +326,15 @@ def test_a_refusal_of_the_library_names_the_flag(llmc, model: FakeModel, tmp_pat
     model.error = UsageError("top_p is 2.0, expected less")
     ran = llmc("run", tmp_path, "-p", "Once")
     assert (ran.code, ran.err) == (2, "llmc: error: --top-p is 2.0, expected less\n")
+
+
+def test_values_of_processor_order_are_named_as_they_were_written(llmc, model: FakeModel, tmp_path: Path):
+    with pytest.raises(UsageError) as refused:
+        SamplingParams(processor_order=("top_k", "tpo_p"))
+    model.error = refused.value
+    ran = llmc("run", tmp_path, "-p", "Once", "--processor-order", "top_k,tpo_p")
+    assert ran.code == 2
+    assert ran.err.startswith("llmc: error: --processor-order is ('top_k', 'tpo_p'), expected ")
 
 
 # ----------------------------------------------------------------------------------------------------------- output
