@@ -24,6 +24,7 @@ from llmc.cli.options import (
     sampling_options,
     take,
     threads_option,
+    with_flags,
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
 from llmc.cli.run import (
@@ -205,7 +206,7 @@ class Conversation:
             # Parameters that cannot be will not become better with the next line.
             if not self._interactive or (isinstance(error, UsageError) and not is_command):
                 raise
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {with_flags(str(error), SAMPLING_NAMES)}", err=True)
         return True
 
     def obey(self, line: str) -> None:
@@ -232,6 +233,12 @@ class Conversation:
             if not parts:
                 self.messages.pop()
                 return
+        except RequestError as error:
+            full = self._full()
+            self.messages.pop()
+            if full is None:
+                raise
+            raise RequestError(full) from error
         except BaseException:
             self.messages.pop()
             raise
@@ -240,6 +247,23 @@ class Conversation:
             if self._stats:
                 click.echo(describe(self._last), err=True)
         self.messages.append({"role": "assistant", "content": "".join(parts)})
+
+    def _full(self) -> str | None:
+        """What can be done where the conversation does not fit into the context; None where it does."""
+        with suppress(LlmcError):
+            prompt = self._model.chat_template.render(self.messages, add_generation_prompt=True)
+            held = len(self._model.tokenizer.encode(prompt, add_special_tokens=False))
+            new, room = self._sampling.get("max_tokens", 1), self._model.engine.max_context
+            if held + new > room:
+                asked = f" and --max-tokens asks for {new} more" if new > 1 else ""
+                before = any(message["role"] == "assistant" for message in self.messages)
+                now = "/reset forgets what was said" if before else "say less at once"
+                return (
+                    f"the conversation has {held} tokens{asked}, the context holds {room}: {now}; to keep it, /save "
+                    "FILE and start again with --load FILE and --on-overflow sink or truncate_left, which leave old "
+                    "text out, or with a bundle that was built with a larger --max-context"
+                )
+        return None
 
     def _print(self, handle: Handle, parts: list[str]) -> None:
         with self._keys.stopping(handle):

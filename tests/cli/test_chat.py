@@ -83,8 +83,7 @@ class FakeModel:
         return FakeHandle(self.between)
 
     def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        assert not add_generation_prompt
-        return "".join(message["content"] for message in messages)
+        return "".join(message["content"] for message in messages) + "?" * add_generation_prompt
 
     def save(self, path: Path, tokens: list[int]) -> int:
         if self.refusal:
@@ -225,6 +224,29 @@ def test_a_person_goes_on_after_an_answer_that_fails_without_its_turn(talk, mode
     assert (ran.code, len(model.asked)) == (0, 2)
     assert model.asked[1] == [user("Again")]
     assert "error: the context is full" in ran.err
+
+
+def test_a_full_context_is_told_with_what_a_chat_can_do(talk, model: FakeModel):
+    model.tokenizer.encode = lambda text, add_special_tokens: list(text)
+    model.between = lambda handle: failing(RequestError("shorten it"))(handle) if len(model.asked) == 2 else None
+    ran = talk("Hello", "a" * 121, "Again", terminal=True)
+    found = "error: the conversation has 129 tokens, the context holds 128: /reset forgets what was said; to keep it, "
+    assert f"{found}/save FILE and start again with --load FILE and --on-overflow sink" in ran.err
+    assert model.asked[2] == [user("Hello"), assistant("ab"), user("Again")]
+
+
+def test_a_first_turn_that_is_too_long_is_not_sent_to_reset(talk, model: FakeModel):
+    model.tokenizer.encode = lambda text, add_special_tokens: list(text)
+    model.between = failing(RequestError("shorten it"))
+    ran = talk("a" * 99, options=("--max-tokens", 29))
+    assert ran.code == 1
+    assert "has 100 tokens and --max-tokens asks for 29 more, the context holds 128: say less at once; to" in ran.err
+    assert talk("a" * 99, options=("--max-tokens", 28)).err == "llmc: error: shorten it\n"
+
+
+def test_a_person_reads_flags_and_not_names_of_parameters(talk, model: FakeModel):
+    model.between = failing(RequestError("set on_overflow"))
+    assert "error: set --on-overflow\n" in talk("Hello", terminal=True).err
 
 
 def test_a_parameter_that_cannot_be_ends_the_talk_for_a_person_too(talk, model: FakeModel):
