@@ -50,6 +50,9 @@ class LoadOption(SectionOption):
 @click.option(
     "--rate", cls=LoadOption, type=float, help="Requests per second that arrive.  [default: all arrive at once]"
 )
+@click.option(
+    "--max-queue", cls=LoadOption, type=int, help="Requests that may wait; one more is rejected.  [default: 256]"
+)
 @click.option("--requests", cls=LoadOption, type=int, help="How many arrive.  [default: 64]")
 @click.option("--seed", cls=LoadOption, type=int, help="Of the arrivals and the prompts.  [default: 0]")
 @draft_option
@@ -124,7 +127,10 @@ def load_rows(report: LoadReport) -> list[tuple[str, str]]:
     ended = f"{report.completed} completed, {report.rejected} rejected, {report.failed} failed"
     draft = "" if report.draft is None else f", draft {report.draft}"
     rows = [
-        ("engine", f"{report.concurrency} rows, determinism {report.determinism}{draft}"),
+        (
+            "engine",
+            f"{report.concurrency} rows, a queue of {report.max_queue}, determinism {report.determinism}{draft}",
+        ),
         ("requests", f"{report.requests} x ({report.prompt_length} prompt + {report.new_tokens} new tokens)"),
         ("arrivals", at + arrived),
         ("load", f"{report.load_s:.2f} s"),

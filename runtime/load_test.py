@@ -53,6 +53,7 @@ class LoadReport:
 
     Attributes:
         concurrency: rows that ran at once at most (an even number with determinism ``batch``); the rest queued.
+        max_queue: requests that could wait; one more was rejected.
         rate: requests per second that were meant to arrive; None if all arrived at once.
         arrival_seed: what the gaps between arrivals, and the prompts, were drawn from.
         arrived_rate: requests per second that did arrive, by the moments at which they were due; None for one request
@@ -76,6 +77,7 @@ class LoadReport:
     model: str
     precision: str
     concurrency: int
+    max_queue: int
     rate: float | None
     arrival_seed: int
     requests: int
@@ -176,7 +178,7 @@ def load_test(
     with load(folder, threads=threads, self_test=False, max_batch=rows, **options) as model:
         load_s = time.perf_counter() - start
         prompt = partial(_prompt, model.manifest.geometry.vocab_size, prompt_length, seed)
-        # The first calls allocate; they are not counted.
+        # The first calls allocate; they are not counted. A queue shorter than the rows may turn some of them away.
         _visit(model, lambda index: prompt(requests + index), [0.0] * rows, 2)
         with EnergyMeter() as meter:
             visits = _visit(model, prompt, arrivals(requests, rate, seed), new_tokens)
@@ -324,6 +326,7 @@ def _setup(model: Model) -> dict[str, Any]:
     options = model.engine.options
     return {
         "concurrency": row_limit(model.manifest, options),
+        "max_queue": options.max_queue,
         "threads": model.threads,
         "determinism": options.determinism.value,
         "draft": None if options.draft is None else str(options.draft),

@@ -48,6 +48,7 @@ LOAD = LoadReport(
     model="tiny",
     precision="int4",
     concurrency=8,
+    max_queue=256,
     rate=20.0,
     arrival_seed=0,
     requests=40,
@@ -151,9 +152,22 @@ def test_bench_shows_energy_where_there_is_some(
 
 def test_bench_under_load_passes_on_what_was_given(llmc, loads: list[dict[str, Any]], tmp_path: Path):
     llmc("bench", tmp_path, "--rate", 2.5)
-    options = ("--requests", 9, "--seed", 3, "--draft", "lookup", "--determinism", "strict", "--threads", 1)
+    options = (
+        "--max-queue",
+        5,
+        "--requests",
+        9,
+        "--seed",
+        3,
+        "--draft",
+        "lookup",
+        "--determinism",
+        "strict",
+        "--threads",
+        1,
+    )
     llmc("bench", tmp_path, "--concurrency", 4, "--prompt-length", 16, "--new-tokens", 8, *options)
-    engine = {"requests": 9, "seed": 3, "draft": "lookup", "determinism": "strict"}
+    engine = {"max_queue": 5, "requests": 9, "seed": 3, "draft": "lookup", "determinism": "strict"}
     assert loads == [
         {"bundle": tmp_path, "prompt_length": 128, "new_tokens": 64, "threads": None, "rate": 2.5},
         {"bundle": tmp_path, "prompt_length": 16, "new_tokens": 8, "threads": 1, "concurrency": 4, **engine},
@@ -174,7 +188,7 @@ def test_bench_under_load_shows_every_latency_the_outcome_and_the_throughput(
         "37 completed, 2 rejected, 1 failed: the deadline passed",
         "728.6 new tok/s, 2185.8 with prompts",
         "11.38 per second, for 3.2 s",
-        "8 rows, determinism fast, draft lookup",
+        "8 rows, a queue of 256, determinism fast, draft lookup",
         "75%",
         "0.005 J per new token",
     ):
@@ -189,6 +203,7 @@ def test_bench_under_load_as_json_is_the_whole_report(llmc, loads: list[dict[str
     ("arguments", "sentence"),
     [
         (["--draft", "lookup"], "--draft is for the engine under load: give --concurrency or --rate too"),
+        (["--max-queue", 3], "--max-queue is for the engine under load: give --concurrency or --rate too"),
         (["--requests", 3], "--requests is for the engine under load: give --concurrency or --rate too"),
         (["--rate", 3, "--repeats", 3], "--repeats is for one sequence; under load, say --requests"),
         (["--repeats", 0], "Invalid value for '--repeats': 0 is not in the range x>=1; see llmc bench --help"),

@@ -20,6 +20,7 @@ from llmc.runtime.energy import Joules
 from llmc.runtime.engine import Engine
 from llmc.runtime.load_test import LoadReport, Percentiles, Visit, arrivals, figures, load_test, send
 from llmc.runtime.metrics import RequestMetrics
+from llmc.runtime.options import EngineOptions
 
 REQUESTS = 6
 PATIENCE = 120  # seconds after which a thread that waits counts as waiting for ever
@@ -178,6 +179,7 @@ def test_the_report_says_what_was_run(tiny_bundle: Path, report: LoadReport):
     assert (report.concurrency, report.rate, report.arrival_seed) == (manifest.limits.max_batch, 200.0, 3)
     assert (report.requests, report.prompt_length, report.new_tokens, report.threads) == (REQUESTS, 12, 5, 1)
     assert (report.determinism, report.draft, report.engine) == ("fast", None, "onnxruntime")
+    assert report.max_queue == EngineOptions.max_queue
 
 
 def test_every_request_is_answered_in_full(report: LoadReport):
@@ -217,7 +219,12 @@ def test_a_full_queue_rejects(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "load", lambda *given, **more: models.append(load(*given, **more)) or models[0])
     monkeypatch.setattr(module, "send", lambda *given: while_held(models[0].engine, lambda: send(*given)))
     report = load_test(tiny_bundle, requests=40, prompt_length=4, new_tokens=2, threads=1, max_queue=3)
-    assert (report.completed, report.rejected) == (3, 37)
+    assert (report.completed, report.rejected, report.max_queue) == (3, 37, 3)
+
+
+def test_a_queue_without_room_is_refused(tiny_bundle: Path):
+    with pytest.raises(UsageError, match=r"max_queue is 0, expected 1 \.\.\. 1000000"):
+        load_test(tiny_bundle, max_queue=0)
 
 
 def while_held(engine: Engine, work: Callable[[], list[Visit]]) -> list[Visit]:
