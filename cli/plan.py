@@ -112,7 +112,7 @@ def plan_command(
     Exits with 1 if a stage does not fit into what is available, or into --memory. Peaks are resident memory: of a
     compiled bundle, weights and embedding are pages of its files, which processes share and the system may drop.
     """
-    from llmc.runtime.memory import GPU, describe, memory_to_use
+    from llmc.runtime.memory import GPU, memory_to_use
 
     precision = chosen_precision(tuple(precisions[name] for name in PRECISIONS))
     plans = plans_of(path, context, batch, precision, find_recipe(recipe), target)
@@ -127,9 +127,25 @@ def plan_command(
         show.print_json({**report, "stages": [stage.to_json() for stage in stages]})
     else:
         print_stages(stages, found, on_gpu)
-    refused = [describe(stage.plan, stage.verdict) for stage in stages if not stage.verdict.fits]
+    refused = [stage for stage in stages if not stage.verdict.fits]
     if refused:
-        raise ResourceError(f"{path}: {'; '.join(refused)}")
+        raise ResourceError(f"{path}: {refusal(refused)}")
+
+
+def refusal(stages: list[Stage]) -> str:
+    """What is missing, in a sentence, and what can be done, in another; what the parts are is in the table."""
+    from llmc.runtime.memory import MB, what_fits
+
+    lacks, advice = [], dict[str, list[str]]()
+    for stage in stages:
+        plan, verdict = stage.plan, stage.verdict
+        needed, missing = -(-plan.total // MB), -(-verdict.missing // MB)
+        lacks.append(f"to {plan.stage} it needs {needed} MB, {missing} MB are missing")
+        advice.setdefault(what_fits(plan, verdict), []).append(f"to {plan.stage}")
+    if len(advice) == 1:
+        return f"{'; '.join(lacks)}. Advice: {next(iter(advice))}"
+    each = [f"{' and '.join(names)}: {what}" for what, names in advice.items()]
+    return f"{'; '.join(lacks)}. Advice {'; '.join(each)}"
 
 
 def memories(memory: int | None, gpu_memory: int | None, unified: bool | None) -> Memories:

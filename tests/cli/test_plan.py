@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from llmc.bundle import Limits
+from llmc.cli.plan import Stage, refusal
 from llmc.runtime.machine import Available
+from llmc.runtime.memory import Plan
 
 MB = 1_000_000
 
@@ -69,13 +72,32 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would(llmc, tiny_bundle: P
     assert (ran.code, verdict["fits"], verdict["missing"]) == (1, False, 1)
     assert verdict["largest_context"] == 1024  # the last step but one
     assert ran.err.startswith(f"llmc: error: {tiny_bundle}: to run it needs ")
-    assert "MB are missing; a context of 1024 tokens fits with a batch of 1: lower" in ran.err
+    assert "MB are missing. Advice: a context of 1024 tokens fits with a batch of 1: lower" in ran.err
 
 
 def test_every_stage_that_does_not_fit_is_named(llmc, tiny_checkpoint: Path):
     ran = llmc("plan", tiny_checkpoint, "--memory", "1MB")
     assert ran.code == 1
     assert all(f"to {stage} it needs" in ran.err for stage in ("export", "build", "run"))
+    advice = "no context or batch is small enough: free memory or use a smaller precision or model"
+    assert ran.err.endswith(f"MB are missing. Advice: {advice}\n")
+    assert ran.err.count(advice) == 1
+
+
+def test_advice_that_differs_names_its_stages():
+    limits = Limits(2048, 1, 128)
+    plans = [
+        Plan("export", {"exporter": 3 * MB}, 2048, 1, limits, lambda context, batch: 3 * MB),
+        Plan("build", {"engine": 4 * MB}, 2048, 1, limits, lambda context, batch: 4 * MB),
+        Plan("run", {"cache": 2048 * 1000}, 2048, 1, limits, lambda context, batch: context * batch * 1000),
+    ]
+    assert refusal([Stage(plan, plan.verdict(MB)) for plan in plans]) == (
+        "to export it needs 3 MB, 2 MB are missing; to build it needs 4 MB, 3 MB are missing; "
+        "to run it needs 3 MB, 2 MB are missing. "
+        "Advice to export and to build: no context or batch is small enough: "
+        "free memory or use a smaller precision or model; "
+        "to run: a context of 1000 tokens fits with a batch of 1: lower them, free memory or use a smaller precision"
+    )
 
 
 @pytest.mark.parametrize("size", ["", "0", "-1", "2ZB", "GB", "1e9", "1,5GB", "nan", "many", "1.GB"])
