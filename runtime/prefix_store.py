@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from collections import deque
@@ -36,6 +37,7 @@ ABANDONED_S = 600.0
 PAUSE_S = 60.0
 # A folder that changed so recently may change again without a new time stamp.
 SETTLED_NS = 2_000_000_000
+IDLE_NICENESS = 19
 PENDING_BYTES = 256 * 1024 * 1024
 
 _OUR_FOLDER = re.compile(r"[0-9a-f]{32}")
@@ -80,6 +82,13 @@ class _Job:
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.blocks)
+
+
+def _yield_to_others() -> None:
+    """Have this thread run when nobody else wants its core: a request must not wait for what nobody waits for."""
+    if sys.platform == "linux":  # where priorities belong to threads, not to processes
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IDLE_NICENESS)
 
 
 class PrefixStore:
@@ -287,6 +296,7 @@ class PrefixStore:
                 os.utime(shelf.folder / name, ns=(stamp - age * 1000, stamp - age * 1000))
 
     def _work(self) -> None:
+        _yield_to_others()
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._jobs or self._closed)

@@ -1,9 +1,11 @@
 """Processes that share a folder of prefixes, and one that is killed in the middle, leave whole files only."""
 
 import logging
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,3 +120,20 @@ def test_processes_share_a_folder_within_its_bound(tmp_path: Path, caplog: pytes
     assert hits > 0
     assert sum(path.stat().st_size for path in files(tmp_path)) <= bound
     assert warnings(caplog) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities belong to processes elsewhere")
+def test_writing_goes_on_when_nobody_else_wants_the_core(tmp_path, monkeypatch):
+    ranks, mine = [], os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def publish(*_):
+        ranks.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    monkeypatch.setattr(prefix_store, "publish", publish)
+    with PrefixStore(tmp_path, PLENTY) as store:
+        PrefixCache("model", 4, max_bytes=PLENTY, store=store).insert(
+            range(LENGTH), lambda start, end: np.zeros((4, 2, end - start, 8), np.float32)
+        )
+        assert store.flush(PATIENCE)
+    assert ranks == [prefix_store.IDLE_NICENESS]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
