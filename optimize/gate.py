@@ -15,7 +15,7 @@ from pathlib import Path
 from llmc.bundle import Budget, Geometry, Manifest, Quality
 from llmc.errors import BuildError
 from llmc.optimize.layers import EMBEDDING, HEAD, SMALLEST, WINDOWS, LayerError, layer_errors, linear_errors
-from llmc.optimize.lower.plan import WeightOnly, forms
+from llmc.optimize.lower.plan import Float8, Form, WeightOnly, forms
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.reference import Ids, Reference
 
@@ -28,7 +28,7 @@ INT8_LEAVES = 1 / 80
 AIM = 0.7
 WORST = 3
 SHOWN = 16
-BITS = {"int4": 4, "int8": 8, "fp16": 16}
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp16": 16}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Breach:
 
 @dataclass(frozen=True)
 class Part:
-    """A linear that may be overridden: its precision, its bytes per step up, and the KL that it causes, about."""
+    """A linear that may be overridden: its precision, its weights, and the KL that it causes, about."""
 
     name: str
     precision: str
@@ -61,7 +61,7 @@ class Override:
 
     def covers(self, part: Part) -> bool:
         """Whether it gives a linear more bits."""
-        return part.precision != self.precision and fnmatchcase(part.name, self.pattern)
+        return BITS[part.precision] < BITS[self.precision] and fnmatchcase(part.name, self.pattern)
 
     def __str__(self) -> str:
         return f'"{self.pattern}" = "{self.precision}" (+{self.adds / 1e6:.2g} MB, about -{self.removes:.2g} KL)'
@@ -69,10 +69,14 @@ class Override:
 
 @dataclass(frozen=True)
 class Shares:
-    """Who causes the KL of one path, about: linears whose weights may get more bits, and all else."""
+    """Who causes the KL of one path, about: linears whose weights may get more bits, and all else.
+
+    ``floats`` tells that only floats mend them: int8 has no more bits than fp8.
+    """
 
     parts: tuple[Part, ...]
     other: float
+    floats: bool = False
 
     def after(self, overrides: Sequence[Override]) -> "Shares":
         """What is left with overrides."""
@@ -80,7 +84,7 @@ class Shares:
         for override in overrides:
             removed += _kept(override.precision) * sum(part.kl for part in parts if override.covers(part))
             parts = tuple(part for part in parts if not override.covers(part))
-        return Shares(parts, self.other + removed)
+        return replace(self, parts=parts, other=self.other + removed)
 
     @property
     def kl(self) -> float:
@@ -92,12 +96,13 @@ class Shares:
 class Advice:
     """Where the quality goes: errors of the layers, worst first, and who causes the KL of each path.
 
-    ``split`` tells whether prefill has a graph of its own.
+    ``split`` tells whether prefill has a graph of its own, ``static`` whether a single one quantizes activations.
     """
 
     errors: tuple[LayerError, ...]
     paths: dict[str, Shares]
     split: bool
+    static: bool = False
 
 
 def broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> dict[str, str]:
@@ -176,6 +181,11 @@ def _worst(errors: Sequence[LayerError], broken: Sequence[Breach]) -> str:
 
 def _remedy(broken: Sequence[Breach], advice: Advice) -> str:
     """What to write into the recipe: overrides for decode, then what prefill needs beyond them."""
+    if advice.static:  # rebuilt with overrides, the small model kept three times the KL that was estimated
+        return (
+            "No overrides are named, for errors of activations in 8 bits do not add up layer by layer: "
+            'activations = "none" keeps activations in floats'
+        )
     chosen: list[Override] = []
     texts: list[str] = []
     for phase in ("decode", "prefill"):
@@ -183,7 +193,7 @@ def _remedy(broken: Sequence[Breach], advice: Advice) -> str:
         if not targets:
             continue
         shares = advice.paths[phase].after(chosen)
-        precision = _more_bits(shares.parts)
+        precision = _more_bits(shares)
         found = cheapest(shares, AIM * min(targets), precision) or cheapest(shares, min(targets), precision)
         chosen += found
         if not found and shares.kl > min(targets):
@@ -198,9 +208,9 @@ def _remedy(broken: Sequence[Breach], advice: Advice) -> str:
     return ". ".join(texts)
 
 
-def _more_bits(parts: Sequence[Part]) -> str:
+def _more_bits(shares: Shares) -> str:
     """From 8 bits there is only one way up, and it is dear: it is for models that have nothing below 8 bits."""
-    return "int8" if any(part.precision == "int4" for part in parts) else "fp16"
+    return "int8" if not shares.floats and any(part.precision == "int4" for part in shares.parts) else "fp16"
 
 
 def _impossible(phase: str, precision: str, shares: Shares, target: float, split: bool) -> str:
@@ -247,7 +257,7 @@ def _patterns(parts: Iterable[Part], precision: str) -> list[str]:
     found: dict[str, None] = {}
     for part in parts:
         words = part.name.split(".")
-        if part.precision != precision:
+        if BITS[part.precision] < BITS[precision]:
             whole = [HEAD] if part.name == HEAD else [".".join([*words[:3], "*"]), ".".join(["*", *words[-2:]])]
             found |= dict.fromkeys(whole)
     return list(found)
@@ -268,29 +278,47 @@ def advise(
         phase: _shares(path.mean_kl or 0.0, phase, errors, linears, manifest) for phase, path in quality.phases.items()
     }
     worst_first = tuple(sorted(errors, key=lambda error: error.decibels))
-    return Advice(worst_first, shared, split=manifest.recipe.phases == "split")
+    recipe = manifest.recipe
+    static = recipe.phases == "single" and recipe.activations == "static"
+    return Advice(worst_first, shared, split=recipe.phases == "split", static=static)
 
 
 def _shares(
     kl: float, phase: str, errors: Sequence[LayerError], linears: Sequence[LayerError], manifest: Manifest
 ) -> Shares:
-    """The KL of a path by who causes it; a graph that quantizes activations can be mended by its head alone."""
+    """The KL of a path by who causes it.
+
+    A prefill graph of its own that quantizes activations is mended by its head alone: linears are measured in decode's.
+    """
     stored = forms(manifest.recipe)
     form = stored.get(phase) or next(iter(stored.values()))
     of_path = {error.name: error for error in errors if error.phase == phase}
     head = min(kl, of_path[HEAD].kl or 0.0)
-    noises = {error.name: error.noise for error in linears if isinstance(form.of(error.name), WeightOnly)}
+    found = {error.name: error.noise for error in linears}
+    precisions = {name: _precision(form.of(name)) for name in (*found, HEAD)}
+    noises = {name: noise for name, noise in found.items() if precisions[name]}
     embedding = of_path[EMBEDDING].noise
     whole = embedding + sum(error.noise for error in of_path.values() if error.name not in (EMBEDDING, HEAD))
     scale = (kl - head) / max(whole, embedding + sum(noises.values()), SMALLEST)
     caused = {name: noise * scale for name, noise in noises.items()}
     caused[HEAD] = head + (embedding * scale if manifest.geometry.tied_head else 0.0)
     parts = [
-        Part(name, f"int{weights.grid.bits}", _size(name, manifest.geometry), caused[name])
-        for name, weights in ((name, form.of(name)) for name in caused)
-        if isinstance(weights, WeightOnly)
+        Part(name, precision, _size(name, manifest.geometry), caused[name])
+        for name, precision in precisions.items()
+        if precision is not None
     ]
-    return Shares(tuple(parts), max(0.0, kl - sum(part.kl for part in parts)))
+    other = max(0.0, kl - sum(part.kl for part in parts))
+    return Shares(tuple(parts), other, floats="fp8" in precisions.values())
+
+
+def _precision(form: Form) -> str | None:
+    """What an override raises; None for floats, and for activations in 8 bits."""
+    match form:
+        case WeightOnly(grid):
+            return f"int{grid.bits}"
+        case Float8():
+            return "fp8"
+    return None
 
 
 def _size(name: str, g: Geometry) -> int:

@@ -9,6 +9,7 @@ import pytest
 from llmc.bundle import Budget, PhaseQuality, Quality
 from llmc.errors import BuildError
 from llmc.optimize.build import build
+from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.gate import INT8_LEAVES, Advice, Override, Part, Shares, breaches, cheapest, check
 from llmc.optimize.layers import LayerError
 from llmc.optimize.recipe import Request
@@ -145,6 +146,32 @@ def test_with_nothing_below_8_bits_left_16_are_suggested():
     assert '"model.layers.0.*" = "fp16" (+2 MB' in refused(Budget(max_kl=0.03), advice("int8"))
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int4"])
+def test_where_int8_is_no_way_up_floats_are_suggested(precision):
+    """Of fp8, and of whatever is mixed with it."""
+    shares = Shares(parts(precision), 0.002, floats=True)
+    message = refused(Budget(max_kl=0.03), Advice(ERRORS, {"prefill": shares, "decode": shares}, split=False))
+    assert f'"model.layers.0.*" = "fp16" (+{3 if precision == "int4" else 2} MB' in message
+    assert ' = "int8"' not in message
+
+
+def test_int8_is_no_more_bits_than_fp8():
+    override = Override("*", "int8", 0, 0)
+    assert not any(override.covers(part) for part in parts("fp8"))
+    assert all(override.covers(part) for part in parts("int4"))
+
+
+def test_floats_are_what_is_left_to_suggest_after_an_override_too():
+    assert Shares(parts("fp8"), 0.0, floats=True).after([Override("lm_head", "fp16", 0, 0)]).floats
+
+
+def test_for_static_activations_it_is_said_why_no_overrides_are_named():
+    message = refused(Budget(max_kl=0.03), dataclasses.replace(advice("int8", split=False), static=True))
+    assert "No overrides are named, for errors of activations in 8 bits do not add up" in message
+    assert 'activations = "none"' in message
+    assert ' = "fp16"' not in message
+
+
 def test_with_nothing_quantized_left_the_budget_is_impossible():
     nothing = Shares((), 0.04)
     message = refused(Budget(max_kl=0.02), Advice(ERRORS, {"prefill": nothing, "decode": nothing}, split=False))
@@ -186,3 +213,15 @@ def test_a_build_beyond_its_budget_publishes_nothing_and_its_advice_mends_it(tin
     quality = build(tiny_export, output, recipe=mended, budget=budget, text=text).manifest.quality
     assert 1 / ESTIMATE < float(estimate) / quality.mean_kl < ESTIMATE
     assert (quality.text, quality.window) == ("short.txt", CONTEXT)
+
+
+def test_advice_for_fp8_names_floats_and_mends_it(tiny_export, text, tmp_path):
+    request, budget = Request(precision="fp8", max_context=CONTEXT), Budget(max_kl=0.0015)  # it has 0.0034
+    order = {"target": "tensorrt", "engine": EngineRequest(deferred=True), "text": text, "budget": budget}
+    with pytest.raises(BuildError, match="The cheapest overrides") as error:
+        build(tiny_export, tmp_path / "refused", recipe=request, **order)
+    overrides = dict(re.findall(r'"([^"]+)" = "(fp16)"', str(error.value)))
+    [estimate] = re.findall(r"leave a mean KL of about ([0-9.e-]+)", str(error.value))
+    mended = dataclasses.replace(request, layers=overrides)
+    quality = build(tiny_export, tmp_path / "mended", recipe=mended, **order).manifest.quality
+    assert 1 / ESTIMATE < float(estimate) / quality.mean_kl < ESTIMATE
