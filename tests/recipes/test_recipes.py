@@ -122,7 +122,8 @@ def test_a_recipe_builds_verifies_and_generates_for_every_family(
     with load(output, threads=1) as model:
         assert model.manifest.recipe.name == path.stem
         report = replay(model)
-        assert report.equal_tokens == report.tokens > 0
+        assert report.equal_tokens == report.tokens
+        assert (report.tokens == 0) == model.runner.session.substitutes  # which compares logits alone
         assert len(model.generate("def f(x):", max_tokens=5, temperature=0, ignore_eos=True).token_ids) == 5
 
 
@@ -145,10 +146,14 @@ INT4_KL = 0.8 * 0.0274
 
 @dataclass(frozen=True)
 class Measured:
-    """A bundle of the small model: its quality, and the bytes of its graphs' weights."""
+    """A bundle of the small model: its quality, the bytes of its graphs' weights, and whether one stands in for both.
+
+    It does on a CPU without VNNI, where the graph for prompts cannot be used.
+    """
 
     quality: Quality
     weight_bytes: int
+    substitutes: bool
 
 
 Measure = Callable[[str], Measured]
@@ -171,15 +176,16 @@ def measured(
             windows = CalibrationSamples(np.reshape(ids, (WINDOWS, WINDOW)), "validation", "", False, len(ids))
             found = evaluate(model, windows, reference=tiny_export, cache=folder / "reference", greedy=False)
             graphs = {graph.file: graph.weight_bytes for graph in model.manifest.graphs.values()}
-        return Measured(found.quality, sum(graphs.values()))
+            return Measured(found.quality, sum(graphs.values()), model.runner.session.substitutes)
 
     return measure
 
 
-def as_expected(quality: Quality, expected: Expected) -> bool:
-    prefill, decode = quality.phases["prefill"], quality.phases["decode"]
+def as_expected(found: Measured, expected: Expected) -> bool:
+    prefill, decode = found.quality.phases["prefill"], found.quality.phases["decode"]
+    prefill_mean_kl = expected.decode_mean_kl if found.substitutes else expected.prefill_mean_kl
     return (
-        prefill.mean_kl == pytest.approx(expected.prefill_mean_kl, rel=SAME_KL)
+        prefill.mean_kl == pytest.approx(prefill_mean_kl, rel=SAME_KL)
         and decode.mean_kl == pytest.approx(expected.decode_mean_kl, rel=SAME_KL)
         and decode.top1_agreement == pytest.approx(expected.decode_top1_agreement, abs=SAME_AGREEMENT)
     )
@@ -188,8 +194,8 @@ def as_expected(quality: Quality, expected: Expected) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_costs_what_it_says(measured: Measure, path: Path):
-    quality = measured(path.stem).quality
-    assert as_expected(quality, read_recipe(path).expected), quality.phases
+    found = measured(path.stem)
+    assert as_expected(found, read_recipe(path).expected), found.quality.phases
 
 
 @pytest.mark.slow
@@ -201,8 +207,11 @@ def test_a_recipe_takes_the_memory_that_the_table_says(measured: Measure, path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_expectations_of_another_recipe_are_not_met(measured: Measure, path: Path):
+    found = measured(path.stem)
+    if found.substitutes:
+        pytest.skip("without the graph for prompts two recipes cost the same")
     others = [read_recipe(other).expected for other in RECIPES if other != path]
-    assert [expected for expected in others if as_expected(measured(path.stem).quality, expected)] == []
+    assert [expected for expected in others if as_expected(found, expected)] == []
 
 
 @pytest.mark.slow
