@@ -40,6 +40,12 @@ def writer(cache: PrefixCache) -> Callable[..., int]:
     return lambda tokens, dtype="float32": cache.insert(tokens, lambda a, b: rows(tokens, dtype)[:, :, a:b])
 
 
+@pytest.fixture(autouse=True)
+def prompt_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may want the core for as long as a test lasts; that writing waits for them is tested elsewhere."""
+    monkeypatch.setattr(prefix_store, "_yield_to_others", lambda: None)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "prefixes"
