@@ -37,7 +37,8 @@ ABANDONED_S = 600.0
 PAUSE_S = 60.0
 # A folder that changed so recently may change again without a new time stamp.
 SETTLED_NS = 2_000_000_000
-IDLE_NICENESS = 19
+# Whoever computes has ten times the claim to a core. Not more: who waits for a core may hold Python's lock.
+POLITE_NICENESS = 10
 PENDING_BYTES = 256 * 1024 * 1024
 
 _OUR_FOLDER = re.compile(r"[0-9a-f]{32}")
@@ -85,10 +86,10 @@ class _Job:
 
 
 def _yield_to_others() -> None:
-    """Have this thread run when nobody else wants its core: a request must not wait for what nobody waits for."""
+    """Leave the cores to those who compute: a request should not wait for what nobody waits for."""
     if sys.platform == "linux":  # where priorities belong to threads, not to processes
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IDLE_NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE_NICENESS)
 
 
 class PrefixStore:

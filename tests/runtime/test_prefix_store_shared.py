@@ -125,7 +125,7 @@ def test_processes_share_a_folder_within_its_bound(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities belong to processes elsewhere")
-def test_writing_goes_on_when_nobody_else_wants_the_core(tmp_path, monkeypatch):
+def test_writing_has_a_lower_claim_to_the_cores(tmp_path, monkeypatch):
     ranks, mine = [], os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def publish(*_):
@@ -137,5 +137,5 @@ def test_writing_goes_on_when_nobody_else_wants_the_core(tmp_path, monkeypatch):
             range(LENGTH), lambda start, end: np.zeros((4, 2, end - start, 8), np.float32)
         )
         assert store.flush(PATIENCE)
-    assert ranks == [prefix_store.IDLE_NICENESS]
+    assert ranks == [prefix_store.POLITE_NICENESS]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
