@@ -10,21 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from doubles.folders import names, publish
 
 from llmc import publish as publishing
 from llmc.errors import UsageError
 from llmc.publish import room, staged
 
 NUMBER = "0123456789abcdef"
-
-
-def publish(target: Path, text: str, *, force: bool = False) -> None:
-    with staged(target, force=force) as folder:
-        (folder / "llmc.json").write_text(text)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture

@@ -5,20 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+from doubles.folders import names, publish
 
 from llmc import bundle
 from llmc import publish as publishing
 from llmc.errors import ResourceError, UsageError
 from llmc.publish import staged
-
-
-def publish(target: Path, text: str, *, force: bool = False) -> None:
-    with staged(target, force=force) as folder:
-        (folder / "llmc.json").write_text(text)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture
