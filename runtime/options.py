@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llmc.bundle import Manifest
 from llmc.errors import UsageError
+from llmc.runtime.machine import cpu_features
 from llmc.runtime.scheduler import DECODE_STEPS_PER_CHUNK
 
 
@@ -108,9 +109,10 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
     """
     if level is Determinism.FAST:
         return
-    prefill, decode = (
-        manifest.graphs.get(name, manifest.graphs["decode"]).invariance for name in ("prefill", "decode")
-    )
+    graph = manifest.graphs.get("prefill", manifest.graphs["decode"])
+    usable = cpu_features().issuperset(graph.cpu_features)
+    decode = manifest.graphs["decode"].invariance
+    prefill = graph.invariance if usable else decode  # whose graph stands in
     kept = {"chunks of prompts": prefill.tokens > 0}
     if level is Determinism.BATCH:
         kept["rows of a batch"] = decode.rows > 0 or manifest.limits.max_batch == 1

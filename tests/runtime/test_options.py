@@ -7,7 +7,7 @@ import pytest
 
 from llmc.bundle import Invariance, Manifest
 from llmc.errors import UsageError
-from llmc.runtime import load
+from llmc.runtime import load, options
 from llmc.runtime.options import Determinism, EngineOptions, check_level, in_pairs, row_limit
 
 
@@ -82,6 +82,17 @@ def test_a_level_that_the_build_saw_kept_is_accepted(manifest: Manifest):
     check_level(manifest, Determinism.FAST)
     check_level(seen(manifest, rows=2, tokens=2), Determinism.BATCH)
     check_level(seen(manifest, tokens=2, outputs=1), Determinism.STRICT)
+
+
+def test_a_graph_that_this_cpu_cannot_use_decides_nothing(manifest: Manifest, monkeypatch: pytest.MonkeyPatch):
+    kept = seen(manifest, rows=2, tokens=2)
+    other = replace(kept.graphs["decode"], invariance=Invariance(), cpu_features=("vnni",))
+    both = replace(kept, graphs={**kept.graphs, "prefill": other})
+    monkeypatch.setattr(options, "cpu_features", frozenset)
+    check_level(both, Determinism.BATCH)
+    monkeypatch.setattr(options, "cpu_features", lambda: frozenset({"vnni"}))
+    with pytest.raises(UsageError, match="chunks of prompts"):
+        check_level(both, Determinism.BATCH)
 
 
 def test_rows_are_those_of_the_bundle_or_fewer_and_even_where_they_go_in_pairs(manifest: Manifest):
