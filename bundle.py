@@ -346,7 +346,9 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
     Raises:
         BundleError: not a bundle, written by a newer llmc, or files are missing or truncated.
     """
-    manifest = _read(folder, BUNDLE_MANIFEST, Manifest, "llmc build CHECKPOINT -o BUNDLE")
+    if kind := unbuilt(folder):
+        raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
+    manifest = _read(folder, BUNDLE_MANIFEST, Manifest, build_command("CHECKPOINT"))
     _check_values(folder, manifest)
     for name in (*manifest.files, *manifest.named_files()):
         if name not in manifest.files or name.startswith("/") or ".." in name.split("/"):
@@ -359,6 +361,19 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
             remedy = f"llmc build --rebuild {folder}" if remade else "copy or build the bundle again"
             raise BundleError(f"{folder}: {name} {state}, {entry.size} expected; {remedy}")
     return manifest
+
+
+def unbuilt(folder: Path) -> str | None:
+    """What a folder is that a bundle can be built of, ``an export`` or ``a checkpoint``; None for any other folder."""
+    if (folder / BUNDLE_MANIFEST).exists():
+        return None
+    kinds = {EXPORT_MANIFEST: "an export", CONFIG_FILE: "a checkpoint"}  # an export has a config.json too
+    return next((kind for name, kind in kinds.items() if (folder / name).exists()), None)
+
+
+def build_command(source: str | Path) -> str:
+    """How to build a bundle of an export or a checkpoint."""
+    return f"llmc build {source} -o BUNDLE"
 
 
 def _check_values(folder: Path, manifest: Manifest) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import click
 
 from llmc.cli import output as show
-from llmc.cli.folders import build_command_for, unbuilt
 from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
 
 if TYPE_CHECKING:
@@ -35,20 +34,11 @@ def doctor_command(bundle: Path | None, as_json: bool) -> None:
     from llmc.runtime.doctor import diagnose, this_machine
     from llmc.runtime.probe import probe
 
-    diagnosis = of_unbuilt(diagnose(probe(), this_machine(), bundle))
+    diagnosis = diagnose(probe(), this_machine(), bundle)
     if as_json:
         show.print_json(diagnosis)
     else:
         show.print_rows([*machine_rows(diagnosis), *verdict_rows(diagnosis)])
-
-
-def of_unbuilt(diagnosis: Diagnosis) -> Diagnosis:
-    """The same, with the command that builds a bundle where an export or a checkpoint was named instead of one."""
-    judged = diagnosis.bundle
-    if judged is None or (kind := unbuilt(judged.path)) is None:
-        return diagnosis
-    reason = f"it is {kind}, expected a bundle"
-    return replace(diagnosis, bundle=replace(judged, reasons=(reason,), remedy=build_command_for(judged.path)))
 
 
 def machine_rows(diagnosis: Diagnosis) -> Rows:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from llmc.cli.folders import BundleFolder
 from llmc.cli.reading import read_text
 from llmc.errors import RequestError, UsageError
 
@@ -69,7 +68,7 @@ memory_option = click.option("--memory", type=size, help="Memory it may take, as
 emulate_option = click.option(
     "--emulate", is_flag=True, help="Run the graph of a GPU's bundle on the CPU: slow, to check it without the GPU."
 )
-bundle_argument = click.argument("bundle", type=BundleFolder())
+bundle_argument = click.argument("bundle", type=EXISTING_FOLDER)
 
 
 # ---------------------------------------------------------------------------------------------------- kinds of values

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmc.bundle import Manifest, read_bundle
+from llmc.bundle import Manifest, build_command, read_bundle, unbuilt
 from llmc.errors import LlmcError, text_of
 from llmc.plans import version
 from llmc.runtime.jetson import Jetson
@@ -96,7 +96,8 @@ def judge_bundle(folder: Path, probe: Probe, targets: dict[str, Outlook]) -> Bun
         return _judged(folder, read_bundle(folder), probe, targets)
     except UNREADABLE as error:
         reason = str(error) if isinstance(error, LlmcError) else text_of(error)
-        remedy = f"{REBUILD} {folder}" if _only_engine_damaged(folder) else "llmc build CHECKPOINT -o BUNDLE"
+        rebuild = f"{REBUILD} {folder}" if _only_engine_damaged(folder) else None
+        remedy = rebuild or build_command(folder if unbuilt(folder) else "CHECKPOINT")
         return BundleOutlook(folder, "", (reason,), remedy)
 
 

@@ -325,3 +325,12 @@ def test_a_memory_plan_is_the_sum_of_its_parts(manifest: Manifest):
     expected = 500 + 50 + 1000 + 200 + (64 + 8 * 10) + 16 * 10 * 2 + 30 * 2
     assert manifest.memory.total(positions=10, batch=2) == expected
     assert sum(manifest.memory.parts(positions=10, batch=2).values()) == expected
+
+
+@pytest.mark.parametrize(("name", "kind"), [("export.json", "an export"), ("config.json", "a checkpoint")])
+def test_what_a_bundle_has_yet_to_be_built_of_is_named_with_the_command(tmp_path: Path, name: str, kind: str):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(BundleError) as caught:
+        bundle.read_bundle(tmp_path)
+    expected = f"{tmp_path} is {kind}, expected a bundle; build one with: llmc build {tmp_path} -o BUNDLE"
+    assert str(caught.value) == expected

@@ -131,5 +131,6 @@ def test_what_has_yet_to_be_built_is_named_with_the_command(
     ran = llmc("doctor", tmp_path, "--json")
     judged = json.loads(ran.out)["bundle"]
     assert (ran.code, judged["runs"]) == (0, False)
-    assert judged["reasons"] == [f"it is {kind}, expected a bundle"]
-    assert judged["remedy"] == f"llmc build {tmp_path} -o BUNDLE"
+    build = f"llmc build {tmp_path} -o BUNDLE"
+    assert judged["reasons"] == [f"{tmp_path} is {kind}, expected a bundle; build one with: {build}"]
+    assert judged["remedy"] == build
