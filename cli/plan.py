@@ -21,31 +21,32 @@ if TYPE_CHECKING:
 
 # torch, its graph exporter and onnxscript once imported, and what a layer's nodes take; weights are never read.
 EXPORTER, EXPORTED_LAYER = 380_000_000, 3_000_000
+EXPORT = "export"
 ONE_MEMORY = "run in one memory"  # the stage that stands for both of a run where CPU and GPU share their memory
 NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has that it is for"
+UNKNOWN = "not known whether it fits"
+LARGER_MACHINE = "free memory or export on a larger machine"  # no precision makes the exporter smaller
 LARGEST_BATCH = 1024  # what a build can be asked for
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A plan and whether it fits."""
+    """A plan and whether it fits: None where nobody knows what there is."""
 
     plan: Plan
-    verdict: Verdict
+    verdict: Verdict | None
 
     def to_json(self) -> dict[str, object]:
-        """Numbers only."""
-        plan, verdict = self.plan, self.verdict
+        """Numbers only; None for all that follows from a limit that is not known."""
+        plan = self.plan
+        known = ("fits", "missing", "largest_context", "largest_batch")
         return {
             "stage": plan.stage,
             "context": plan.context,
             "batch": plan.batch,
             "parts": plan.parts,
             "total": plan.total,
-            "fits": verdict.fits,
-            "missing": verdict.missing,
-            "largest_context": verdict.largest_context,
-            "largest_batch": verdict.largest_batch,
+            **{name: getattr(self.verdict, name) if self.verdict else None for name in known},
         }
 
 
@@ -60,13 +61,12 @@ class Memories:
     gpu: Available | None
     unified: bool
 
-    def available(self, plan: Plan) -> int:
-        """Bytes that a stage may take; a GPU that cannot be asked is taken to suffice."""
+    def stage(self, plan: Plan) -> Stage:
+        """A plan held against the memory that it is for; without a verdict for a GPU that cannot be asked."""
         from llmc.runtime.memory import GPU
 
-        if plan.stage != GPU:
-            return self.machine.bytes
-        return plan.total if self.gpu is None else self.gpu.bytes
+        memory = self.gpu if plan.stage == GPU else self.machine
+        return Stage(plan, None if memory is None else plan.verdict(memory.bytes))
 
     def to_json(self) -> dict[str, object]:
         """Of a bundle for a GPU."""
@@ -109,8 +109,9 @@ def plan_command(
 ) -> None:
     """Say what memory each stage from PATH, a checkpoint, an export or a bundle, to tokens takes at its peak.
 
-    Exits with 1 if a stage does not fit into what is available, or into --memory. Peaks are resident memory: of a
-    compiled bundle, weights and embedding are pages of its files, which processes share and the system may drop.
+    Exits with 1 if a stage does not fit into what is available, or into --memory and --gpu-memory. Peaks are resident
+    memory: of a compiled bundle, weights and embedding are pages of its files, which processes share and the system may
+    drop.
     """
     from llmc.runtime.memory import GPU, memory_to_use
 
@@ -120,30 +121,35 @@ def plan_command(
     found = memories(memory, gpu_memory, unified) if on_gpu else Memories(memory_to_use(memory), None, False)
     if found.unified:
         plans = [*plans[:-2], in_one_memory(*plans[-2:])]
-    stages = [Stage(plan, plan.verdict(found.available(plan))) for plan in plans]
+    stages = [found.stage(plan) for plan in plans]
     if as_json:
         report: dict[str, object] = {"path": path, "available": found.machine.bytes, "source": found.machine.source}
         report |= found.to_json() if on_gpu else {}
         show.print_json({**report, "stages": [stage.to_json() for stage in stages]})
     else:
         print_stages(stages, found, on_gpu)
-    refused = [stage for stage in stages if not stage.verdict.fits]
-    if refused:
-        raise ResourceError(f"{path}: {refusal(refused)}")
+    if problem := refusal(stages):
+        raise ResourceError(f"{path}: {problem}")
 
 
 def refusal(stages: list[Stage]) -> str:
-    """What is missing, in a sentence, and what can be done, in another; what the parts are is in the table."""
+    """What is missing, in a sentence, and what can be done, in another; what the parts are is in the table.
+
+    Empty where no stage is known not to fit.
+    """
     from llmc.runtime.memory import MB, what_fits
 
     lacks, advice = [], dict[str, list[str]]()
     for stage in stages:
         plan, verdict = stage.plan, stage.verdict
+        if verdict is None or verdict.fits:
+            continue
         needed, missing = -(-plan.total // MB), -(-verdict.missing // MB)
         lacks.append(f"to {plan.stage} it needs {needed} MB, {missing} MB are missing")
-        advice.setdefault(what_fits(plan, verdict), []).append(f"to {plan.stage}")
-    if len(advice) == 1:
-        return f"{'; '.join(lacks)}. Advice: {next(iter(advice))}"
+        what = LARGER_MACHINE if plan.stage == EXPORT else what_fits(plan, verdict)
+        advice.setdefault(what, []).append(f"to {plan.stage}")
+    if len(advice) <= 1:
+        return "".join(f"{'; '.join(lacks)}. Advice: {what}" for what in advice)
     each = [f"{' and '.join(names)}: {what}" for what, names in advice.items()]
     return f"{'; '.join(lacks)}. Advice {'; '.join(each)}"
 
@@ -297,7 +303,7 @@ def export_plan(geometry: Geometry) -> Plan:
     parts = {"exporter": EXPORTER, "graph": EXPORTED_LAYER * geometry.layers}
     limits = Limits(geometry.max_positions, LARGEST_BATCH, 1)
     total = sum(parts.values())
-    return Plan("export", parts, geometry.max_positions, 1, limits, lambda context, batch: total)
+    return Plan(EXPORT, parts, geometry.max_positions, 1, limits, lambda context, batch: total)
 
 
 def check_export(checkpoint: Path, memory: int | None = None) -> None:
@@ -314,7 +320,8 @@ def check_export(checkpoint: Path, memory: int | None = None) -> None:
     except LlmcError:
         return
     plan = export_plan(geometry)
-    plan.check(checkpoint, usable_memory(0, memory))
+    if problem := refusal([Stage(plan, plan.verdict(usable_memory(0, memory)))]):
+        raise ResourceError(f"{checkpoint}: {problem}")
 
 
 def print_stages(stages: list[Stage], found: Memories, on_gpu: bool) -> None:
@@ -323,7 +330,9 @@ def print_stages(stages: list[Stage], found: Memories, on_gpu: bool) -> None:
         plan, verdict = stage.plan, stage.verdict
         at = f" {plan.context} tokens x {plan.batch}" if plan.stage.startswith("run") else ""
         rows = [(name, show.size(count)) for name, count in plan.parts.items()]
-        state = "fits" if verdict.fits else f"{show.size(verdict.missing)} missing"
+        state = UNKNOWN
+        if verdict is not None:
+            state = "fits" if verdict.fits else f"{show.size(verdict.missing)} missing"
         show.print_table((plan.stage + at, ""), [*rows, ("peak", f"{show.size(plan.total)}  {state}")])
         click.echo()
     shared = ", CPU and GPU together" if found.unified else ""

@@ -80,7 +80,9 @@ def test_every_stage_that_does_not_fit_is_named(llmc, tiny_checkpoint: Path):
     assert ran.code == 1
     assert all(f"to {stage} it needs" in ran.err for stage in ("export", "build", "run"))
     advice = "no context or batch is small enough: free memory or use a smaller precision or model"
-    assert ran.err.endswith(f"MB are missing. Advice: {advice}\n")
+    assert ran.err.endswith(
+        f"Advice to export: free memory or export on a larger machine; to build and to run: {advice}\n"
+    )
     assert ran.err.count(advice) == 1
 
 
@@ -94,8 +96,8 @@ def test_advice_that_differs_names_its_stages():
     assert refusal([Stage(plan, plan.verdict(MB)) for plan in plans]) == (
         "to export it needs 3 MB, 2 MB are missing; to build it needs 4 MB, 3 MB are missing; "
         "to run it needs 3 MB, 2 MB are missing. "
-        "Advice to export and to build: no context or batch is small enough: "
-        "free memory or use a smaller precision or model; "
+        "Advice to export: free memory or export on a larger machine; "
+        "to build: no context or batch is small enough: free memory or use a smaller precision or model; "
         "to run: a context of 1000 tokens fits with a batch of 1: lower them, free memory or use a smaller precision"
     )
 
@@ -138,3 +140,5 @@ def test_an_export_that_does_not_fit_is_refused_before_it_begins(
     ran = llmc("export", tiny_checkpoint, "-o", tmp_path / "out")
     assert (ran.code, list(tmp_path.iterdir())) == (1, [])
     assert "to export it needs" in ran.err
+    assert "MB are missing. Advice: free memory or export on a larger machine" in ran.err
+    assert "precision" not in ran.err, "it does not shrink the exporter"

@@ -141,3 +141,17 @@ def test_a_plan_for_the_cpu_has_one_memory_anyway(llmc: Any, tiny_export: Path, 
     probed(ORIN)
     plain, flagged = (llmc("plan", tiny_export, "--json", *flags).out for flags in ((), ("--unified-memory",)))
     assert plain == flagged
+
+
+def test_of_a_gpu_that_nobody_knows_nothing_is_said_to_fit(llmc: Any, tiny_export: Path, probed: Callable[..., None]):
+    probed(NO_GPU)
+    order = ("plan", tiny_export, "--target", "tensorrt", "--batch", 8)
+    ran = llmc(*order, "--json")
+    stage = stages(ran.out)["run on the GPU"]
+    verdict = ("fits", "missing", "largest_context", "largest_batch")
+    assert (ran.code, json.loads(ran.out)["gpu"], [stage[name] for name in verdict]) == (0, None, [None] * 4)
+    assert stages(ran.out)["run"]["fits"]
+    table = llmc(*order).out
+    assert table.partition("run on the GPU")[2].count("not known whether it fits") == 1
+    known = stages(llmc(*order, "--json", "--gpu-memory", "8GB").out)["run on the GPU"]
+    assert (known["fits"], known["missing"], known["largest_context"], known["largest_batch"]) == (True, 0, 2048, 1024)
