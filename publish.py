@@ -19,6 +19,8 @@ from llmc.errors import ResourceError, UsageError
 # What a folder of llmc's may hold; anything else in it is somebody's own.
 OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".jinja")
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# What a folder that comes or goes between two steps makes of the second.
+OVERTAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 # In a room: what its process holds, what is being written, and what was in the place before.
 LOCK, NEW, OLD = "lock", "new", "old"
 
@@ -51,10 +53,7 @@ def room(target: Path) -> Iterator[Path]:
             (folder / NEW).mkdir()
         yield folder / NEW
     finally:
-        with suppress(OSError):
-            _remove(folder, place)
-        if lock is not None:
-            os.close(lock)
+        _leave(folder, place, lock)
         with suppress(OSError):
             for parent in made:  # goes as far up as they are empty
                 parent.rmdir()
@@ -84,7 +83,7 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
         with _writing(target):
             sync_all(staging)
             refuse_to_overwrite(target, force)  # it may have appeared meanwhile
-            _swap(staging, place)
+            _swap(staging, place, target)
 
 
 def refuse_to_overwrite(target: Path, force: bool) -> None:
@@ -164,9 +163,15 @@ def _recover(place: Path) -> None:
 
 
 def _clear(folder: Path, place: Path) -> None:
-    """Remove a room unless somebody has its lock; without one it is empty, or somebody is about to take it."""
+    """Remove a room unless somebody has its lock; without one it is empty, or somebody is about to take it.
+
+    What holds anything else is no room, whatever its name.
+    """
     with suppress(OSError):
-        if not (folder / LOCK).exists():
+        content = set(os.listdir(folder))
+        if folder.is_symlink() or not content <= {LOCK, NEW, OLD}:
+            return
+        if LOCK not in content:
             folder.rmdir()
             return
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
@@ -177,11 +182,33 @@ def _clear(folder: Path, place: Path) -> None:
             os.close(lock)
 
 
+def _leave(folder: Path, place: Path, lock: int | None) -> None:
+    """Remove a room of one's own and let its lock go; one interrupt does not keep it from that."""
+    try:
+        with suppress(OSError):
+            try:
+                _remove(folder, place)
+            except KeyboardInterrupt:
+                _remove(folder, place)
+                raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
 def _remove(folder: Path, place: Path) -> None:
-    """Remove a room, but first bring back what it was to replace and did not."""
-    if (folder / OLD).exists() and not place.exists():
-        (folder / OLD).rename(place)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a room, but first bring back what it was to replace and did not: then the new folder is still there.
+
+    The lock goes last: whoever is killed on the way leaves a room that the next one knows how to clear.
+    """
+    new, old = folder / NEW, folder / OLD
+    if new.exists() and old.exists() and not place.exists():
+        old.rename(place)
+    for left in (new, old):
+        if left.exists():
+            shutil.rmtree(left)
+    (folder / LOCK).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def sync(path: Path) -> None:
@@ -207,9 +234,14 @@ def sync_all(folder: Path) -> None:
         sync(path)
 
 
-def _swap(staging: Path, place: Path) -> None:
+def _swap(staging: Path, place: Path, target: Path) -> None:
     """Put ``staging`` in its place, and what is there beside it."""
-    if place.exists():
-        place.rename(staging.with_name(OLD))
-    staging.rename(place)
+    try:
+        if place.exists():
+            place.rename(staging.with_name(OLD))
+        staging.rename(place)
+    except OSError as error:
+        if error.errno not in OVERTAKEN:
+            raise
+        raise UsageError(f"{target}: another process wrote there at the same time; run again") from error
     sync(place.parent)

@@ -1,6 +1,7 @@
 """SIGTERM, which schedulers and containers send, ends what writes as Ctrl-C does: nothing half written stays."""
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,11 +24,12 @@ def cleanly_stopped() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
-        stopped = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would come in the middle of clearing away
-        raise KeyboardInterrupt
+        if not stopped:  # a second one would come in the middle of clearing away
+            stopped = True
+            raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    main = threading.current_thread() is threading.main_thread()  # no other may take signals over
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
     signal.signal(signal.SIGTERM, stop)
@@ -36,7 +38,13 @@ def cleanly_stopped() -> Iterator[None]:
     except BaseException as error:  # a library through which the interrupt went may have made another error of it
         if not stopped:
             raise
-        click.echo("terminated", err=True)
-        raise SystemExit(TERMINATED) from error
+        raise _terminated() from error
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if stopped:  # some library swallowed the interrupt
+        raise _terminated()
+
+
+def _terminated() -> SystemExit:
+    click.echo("terminated", err=True)
+    return SystemExit(TERMINATED)

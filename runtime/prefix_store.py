@@ -89,7 +89,9 @@ def _yield_to_others() -> None:
     """Leave the cores to those who compute: a request should not wait for what nobody waits for."""
     if sys.platform == "linux":  # where priorities belong to threads, not to processes
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE_NICENESS)
+            thread = threading.get_native_id()
+            now = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, max(now, POLITE_NICENESS))
 
 
 class PrefixStore:

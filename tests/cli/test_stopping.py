@@ -1,8 +1,10 @@
 """SIGTERM ends the commands that write as Ctrl-C does, with a status of its own, and nothing stays."""
 
+import contextlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,25 @@ def test_an_error_that_a_library_made_of_it_ends_the_same():
         except KeyboardInterrupt:
             raise BuildError("the engine's builder was stopped") from None
     assert stopped.value.code == TERMINATED
+
+
+def test_an_interrupt_that_was_swallowed_is_told_in_the_end():
+    with pytest.raises(SystemExit) as stopped, cleanly_stopped(), contextlib.suppress(KeyboardInterrupt):
+        terminate()
+    assert stopped.value.code == TERMINATED
+
+
+def test_in_another_thread_nothing_is_taken_over():
+    handlers: list[Any] = []
+
+    def work() -> None:
+        with cleanly_stopped():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.SIG_DFL]
 
 
 @pytest.mark.parametrize("error", [BuildError("no lowering"), KeyboardInterrupt(), SystemExit(3)])
