@@ -9,7 +9,6 @@ unpacked in pairs of rows, the odd last row differs from the paired ones.
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,21 +35,8 @@ ATTENTION_TILE = 64
 CHUNK_WITH_ALL_LOGITS = 32
 
 
-class Calls(Protocol):
-    """The three things that are run."""
-
-    def feed(self, strand: Strand, end: int, outputs: Sequence[int]) -> Floats:
-        """Feed ``strand.context[strand.cached : end]``; logits [O, V] at ``outputs`` of the new positions."""
-
-    def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
-        """Feed each strand's last token; they hold neighbouring rows. Logits [B, V], hidden states [B, H]."""
-
-    def verify(self, strand: Strand, drafts: Sequence[int]) -> Floats:
-        """Feed the last token and ``drafts``; logits [1 + drafts, V]."""
-
-
 class FastCalls:
-    """The quickest way, see :class:`llmc.runtime.options.Determinism`."""
+    """The three things that are run, in the quickest way; see :class:`llmc.runtime.options.Determinism`."""
 
     def __init__(
         self,
@@ -74,19 +60,19 @@ class FastCalls:
         self._prefill_graph_from = PREFILL_GRAPH_FROM.get(manifest.recipe.precision, 1 << 30) if split else 1 << 30
 
     def feed(self, strand: Strand, end: int, outputs: Sequence[int]) -> Floats:
-        """See :class:`Calls`."""
+        """Feed ``strand.context[strand.cached : end]``; logits [O, V] at ``outputs`` of the new positions."""
         ids = np.array([strand.context[strand.cached : end]], np.int64)
         logits: Floats = self._run(Phase.PREFILL, ids, [strand.cached], [list(outputs)], strand.row)[0]
         return logits
 
     def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
-        """See :class:`Calls`."""
+        """Feed each strand's last token; they hold neighbouring rows. Logits [B, V], hidden states [B, H]."""
         ids = [[strand.context[strand.cached]] for strand in strands]
         past = [strand.cached for strand in strands]
         return self._one_token_each(self.phase(len(strands)), ids, past, strands)
 
     def verify(self, strand: Strand, drafts: Sequence[int]) -> Floats:
-        """See :class:`Calls`."""
+        """Feed the last token and ``drafts``; logits [1 + drafts, V]."""
         return self._one_row(strand, self.verify_phase, [*strand.context[strand.cached :], *drafts])
 
     @property
@@ -149,8 +135,8 @@ class BatchCalls(FastCalls):
         return self._costs.predict(Phase.DECODE, rows + (rows % 2 if self._in_pairs else 0), 1)
 
     def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
-        """See :class:`Calls`. An odd batch runs with the row after it, of which nothing that counts is overwritten: its
-        next position is written again before it is read."""
+        """See :class:`FastCalls`. An odd batch runs with the row after it, of which nothing that counts is overwritten:
+        its next position is written again before it is read."""
         ids = [[strand.context[strand.cached]] for strand in strands]
         past = [strand.cached for strand in strands]
         if self._in_pairs and len(strands) % 2:
@@ -169,7 +155,7 @@ class StrictCalls(BatchCalls):
         return None if one is None else rows * one
 
     def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
-        """See :class:`Calls`."""
+        """See :class:`FastCalls`."""
         logits, states = [], []
         for strand in strands:  # copies, for the next call overwrites them
             logits.append(self.verify(strand, ())[0].copy())
@@ -177,7 +163,7 @@ class StrictCalls(BatchCalls):
         return np.stack(logits), np.stack(states) if states else None
 
     def verify(self, strand: Strand, drafts: Sequence[int]) -> Floats:
-        """See :class:`Calls`."""
+        """See :class:`FastCalls`."""
         tokens = [*strand.context[strand.cached :], *drafts]
         padded = tokens + [0] * (len(tokens) % 2 if self._dummy else 0)
         return self._one_row(strand, Phase.DECODE, padded)[: len(tokens)]
