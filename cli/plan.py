@@ -12,10 +12,10 @@ from llmc import bundle
 from llmc.cli import output as show
 from llmc.cli.build import PRECISIONS, chosen_precision, find_recipe
 from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option, memory_option, size
-from llmc.errors import BundleError, LlmcError, ResourceError, UsageError
+from llmc.errors import BundleError, LlmcError, MissingExtraError, ResourceError, UsageError
 
 if TYPE_CHECKING:
-    from llmc.bundle import Geometry
+    from llmc.bundle import Geometry, Manifest
     from llmc.runtime.machine import Available
     from llmc.runtime.memory import Plan, Verdict
 
@@ -113,12 +113,15 @@ def plan_command(
     memory: of a compiled bundle, weights and embedding are pages of its files, which processes share and the system may
     drop.
     """
-    from llmc.runtime.memory import GPU, memory_to_use
+    from llmc.runtime.memory import memory_to_use
 
     precision = chosen_precision(tuple(precisions[name] for name in PRECISIONS))
-    plans = plans_of(path, context, batch, precision, find_recipe(recipe), target)
-    on_gpu = any(plan.stage == GPU for plan in plans)
+    on_gpu = runs_on_gpu(path, target)
+    if not on_gpu and (gpu_memory is not None or unified is not None):
+        given = "--gpu-memory" if gpu_memory is not None else f"--{'unified' if unified else 'separate'}-memory"
+        raise UsageError(f"{given} is for a GPU, and none is planned for; leave it out, or give a --target with a GPU")
     found = memories(memory, gpu_memory, unified) if on_gpu else Memories(memory_to_use(memory), None, False)
+    plans = plans_of(path, context, batch, precision, find_recipe(recipe), target, found.unified)
     if found.unified:
         plans = [*plans[:-2], in_one_memory(*plans[-2:])]
     stages = [found.stage(plan) for plan in plans]
@@ -205,10 +208,28 @@ def in_one_memory(host: Plan, device: Plan) -> Plan:
     return replace(device, stage=ONE_MEMORY, parts=parts, needed=needed)
 
 
+def runs_on_gpu(path: Path, target: str) -> bool:
+    """Whether a bundle is for a GPU, or the target that a bundle is to be built for."""
+    if (path / bundle.BUNDLE_MANIFEST).exists():
+        return bundle.read_bundle(path).device is not None
+    if target == "cpu":
+        return False
+    from llmc.optimize.targets import capabilities
+
+    return capabilities(target).has_gpu
+
+
 def plans_of(
-    path: Path, context: int | None, batch: int, precision: str | None, recipe: Path | None, target: str = "cpu"
+    path: Path,
+    context: int | None,
+    batch: int,
+    precision: str | None,
+    recipe: Path | None,
+    target: str = "cpu",
+    unified: bool = False,
 ) -> list[Plan]:
-    """Plans of the stages that lie ahead of ``path``, in their order.
+    """Plans of the stages that lie ahead of ``path``, in their order; ``unified`` counts what building takes on a GPU
+    in with what it takes of the machine's memory.
 
     Raises:
         UsageError: context or batch is beyond the bundle's, or the recipe is wrong.
@@ -217,21 +238,24 @@ def plans_of(
     if (path / bundle.BUNDLE_MANIFEST).exists():
         if precision or recipe or target != "cpu":
             raise UsageError(f"{path} is built already; precision, recipe and target are for an export or a checkpoint")
-        return _run_plans(path, context, batch)
+        return _run_plans(path, context, batch, unified)
     if (path / bundle.EXPORT_MANIFEST).exists():
-        return _build_plans(path, bundle.read_export(path).geometry, context, batch, precision, recipe, target)
+        return _build_plans(path, bundle.read_export(path).geometry, context, batch, precision, recipe, target, unified)
     if (path / bundle.CONFIG_FILE).exists():
         from llmc.export.checkpoint import read_checkpoint
 
         geometry = read_checkpoint(path).config.geometry
-        return [export_plan(geometry), *_build_plans(path, geometry, context, batch, precision, recipe, target)]
+        return [
+            export_plan(geometry),
+            *_build_plans(path, geometry, context, batch, precision, recipe, target, unified),
+        ]
     raise BundleError(
         f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
         f"{bundle.CONFIG_FILE} (a Hugging Face checkpoint) is here"
     )
 
 
-def _run_plans(path: Path, context: int | None, batch: int) -> list[Plan]:
+def _run_plans(path: Path, context: int | None, batch: int, unified: bool) -> list[Plan]:
     from dataclasses import replace
     from functools import partial
 
@@ -249,7 +273,18 @@ def _run_plans(path: Path, context: int | None, batch: int) -> list[Plan]:
     # An engine's cache has the size that it was built for, whatever the context.
     positions = rounded_up(manifest.engine, run.context)
     device = plan_device(manifest.device, limits, positions, batch)
-    return [run, replace(device, needed=partial(device_bytes, manifest))]
+    return [*_rebuild_plans(manifest, unified), run, replace(device, needed=partial(device_bytes, manifest))]
+
+
+def _rebuild_plans(manifest: Manifest, unified: bool) -> list[Plan]:
+    """Making the engine that a bundle lacks; none where what builds is not installed."""
+    if manifest.engine is None or manifest.engine.file:
+        return []
+    try:
+        from llmc.optimize.plan import plan_rebuild
+    except MissingExtraError:
+        return []
+    return [plan_rebuild(manifest, unified)]
 
 
 def _build_plans(
@@ -260,6 +295,7 @@ def _build_plans(
     precision: str | None,
     recipe: Path | None,
     target: str,
+    unified: bool,
 ) -> list[Plan]:
     """Building with the defaults of a build, and running what it gives."""
     from dataclasses import replace
@@ -281,8 +317,9 @@ def _build_plans(
         build = plan_build(geometry, chosen, limits, tokenizer, *calibrated, judged=bool(chosen.budget))
         return [build, plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)]
     device = device_plan(geometry, limits, chosen)
+    one_memory = unified and abilities.makes_engine  # the engine's builder runs kernels on the GPU
     return [
-        plan_build(geometry, chosen, limits, tokenizer, *calibrated, device=device),
+        plan_build(geometry, chosen, limits, tokenizer, *calibrated, device=device, one_memory=one_memory),
         plan_run(host_plan(geometry, tokenizer), wider, limits.max_context, batch),
         plan_device(device, wider, limits.max_context, batch),
     ]

@@ -7,7 +7,7 @@ geometries of Qwen2.5-0.5B and Llama-3.2-1B; recipes/benchmarks/memory.py measur
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, MemoryPlan, Recipe
+from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
 from llmc.optimize.evaluate import WINDOW
 from llmc.optimize.lower.plan import HEAD, Form, Forms, PerToken, Static, WeightOnly, embedding_form, forms
 from llmc.optimize.quantize.grid import Grid
@@ -151,6 +151,7 @@ def plan_build(
     length: int = 0,
     judged: bool = False,
     device: DeviceMemory | None = None,
+    one_memory: bool = False,
 ) -> Plan:
     """The peak of a build: the largest of calibrating, quantizing, compiling, and judging the finished bundle.
 
@@ -161,9 +162,10 @@ def plan_build(
         samples, length: of the calibration text, if the recipe calibrates.
         judged: whether quality is judged on a text.
         device: of a bundle for a GPU, which is judged on the CPU only where that fits as well.
+        one_memory: whether the GPU that an engine is built on has no memory of its own.
     """
     if device is not None:
-        steps = [_quantizing(geometry), _engine(device, recipe)]
+        steps = [_quantizing(geometry), _engine(device, recipe, one_memory)]
     else:
         judging = _judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
         steps = [_quantizing(geometry), _compiling(geometry, recipe), judging]
@@ -173,6 +175,14 @@ def plan_build(
     total = sum(parts.values())
     # The context makes a bundle no larger to build, and neither does the batch.
     return Plan("build", parts, limits.max_context, limits.max_batch, limits, lambda context, batch: total)
+
+
+def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> Plan:
+    """The peak of making a bundle's engine anew: nothing is calibrated this time; ``one_memory`` as above."""
+    recipe = replace(manifest.recipe, scheme="rtn", smoothing=0.0, sparsity="none", activations="none")
+    device = manifest.device
+    plan = plan_build(manifest.geometry, recipe, manifest.limits, 0, device=device, one_memory=one_memory)
+    return replace(plan, stage="rebuild")
 
 
 def _quantizing(geometry: Geometry) -> dict[str, int]:
@@ -188,10 +198,17 @@ def _compiling(geometry: Geometry, recipe: Recipe) -> dict[str, int]:
     }
 
 
-def _engine(device: DeviceMemory, recipe: Recipe) -> dict[str, int]:
-    """An engine's builder; the pages of the weights that it maps go when they are needed."""
+def _engine(device: DeviceMemory, recipe: Recipe, one_memory: bool) -> dict[str, int]:
+    """An engine's builder; the pages of the weights that it maps go when they are needed.
+
+    On the GPU it holds the weights of the kernels that it times, at most all, and what a call of theirs takes: counted
+    so, not measured.
+    """
     copies = ENGINE_COPIES.get(recipe.precision, ENGINE_FLOAT_COPIES)
-    return {"engine": INTERPRETER + BUILDER + ENGINE_LIBRARY, "weights": round(copies * device.weights)}
+    host = {"engine": INTERPRETER + BUILDER + ENGINE_LIBRARY, "weights": round(copies * device.weights)}
+    if not one_memory:
+        return host
+    return {**host, "GPU context": device.context, "GPU weights": device.weights, "GPU workspace": device.workspace}
 
 
 def _largest(geometry: Geometry) -> int:

@@ -22,7 +22,7 @@ from llmc.optimize.build import BuildReport, runs_here
 from llmc.optimize.device_plan import with_engine
 from llmc.optimize.engine import EngineSpec, compile_engine, nameable_gpus, resolve_engine
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.plan import plan_build
+from llmc.optimize.plan import plan_rebuild
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.targets import capabilities
 from llmc.publish import file_entries, refuse_to_overwrite, staged
@@ -143,9 +143,8 @@ def _for_same_gpus(spec: EngineSpec, old: EnginePlan) -> EngineSpec:
 
 
 def _check_memory(source: Path, manifest: Manifest) -> None:
-    """Refuse to build what does not fit in the machine's memory; nothing is calibrated this time."""
-    recipe = replace(manifest.recipe, scheme="rtn", smoothing=0.0, sparsity="none", activations="none")
-    plan = plan_build(manifest.geometry, recipe, manifest.limits, 0, device=manifest.device)
+    """Refuse to build what does not fit in the machine's memory."""
+    plan = plan_rebuild(manifest)
     plan.check(source, usable_memory(plan.parts["engine"]))
 
 

@@ -21,6 +21,7 @@ from llmc.runtime.machine import Available
 from llmc.runtime.selftest import VerifyReport
 
 MB = 1_000_000
+NOT_BUILT = {"file": "", "select": "", "candidates": 0, "inspector": ""}
 MEMORY = DeviceMemory(context=400 * MB, weights=50 * MB, workspace=30 * MB, cache_per_token=1 * MB, logits=2 * MB)
 PLAN = dataclasses.replace(FULL, decode=Profile(4, 1, 1))
 
@@ -378,6 +379,22 @@ def test_a_bundle_of_buckets_takes_the_one_that_holds_the_context(
     assert gpu_stage(llmc("plan", folder, "--gpu-memory", "800MB", "--json").out)["largest_context"] == 256
 
 
+def test_an_engine_that_is_yet_to_be_made_is_a_stage_ahead(
+    llmc: Any, save: Callable[..., Path], probed: Callable[[Any], None]
+):
+    probed(NO_GPU)
+    folder = save(**NOT_BUILT)
+    both = {}
+    for kind in ("separate", "unified"):
+        both[kind] = json.loads(llmc("plan", folder, f"--{kind}-memory", "--memory", "64GB", "--json").out)["stages"][0]
+        assert both[kind]["stage"] == "rebuild"
+    held = MEMORY.context + MEMORY.weights + MEMORY.workspace
+    assert both["unified"]["total"] - both["separate"]["total"] == held
+    ran = llmc("plan", folder, "--memory", "1MB")
+    assert ran.code == 1
+    assert "to rebuild it needs" in ran.err
+
+
 # ------------------------------------------------------------------------------------------------------------- inspect
 
 
@@ -414,19 +431,12 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
         ({"compute_capabilities": ("8.6", "8.9")}, "engine runs on", "linux-aarch64, compute capability 8.6 or 8.9"),
         ({"select": "", "candidates": 0}, "candidates", "none, all logits are copied"),
         (
-            {
-                "file": "",
-                "select": "",
-                "candidates": 0,
-                "inspector": "",
-                "stripped": False,
-                "version_compatible": False,
-            },
+            {**NOT_BUILT, "stripped": False, "version_compatible": False},
             "engine",
             "none yet: llmc build --rebuild makes it on the machine that is to run it",
         ),
         (
-            {"file": "", "select": "", "candidates": 0, "inspector": ""},
+            NOT_BUILT,
             "engine runs on",
             "the machine that it will be built on",
         ),

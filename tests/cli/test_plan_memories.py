@@ -137,10 +137,28 @@ def test_the_report_says_that_the_memory_is_one(llmc: Any, tiny_export: Path, pr
     assert json.loads(llmc(*order, "--json", "--separate-memory").out)["unified_memory"] is False
 
 
-def test_a_plan_for_the_cpu_has_one_memory_anyway(llmc: Any, tiny_export: Path, probed: Callable[..., None]):
+@pytest.mark.parametrize("flags", [["--unified-memory"], ["--separate-memory"], ["--gpu-memory", "8GB"]])
+def test_what_is_said_of_a_gpu_is_refused_where_none_is_planned_for(
+    llmc: Any, tiny_export: Path, tiny_bundle: Path, flags: list[str]
+):
+    for path in (tiny_export, tiny_bundle):
+        ran = llmc("plan", path, *flags)
+        assert (ran.code, ran.out) == (2, "")
+        assert f"{flags[0]} is for a GPU, and none is planned for; leave it out, or give a --target" in ran.err
+
+
+def test_building_in_one_memory_counts_what_the_builder_holds_on_the_gpu(
+    llmc: Any, tiny_export: Path, probed: Callable[..., None]
+):
     probed(ORIN)
-    plain, flagged = (llmc("plan", tiny_export, "--json", *flags).out for flags in ((), ("--unified-memory",)))
-    assert plain == flagged
+    order = ("plan", tiny_export, "--target", "tensorrt", "--fp16", "--json")
+    apart, together = (stages(llmc(*order, f"--{kind}-memory").out) for kind in ("separate", "unified"))
+    on_gpu = {f"GPU {name}": apart["run on the GPU"]["parts"][name] for name in ("context", "weights", "workspace")}
+    assert together["build"]["parts"] == apart["build"]["parts"] | on_gpu
+    assert together["build"]["total"] == apart["build"]["total"] + sum(on_gpu.values())
+    graphs = ("plan", tiny_export, "--target", "cuda", "--json")  # no engine: nothing runs while it is built
+    apart, together = (stages(llmc(*graphs, f"--{kind}-memory").out) for kind in ("separate", "unified"))
+    assert together["build"] == apart["build"]
 
 
 def test_of_a_gpu_that_nobody_knows_nothing_is_said_to_fit(llmc: Any, tiny_export: Path, probed: Callable[..., None]):

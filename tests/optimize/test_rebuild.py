@@ -433,7 +433,7 @@ def test_memory_that_does_not_suffice_is_said_before_the_library_is_loaded(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("llmc.optimize.rebuild.usable_memory", lambda held: 1_000_000)
-    with pytest.raises(ResourceError, match="to build it needs .* MB are missing"):  # noqa: RUF043
+    with pytest.raises(ResourceError, match="to rebuild it needs .* MB are missing"):  # noqa: RUF043
         rebuild(whole, whole, force=True)
 
 
