@@ -371,6 +371,12 @@ def unbuilt(folder: Path) -> str | None:
     return next((kind for name, kind in kinds.items() if (folder / name).exists()), None)
 
 
+def refuse_bundle(folder: Path, expected: str) -> None:
+    """Raise a BundleError for a bundle in the place of what bundles are built of."""
+    if (folder / BUNDLE_MANIFEST).exists():
+        raise BundleError(f"{folder} is a bundle, expected {expected}; give what it was built from")
+
+
 def build_command(source: str | Path) -> str:
     """How to build a bundle of an export or a checkpoint."""
     return f"llmc build {source} -o BUNDLE"
@@ -410,6 +416,8 @@ def read_export(folder: Path) -> ExportManifest:
     Raises:
         BundleError: not an export, or written by a newer llmc.
     """
+    if not (folder / EXPORT_MANIFEST).exists():
+        refuse_bundle(folder, "an export")
     manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")
     for name in (DECODER_FILE, TOKENIZER_FILE):
         if _size(folder / name) is None:

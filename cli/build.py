@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import llmc
-from llmc.bundle import EXPORT_MANIFEST
+from llmc.bundle import CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
 from llmc.cli import output as show
 from llmc.cli.inspect import engine_rows
 from llmc.cli.options import (
@@ -190,7 +190,11 @@ def chosen_precision(flags: tuple[bool, ...]) -> str | None:
 @contextmanager
 def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path]:
     """``source`` if it is an export, else an export of it for as long as the block runs, near ``output``."""
-    if (source / EXPORT_MANIFEST).exists() or not (source / "config.json").exists():
+    if (source / EXPORT_MANIFEST).exists():
+        yield source
+        return
+    if not (source / CONFIG_FILE).exists():
+        refuse_bundle(source, "an export or a checkpoint")
         yield source
         return
     from llmc.export import export

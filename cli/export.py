@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from llmc.bundle import CONFIG_FILE, refuse_bundle
 from llmc.cli import output as show
 from llmc.cli.options import EXISTING_FOLDER, debug_option, force_option, json_option, output_option
 from llmc.cli.stopping import cleanly_stopped
@@ -30,6 +31,8 @@ def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool) -
     from llmc.cli.plan import check_export
     from llmc.export import export
 
+    if not (checkpoint / CONFIG_FILE).exists():
+        refuse_bundle(checkpoint, "a checkpoint")
     check_export(checkpoint)
     with cleanly_stopped(), show.progress() as progress:
         report = export(checkpoint, output, force=force, progress=progress)

@@ -35,3 +35,22 @@ def test_a_damaged_bundle_and_any_other_folder_are_for_the_reader_of_bundles(llm
     for name in ("llmc.json", "export.json"):
         (tmp_path / name).write_text("{}")
     assert "llmc.json is corrupt" in llmc("verify", tmp_path).err
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (("build", "BUNDLE", "-o", "OUT"), "an export or a checkpoint"),
+        (("eval", "BUNDLE", "--reference", "BUNDLE"), "an export"),
+        (("export", "BUNDLE", "-o", "OUT"), "a checkpoint"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_bundle_in_the_place_of_what_it_was_built_from_is_named(
+    llmc, tiny_bundle: Path, tmp_path: Path, order: tuple[str, ...], expected: str
+):
+    paths = {"BUNDLE": tiny_bundle, "OUT": tmp_path / "out"}
+    ran = llmc(*(paths.get(word, word) for word in order))
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.endswith(f"{tiny_bundle} is a bundle, expected {expected}; give what it was built from\n")
+    assert not (tmp_path / "out").exists()
