@@ -59,8 +59,9 @@ COMMANDS = {
     "/reset": "       forget what was said, keep the system text",
     "/stats": "       counts and times of the last answer, and of all",
     "/help": "       this list",
-    "/exit": "       leave, as Ctrl-D does",
+    "/exit": "       leave, as /quit and Ctrl-D do",
 }
+LEAVING = ("/exit", "/quit")
 
 
 @click.command("chat", cls=SectionCommand)
@@ -118,7 +119,7 @@ def converse(
         if system is not None:
             talk.system(system)
         if interactive:
-            click.echo("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves", err=True)
+            click.echo("/help lists the commands; Ctrl-C stops an answer, /exit or Ctrl-D leaves", err=True)
         for line in typed(keys) if interactive else stdin_lines(stdin_limit(model.engine.max_context)):
             if not talk.take(line):
                 return
@@ -194,7 +195,7 @@ class Conversation:
 
     def take(self, line: str) -> bool:
         """Answer a line or obey it; false where it says to leave."""
-        if line.strip() == "/exit":
+        if line.strip() in LEAVING:
             return False
         is_command = line.startswith("/") and not line.startswith("//")
         try:
@@ -257,11 +258,12 @@ class Conversation:
             if held + new > room:
                 asked = f" and --max-tokens asks for {new} more" if new > 1 else ""
                 before = any(message["role"] == "assistant" for message in self.messages)
-                now = "/reset forgets what was said" if before else "say less at once"
+                keep = "/reset forgets what was said; to keep it, /save FILE and start again with --load FILE and"
                 return (
-                    f"the conversation has {held} tokens{asked}, the context holds {room}: {now}; to keep it, /save "
-                    "FILE and start again with --load FILE and --on-overflow sink or truncate_left, which leave old "
-                    "text out, or with a bundle that was built with a larger --max-context"
+                    f"the conversation has {held} tokens{asked}, the context holds {room}: "
+                    f"{keep if before else 'say less at once, or start again with'} --on-overflow sink or "
+                    "truncate_left, which leave old text out, or with a bundle that was built with a larger "
+                    "--max-context if the model allows it"
                 )
         return None
 

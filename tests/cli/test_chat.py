@@ -149,11 +149,12 @@ def test_a_script_prints_answers_and_nothing_else(talk, model: FakeModel):
 
 
 def test_a_terminal_is_told_how_to_leave(talk, model: FakeModel):
-    assert "Ctrl-D leaves" in talk("Hello", terminal=True).err
+    assert "/exit or Ctrl-D leaves" in talk("Hello", terminal=True).err
 
 
-def test_exit_leaves(talk, model: FakeModel):
-    assert talk("Hello", "/exit", "Again").out == "ab\n"
+@pytest.mark.parametrize("word", ["/exit", "/quit"])
+def test_exit_leaves(talk, model: FakeModel, word: str):
+    assert talk("Hello", word, "Again").out == "ab\n"
 
 
 def test_a_line_with_two_slashes_begins_with_one(talk, model: FakeModel):
@@ -240,7 +241,9 @@ def test_a_first_turn_that_is_too_long_is_not_sent_to_reset(talk, model: FakeMod
     model.between = failing(RequestError("shorten it"))
     ran = talk("a" * 99, options=("--max-tokens", 29))
     assert ran.code == 1
-    assert "has 100 tokens and --max-tokens asks for 29 more, the context holds 128: say less at once; to" in ran.err
+    assert "has 100 tokens and --max-tokens asks for 29 more, the context holds 128: say less at once, or" in ran.err
+    assert "/save" not in ran.err, "nothing was said yet"
+    assert ran.err.endswith("built with a larger --max-context if the model allows it\n")
     assert talk("a" * 99, options=("--max-tokens", 28)).err == "llmc: error: shorten it\n"
 
 
