@@ -26,7 +26,7 @@ ONE_MEMORY = "run in one memory"  # the stage that stands for both of a run wher
 NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has that it is for"
 UNKNOWN = "not known whether it fits"
 LARGER_MACHINE = "free memory or export on a larger machine"  # no precision makes the exporter smaller
-LARGEST_BATCH = 1024  # what a build can be asked for
+MIN_CONTEXT, LARGEST_BATCH = 2, 1024  # what a build can be asked for
 
 
 @dataclass(frozen=True)
@@ -307,6 +307,11 @@ def _build_plans(
     from llmc.optimize.targets import capabilities
     from llmc.runtime.memory import plan_device, plan_run
 
+    most = geometry.max_positions
+    if context is not None and not MIN_CONTEXT <= context <= most:
+        raise UsageError(
+            f"--context is {context}, expected {MIN_CONTEXT} ... {most}, the max_position_embeddings of the checkpoint"
+        )
     asked = Request(precision=precision, max_context=context, max_batch=batch)
     asked = asked.over(read_recipe(recipe)) if recipe else asked
     abilities = capabilities(target)

@@ -182,7 +182,12 @@ def resolve(
     if request.engine is not None and _given(request.engine) and not target.makes_engine:
         raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
     longest = min(max_positions, ENGINE_CONTEXT if target.makes_engine else DEFAULT_CONTEXT)
-    context = _between("max_context", _or(request.max_context, longest), 2, max_positions)
+    context = _or(request.max_context, longest)
+    if not 2 <= context <= max_positions:
+        raise UsageError(
+            f"max_context is {context}, expected 2 ... {max_positions}, the max_position_embeddings of the checkpoint; "
+            "change --max-context, or max_context in the recipe"
+        )
     limits = Limits(
         max_context=context,
         max_batch=_between("max_batch", _or(request.max_batch, DEFAULT_BATCH), 1, 1024),

@@ -127,6 +127,16 @@ def test_more_than_a_bundle_was_built_for_is_wrong_usage(llmc, tiny_bundle: Path
         assert sentence in ran.err
 
 
+@pytest.mark.parametrize("context", [1, 2049])
+def test_more_than_the_checkpoint_allows_is_named_by_its_option(llmc, tiny_export: Path, tmp_path: Path, context: int):
+    limit = f"{context}, expected 2 ... 2048, the max_position_embeddings of the checkpoint"
+    planned = llmc("plan", tiny_export, "--context", context)
+    assert (planned.code, planned.err) == (2, f"llmc: error: --context is {limit}\n")
+    built = llmc("build", tiny_export, "-o", tmp_path / "out", "--max-context", context)
+    assert (built.code, list(tmp_path.iterdir())) == (2, [])
+    assert f"max_context is {limit}; change --max-context, or max_context in the recipe" in built.err
+
+
 def test_a_folder_of_something_else_is_refused(llmc, tmp_path: Path):
     ran = llmc("plan", tmp_path)
     assert ran.code == 1
