@@ -135,8 +135,8 @@ def _imported(wanted: _Library, engine: str) -> Any:
         if hollow is not None and getattr(hollow, "__file__", None) is None:  # a folder, taken for a package
             raise _broken(wanted, f"{_place(hollow)} holds no code") from error
         raise MissingExtraError(
-            f"{wanted.module} is not installed: {wanted.install}; without it llmc build --deferred leaves the engine "
-            "out, and llmc run --emulate computes on the CPU"
+            f"{wanted.module} is not installed: {wanted.install}; without it llmc verify, run and eval --emulate "
+            "compute on the CPU, and llmc build of an export --deferred leaves the engine to a machine that has it"
         ) from error
     except Exception as error:  # a broken installation raises anything
         raise _broken(wanted, text_of(error)) from error

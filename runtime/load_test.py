@@ -227,7 +227,9 @@ def _check(
     if requests > MAX_REQUESTS:
         raise UsageError(f"requests is {requests}, expected at most {MAX_REQUESTS:,}: the time of every token is kept")
     if rate is not None and not MIN_RATE <= rate < float("inf"):
-        raise UsageError(f"rate is {rate!r}, expected requests per second from {MIN_RATE:g}, or None for all at once")
+        raise UsageError(
+            f"rate is {rate!r}, expected requests per second from {MIN_RATE:g}; without one all arrive at once"
+        )
     if rows > limits.max_batch:
         raise UsageError(
             f"concurrency is {rows}, the bundle was built for {limits.max_batch}; build with a larger --max-batch"

@@ -74,7 +74,10 @@ def test_a_missing_library_says_what_to_install(engine: str, module: str, advice
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(MissingExtraError, match=f"{module} is not installed: {advice}"):
+    without = (
+        "without it llmc verify, run and eval --emulate compute on the CPU, and llmc build of an export --deferred"
+    )
+    with pytest.raises(MissingExtraError, match=f"{module} is not installed: {advice}.*; {without}"):
         load_library(engine)
 
 
