@@ -124,7 +124,8 @@ def load_rows(report: LoadReport) -> list[tuple[str, str]]:
     """Arrivals, what became of them, latencies and throughput."""
     at = "all at once" if report.rate is None else f"{report.rate:g} per second, seed {report.arrival_seed}"
     arrived = "" if report.arrived_rate is None else f", which gave {report.arrived_rate:.2f} per second"
-    ended = f"{report.completed} completed, {report.rejected} rejected, {report.failed} failed"
+    full = " by a full queue" if report.rejected else ""
+    ended = f"{report.completed} completed, {report.rejected} rejected{full}, {report.failed} failed"
     draft = "" if report.draft is None else f", draft {report.draft}"
     rows = [
         (
@@ -137,6 +138,7 @@ def load_rows(report: LoadReport) -> list[tuple[str, str]]:
         ("outcome", ended if report.failure is None else f"{ended}: {report.failure}"),
         ("throughput", f"{report.output_tokens_per_s:.1f} new tok/s, {report.total_tokens_per_s:.1f} with prompts"),
         ("achieved rate", f"{report.achieved_rate:.2f} per second, for {report.duration_s:.1f} s"),
+        *measured_rows(report),
         ("time to first token", percentiles(report.ttft)),
         ("time per token", percentiles(report.tpot)),
         ("inter-token latency", percentiles(report.itl)),
@@ -146,6 +148,20 @@ def load_rows(report: LoadReport) -> list[tuple[str, str]]:
     ]
     if report.draft_acceptance is not None:
         rows.append(("drafts accepted", f"{report.draft_acceptance:.0%}"))
+    return rows
+
+
+def measured_rows(report: LoadReport) -> list[tuple[str, str]]:
+    """What the latencies rest on, where that is not every request.
+
+    A queue also holds, until the engine has finished a step, those for whom a row is free; so at moments when many
+    arrive it turns away more than rows and queue together could not hold.
+    """
+    if report.completed == report.requests:
+        return []
+    rows = [("latencies", f"of the {report.completed} that completed, out of {report.requests}")]
+    if report.rejected:
+        rows.append(("rejected", "requests wait until the engine takes them up between two steps, even for a free row"))
     return rows
 
 

@@ -185,7 +185,9 @@ def test_bench_under_load_shows_every_latency_the_outcome_and_the_throughput(
         "12.00 ms p99",
         "14.00 ms p95",
         "20 per second, seed 0, which gave 17.26 per second",
-        "37 completed, 2 rejected, 1 failed: the deadline passed",
+        "37 completed, 2 rejected by a full queue, 1 failed: the deadline passed",
+        "of the 37 that completed, out of 40",
+        "requests wait until the engine takes them up between two steps, even for a free row",
         "728.6 new tok/s, 2185.8 with prompts",
         "11.38 per second, for 3.2 s",
         "8 rows, a queue of 256, determinism fast, draft lookup",
@@ -193,6 +195,16 @@ def test_bench_under_load_shows_every_latency_the_outcome_and_the_throughput(
         "0.005 J per new token",
     ):
         assert text in out
+
+
+def test_bench_under_load_says_nothing_of_requests_that_all_completed(
+    llmc, loads: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    whole = dataclasses.replace(LOAD, completed=40, rejected=0, failed=0, failure=None)
+    monkeypatch.setattr("llmc.runtime.load_test.load_test", lambda bundle, **options: whole)
+    out = llmc("bench", tmp_path, "--rate", 20).out
+    assert "40 completed, 0 rejected, 0 failed\n" in out
+    assert "out of" not in out and "free row" not in out
 
 
 def test_bench_under_load_as_json_is_the_whole_report(llmc, loads: list[dict[str, Any]], tmp_path: Path):
