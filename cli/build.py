@@ -12,7 +12,7 @@ import click
 import llmc
 from llmc.bundle import CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
 from llmc.cli import output as show
-from llmc.cli.inspect import engine_rows
+from llmc.cli.inspect import engine_of, engine_rows
 from llmc.cli.options import (
     EXISTING_FILE,
     EXISTING_FOLDER,
@@ -209,7 +209,7 @@ def print_report(report: BuildReport) -> None:
     recipe, limits, quality = manifest.recipe, manifest.limits, manifest.quality
     rows = [
         ("model", f"{manifest.source.name}, {show.amount(manifest.source.parameters)} parameters"),
-        ("target", f"{manifest.target.name}, {manifest.target.engine} {manifest.target.engine_version}"),
+        ("target", f"{manifest.target.name}, {engine_of(manifest.target)}"),
         ("recipe", show.recipe(recipe)),
         *show.calibration_rows(recipe),
         ("limits", f"{limits.max_context} tokens x {limits.max_batch}"),

@@ -12,10 +12,11 @@ from llmc.cli import output as show
 from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
 
 if TYPE_CHECKING:
-    from llmc.bundle import EnginePlan, Geometry, Manifest
+    from llmc.bundle import EnginePlan, Geometry, Manifest, Target
     from llmc.cli.summary import Memory, Summary
 
 
+NO_VERSION = "none"  # of a library that did not build an engine yet
 NOT_BUILT = "none yet: llmc build --rebuild makes it on the machine that is to run it"
 VERIFIED = {
     "device": "on the GPU that it was built on",
@@ -61,7 +62,7 @@ def print_summary(summary: Summary) -> None:
 
 def memory_row(name: str, memory: Memory, note: str = "") -> tuple[str, str]:
     """All of it, and what it is for."""
-    parts = " + ".join(f"{show.size(count)} {part}" for part, count in memory.parts.items())
+    parts = " + ".join(f"{show.size(count)} {part}" for part, count in memory.parts.items() if count)
     return f"{name} at {memory.context} tokens x {memory.batch}", f"{show.size(memory.total)} = {parts}{note}"
 
 
@@ -93,7 +94,7 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
     target, limits = manifest.target, manifest.limits
     features = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
     return [
-        ("target", f"{target.name}, {target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"),
+        ("target", f"{target.name}, {engine_of(target)}"),
         *(engine_rows(manifest.engine) if manifest.engine else []),
         *([] if manifest.device else [("CPU features", ", ".join(features) or "none in particular")]),
         ("recipe", show.recipe(manifest.recipe)),
@@ -101,6 +102,13 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("limits", f"{limits.max_context} tokens x {limits.max_batch}, prefill in chunks of {limits.prefill_chunk}"),
         *show.quality_rows(manifest.quality),
     ]
+
+
+def engine_of(target: Target) -> str:
+    """Library and version that a bundle was built with, if any yet, and which it needs."""
+    if target.engine_version == NO_VERSION:
+        return f"{target.engine} {target.engine_minimum} or newer"
+    return f"{target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"
 
 
 def engine_rows(engine: EnginePlan) -> list[tuple[str, str]]:

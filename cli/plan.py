@@ -371,7 +371,7 @@ def print_stages(stages: list[Stage], found: Memories, on_gpu: bool) -> None:
     for stage in stages:
         plan, verdict = stage.plan, stage.verdict
         at = f" {plan.context} tokens x {plan.batch}" if plan.stage.startswith("run") else ""
-        rows = [(name, show.size(count)) for name, count in plan.parts.items()]
+        rows = [(name, show.size(count)) for name, count in plan.parts.items() if count]
         state = UNKNOWN
         if verdict is not None:
             state = "fits" if verdict.fits else f"{show.size(verdict.missing)} missing"

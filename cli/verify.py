@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from llmc.bundle import read_bundle
 from llmc.cli import output as show
 from llmc.cli.options import bundle_argument, debug_option, emulate_option, json_option, threads_option
 
@@ -36,4 +37,11 @@ def verify_command(bundle: Path, threads: int | None, emulate: bool, as_json: bo
             ("largest difference", f"{report.largest_difference:.2g} in logits"),
         ]
     )
-    click.echo(f"{bundle} is sound" + (" as far as the CPU can tell: the GPU was not used" if emulate else ""))
+    click.echo(f"{bundle} is sound" + (emulation(bundle) if emulate else ""))
+
+
+def emulation(bundle: Path) -> str:
+    """What it means that a bundle passed with ``--emulate``."""
+    if read_bundle(bundle).device is None:
+        return "; it is for the CPU, so --emulate changed nothing"
+    return " as far as the CPU can tell: the GPU was not used"

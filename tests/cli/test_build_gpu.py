@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from doubles.machines import NO_GPU, RTX_4090
 from doubles.plans import FULL
 
-from llmc.bundle import DeviceMemory, EnginePlan, FileEntry, Manifest, Profile, Target, write_manifest
+from llmc.bundle import DeviceMemory, EnginePlan, FileEntry, Manifest, Profile, Target, read_bundle, write_manifest
 from llmc.cli.build import build_command
 from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.optimize.build import BuildReport
@@ -248,6 +249,12 @@ def test_verify_says_what_it_was_verified_on(
     assert ("as far as the CPU can tell: the GPU was not used" in ran.out) == bool(flags)
 
 
+def test_verify_of_a_bundle_for_the_cpu_speaks_of_no_gpu(llmc: Any, library: FakeLibrary, tiny_bundle: Path):
+    assert llmc("verify", tiny_bundle, "--emulate").out.endswith(
+        f"{tiny_bundle} is sound; it is for the CPU, so --emulate changed nothing\n"
+    )
+
+
 @pytest.mark.parametrize("command", [["run", "-p", "Hello"], ["eval"]], ids=lambda c: c[0])
 @pytest.mark.parametrize("flags", [[], ["--emulate"]], ids=["on its GPU", "emulated"])
 def test_emulation_reaches_the_loader(
@@ -446,6 +453,20 @@ def test_inspect_says_what_is_different(
     llmc: Any, save: Callable[..., Path], changes: dict[str, Any], name: str, words: str
 ):
     assert rows(llmc("inspect", save(**changes)).out)[name] == words
+
+
+def test_inspect_names_no_version_and_no_part_that_is_not_there(llmc: Any, save: Callable[..., Path]):
+    folder = save(**NOT_BUILT)
+    manifest = read_bundle(folder)
+    deferred = dataclasses.replace(manifest.target, engine_version="none")
+    host = dataclasses.replace(manifest.memory, weights=0, embedding=0)
+    write_manifest(dataclasses.replace(manifest, target=deferred, memory=host), folder)
+    shown = rows(llmc("inspect", folder, "--context", 100).out)
+    assert shown["target"] == "tensorrt, tensorrt 10.3 or newer"
+    assert not re.search(r"\b0 B", "".join(shown.values()))
+    assert "weights" not in shown["memory at 100 tokens x 1"]
+    table = llmc("plan", folder, "--gpu-memory", "8GB", "--memory", "64GB").out.partition("run 512 tokens")[2]
+    assert "tokenizer" in table and "embedding" not in table
 
 
 def test_inspect_as_json_has_the_plan_and_the_memory(llmc: Any, save: Callable[..., Path]):
