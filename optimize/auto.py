@@ -166,9 +166,12 @@ def automatic(
     limit = available_memory() if memory is None else memory
     trials: list[Trial] = []
     folders: dict[str, Path] = {}
+    holds: list[cache.Hold] = []  # a search takes longer than what was asked for counts as used
     key = [export.source.fingerprint, str(weights_identity(source)), target, _identity(text), _identity(calibration)]
     for name, candidate in _candidates(replace(asked, budget=None), calibration is not None, resolved).items():
         folders[name] = cache.entry("auto", _key(candidate, key))
+        folders[name].mkdir(parents=True, exist_ok=True)
+        holds.append(cache.Hold(folders[name]))
         trials += [_within(trial, limits, limit) for trial in _measure(name, folders[name], candidate, make, progress)]
     chosen = choose(trials)
     if chosen is None:
@@ -271,9 +274,8 @@ def _timed(name: str, folder: Path, manifest: Manifest, threads: int, rows: int,
         top1_agreement=quality.top1_agreement,
         perplexity_increase=quality.perplexity / quality.reference_perplexity - 1,
     )
-    staging = path.with_suffix(".new")
-    staging.write_text(json.dumps(asdict(trial)))
-    staging.rename(path)
+    with cache.written(path) as staging:
+        staging.write_text(json.dumps(asdict(trial)))
     return trial
 
 

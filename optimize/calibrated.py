@@ -5,9 +5,8 @@ and columns of float weights, masks of pruned ones, integers that were chosen, a
 did not decide is the checkpoint's own: the weight as stored, rounded to nearest.
 """
 
-import os
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -21,6 +20,7 @@ from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Float, Grid, Quantized, stacked
 from llmc.optimize.rewrite import sizes
 from llmc.optimize.weights import in_parallel, pieces, rows_of
+from llmc.runtime import cache
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -43,10 +43,15 @@ def part_of(tensor: str) -> str:
 
 
 class Store:
-    """A folder of calibration results, one file per part; a part is there whole or not at all."""
+    """A folder of calibration results, one file per part; a part is there whole or not at all.
+
+    As long as there is a store no process prunes its folder from the cache.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._hold = cache.Hold(folder)
+        self._load = partial(_load, folder)  # no method: a store that refers to itself would hold on for longer
         self._read = lru_cache(maxsize=2)(self._load)
 
     def has(self, part: str) -> bool:
@@ -55,12 +60,8 @@ class Store:
 
     def write(self, part: str, arrays: Arrays) -> None:
         """Publish a part atomically."""
-        staging = self.folder / f".{part}.{os.getpid()}.npz"
-        try:
+        with cache.written(self.folder / f"{part}.npz") as staging:
             np.savez(staging, **arrays)  # type: ignore[arg-type]
-            staging.rename(self.folder / f"{part}.npz")
-        finally:
-            staging.unlink(missing_ok=True)
 
     def read(self, part: str) -> Arrays:
         """The arrays of a part.
@@ -83,14 +84,15 @@ class Store:
             return False
         return layers[: len(expected)] == expected and "hidden" in state
 
-    def _load(self, part: str) -> Arrays:
-        path = self.folder / f"{part}.npz"
-        try:
-            # Opened here, for np.load leaves a file open that turns out to be no archive.
-            with path.open("rb") as data, np.load(data, allow_pickle=False) as file:
-                return dict(file)
-        except (OSError, EOFError, ValueError, BadZipFile) as error:
-            raise BuildError(f"{path} is broken ({error}); remove {self.folder} and build again") from error
+
+def _load(folder: Path, part: str) -> Arrays:
+    path = folder / f"{part}.npz"
+    try:
+        # Opened here, for np.load leaves a file open that turns out to be no archive.
+        with path.open("rb") as data, np.load(data, allow_pickle=False) as file:
+            return dict(file)
+    except (OSError, EOFError, ValueError, BadZipFile) as error:
+        raise BuildError(f"{path} is broken ({error}); remove {folder} and build again") from error
 
 
 class Calibrated:

@@ -2,28 +2,36 @@
 
 ``$LLMC_CACHE``, else ``$XDG_CACHE_HOME/llmc``, else ``~/.cache/llmc``; below it a folder per kind, in it one entry (a
 folder) per key. Everything in it can be made again, so it may be deleted at any time, also while llmc runs.
+
+Each kind has a bound of its own; ``$LLMC_CACHE_BYTES``, where it is set, is the bound of all kinds together.
 """
 
 import atexit
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from llmc.errors import UsageError
 from llmc.publish import sync, sync_all
 
 log = logging.getLogger(__name__)
 
 # Another process may be about to open, or still be filling, what it asked for a moment ago.
 RECENT_S = 600.0
-# What a killed process was writing; a living one does not take that long.
+# What a killed process was writing, where no lock can tell; a living one does not take that long.
 ABANDONED_S = 24 * 3600.0
 STAGING = ".staging-"
+BOUND = "LLMC_CACHE_BYTES"
+# What counts against that bound. Not whatever lies in the folder: somebody may have named one that holds more.
+KINDS = ("auto", "calibration", "compiled", "imported", "kernels", "reference", "selftest", "timing")
 
 _used: set[Path] = set()  # entries of this process, which it never prunes
 
@@ -42,16 +50,71 @@ def writable() -> bool:
     return _writable(cache_root())
 
 
+def bound(default: int) -> int:
+    """How many bytes may be kept: ``$LLMC_CACHE_BYTES``, or ``default`` where it is not set.
+
+    Raises:
+        UsageError: it is no number of bytes.
+    """
+    text = os.environ.get(BOUND, str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"{BOUND} is {text!r}, expected a number of bytes")
+    return int(text)
+
+
 def entry(kind: str, key: str) -> Path:
     """The folder for ``key`` among entries of ``kind``, marked as used now; it need not exist.
 
     Where the cache cannot be written the folder lies in a temporary one, which goes when this process ends.
+
+    Raises:
+        UsageError: ``$LLMC_CACHE_BYTES`` is no number of bytes.
     """
+    bound(0)  # refused before the work whose results would be kept
     path = (cache_root() if writable() else _temporary()) / kind / key
     _used.add(path)
     with suppress(OSError):
         os.utime(path)
     return path
+
+
+class Hold:
+    """Keeps an entry that exists from :func:`prune` of any process, until it is released, or goes with its owner.
+
+    It is a lock on the folder, which ends with the process. Some network file systems have none: there an entry is
+    only safe for :data:`RECENT_S` after it was asked for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._release: Callable[[], object] = lambda: None
+        with suppress(OSError):  # it does not exist, or folders cannot be opened here
+            descriptor = os.open(path, os.O_RDONLY)
+            self._release = weakref.finalize(self, _release, descriptor)
+            _lock(descriptor, shared=True)
+
+    def release(self) -> None:
+        """Let it go, marked as used now. A second call does nothing."""
+        self._release()
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Give the name of an empty file to write, which takes the place of ``path`` when the block ends without an error.
+
+    It lies in the same folder, which must exist. What killed processes leave there :func:`prune` clears away.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    staging = path.with_name(f"{STAGING}{secrets.token_hex(8)}{path.suffix}")
+    staging.touch(exist_ok=False)
+    hold = Hold(staging)
+    try:
+        yield staging
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
+        hold.release()
 
 
 @contextmanager
@@ -65,6 +128,7 @@ def published(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=path.parent))
+    hold = Hold(staging)
     try:
         yield staging
         sync_all(staging)
@@ -73,6 +137,7 @@ def published(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        hold.release()
 
 
 def remove(path: Path) -> None:
@@ -85,24 +150,104 @@ def remove(path: Path) -> None:
 
 
 def prune(kind: str, max_bytes: int) -> None:
-    """Remove the least recently used entries of ``kind`` until ``max_bytes`` are kept.
+    """Remove the least recently used entries of ``kind`` until ``max_bytes`` are kept, and what killed processes left.
 
-    What this process asked for stays, and so does what any process used in the last :data:`RECENT_S`.
+    Where ``$LLMC_CACHE_BYTES`` is set, then also those of all :data:`KINDS` until they keep to it. What this process
+    asked for stays, and so does what another one holds, or used in the last :data:`RECENT_S`.
+
+    Raises:
+        UsageError: ``$LLMC_CACHE_BYTES`` is no number of bytes.
     """
-    folder, now = cache_root() / kind, time.time()
-    entries = [(_last_use(path), path) for path in _children(folder) if not path.name.startswith(STAGING)]
-    for used, path in [(_last_use(path), path) for path in _children(folder) if path.name.startswith(STAGING)]:
-        if now - used > ABANDONED_S:
-            shutil.rmtree(path, ignore_errors=True)
-    sizes = {path: _bytes(path) for _, path in entries}
+    root = cache_root()
+    folders = [root / each for each in sorted({kind, *KINDS})]
+    for folder in folders:
+        _sweep(folder)
+    _shrink([root / kind], max_bytes)
+    if BOUND in os.environ:
+        _shrink(folders, bound(0))
+
+
+def _shrink(folders: Iterable[Path], max_bytes: int) -> None:
+    """Remove the least recently used entries of ``folders`` that nobody uses until ``max_bytes`` are kept."""
+    entries = [path for folder in folders for path in _children(folder) if not path.name.startswith(STAGING)]
+    sizes = {path: _bytes(path) for path in entries}
     kept = sum(sizes.values())
-    for used, path in sorted(entries):
+    for _, path in sorted((_last_use(path), path) for path in entries):
         if kept <= max_bytes:
             return
-        if path not in _used and now - used > RECENT_S:
-            log.info("removing %s from the cache", path)
-            remove(path)
+        if path not in _used and _removed(path):
             kept -= sizes[path]
+
+
+def _removed(path: Path) -> bool:
+    """Remove an entry unless another process uses it; whether it did."""
+    with _claimed(path) as free:
+        if free is False or time.time() - _last_use(path) <= RECENT_S:
+            return False
+        log.info("removing %s from the cache", path)
+        remove(path)
+        return True
+
+
+def _sweep(folder: Path) -> None:
+    """Clear away what killed processes left among the entries of ``folder``, and in them."""
+    for path in _children(folder):
+        if path.name.startswith(STAGING):
+            _clear(path)
+        elif left := [each for each in _children(path) if each.name.startswith(STAGING)]:
+            with suppress(OSError):
+                used = path.stat()
+                for each in left:
+                    _clear(each)
+                os.utime(path, ns=(used.st_atime_ns, used.st_mtime_ns))  # clearing is no use of the entry
+
+
+def _clear(path: Path) -> None:
+    with _claimed(path) as free:
+        patience = ABANDONED_S if free is None else RECENT_S  # it may not be locked yet
+        if free is False or time.time() - _last_use(path) <= patience:
+            return
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[bool | None]:
+    """Whether nobody holds ``path``, nor can begin to in this block; None where no lock tells."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        yield None
+        return
+    try:
+        yield _lock(descriptor, shared=False)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, shared: bool) -> bool | None:
+    """Whether the file is locked now, until it is closed; None where there are no locks.
+
+    A shared lock waits: whoever has the other one only looks whether this one is there.
+    """
+    try:
+        import fcntl  # not on Windows
+
+        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+
+
+def _release(descriptor: int) -> None:
+    with suppress(OSError):
+        os.utime(descriptor)
+    os.close(descriptor)
 
 
 @cache

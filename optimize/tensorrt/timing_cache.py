@@ -2,10 +2,10 @@
 
 import contextlib
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
+from llmc.runtime.cache import written
 from llmc.runtime.engine_library import logger
 
 log = logging.getLogger(__name__)
@@ -30,12 +30,9 @@ def keep(config: Any, path: Path) -> None:
     cache = config.get_timing_cache()
     if cache is None:
         return
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_bytes(memoryview(cache.serialize()))
-        staged.replace(path)
+        with written(path) as staging:
+            staging.write_bytes(memoryview(cache.serialize()))
     except OSError as error:
         log.warning("%s: the timing cache cannot be kept (%s)", path, error.strerror)
-        with contextlib.suppress(OSError):
-            staged.unlink()

@@ -1,6 +1,7 @@
 """The automatic choice: a function of what was measured, kept in the cache, never beyond the budget."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,29 @@ def test_an_interrupted_search_goes_on_where_it_stopped(search, counted, monkeyp
     search()
     assert [request.precision for request in counted.built] == ["int4", "fp32"]
     assert len(counted.timed) == 2
+
+
+def test_another_process_prunes_no_candidate_of_a_search_that_goes_on(search, counted, monkeypatch, tmp_path):
+    measured = auto.benchmark
+    entries = tmp_path / "cache" / "auto"
+
+    def pruned(folder: Path, **options: Any) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(auto.cache, "_used", set())  # as another process sees it, a long time later
+            for entry in entries.iterdir():
+                os.utime(entry, (0, 0))
+            auto.cache.prune("auto", 0)
+        return measured(folder, **options)
+
+    monkeypatch.setattr(auto, "benchmark", pruned)
+    found = search()
+    assert len(found.trials) == len(list(entries.iterdir())) == 2
+    assert all(not path.name.startswith(".") for path in entries.glob("*/*"))
+    monkeypatch.setattr(auto.cache, "_used", set())
+    for entry in entries.iterdir():
+        os.utime(entry, (0, 0))
+    auto.cache.prune("auto", 0)
+    assert list(entries.iterdir()) == []  # let go when the search ends
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -1,6 +1,9 @@
 """Weights as calibration left them: stored integers first, then factors and masks, else the checkpoint's own."""
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -11,6 +14,7 @@ from llmc.optimize import weights
 from llmc.optimize.calibrated import Calibrated, Store, grid_name, part_of
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
+from llmc.runtime import cache
 
 NAME = "model.layers.7.mlp.up_proj.weight"
 ROWS, INPUTS = 70, 36
@@ -148,3 +152,41 @@ def test_a_part_is_published_whole_and_replaced_whole(store):
     assert store.has("head")
     assert int(Store(store.folder).read("head")["x"]) == 2
     assert [path.name for path in store.folder.iterdir()] == ["head.npz"]
+
+
+# ------------------------------------------------------------------------------------------------------ in the cache
+
+
+def test_nobody_prunes_what_a_store_works_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
+    folder = tmp_path / "calibration" / "key"
+    folder.mkdir(parents=True)
+    store = Store(folder)
+    store.write("head", {"a": np.zeros(3)})
+    for there in (True, False):
+        os.utime(folder, (0, 0))
+        cache.prune("calibration", 0)
+        assert folder.exists() is there
+        if there:
+            np.testing.assert_array_equal(store.read("head")["a"], np.zeros(3))
+            del store
+            assert folder.stat().st_mtime > 0  # used until then
+
+
+def test_a_part_that_cannot_be_written_leaves_the_one_before(store, monkeypatch):
+    def torn(file: Path, **_: Any) -> None:
+        file.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store.write("head", {"a": np.zeros(3)})
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(np, "savez", torn)
+        store.write("head", {"a": np.ones(3)})
+    assert [path.name for path in store.folder.iterdir()] == ["head.npz"]
+    np.testing.assert_array_equal(store.read("head")["a"], np.zeros(3))
+
+
+def test_what_a_killed_writer_left_is_no_part(store):
+    store.write("head", {"a": np.zeros(3)})
+    (store.folder / f"{cache.STAGING}0.npz").write_bytes(b"half")
+    assert store.is_sound()

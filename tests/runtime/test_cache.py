@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -9,25 +11,33 @@ from pathlib import Path
 
 import pytest
 
+from llmc.errors import UsageError
 from llmc.runtime import cache
 
+ROOT = Path(__file__).parents[2]
 LONG_AGO = 2 * cache.RECENT_S
 
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "root"))
+    monkeypatch.delenv(cache.BOUND, raising=False)
     monkeypatch.setattr(cache, "_used", set())
     return tmp_path / "root"
 
 
-def filled(root: Path, key: str, size: int, age: float) -> Path:
+def aged(path: Path, age: float) -> Path:
+    """The same path, last changed ``age`` seconds ago."""
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def filled(root: Path, key: str, size: int, age: float, kind: str = "kind") -> Path:
     """An entry that another process made ``age`` seconds ago."""
-    folder = root / "kind" / key
+    folder = root / kind / key
     folder.mkdir(parents=True)
     (folder / "content").write_bytes(bytes(size))
-    os.utime(folder, (time.time() - age,) * 2)
-    return folder
+    return aged(folder, age)
 
 
 def test_the_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -148,6 +158,149 @@ def test_pruning_clears_what_a_killed_process_left(root: Path):
 def test_pruning_an_absent_kind_does_nothing(root: Path):
     cache.prune("nothing", 0)
     assert not (root / "nothing").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- one bound for all
+
+
+def test_the_bound_of_the_environment_counts_all_kinds_and_the_least_recently_used_go(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ages = {kind: place * LONG_AGO for place, kind in enumerate(cache.KINDS, 1)}
+    entries = {kind: filled(root, "key", 100, age, kind) for kind, age in ages.items()}
+    cache.prune("calibration", 100)
+    assert all(path.exists() for path in entries.values())  # each keeps to its own
+    monkeypatch.setenv(cache.BOUND, "250")
+    cache.prune("calibration", 100)
+    assert [kind for kind, path in entries.items() if path.exists()] == list(cache.KINDS[:2])
+
+
+def test_what_is_no_kind_of_ours_is_left_alone(root: Path, monkeypatch: pytest.MonkeyPatch):
+    foreign = filled(root, "photos", 100, 9 * LONG_AGO, "mine")
+    hidden = filled(root, ".git", 100, 9 * LONG_AGO, "reference")
+    monkeypatch.setenv(cache.BOUND, "100")
+    cache.prune("auto", 0)
+    assert foreign.exists()
+    assert hidden.exists()
+
+
+def test_every_kind_of_entry_counts():
+    """A kind that is asked for somewhere, by its name or by a constant, is in the list."""
+    found = set()
+    for path in [*(ROOT / "runtime").rglob("*.py"), *(ROOT / "optimize").rglob("*.py")]:
+        code = path.read_text()
+        for argument in re.findall(r"(?:cache\.|= )entry\(([^,()]+),", code):
+            named = re.search(rf"^{argument}\b.*? = (\"\w+\")", code, re.MULTILINE)
+            found.add((named[1] if named else argument).strip('"'))
+    assert sorted(found) == sorted(cache.KINDS)
+
+
+@pytest.mark.parametrize("text", ["8 GB", "", "-1", "1e9", "\u0661"])
+def test_a_bound_that_is_no_number_is_refused_before_any_work(text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(cache.BOUND, text)
+    with pytest.raises(UsageError, match=re.escape(f"LLMC_CACHE_BYTES is {text!r}, expected a number of bytes")):
+        cache.entry("kind", "key")
+
+
+# --------------------------------------------------------------------------------------------- what is held and written
+
+
+def test_what_another_process_holds_stays_until_it_ends(root: Path):
+    held, other = (filled(root, key, 100, LONG_AGO) for key in ("held", "other"))
+    code = f"import sys; from llmc.runtime.cache import Hold, Path; hold = Hold(Path({str(held)!r}));"
+    command = [sys.executable, "-c", code + "print(flush=True); sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"\n"
+        cache.prune("kind", 0)
+        assert (held.exists(), other.exists()) == (True, False)
+        holder.kill()
+    cache.prune("kind", 0)
+    assert not held.exists()
+
+
+def test_what_is_let_go_was_used_until_then(root: Path):
+    held = filled(root, "held", 100, LONG_AGO)
+    hold = cache.Hold(held)
+    hold.release()
+    hold.release()
+    cache.prune("kind", 0)
+    assert held.exists()
+    aged(held, LONG_AGO)
+    cache.prune("kind", 0)
+    assert not held.exists()
+
+
+def test_what_does_not_exist_can_be_held_to_no_effect(tmp_path: Path):
+    cache.Hold(tmp_path / "absent").release()
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path: Path):
+    file = tmp_path / "part.npz"
+    for content in ("first", "second"):
+        with cache.written(file) as staging:
+            assert staging.suffix == ".npz"  # numpy would add it
+            staging.write_text(content)
+            assert not file.exists() or file.read_text() == "first"
+        assert file.read_text() == content
+    with pytest.raises(OSError, match="No space left"), cache.written(file) as staging:
+        staging.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert file.read_text() == "second"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+KILLED = """
+import os, signal
+from llmc.runtime import cache
+entry = cache.entry("calibration", "key")
+entry.mkdir(parents=True)
+(entry / "head.npz").touch()
+with cache.published(entry / "built") as folder, cache.written(entry / "state.npz") as staging:
+    (folder / "weights.bin").write_text("half")
+    staging.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_wrote_into_an_entry_is_cleared_and_is_no_use_of_the_entry(root: Path):
+    assert subprocess.run([sys.executable, "-c", KILLED]).returncode == -signal.SIGKILL
+    entry = root / "calibration" / "key"
+    left = sorted(path for path in entry.iterdir() if path.name.startswith(cache.STAGING))
+    assert len(left) == 2
+    cache.prune("auto", 0)
+    assert all(path.exists() for path in left)  # so young that it may not be locked yet
+    for path in (*left, entry):
+        aged(path, LONG_AGO)
+    before = entry.stat().st_mtime_ns
+    cache.prune("auto", 0)
+    assert [path.name for path in entry.iterdir()] == ["head.npz"]
+    assert entry.stat().st_mtime_ns == before
+
+
+def test_what_a_living_process_writes_stays_however_old_it_is(root: Path):
+    entry = filled(root, "key", 1, LONG_AGO)
+    with cache.published(entry / "built") as folder, cache.written(entry / "state.npz") as file:
+        for path in (folder, file):
+            aged(path, cache.ABANDONED_S + LONG_AGO)
+        cache.prune("kind", 100)
+        assert folder.exists()
+        assert file.exists()
+    assert sorted(path.name for path in entry.iterdir()) == ["built", "content", "state.npz"]
+
+
+def test_without_locks_what_was_left_goes_after_a_day_and_entries_when_they_are_not_recent(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cache, "_lock", lambda descriptor, shared: None)
+    young, old = (filled(root, f"{cache.STAGING}{age}", 1, age) for age in (LONG_AGO, cache.ABANDONED_S + 9))
+    recent, used = filled(root, "recent", 100, 0), filled(root, "used", 100, LONG_AGO)
+    cache.prune("kind", 0)
+    assert [path.exists() for path in (young, old, recent, used)] == [True, False, True, False]
+
+
+# ----------------------------------------------------------------------------------------------------------- without it
 
 
 def test_without_a_writable_folder_entries_are_temporary_and_one_warning_says_so(
