@@ -38,4 +38,6 @@ def main(bundle: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} BUNDLE")
     main(sys.argv[1])

@@ -1,6 +1,7 @@
 """The examples run, and do what they say."""
 
 import importlib.util
+import runpy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,17 @@ def run(name: str, bundle: Path) -> Any:
 def test_every_example_is_tried_here():
     tried = set(Path(__file__).read_text().split('"'))
     assert {path.stem for path in EXAMPLES.glob("*.py")} <= tried
+
+
+@pytest.mark.parametrize("given", [[], ["one", "two"]], ids=len)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_without_its_bundle_says_how_it_is_run(
+    path: Path, given: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.argv", [str(path), *given])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(path), run_name="__main__")
+    assert stopped.value.code == f"usage: python {path} BUNDLE"
 
 
 @pytest.mark.parametrize("name", ["embed_in_threads", "embed_in_asyncio"])
