@@ -6,6 +6,7 @@ from pathlib import Path
 from llmc.bundle import CACHE_BYTES, DeviceMemory, EnginePlan, Geometry, Limits, MemoryPlan, Recipe
 from llmc.optimize.lower.plan import HEAD, Computed, Float8, Float16, Form, Static, WeightOnly, embedding_form, forms
 from llmc.optimize.plan import (
+    HOST,
     INTERPRETER,
     LOGITS_COPIES,
     NARROW_ARRAYS,
@@ -24,9 +25,6 @@ SCORES = 2
 EXPANDED = 256 * MB
 # Two buffers for the cache where the engine cannot update it in place.
 SWAPPED = 2
-
-# What the driver, the engine's library and its kernels take of the machine's own memory.
-HOST = 600 * MB
 
 
 def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
