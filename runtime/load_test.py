@@ -228,7 +228,7 @@ def _check(
         raise UsageError(f"requests is {requests}, expected at most {MAX_REQUESTS:,}: the time of every token is kept")
     if rate is not None and not MIN_RATE <= rate < float("inf"):
         raise UsageError(
-            f"rate is {rate!r}, expected requests per second from {MIN_RATE:g}; without one all arrive at once"
+            f"rate is {rate!r}, expected requests per second from {MIN_RATE:g}; leave it out, and all arrive at once"
         )
     if rows > limits.max_batch:
         raise UsageError(

@@ -243,7 +243,7 @@ def while_held(engine: Engine, work: Callable[[], list[Visit]]) -> list[Visit]:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"rate": 0}, "rate is 0, expected requests per second from 1e-06; without one all arrive at once"),
+        ({"rate": 0}, "rate is 0, expected requests per second from 1e-06; leave it out, and all arrive at once"),
         ({"rate": 1e-300}, "rate is 1e-300, expected"),
         ({"rate": float("nan")}, "rate is nan"),
         ({"rate": float("inf")}, "rate is inf"),
