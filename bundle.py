@@ -379,7 +379,7 @@ def refuse_bundle(folder: Path, expected: str) -> None:
 
 def build_command(source: str | Path) -> str:
     """How to build a bundle of an export or a checkpoint."""
-    return f"llmc build {source} -o BUNDLE"
+    return f"llmc build {shlex.quote(str(source))} -o BUNDLE"
 
 
 def _check_values(folder: Path, manifest: Manifest) -> None:
