@@ -7,6 +7,7 @@ atomically by :mod:`llmc.publish`, so a folder with a manifest is complete.
 
 import hashlib
 import json
+import shlex
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
