@@ -71,6 +71,11 @@ class Store:
         """
         return self._read(part)
 
+    def settle(self) -> None:
+        """Drop the activations that an interrupted run would go on from: all parts are there."""
+        if self.has("state") and (state := self._load("state"))["hidden"].size:
+            self.write("state", {**state, "hidden": state["hidden"][:0]})
+
     def is_sound(self) -> bool:
         """Whether every part can be read, and none of those before the last one is missing."""
         found = sorted(path.stem for path in self.folder.glob("[!.]*.npz"))

@@ -100,6 +100,7 @@ def calibrated_weights(
         shutil.rmtree(folder, ignore_errors=True)
     try:
         store = calibrate(decoder, samples.ids, recipe, decided, folder, progress)
+        store.settle()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import llmc
 from llmc.bundle import WEIGHTS_FILE, Compiled, Manifest
-from llmc.errors import BundleError, UsageError
+from llmc.errors import BundleError
 from llmc.runtime import cache
 from llmc.runtime.onnx_file import ExternalData, relocated
 
@@ -129,10 +129,7 @@ def _key(here: str, manifest: Manifest, names: list[str]) -> str:
 
 
 def _cache_bytes() -> int:
-    text = os.environ.get("LLMC_CACHE_BYTES", str(CACHE_BYTES))
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"LLMC_CACHE_BYTES is {text!r}, expected a number of bytes")
-    return int(text)
+    return cache.bound(CACHE_BYTES)
 
 
 def _compiled_name(name: str) -> str:

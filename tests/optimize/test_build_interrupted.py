@@ -29,6 +29,9 @@ RECIPE = Request(
     compiled=False,
 )
 
+# Bytes of an archive of two arrays that hold next to nothing; the activations of this text take 39,000.
+A_STATE_WITHOUT_ACTIVATIONS = 1000
+
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path) -> Path:
@@ -75,7 +78,7 @@ def interrupting(step: str, at: float) -> Progress:
     return progress
 
 
-def test_a_build_that_is_stopped_publishes_nothing_and_the_next_one_goes_on(start, reads, tmp_path):
+def test_a_build_that_is_stopped_publishes_nothing_and_the_next_one_goes_on(start, reads, tmp_path, own_cache):
     layers = 0
     for step, at in [("calibrating", 0.3), ("calibrating", 0.6), ("lowering", 0.5), ("hashing", 0)]:
         with pytest.raises(KeyboardInterrupt):
@@ -86,6 +89,8 @@ def test_a_build_that_is_stopped_publishes_nothing_and_the_next_one_goes_on(star
         layers = len(reads)
     resumed = start(name="resumed")
     assert reads == list(range(resumed.manifest.geometry.layers))
+    [state] = (own_cache / "calibration").glob("*/state.npz")
+    assert state.stat().st_size < A_STATE_WITHOUT_ACTIVATIONS
     Reads.layers.clear()
     again = start(name="again")
     assert reads == []
