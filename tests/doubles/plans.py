@@ -1,5 +1,7 @@
 """What a bundle might say of an engine; tests change what they are about with ``dataclasses.replace``."""
 
+from dataclasses import replace
+
 from llmc.plans import EnginePlan, Profile
 
 PLAN = EnginePlan(
@@ -21,21 +23,13 @@ PLAN = EnginePlan(
     inspector="",
 )
 # With everything that an engine can have, for another machine.
-FULL = EnginePlan(
-    file="engine.plan",
-    form="native",
-    compute="float16",
-    capacity=512,
-    buckets=(256, 512),
-    decode=Profile(1, 1, 1),
-    prefill=Profile(1, 128, 32),
+FULL = replace(
+    PLAN,
     select="select.plan",
     candidates=64,
     platform="linux-aarch64",
     compute_capabilities=("8.7",),
     version_compatible=True,
-    hardware_compatibility="none",
     stripped=True,
-    verified="cpu",
     inspector="engine.json",
 )
