@@ -134,22 +134,25 @@ def _made_and_locked(folder: Path) -> int | None:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    if _lock(lock) is not False and (folder / LOCK).exists():
+    if locked(lock) is not False and (folder / LOCK).exists():
         return lock
     os.close(lock)
     return None
 
 
-def _lock(descriptor: int) -> bool | None:
-    """Whether the file is locked now, until it is closed; None where the file system has no locks."""
-    import fcntl  # not on Windows, where reading works
+def locked(descriptor: int, *, shared: bool = False) -> bool | None:
+    """Whether the file is locked now, until it is closed; None where the file system, or the platform, has no locks.
 
+    A shared lock waits: whoever has the other one only looks whether this one is there.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        import fcntl  # not on Windows
+
+        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except BlockingIOError:
         return False
-    except OSError:
+    except (ImportError, OSError):
         return None
 
 
@@ -176,7 +179,7 @@ def _clear(folder: Path, place: Path) -> None:
             return
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if _lock(lock):
+            if locked(lock):
                 _remove(folder, place)
         finally:
             os.close(lock)

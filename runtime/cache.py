@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from llmc.errors import UsageError
-from llmc.publish import sync, sync_all
+from llmc.publish import locked, sync, sync_all
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Hold:
         with suppress(OSError):  # it does not exist, or folders cannot be opened here
             descriptor = os.open(path, os.O_RDONLY)
             self._release = weakref.finalize(self, _release, descriptor)
-            _lock(descriptor, shared=True)
+            locked(descriptor, shared=True)
 
     def release(self) -> None:
         """Let it go, marked as used now. A second call does nothing."""
@@ -223,25 +223,9 @@ def _claimed(path: Path) -> Iterator[bool | None]:
         yield None
         return
     try:
-        yield _lock(descriptor, shared=False)
+        yield locked(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, *, shared: bool) -> bool | None:
-    """Whether the file is locked now, until it is closed; None where there are no locks.
-
-    A shared lock waits: whoever has the other one only looks whether this one is there.
-    """
-    try:
-        import fcntl  # not on Windows
-
-        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        return None
 
 
 def _release(descriptor: int) -> None:

@@ -293,7 +293,7 @@ def test_what_a_living_process_writes_stays_however_old_it_is(root: Path):
 def test_without_locks_what_was_left_goes_after_a_day_and_entries_when_they_are_not_recent(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(cache, "_lock", lambda descriptor, shared: None)
+    monkeypatch.setattr(cache, "locked", lambda descriptor, shared=False: None)
     young, old = (filled(root, f"{cache.STAGING}{age}", 1, age) for age in (LONG_AGO, cache.ABANDONED_S + 9))
     recent, used = filled(root, "recent", 100, 0), filled(root, "used", 100, LONG_AGO)
     cache.prune("kind", 0)
