@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from llmc.bundle import Geometry
+from llmc.inventory import Attention, Cache, Geometry, Linear, Mlp, Norm
 
 RopeType = Literal["default", "linear", "llama3"]
 
@@ -62,34 +62,92 @@ class DecoderConfig:
             max_positions=self.max_positions,
             tied_head=self.tied_head,
             windows=self.windows,
+            linears=linears(self),
+            norms=norms(self),
+            attentions=attentions(self),
+            mlps=mlps(self),
+            caches=caches(self),
         )
+
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+
+
+def linears(config: DecoderConfig) -> tuple[Linear, ...]:
+    """Every linear in the order of the computation, the head last."""
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.heads * head_dim, config.kv_heads * head_dim
+    rows = (
+        ("self_attn.q_proj", queries, hidden, config.qkv_bias, "input_layernorm", "input_layernorm"),
+        ("self_attn.k_proj", keys, hidden, config.qkv_bias, "input_layernorm", "input_layernorm"),
+        ("self_attn.v_proj", keys, hidden, config.qkv_bias, "input_layernorm", "input_layernorm"),
+        ("self_attn.o_proj", hidden, queries, config.o_bias, "self_attn", "self_attn.v_proj"),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias, "post_attention_layernorm", "post_attention_layernorm"),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias, "post_attention_layernorm", "post_attention_layernorm"),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias, "mlp", "mlp.up_proj"),
+    )
+    return (
+        *(
+            Linear(f"{at}.{name}", outputs, inputs, bias, f"{at}.{reads}", f"{at}.{producer}", layer)
+            for layer, at in _layers(config)
+            for name, outputs, inputs, bias, reads, producer in rows
+        ),
+        Linear(HEAD, config.vocab_size, hidden, False, FINAL_NORM, FINAL_NORM, None),
+    )
+
+
+def norms(config: DecoderConfig) -> tuple[Norm, ...]:
+    """Every norm in the order of the computation, the one before the head last."""
+    found: list[Norm] = []
+    for layer, at in _layers(config):
+        found.append(Norm(f"{at}.input_layernorm", config.hidden_size, layer > 0, layer))
+        if config.qk_norm:
+            found += [Norm(f"{at}.self_attn.{part}_norm", config.head_dim, False, layer) for part in "qk"]
+        found.append(Norm(f"{at}.post_attention_layernorm", config.hidden_size, True, layer))
+    return (*found, Norm(FINAL_NORM, config.hidden_size, False, None))
+
+
+def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
+    """Every attention in the order of the layers."""
+    return tuple(
+        Attention(
+            name=f"{at}.self_attn",
+            layer=layer,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            window=config.windows[layer],
+            rope=0,
+            projections=tuple(f"{at}.self_attn.{part}_proj" for part in "qkv"),
+            cache=str(layer),
+        )
+        for layer, at in _layers(config)
+    )
+
+
+def mlps(config: DecoderConfig) -> tuple[Mlp, ...]:
+    """Every feed-forward part in the order of the layers."""
+    return tuple(Mlp(f"{at}.mlp", layer, config.intermediate_size, "silu", True) for layer, at in _layers(config))
+
+
+def caches(config: DecoderConfig) -> tuple[Cache, ...]:
+    """Every cache in the order of the graph's inputs."""
+    return tuple(Cache(item.cache, "kv", (item.kv_heads, item.head_dim), item.window) for item in attentions(config))
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor the decoder needs: what :mod:`llmc.export.decoder` has, without torch."""
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.heads * head_dim, config.kv_heads * head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    for name, outputs, inputs, bias in (
-        ("self_attn.q_proj", queries, hidden, config.qkv_bias),
-        ("self_attn.k_proj", keys, hidden, config.qkv_bias),
-        ("self_attn.v_proj", keys, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, queries, config.o_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    ):
-        layer |= {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
-    if config.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for i in range(config.layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    shapes |= {"model.norm.weight": (hidden,)}
-    return shapes if config.tied_head else shapes | {"lm_head.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
+    for linear in linears(config):
+        if linear.name != HEAD or not config.tied_head:
+            shapes[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
+            shapes |= {f"{linear.name}.bias": (linear.outputs,)} if linear.bias else {}
+    return shapes | {f"{norm.name}.weight": (norm.size,) for norm in norms(config)}
+
+
+def _layers(config: DecoderConfig) -> list[tuple[int, str]]:
+    """Index and module path of every layer."""
+    return [(layer, f"model.layers.{layer}") for layer in range(config.layers)]
 
 
 def inverse_frequencies(config: DecoderConfig) -> npt.NDArray[np.float32]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import onnx
 import pytest
+from doubles.geometries import uniform
 from doubles.plans import PLAN
 
-from llmc.bundle import Geometry, Limits, Profile, Recipe
+from llmc.bundle import Limits, Profile, Recipe
 from llmc.optimize.build import build
 from llmc.optimize.device_plan import CONTEXT, HOST, device_bytes, device_plan, host_plan, with_engine
 from llmc.optimize.engine_request import EngineRequest
@@ -20,7 +21,7 @@ from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 
-GEOMETRY = Geometry("llama", 4, 256, 512, 8, 2, 32, 1000, 4096, False, (0,) * 4)
+GEOMETRY = uniform("llama", 4, 256, 512, 8, 2, 32, 1000, 4096, False, (0,) * 4)
 LIMITS = Limits(max_context=1024, max_batch=4, prefill_chunk=128)
 LINEARS = 4 * (256 * 256 * 2 + 256 * 64 * 2 + 3 * 256 * 512)
 TABLE = 1000 * 256

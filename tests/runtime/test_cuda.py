@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.cuda import ORIN, FakeDriver, RuleBrokenError, array_at
+from doubles.geometries import uniform
 
-from llmc.bundle import Geometry
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.runtime import cuda
 from llmc.runtime.cuda import CudaDriver, DeviceInfo, open_driver
@@ -376,7 +376,7 @@ def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_a_gpu_keeps_a_cache(gpu: cuda.Driver, buffers: int):
     stream = gpu.stream()
-    cache = DeviceCache(gpu, Geometry("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0)), 2, stream, buffers)
+    cache = DeviceCache(gpu, uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0)), 2, stream, buffers)
     cache.resize(2, 32)
     values = np.random.default_rng(0).random((4, 2, 20, 16)).astype(np.float16)
     cache.write(1, 5, values)

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from doubles.cuda import FakeDriver, array_at, small
+from doubles.geometries import uniform
 
-from llmc.bundle import Geometry
 from llmc.errors import GpuError, ResourceError, UsageError
 from llmc.runtime.sessions import device_cache as module
 from llmc.runtime.sessions.device_cache import DeviceCache
 
-GEOMETRY = Geometry("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
+GEOMETRY = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
 TENSORS, HEADS, WIDTH = 4, 2, 16
 GENERATOR = np.random.default_rng(0)
 

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.cuda import FakeDriver
+from doubles.geometries import uniform
 
-from llmc.bundle import Geometry, Limits
+from llmc.bundle import Limits
 from llmc.errors import BundleError, GpuError, RequestError, ResourceError, UsageError
 from llmc.runtime.sessions.base import Batch, Phase, row_by_row
 from llmc.runtime.sessions.device_session import DeviceSession
 
-GEOMETRY = Geometry("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
+GEOMETRY = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
 MANIFEST: Any = SimpleNamespace(geometry=GEOMETRY, limits=Limits(max_context=40, max_batch=3, prefill_chunk=8))
 
 
