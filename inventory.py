@@ -169,7 +169,7 @@ class Geometry:
         sizes += [size for item in self.attentions for size in (item.heads, item.kv_heads, item.head_dim)]
         sizes += [size for cache in self.caches for size in cache.shape]
         sizes += [norm.size for norm in self.norms] + [mlp.inner for mlp in self.mlps]
-        parts = (*self.linears, *self.norms, *self.attentions, *self.mlps)
+        parts: list[Linear | Norm | Attention | Mlp] = [*self.linears, *self.norms, *self.attentions, *self.mlps]
         caches = {cache.name: cache for cache in self.caches}
         return (
             0 < min(sizes) <= max(sizes) < LARGEST_SIZE
