@@ -14,8 +14,8 @@ import numpy as np
 from llmc.bundle import GoldenPrompt, read_bundle, verify_files
 from llmc.errors import BundleError
 from llmc.runtime import cache
-from llmc.runtime.compiled import cached_entry, environment
 from llmc.runtime.model import Model, load
+from llmc.runtime.sessions.onnxruntime.compiled import cached_entry, environment
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.runtime.cache import written
-from llmc.runtime.engine_library import logger
+from llmc.runtime.sessions.tensorrt.library import logger
 
 log = logging.getLogger(__name__)
 

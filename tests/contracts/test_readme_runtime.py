@@ -11,8 +11,8 @@ import pytest
 
 from llmc import errors
 from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, calls, guided, intake, json_schema, model
+from llmc.runtime.kv.prefix_cache import BLOCK
 from llmc.runtime.metrics import EngineMetrics
-from llmc.runtime.prefix_cache import BLOCK
 from llmc.runtime.prometheus import EngineCollector
 from llmc.runtime.sampling import STEPS
 from llmc.runtime.scheduler import ARRIVALS_PER_PRIORITY, DECODE_STEPS_PER_CHUNK

@@ -9,7 +9,7 @@ import pytest
 from llmc import bundle
 from llmc.optimize.build import build
 from llmc.runtime.sessions import Batch, Phase
-from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
+from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 from llmc.runtime.strategies import BeamSearch
 
 NEW_TOKENS = 16
