@@ -63,7 +63,7 @@ def graph_apart(session: Session, prompts: Sequence[Sequence[int]], capacity: in
 
 def fed(session: Session, prompts: Sequence[Sequence[int]], capacity: int) -> None:
     """Put each prompt but its last token into its row."""
-    session.reserve(len(prompts), capacity)
+    session.cache.reserve(len(prompts), capacity)
     for row, ids in enumerate(prompts):
         indices = np.zeros((1, 0), np.int64)
         session.run(Batch(Phase.PREFILL, np.array([ids[:-1]], np.int64), np.zeros(1, np.int64), indices, row))
