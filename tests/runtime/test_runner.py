@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmc.bundle import Manifest, read_bundle
+from llmc.bundle import Limits, Manifest, read_bundle
 from llmc.errors import RequestError, ResourceError, UsageError
 from llmc.runtime.calls import ATTENTION_TILE
 from llmc.runtime.kv.host_cache import HostCache
@@ -172,7 +172,7 @@ def test_evaluation_logits_are_those_of_the_steps(opened: tuple[str, Session, Ma
 
 
 def test_the_cache_grows_in_steps_and_never_beyond_the_context(manifest: Manifest):
-    session = Remembering(manifest)
+    session = Remembering(replace(manifest, limits=replace(manifest.limits, max_context=1024)))
     runner = Runner(session, manifest, 600, 512)
     generated(runner, PROMPT, 500)
     assert session.cache.reserved == [256, 512, 600]
@@ -185,7 +185,7 @@ def test_a_session_that_makes_more_room_than_it_is_asked_for_is_asked_once(manif
         def reserve(self, rows: int, capacity: int) -> None:
             super().reserve(max(rows, 2), 1024)
 
-    fixed = Remembering(replace(manifest, limits=replace(manifest.limits, max_batch=2)), Roomy)
+    fixed = Remembering(replace(manifest, limits=Limits(1024, 2, 512)), Roomy)
     runner = Runner(fixed, manifest, max_context=512, prefill_chunk=32)
     roomy = Runner(Remembering(manifest), manifest, max_context=512, prefill_chunk=32)
     assert generated(runner, PROMPT, 300) == generated(roomy, PROMPT, 300)

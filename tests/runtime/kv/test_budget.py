@@ -25,6 +25,7 @@ from llmc.bundle import (
 )
 from llmc.errors import BundleError, ResourceError, UsageError
 from llmc.runtime import load
+from llmc.runtime.kv import host_cache
 from llmc.runtime.kv.budget import (
     CacheBudget,
     Plan,
@@ -36,7 +37,6 @@ from llmc.runtime.kv.budget import (
     usable_memory,
 )
 from llmc.runtime.machine import Available
-from llmc.runtime.sessions.onnxruntime import cpu as onnxruntime
 
 MB = 1_000_000
 LIMITS = Limits(max_context=8192, max_batch=4, prefill_chunk=256)
@@ -353,7 +353,7 @@ def test_memory_that_ends_while_the_cache_grows_leaves_the_model_usable(
     with load(tiny_bundle, threads=1) as model:
         want = model.generate(short, max_tokens=8, temperature=0).token_ids
         with monkeypatch.context() as patch:
-            patch.setattr(onnxruntime, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": pages}))
+            patch.setattr(host_cache, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": pages}))
             with pytest.raises(ResourceError, match="growing the cache ran out of memory"):
                 model.generate(long, max_tokens=8)
         assert model.runner.session.cache.capacity == 256

@@ -9,8 +9,9 @@ import pytest
 from doubles.caches import read, write
 from doubles.cuda import FakeDriver, array_at, small
 from doubles.geometries import uniform
+from doubles.plans import PLAN
 
-from llmc.bundle import Geometry, Limits, Manifest
+from llmc.bundle import DeviceMemory, Geometry, Limits, Manifest
 from llmc.errors import BundleError, GpuError, ResourceError, UsageError
 from llmc.inventory import Cache
 from llmc.runtime.kv import device_cache as module
@@ -280,11 +281,25 @@ def test_each_layer_has_its_own_shape(made: Made, monkeypatch: pytest.MonkeyPatc
         assert np.array_equal(here.reshape(-1), given[start : start + heads * 7 * width])
         start += heads * 7 * width
     cache.reserve(3, 20)
-    assert np.array_equal(read(cache, 1, 0, 7), given)
+    assert np.array_equal(cache.read(1, 0, 7), given)
     assert np.array_equal(cache.read(0, 2, 7), cache.read(1, 2, 7))
     assert not cache.read(2, 0, 20).any()
     blocks = cache.read_blocks(1, 3, 0, 6)
     assert all(np.array_equal(block, cache.read(1, 3 * i, 3 * i + 3)) for i, block in enumerate(blocks))
+    cache.close()
+
+
+def test_growth_that_the_gpu_has_no_room_for_is_refused(driver: FakeDriver, manifest: Manifest):
+    """The bytes are those of the whole bundle, in a cache of one capacity."""
+    memory = DeviceMemory(context=1000, weights=2000, workspace=500, cache_per_token=10, logits=40)
+    bundle = replace(
+        manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=replace(PLAN, capacity=512), device=memory
+    )
+    cache = DeviceCache(bundle, driver, driver.stream(), device_memory=memory.total(512, 4))
+    cache.reserve(4, 1)
+    with pytest.raises(ResourceError, match=r"for 512 tokens in 5 row\(s\) the model takes .* of the GPU's memory"):
+        cache.reserve(5, 1)
+    assert (cache.rows, cache.capacity) == (4, 512)
     cache.close()
 
 
