@@ -147,15 +147,16 @@ class ContinuousBatch:
     def _join(self, job: Job, index: int) -> None:
         """Place another sample of a job: with a copy of the prompt from one that still has it, if there is one."""
         sample = self._intake.sample(job, index)
-        donor = next((strand for strand in job.strands if strand.holds_prompt), None)
+        prompt = len(job.prompt)
+        donor = next((s for s in job.strands if s.holds_prompt and self._rows.can_fork(s, prompt)), None)
         assert job.first_logits is not None
         if donor is None and job.params.max_tokens > 1:
             self._place(sample)
             return
         job.strands.append(sample)
         if donor is not None:
-            self._reserve(len(self._rows) + 1, len(job.prompt))
-            self._rows.fork(donor, sample, len(job.prompt))
+            self._reserve(len(self._rows) + 1, prompt)
+            self._rows.fork(donor, sample, prompt)
         self._commit(sample, [sample.choose(job.first_logits)])
 
     def _place(self, strand: Strand) -> None:
