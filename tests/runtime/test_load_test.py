@@ -19,7 +19,7 @@ from llmc.runtime import load_test as module
 from llmc.runtime.energy import Joules
 from llmc.runtime.engine import Engine
 from llmc.runtime.load_test import LoadReport, Percentiles, Visit, arrivals, figures, load_test, send
-from llmc.runtime.metrics import RequestMetrics
+from llmc.runtime.observe.metrics import RequestMetrics
 from llmc.runtime.options import EngineOptions
 
 REQUESTS = 6
