@@ -11,8 +11,12 @@ from llmc.cli.main import cli
 
 PAGES = [
     "README.md",
+    "export/README.md",
+    "optimize/README.md",
     "runtime/README.md",
     "recipes/README.md",
+    "recipes/benchmarks/README.md",
+    "recipes/benchmarks/RESULTS.md",
     "recipes/gpu.md",
     "recipes/jetson.md",
     "CONTRIBUTING.md",
@@ -83,7 +87,7 @@ def test_links_lead_to_files_and_headings(page: Path):
 
 
 def test_a_broken_link_would_be_seen(root: Path):
-    planted = "[a](runtime/README.md#no-such-heading) [b](nowhere.md) [c](#determinism)"
+    planted = "[a](runtime/README.md#no-such-heading) [b](nowhere.md) [c](#embed-it)"
     assert broken_links(root / "README.md", planted) == ["runtime/README.md#no-such-heading", "nowhere.md"]
 
 
