@@ -24,10 +24,8 @@ enter, with ``raise ... from``; an ``assert`` marks a bug of our own.
 """
 
 import importlib
-import importlib.metadata
 import shlex
 from types import ModuleType
-
 
 DISTRIBUTION = "llmc-deploy"  # as pip knows it; llmc is the name of another project there
 
@@ -126,9 +124,11 @@ def install_command(extra: str) -> str:
 
 
 def _requirements(extra: str) -> list[str]:
+    from importlib import metadata  # slow to import, and rarely wanted
+
     try:
-        declared = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:  # run from a folder that nobody installed
+        declared = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # run from a folder that nobody installed
         return [f"{DISTRIBUTION}[{extra}]"]
     found: list[str] = []
     for line in declared:

@@ -95,9 +95,7 @@ def test_python_in_the_readmes_runs(root: Path, tiny_bundle: Path, tmp_path: Pat
     from llmc.runtime import load
 
     monkeypatch.chdir(tmp_path)
-    for block in python_blocks((root / "README.md").read_text(encoding="utf-8")):
-        assert '"BUNDLE"' in block
-        exec(compile(block.replace('"BUNDLE"', repr(str(tiny_bundle))), "README.md", "exec"), {})
     with load(tiny_bundle) as model:
-        for block in python_blocks((root / "runtime" / "README.md").read_text(encoding="utf-8")):
-            exec(compile(block, "runtime/README.md", "exec"), {"model": model})
+        for page in ("README.md", "runtime/README.md"):
+            for block in python_blocks((root / page).read_text(encoding="utf-8")):
+                exec(compile(block.replace('"BUNDLE"', repr(str(tiny_bundle))), page, "exec"), {"model": model})

@@ -42,7 +42,9 @@ IN_WORDS = {
     f"The last {guided._MOST_GRAMMARS} grammars": "runtime/README.md",
     f"with {DECODE_STEPS_PER_CHUNK} decode steps": "runtime/README.md",
     f"in blocks of {BLOCK} tokens": "runtime/README.md",
-    f"from {calls.PREFILL_GRAPH_FROM['int8']} rows (int8) or {calls.PREFILL_GRAPH_FROM['int4']} (int4) on": "runtime/README.md",
+    f"from {calls.PREFILL_GRAPH_FROM['int8']} rows (int8) or {calls.PREFILL_GRAPH_FROM['int4']} (int4) on": (
+        "runtime/README.md"
+    ),
 }
 
 
