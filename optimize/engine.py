@@ -17,10 +17,10 @@ from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, Options
 from llmc.optimize.tensorrt.select import build_select
 from llmc.plans import version
-from llmc.runtime.engine_library import library_version, load_library, make_builder
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.probe import Device, probe_driver
-from llmc.runtime.sessions.tensorrt_engine import platform_name as platform_name
+from llmc.runtime.sessions.tensorrt.engine import platform_name as platform_name
+from llmc.runtime.sessions.tensorrt.library import library_version, load_library, make_builder
 
 T = TypeVar("T")
 

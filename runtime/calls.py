@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.runtime.costs import StepCosts
+from llmc.runtime.kv.rows import Rows
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.options import Determinism
-from llmc.runtime.rows import Rows
 from llmc.runtime.sampling import suffice
 from llmc.runtime.sequence import Strand
 from llmc.runtime.sessions import Batch, Phase, Session

@@ -16,15 +16,14 @@ from llmc.runtime.calls import CHUNK_WITH_ALL_LOGITS, make_calls, next_end
 from llmc.runtime.costs import StepCosts
 from llmc.runtime.drawing import Drawn, draw, draw_one, neighbours
 from llmc.runtime.intake import SINK_TOKENS, Intake
-from llmc.runtime.kv_cache import CacheBudget, next_capacity
+from llmc.runtime.kv.budget import CacheBudget, check_growth, next_capacity
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.lockstep import Lockstep
-from llmc.runtime.memory import check_growth
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.options import Determinism, EngineOptions, in_pairs
-from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.ranking import ranked
 from llmc.runtime.results import Delta, Output
-from llmc.runtime.rows import Rows, TornError
 from llmc.runtime.sampling import Choice, Logits, prompt_logprobs
 from llmc.runtime.scheduler import ChunkPacer, Queue
 from llmc.runtime.sequence import Job, Sample, Strand, named

@@ -26,19 +26,19 @@ from llmc.errors import (
     RequestError,
     UsageError,
 )
-from llmc.runtime.cache_file import load_session, save_session
 from llmc.runtime.continuous import ContinuousBatch, is_lost
 from llmc.runtime.handle import Handle, Mailbox, is_serving, mark_serving
 from llmc.runtime.intake import Intake
-from llmc.runtime.kv_cache import CacheBudget
+from llmc.runtime.kv.budget import CacheBudget
+from llmc.runtime.kv.cache_file import load_session, save_session
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
+from llmc.runtime.kv.rows import TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
 from llmc.runtime.observe.tracing import event, record_spans
 from llmc.runtime.options import Determinism, EngineOptions, row_limit
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.prefix_store import PrefixStore
 from llmc.runtime.request import Request
 from llmc.runtime.results import GenerationResult, Output
-from llmc.runtime.rows import TornError
 from llmc.runtime.scheduler import Queue
 from llmc.runtime.sequence import Job, named
 from llmc.runtime.sessions import Session

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.runtime.rows import Rows
+from llmc.runtime.kv.rows import Rows
 from llmc.runtime.sampling import Logits
 from llmc.runtime.search import Branch, Strategy
 from llmc.runtime.sequence import Job, Strand

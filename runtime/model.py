@@ -16,10 +16,10 @@ from llmc.runtime.engine import Engine
 from llmc.runtime.handle import Handle
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.intake import token_ids
-from llmc.runtime.memory import check_load
+from llmc.runtime.kv.budget import check_load
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.options import Determinism, EngineOptions, row_limit
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.prefix_store import PrefixStore
 from llmc.runtime.request import Request
 from llmc.runtime.results import GenerationResult
 from llmc.runtime.runner import Runner

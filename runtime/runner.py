@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import RequestError
 from llmc.runtime.calls import next_end
-from llmc.runtime.kv_cache import next_capacity
-from llmc.runtime.memory import check_growth
+from llmc.runtime.kv.budget import check_growth, next_capacity
 from llmc.runtime.sessions import Batch, Phase, Session
 
 

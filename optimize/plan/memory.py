@@ -12,7 +12,7 @@ from llmc.optimize.evaluate import WINDOW
 from llmc.optimize.lower.plan import HEAD, Form, Forms, PerToken, Static, WeightOnly, embedding_form, forms
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import needs_calibration
-from llmc.runtime.memory import Plan
+from llmc.runtime.kv.budget import Plan
 
 MB = 1_000_000
 # Python, numpy, tokenizers, jinja2 and onnxruntime after their import and the first run: half of it pages of libraries.

@@ -24,8 +24,8 @@ from llmc.runtime import Model, Request
 from llmc.runtime.engine import Engine
 from llmc.runtime.handle import Handle
 from llmc.runtime.host.machine import available_memory, resident_bytes
+from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.options import EngineOptions
-from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.speculation import Drafter
 
 QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are in doubt

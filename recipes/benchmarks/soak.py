@@ -35,9 +35,9 @@ from llmc.errors import CancelledError, DeadlineError, ProcessorError, QueueFull
 from llmc.runtime import Delta, GenerationResult, Handle, Model, Request, SamplingParams, load
 from llmc.runtime.engine import Engine
 from llmc.runtime.host.machine import resident_bytes
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.model import prefix_key
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.prefix_store import PrefixStore
 from llmc.runtime.sequence import Job
 from llmc.runtime.speculation import PromptLookup
 

@@ -11,9 +11,8 @@ from llmc.runtime.host.jetson import Jetson
 from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
 from llmc.runtime.host.probe import Library, Probe
 from llmc.runtime.host.targets import NEEDS, REBUILD, RUN, Obstacle, Outlook, first_device, judges, outlook, upgrade
-from llmc.runtime.kv_cache import next_capacity
-from llmc.runtime.memory import check_load
-from llmc.runtime.sessions.onnxruntime import usable_graphs
+from llmc.runtime.kv.budget import check_load, next_capacity
+from llmc.runtime.sessions.onnxruntime.cpu import usable_graphs
 
 MB = 1_000_000
 DEFERRED = "it has no engine yet (--deferred)"

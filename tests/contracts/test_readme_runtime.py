@@ -12,9 +12,9 @@ import pytest
 from llmc import errors
 from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, calls, intake, model
 from llmc.runtime.guided import grammars, json_schema
+from llmc.runtime.kv.prefix_cache import BLOCK
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.prometheus import EngineCollector
-from llmc.runtime.prefix_cache import BLOCK
 from llmc.runtime.sampling import STEPS
 from llmc.runtime.scheduler import ARRIVALS_PER_PRIORITY, DECODE_STEPS_PER_CHUNK
 from llmc.runtime.speculation import LENGTHS, control

@@ -18,8 +18,8 @@ from tokenizers.processors import TemplateProcessing
 
 from llmc.bundle import Invariance, Limits, Manifest
 from llmc.runtime.engine import Engine
+from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.options import EngineOptions
-from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.sampling import SamplingParams, make_sampler
 from llmc.runtime.sessions import Batch
 from llmc.runtime.text import tokenizer as llmc_tokenizer

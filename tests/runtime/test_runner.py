@@ -232,7 +232,7 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(
     runner: Runner, session: Remembering, monkeypatch: pytest.MonkeyPatch
 ):
     want = generated(runner, PROMPT, 5)
-    monkeypatch.setattr("llmc.runtime.memory.available_memory", lambda: 100)
+    monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 100)
     with pytest.raises(ResourceError, match="cache for 512 tokens"):
         generated(runner, PROMPT, 200)
     assert session.reserved == [256]

@@ -7,8 +7,8 @@ import pytest
 
 from llmc.errors import EngineClosedError, GpuError, LlmcError
 from llmc.runtime.engine import Engine
+from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.options import EngineOptions
-from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.text.tokenizer import Tokenizer
