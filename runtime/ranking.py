@@ -1,7 +1,7 @@
 """Several samples of one request, and which of them come back, in which order."""
 
 from llmc.runtime.results import Output
-from llmc.runtime.search import SIMILARITIES, choose
+from llmc.runtime.search import SIMILARITIES, expected_similarities
 from llmc.runtime.sequence import Job, Sample
 
 
@@ -23,6 +23,6 @@ def ranked(job: Job) -> list[Output]:
 def _by_consensus(job: Job, samples: list[Sample]) -> list[Output]:
     similarity = job.request.similarity or SIMILARITIES[job.params.consensus or ""]
     outputs = [sample.output() for sample in samples]
-    scores = choose([output.text for output in outputs], similarity).scores
-    scored = [sample.output(float(score)) for sample, score in zip(samples, scores, strict=True)]
+    scores = expected_similarities([output.text for output in outputs], similarity)
+    scored = [sample.output(score) for sample, score in zip(samples, scores, strict=True)]
     return sorted(scored, key=lambda output: -(output.score or 0.0))

@@ -166,7 +166,6 @@ def _attributes(
         "gen_ai.usage.cache_read.input_tokens": metrics.cached_tokens,
         "llmc.draft.proposed_tokens": metrics.drafted or None,
         "llmc.draft.accepted_tokens": metrics.accepted if metrics.drafted else None,
-        "llmc.preemptions": metrics.preemptions or None,
         "llmc.context_overflows": metrics.overflows or None,
     }
     return {name: value for name, value in values.items() if value is not None}

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes
 
-from llmc.runtime.observe.metrics import RequestTimeline
+from llmc.runtime.observe.metrics import EngineMetrics, RequestTimeline
 from llmc.runtime.observe.tracing import JsonFormatter, current_context, event, record_spans
 
 SECOND = 1_000_000_000
@@ -149,7 +149,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 def timeline(reason: str = "stop", admitted: bool = True, tokens: bool = True) -> RequestTimeline:
     """1 s in the queue, 2 s of prefill, 3 s of decode; then it ended."""
-    line = RequestTimeline(12)
+    line = EngineMetrics().timeline(12)
     if admitted:
         line.admit(cached_tokens=8, now=line.queued + 1)
     if tokens:
@@ -280,7 +280,7 @@ def test_the_context_is_the_callers():
 
 
 def test_a_request_that_runs_has_no_spans_yet(exporter: InMemorySpanExporter):
-    assert not record_spans(RequestTimeline(1), model="tiny")
+    assert not record_spans(EngineMetrics().timeline(1), model="tiny")
     assert spans(exporter) == {}
 
 
@@ -293,9 +293,9 @@ def test_without_a_configured_provider_nothing_is_made(monkeypatch: pytest.Monke
 def test_opentelemetry_is_never_imported_for_an_application_that_does_not_use_it():
     program = """
 import sys
-from llmc.runtime.observe.metrics import RequestTimeline
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.tracing import current_context, record_spans
-line = RequestTimeline(1)
+line = EngineMetrics().timeline(1)
 line.finish("stop")
 assert current_context() is None
 assert not record_spans(line, model="tiny")
