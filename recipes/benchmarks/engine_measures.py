@@ -21,10 +21,10 @@ import numpy as np
 from machine import Disturbance, this_machine
 
 from llmc.runtime import Model, Request
-from llmc.runtime.engine import Engine
-from llmc.runtime.handle import Handle
+from llmc.runtime.api.handle import Handle
+from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.engine.engine import Engine
 from llmc.runtime.machine import available_memory, resident_bytes
-from llmc.runtime.options import EngineOptions
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.speculation import Drafter
 

@@ -16,7 +16,7 @@ from llmc.errors import DraftError, ResourceError
 from llmc.runtime.kv_cache import next_capacity
 from llmc.runtime.machine import available_memory
 from llmc.runtime.memory import MB
-from llmc.runtime.runner import Runner, batch, chunks
+from llmc.runtime.runner.prefill import Runner, batch, chunks
 from llmc.runtime.sessions.base import Phase
 from llmc.runtime.tokenizer import Tokenizer
 

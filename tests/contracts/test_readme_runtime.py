@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from llmc import errors
-from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, calls, guided, intake, json_schema, model
+from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, guided, json_schema, model
+from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK
+from llmc.runtime.engine import input_processor
+from llmc.runtime.engine.scheduler import ARRIVALS_PER_PRIORITY
 from llmc.runtime.metrics import EngineMetrics
 from llmc.runtime.prefix_cache import BLOCK
 from llmc.runtime.prometheus import EngineCollector
+from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAPH_FROM
 from llmc.runtime.sampling import STEPS
-from llmc.runtime.scheduler import ARRIVALS_PER_PRIORITY, DECODE_STEPS_PER_CHUNK
 from llmc.runtime.speculation import LENGTHS, control
 
 TABLE = re.compile(r"^\|(?P<head>[^\n]+)\|\n\|[-:| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n)+)", re.M)
@@ -24,8 +27,8 @@ MB = 1_000_000
 IN_WORDS = {
     f"a step of priority is worth {ARRIVALS_PER_PRIORITY} arrivals": "runtime/README.md",
     f"Blocks of {BLOCK} tokens": "runtime/README.md",
-    f"`sink` keeps the first {intake.SINK_TOKENS} tokens": "runtime/README.md",
-    f"in chunks of {calls.CHUNK_WITH_ALL_LOGITS} tokens, without the prefix cache": "runtime/README.md",
+    f"`sink` keeps the first {input_processor.SINK_TOKENS} tokens": "runtime/README.md",
+    f"in chunks of {CHUNK_WITH_ALL_LOGITS} tokens, without the prefix cache": "runtime/README.md",
     f"at most {model.PENDING_BYTES // MB} MB waiting": "runtime/README.md",
     f"at most {model.PREFIX_BYTES // MB} MB |": "runtime/README.md",
     f"({', '.join(map(str, LENGTHS[:-1]))} or {LENGTHS[-1]}, at most": "runtime/README.md",
@@ -42,7 +45,7 @@ IN_WORDS = {
     f"The last {guided._MOST_GRAMMARS} grammars": "runtime/README.md",
     f"with {DECODE_STEPS_PER_CHUNK} decode steps": "README.md",
     f"in blocks of {BLOCK} tokens": "README.md",
-    f"from {calls.PREFILL_GRAPH_FROM['int8']} rows (int8) or {calls.PREFILL_GRAPH_FROM['int4']} (int4) on": "README.md",
+    f"from {PREFILL_GRAPH_FROM['int8']} rows (int8) or {PREFILL_GRAPH_FROM['int4']} (int4) on": "README.md",
 }
 
 

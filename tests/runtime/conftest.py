@@ -18,8 +18,8 @@ from tokenizers.processors import TemplateProcessing
 
 from llmc.bundle import Invariance, Limits, Manifest
 from llmc.runtime import tokenizer as llmc_tokenizer
-from llmc.runtime.engine import Engine
-from llmc.runtime.options import EngineOptions
+from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.engine.engine import Engine
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.sampling import SamplingParams, make_sampler
 from llmc.runtime.sessions import Batch

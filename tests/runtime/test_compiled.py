@@ -19,7 +19,7 @@ from llmc.errors import BundleError, UsageError
 from llmc.optimize.build import build
 from llmc.publish import file_entries
 from llmc.runtime import cache, compiled, load
-from llmc.runtime.runner import Runner
+from llmc.runtime.runner.prefill import Runner
 from llmc.runtime.sessions import Phase, open_session
 from llmc.runtime.sessions import onnxruntime as sessions
 
