@@ -16,10 +16,9 @@ from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import GenerationResult
-from llmc.runtime.chat import ChatTemplate
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.input_processor import token_ids
-from llmc.runtime.machine import available_memory, resident_bytes, usable_threads
+from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.memory import check_load
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.prefix_store import PrefixStore
@@ -27,7 +26,8 @@ from llmc.runtime.runner.prefill import Runner
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import emulated, open_session
 from llmc.runtime.speculation import Drafter, ModelDrafter, PromptLookup
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 

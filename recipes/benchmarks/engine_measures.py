@@ -24,7 +24,7 @@ from llmc.runtime import Model, Request
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.machine import available_memory, resident_bytes
+from llmc.runtime.host.machine import available_memory, resident_bytes
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.speculation import Drafter
 

@@ -35,7 +35,7 @@ from llmc.errors import CancelledError, DeadlineError, ProcessorError, QueueFull
 from llmc.runtime import Delta, GenerationResult, Handle, Model, Request, SamplingParams, load
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.sequence import Job
-from llmc.runtime.machine import resident_bytes
+from llmc.runtime.host.machine import resident_bytes
 from llmc.runtime.model import prefix_key
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.prefix_store import PrefixStore

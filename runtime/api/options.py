@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmc.bundle import Manifest
 from llmc.errors import UsageError
-from llmc.runtime.machine import cpu_features
+from llmc.runtime.host.machine import cpu_features
 
 # Decode steps between two chunks of one prompt while others stream. One step in 29 is slow then, so that the 95th
 # percentile of the time between tokens does not see the chunks; a smaller share of larger chunks also feeds the prompt

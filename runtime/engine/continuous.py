@@ -22,7 +22,7 @@ from llmc.runtime.engine.search_group import Lockstep
 from llmc.runtime.engine.sequence import Job, Sample, Strand, named
 from llmc.runtime.kv_cache import CacheBudget, next_capacity
 from llmc.runtime.memory import check_growth
-from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.rows import Rows, TornError
 from llmc.runtime.runner.costs import StepCosts

@@ -36,14 +36,14 @@ from llmc.runtime.engine.input_processor import Intake
 from llmc.runtime.engine.scheduler import Queue
 from llmc.runtime.engine.sequence import Job, named
 from llmc.runtime.kv_cache import CacheBudget
-from llmc.runtime.metrics import EngineMetrics, Gauges
+from llmc.runtime.observe.metrics import EngineMetrics, Gauges
+from llmc.runtime.observe.tracing import event, record_spans
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.prefix_store import PrefixStore
 from llmc.runtime.rows import TornError
 from llmc.runtime.sessions import Session
 from llmc.runtime.speculation import Drafter
-from llmc.runtime.tokenizer import Tokenizer
-from llmc.runtime.tracing import event, record_spans
+from llmc.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

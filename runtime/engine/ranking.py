@@ -2,7 +2,7 @@
 
 from llmc.runtime.api.results import Output
 from llmc.runtime.engine.sequence import Job, Sample
-from llmc.runtime.strategies import SIMILARITIES, choose
+from llmc.runtime.search import SIMILARITIES, choose
 
 
 def ranked(job: Job) -> list[Output]:

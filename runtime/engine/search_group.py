@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from llmc.runtime.engine.sequence import Job, Strand
 from llmc.runtime.rows import Rows
 from llmc.runtime.sampling import Logits
-from llmc.runtime.strategies import Branch, Strategy
+from llmc.runtime.search import Branch, Strategy
 
 
 class Lockstep:

@@ -12,10 +12,10 @@ from llmc.runtime.api.handle import Mailbox
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta, FinishReason, GenerationResult, Output, Timings, Usage
 from llmc.runtime.engine.scheduler import Waiting
-from llmc.runtime.metrics import RequestTimeline
+from llmc.runtime.observe.metrics import RequestTimeline
+from llmc.runtime.observe.tracing import current_context
 from llmc.runtime.sampling import Choice, Guide, Logits, Sampler, SamplingParams, TokenLogprobs
-from llmc.runtime.text import TextStream
-from llmc.runtime.tracing import current_context
+from llmc.runtime.text.detokenizer import TextStream
 
 _KEYS, _NUMBERS = itertools.count(), itertools.count()
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.runtime.api.options import Determinism
 from llmc.runtime.engine.sequence import Strand
-from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.rows import Rows
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sampling import suffice

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from llmc import errors
-from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, guided, json_schema, model
+from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, model
 from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK
 from llmc.runtime.engine import input_processor
 from llmc.runtime.engine.scheduler import ARRIVALS_PER_PRIORITY
-from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.guided import grammars, json_schema
+from llmc.runtime.observe.metrics import EngineMetrics
+from llmc.runtime.observe.prometheus import EngineCollector
 from llmc.runtime.prefix_cache import BLOCK
-from llmc.runtime.prometheus import EngineCollector
 from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAPH_FROM
 from llmc.runtime.sampling import STEPS
 from llmc.runtime.speculation import LENGTHS, control
@@ -38,11 +39,11 @@ IN_WORDS = {
         "runtime/README.md"
     ),
     f"{control.REPAYMENT:.0%}".replace("%", " %") + " of a token with each one": "runtime/README.md",
-    f"more than {guided._LONGEST['json_schema']:,} characters of schema": "runtime/README.md",
-    f"{guided._LONGEST['regex']:,} of regular expression": "runtime/README.md",
-    f"{guided._LONGEST['grammar']:,} of grammar or choices": "runtime/README.md",
+    f"more than {grammars._LONGEST['json_schema']:,} characters of schema": "runtime/README.md",
+    f"{grammars._LONGEST['regex']:,} of regular expression": "runtime/README.md",
+    f"{grammars._LONGEST['grammar']:,} of grammar or choices": "runtime/README.md",
     f"more than {json_schema._MOST_SUBSCHEMAS:,} subschemas": "runtime/README.md",
-    f"The last {guided._MOST_GRAMMARS} grammars": "runtime/README.md",
+    f"The last {grammars._MOST_GRAMMARS} grammars": "runtime/README.md",
     f"with {DECODE_STEPS_PER_CHUNK} decode steps": "README.md",
     f"in blocks of {BLOCK} tokens": "README.md",
     f"from {PREFILL_GRAPH_FROM['int8']} rows (int8) or {PREFILL_GRAPH_FROM['int4']} (int4) on": "README.md",

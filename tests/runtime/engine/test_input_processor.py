@@ -9,7 +9,7 @@ from llmc.errors import UsageError
 from llmc.runtime.api.handle import Mailbox
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.input_processor import Intake, draws, fit_prompt, token_ids, width
-from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling import SamplingParams
 
 IDS = list(range(10, 20))

@@ -13,7 +13,7 @@ from llmc.runtime import load
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.search_group import common
 from llmc.runtime.sampling import SamplingParams
-from llmc.runtime.strategies import BeamSearch, Contrastive, Hypothesis, Strategy
+from llmc.runtime.search import BeamSearch, Contrastive, Hypothesis, Strategy
 
 PATIENCE = 120
 PROMPT = [11, 12, 13, 14, 15]

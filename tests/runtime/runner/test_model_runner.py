@@ -8,7 +8,7 @@ import pytest
 
 from llmc.bundle import Invariance, Manifest
 from llmc.runtime.api.options import Determinism
-from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.rows import Rows
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.model_runner import PREFILL_GRAPH_FROM, make_calls, next_end
