@@ -22,15 +22,15 @@ import numpy as np
 from llmc import __version__
 from llmc.bundle import Limits, read_bundle
 from llmc.errors import LlmcError, QueueFullError, UsageError
+from llmc.runtime.api.handle import Handle
+from llmc.runtime.api.options import Determinism, row_limit
+from llmc.runtime.api.request import Request
+from llmc.runtime.api.results import Delta
 from llmc.runtime.bench.benchmark import energy
-from llmc.runtime.handle import Handle
 from llmc.runtime.host.energy import EnergyMeter, Joules
 from llmc.runtime.host.machine import cpu_model, resident_bytes
 from llmc.runtime.model import Model, load
 from llmc.runtime.observe.metrics import RequestMetrics
-from llmc.runtime.options import Determinism, row_limit
-from llmc.runtime.request import Request
-from llmc.runtime.results import Delta
 from llmc.runtime.sampling import SamplingParams
 
 PERCENTILES = (50, 95, 99)
@@ -161,7 +161,7 @@ def load_test(
         new_tokens: tokens of each answer, from 2; the end-of-sequence token does not end it.
         seed: of the arrivals and the prompts.
         threads: threads for the model.
-        options: more fields of :class:`llmc.runtime.options.EngineOptions`.
+        options: more fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
         UsageError: an argument is out of range.

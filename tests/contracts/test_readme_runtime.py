@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from llmc import errors
-from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, calls, intake, model
+from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, model
+from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK
+from llmc.runtime.engine import input_processor
+from llmc.runtime.engine.scheduler import ARRIVALS_PER_PRIORITY
 from llmc.runtime.guided import grammars, json_schema
 from llmc.runtime.kv.prefix_cache import BLOCK
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.prometheus import EngineCollector
+from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAPH_FROM
 from llmc.runtime.sampling import STEPS
-from llmc.runtime.scheduler import ARRIVALS_PER_PRIORITY, DECODE_STEPS_PER_CHUNK
 from llmc.runtime.speculation import LENGTHS, control
 
 TABLE = re.compile(r"^\|(?P<head>[^\n]+)\|\n\|[-:| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n)+)", re.M)
@@ -25,8 +28,8 @@ MB = 1_000_000
 IN_WORDS = [
     f"a step of priority is worth {ARRIVALS_PER_PRIORITY} arrivals",
     f"Blocks of {BLOCK} tokens",
-    f"`sink` keeps the first {intake.SINK_TOKENS} tokens",
-    f"in chunks of {calls.CHUNK_WITH_ALL_LOGITS} tokens, without the prefix cache",
+    f"`sink` keeps the first {input_processor.SINK_TOKENS} tokens",
+    f"in chunks of {CHUNK_WITH_ALL_LOGITS} tokens, without the prefix cache",
     f"at most {model.PENDING_BYTES // MB} MB waiting",
     f"at most {model.PREFIX_BYTES // MB} MB |",
     f"({', '.join(map(str, LENGTHS[:-1]))} or {LENGTHS[-1]}, at most",
@@ -41,7 +44,7 @@ IN_WORDS = [
     f"The last {grammars._MOST_GRAMMARS} grammars",
     f"with {DECODE_STEPS_PER_CHUNK} decode steps",
     f"in blocks of {BLOCK} tokens",
-    f"from {calls.PREFILL_GRAPH_FROM['int8']} rows (int8) or {calls.PREFILL_GRAPH_FROM['int4']} (int4) on",
+    f"from {PREFILL_GRAPH_FROM['int8']} rows (int8) or {PREFILL_GRAPH_FROM['int4']} (int4) on",
 ]
 
 

@@ -15,12 +15,12 @@ import pytest
 from llmc.bundle import read_bundle
 from llmc.errors import DeadlineError, LlmcError, QueueFullError, UsageError
 from llmc.runtime import load
+from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.bench import load_test as module
 from llmc.runtime.bench.load_test import LoadReport, Percentiles, Visit, arrivals, figures, load_test, send
-from llmc.runtime.engine import Engine
+from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host.energy import Joules
 from llmc.runtime.observe.metrics import RequestMetrics
-from llmc.runtime.options import EngineOptions
 
 REQUESTS = 6
 PATIENCE = 120  # seconds after which a thread that waits counts as waiting for ever

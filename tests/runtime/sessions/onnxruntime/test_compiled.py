@@ -20,7 +20,7 @@ from llmc.optimize.build import build
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.host import disk_cache
-from llmc.runtime.runner import Runner
+from llmc.runtime.runner.prefill import Runner
 from llmc.runtime.sessions import Phase, open_session
 from llmc.runtime.sessions.onnxruntime import compiled
 from llmc.runtime.sessions.onnxruntime import cpu as sessions

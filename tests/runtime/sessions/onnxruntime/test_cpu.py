@@ -10,7 +10,7 @@ import pytest
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import RequestError, UsageError
-from llmc.runtime.runner import batch
+from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 from llmc.runtime.sessions.onnxruntime import cpu as module
 from llmc.runtime.sessions.onnxruntime.cpu import _Binding

@@ -14,7 +14,7 @@ import pytest
 from llmc.bundle import Graph, Manifest, read_bundle
 from llmc.errors import BundleError, MissingExtraError, RequestError, ResourceError
 from llmc.runtime import load
-from llmc.runtime.runner import batch
+from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Phase, open_session
 from llmc.runtime.sessions.onnxruntime import cpu as module
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, usable_graphs
