@@ -61,7 +61,7 @@ ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_com
 @click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
 @click.option("--plot", type=NEW_FILE, help="With --auto: draw speed against quality into this PNG file.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
-@click.option("--form", help="TensorRT: native, lengths (unproven) or primitives.  [default: what the library knows]")
+@click.option("--form", help="TensorRT: native or primitives.  [default: what the library knows]")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--hardware-compatibility", help="TensorRT: none, ampere or same.  [default: none]")
 @click.option("--version-compatible", is_flag=True, default=None, help="TensorRT: newer libraries may run the engine.")
