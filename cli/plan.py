@@ -16,7 +16,7 @@ from llmc.errors import BundleError, LlmcError, MissingExtraError, ResourceError
 
 if TYPE_CHECKING:
     from llmc.bundle import Geometry, Manifest
-    from llmc.runtime.machine import Available
+    from llmc.runtime.host.machine import Available
     from llmc.runtime.memory import Plan, Verdict
 
 # torch, its graph exporter and onnxscript once imported, and what a layer's nodes take; weights are never read.
@@ -166,7 +166,7 @@ def memories(memory: int | None, gpu_memory: int | None, unified: bool | None) -
     Raises:
         UsageError: two sizes of one memory.
     """
-    from llmc.runtime.machine import Available
+    from llmc.runtime.host.machine import Available
     from llmc.runtime.memory import memory_to_use
 
     here = memory_to_use(memory)
@@ -183,8 +183,8 @@ def memories(memory: int | None, gpu_memory: int | None, unified: bool | None) -
 
 def _first_gpu() -> tuple[Available | None, bool]:
     """What is free on it, None where it cannot be asked; and whether its memory is the machine's."""
-    from llmc.runtime.machine import Available
-    from llmc.runtime.probe import probe
+    from llmc.runtime.host.machine import Available
+    from llmc.runtime.host.probe import probe
 
     gpu = next(iter(probe().driver.devices), None)
     if gpu is None:
@@ -281,7 +281,7 @@ def _rebuild_plans(manifest: Manifest, unified: bool) -> list[Plan]:
     if manifest.engine is None or manifest.engine.file:
         return []
     try:
-        from llmc.optimize.plan import plan_rebuild
+        from llmc.optimize.plan.memory import plan_rebuild
     except MissingExtraError:
         return []
     return [plan_rebuild(manifest, unified)]
@@ -301,8 +301,8 @@ def _build_plans(
     from dataclasses import replace
 
     from llmc.optimize.calibration import DEFAULT_LENGTH, DEFAULT_SAMPLES
-    from llmc.optimize.device_plan import device_plan, host_plan
-    from llmc.optimize.plan import memory_plan, plan_build
+    from llmc.optimize.plan.device import device_plan, host_plan
+    from llmc.optimize.plan.memory import memory_plan, plan_build
     from llmc.optimize.recipe import Request, read_recipe, resolve
     from llmc.optimize.targets import capabilities
     from llmc.runtime.memory import plan_device, plan_run

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from llmc.bundle import DeviceMemory, Limits, Manifest, MemoryPlan
 from llmc.errors import ResourceError
+from llmc.runtime.host.machine import Available, available_memory, memory_here, resident_bytes
 from llmc.runtime.kv_cache import device_bytes, next_capacity
-from llmc.runtime.machine import Available, available_memory, memory_here, resident_bytes
 from llmc.runtime.sessions import Session
 
 MB = 1_000_000

@@ -15,8 +15,8 @@ from llmc.errors import EngineClosedError, UsageError
 from llmc.runtime.chat import ChatTemplate
 from llmc.runtime.engine import Engine
 from llmc.runtime.handle import Handle
+from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.intake import token_ids
-from llmc.runtime.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.memory import check_load
 from llmc.runtime.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.prefix_cache import PrefixCache

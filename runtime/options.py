@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmc.bundle import Manifest
 from llmc.errors import UsageError
-from llmc.runtime.machine import cpu_features
+from llmc.runtime.host.machine import cpu_features
 from llmc.runtime.scheduler import DECODE_STEPS_PER_CHUNK
 
 

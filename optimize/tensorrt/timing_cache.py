@@ -5,8 +5,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llmc.runtime.cache import written
 from llmc.runtime.engine_library import logger
+from llmc.runtime.host.disk_cache import written
 
 log = logging.getLogger(__name__)
 

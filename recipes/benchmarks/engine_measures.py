@@ -23,7 +23,7 @@ from machine import Disturbance, this_machine
 from llmc.runtime import Model, Request
 from llmc.runtime.engine import Engine
 from llmc.runtime.handle import Handle
-from llmc.runtime.machine import available_memory, resident_bytes
+from llmc.runtime.host.machine import available_memory, resident_bytes
 from llmc.runtime.options import EngineOptions
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.speculation import Drafter

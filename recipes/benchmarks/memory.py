@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 
 from llmc.bundle import TOKENIZER_FILE, read_bundle, read_export
-from llmc.optimize.plan import plan_build
+from llmc.optimize.plan.memory import plan_build
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
-from llmc.runtime.machine import resident_bytes
+from llmc.runtime.host.machine import resident_bytes
 from llmc.runtime.memory import plan_load
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 64

@@ -34,7 +34,7 @@ from sampling import SETTINGS
 from llmc.errors import CancelledError, DeadlineError, ProcessorError, QueueFullError
 from llmc.runtime import Delta, GenerationResult, Handle, Model, Request, SamplingParams, load
 from llmc.runtime.engine import Engine
-from llmc.runtime.machine import resident_bytes
+from llmc.runtime.host.machine import resident_bytes
 from llmc.runtime.model import prefix_key
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.prefix_store import PrefixStore

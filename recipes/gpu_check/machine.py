@@ -87,7 +87,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 def probed() -> dict[str, Any]:
     """What ``llmc doctor`` bases its words on."""
-    from llmc.runtime.probe import probe
+    from llmc.runtime.host.probe import probe
 
     return asdict(probe(timeout_s=PROBE_S))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from llmc.bundle import DeviceMemory
 from llmc.errors import ResourceError
 from llmc.runtime.cuda import Driver
-from llmc.runtime.machine import available_memory
+from llmc.runtime.host.machine import available_memory
 from llmc.runtime.memory import largest
 
 MB = 1_000_000

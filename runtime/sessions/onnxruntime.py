@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
-from llmc.runtime import cache, compiled
+from llmc.runtime import compiled
 from llmc.runtime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
-from llmc.runtime.machine import cpu_features, cpu_model
+from llmc.runtime.host import disk_cache
+from llmc.runtime.host.machine import cpu_features, cpu_model
 from llmc.runtime.sessions.base import (
     Batch,
     Phase,
@@ -327,7 +328,7 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
         except BundleError as error:
             log.warning("%s; using the plain graphs, which load slower", error)
             if place.entry is not None:
-                cache.remove(place.entry)
+                disk_cache.remove(place.entry)
     plain = {name: folder / name for name in names}
     return _opened(runtime, plain, threads, _as_written if manifest.recipe.phases == "single" else _as_usual)
 

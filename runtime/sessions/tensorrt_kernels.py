@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmc.runtime import cache
+from llmc.runtime.host import disk_cache
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def compiles_kernels(library: Any) -> bool:
 
 def kernels_file(*what: str) -> Path:
     """Where kernels are kept for an engine, a library's version and a GPU, given by whatever tells them from others."""
-    return cache.entry(KIND, hashlib.sha256("\n".join(what).encode()).hexdigest()[:32]) / FILE
+    return disk_cache.entry(KIND, hashlib.sha256("\n".join(what).encode()).hexdigest()[:32]) / FILE
 
 
 class Kernels:
@@ -71,7 +71,7 @@ class Kernels:
             staging.write_bytes(content)
             staging.replace(self._file)
             self._known = len(content)
-            cache.prune(KIND, KEPT_BYTES)
+            disk_cache.prune(KIND, KEPT_BYTES)
         except OSError as error:
             log.info("kernels cannot be kept (%s)", error)
             with suppress(OSError):

@@ -7,7 +7,7 @@ import pytest
 
 from llmc.bundle import Limits
 from llmc.cli.plan import Stage, refusal
-from llmc.runtime.machine import Available
+from llmc.runtime.host.machine import Available
 from llmc.runtime.memory import Plan
 
 MB = 1_000_000

@@ -21,7 +21,7 @@ from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.rebuild import rebuild
 from llmc.publish import file_entries
 from llmc.runtime import load
-from llmc.runtime.probe import Probe
+from llmc.runtime.host.probe import Probe
 from llmc.runtime.selftest import verify
 
 NAME = "qwen2-tied-bf16"

@@ -23,7 +23,7 @@ from llmc.runtime.engine_library import (
     make_builder,
     make_runtime,
 )
-from llmc.runtime.probe import Library
+from llmc.runtime.host.probe import Library
 
 TOO_OLD = r"llmc needs 10\.3 or later"
 BROKEN = r"tensorrt is installed and cannot be loaded \(.*\): uninstall all packages of that library, .* install it: on"

@@ -25,8 +25,8 @@ from llmc.bundle import (
 )
 from llmc.errors import BundleError, ResourceError, UsageError
 from llmc.runtime import load
+from llmc.runtime.host.machine import Available
 from llmc.runtime.kv_cache import CacheBudget, device_bytes
-from llmc.runtime.machine import Available
 from llmc.runtime.memory import Plan, check_growth, check_load, memory_to_use, plan_run, usable_memory
 from llmc.runtime.sessions import onnxruntime
 

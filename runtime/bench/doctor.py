@@ -7,12 +7,12 @@ from pathlib import Path
 from llmc.bundle import Manifest, build_command, read_bundle, unbuilt
 from llmc.errors import LlmcError, text_of
 from llmc.plans import version
-from llmc.runtime.jetson import Jetson
+from llmc.runtime.host.jetson import Jetson
+from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
+from llmc.runtime.host.probe import Library, Probe
+from llmc.runtime.host.targets import NEEDS, REBUILD, RUN, Obstacle, Outlook, first_device, judges, outlook, upgrade
 from llmc.runtime.kv_cache import next_capacity
-from llmc.runtime.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
 from llmc.runtime.memory import check_load
-from llmc.runtime.outlook import NEEDS, REBUILD, RUN, Obstacle, Outlook, first_device, judges, outlook, upgrade
-from llmc.runtime.probe import Library, Probe
 from llmc.runtime.sessions.onnxruntime import usable_graphs
 
 MB = 1_000_000

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmc.plans import version
-from llmc.runtime.jetson import Jetson
-from llmc.runtime.probe import Device, Library, Probe
+from llmc.runtime.host.jetson import Jetson
+from llmc.runtime.host.probe import Device, Library, Probe
 
 # Running, compiling (which --rebuild does too), and judging, which a build from an export does beside.
 RUN, BUILD, JUDGE = "run", "build", "judge"

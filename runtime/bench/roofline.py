@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.runtime.machine import available_memory
+from llmc.runtime.host.machine import available_memory
 
 BYTES_PER_THREAD = 256 << 20  # far beyond any cache
 PASSES = 5

@@ -12,7 +12,7 @@ from llmc.bundle import Budget, Limits, Recipe, read_bundle
 from llmc.errors import ResourceError
 from llmc.optimize.build import build
 from llmc.optimize.lower.plan import Float16, Float32, PerToken, WeightOnly
-from llmc.optimize.plan import BLOCK_COPIES, Matrix, memory_plan, plan_build, stored_bytes, weight_bytes
+from llmc.optimize.plan.memory import BLOCK_COPIES, Matrix, memory_plan, plan_build, stored_bytes, weight_bytes
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
@@ -130,7 +130,7 @@ def test_a_build_that_does_not_fit_leaves_nothing(tiny_export: Path, tmp_path: P
 # of threads, and with how many pages of a library the kernel maps at once; on models of half a billion parameters and
 # more recipes/benchmarks/memory.py finds a run within a tenth.
 TOLERANCE = 0.4
-BENCHMARK = Path(__file__).parents[2] / "recipes" / "benchmarks" / "memory.py"
+BENCHMARK = Path(__file__).parents[3] / "recipes" / "benchmarks" / "memory.py"
 
 
 def off(estimate: float, measured: int) -> bool:

@@ -10,10 +10,10 @@ import pytest
 from llmc import __version__
 from llmc.bundle import read_bundle
 from llmc.errors import BundleError, UsageError
-from llmc.runtime import benchmark as module
-from llmc.runtime import roofline
-from llmc.runtime.benchmark import BenchmarkReport, benchmark
-from llmc.runtime.energy import Joules
+from llmc.runtime.bench import benchmark as module
+from llmc.runtime.bench import roofline
+from llmc.runtime.bench.benchmark import BenchmarkReport, benchmark
+from llmc.runtime.host.energy import Joules
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ import pytest
 from llmc.bundle import read_bundle
 from llmc.errors import DeadlineError, LlmcError, QueueFullError, UsageError
 from llmc.runtime import load
-from llmc.runtime import load_test as module
-from llmc.runtime.energy import Joules
+from llmc.runtime.bench import load_test as module
+from llmc.runtime.bench.load_test import LoadReport, Percentiles, Visit, arrivals, figures, load_test, send
 from llmc.runtime.engine import Engine
-from llmc.runtime.load_test import LoadReport, Percentiles, Visit, arrivals, figures, load_test, send
+from llmc.runtime.host.energy import Joules
 from llmc.runtime.metrics import RequestMetrics
 from llmc.runtime.options import EngineOptions
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from llmc.runtime import machine
-from llmc.runtime.machine import available_memory, cpu_features, cpu_model, resident_bytes, usable_threads
+from llmc.runtime.host import machine
+from llmc.runtime.host.machine import available_memory, cpu_features, cpu_model, resident_bytes, usable_threads
 
 MB = 1_000_000
 

@@ -22,10 +22,10 @@ import numpy as np
 from llmc import __version__
 from llmc.bundle import Limits, read_bundle
 from llmc.errors import LlmcError, QueueFullError, UsageError
-from llmc.runtime.benchmark import energy
-from llmc.runtime.energy import EnergyMeter, Joules
+from llmc.runtime.bench.benchmark import energy
 from llmc.runtime.handle import Handle
-from llmc.runtime.machine import cpu_model, resident_bytes
+from llmc.runtime.host.energy import EnergyMeter, Joules
+from llmc.runtime.host.machine import cpu_model, resident_bytes
 from llmc.runtime.metrics import RequestMetrics
 from llmc.runtime.model import Model, load
 from llmc.runtime.options import Determinism, row_limit
@@ -70,7 +70,7 @@ class LoadReport:
         e2e: from the moment at which the request was due to its last token.
         queue: from that moment until the engine took the request up.
         draft_acceptance: accepted drafts by proposed ones; None where nothing was proposed.
-        energy_joules, joules_per_token, energy_source: as in a :class:`llmc.runtime.benchmark.BenchmarkReport`.
+        energy_joules, joules_per_token, energy_source: as in a :class:`llmc.runtime.bench.benchmark.BenchmarkReport`.
     """
 
     bundle: str

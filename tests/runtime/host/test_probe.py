@@ -12,9 +12,18 @@ from typing import Any
 import pytest
 from doubles.machines import ORIN, ORIN_FILES, write_files
 
-from llmc.runtime import probe_steps
-from llmc.runtime.jetson import jetpack_of, read_jetson
-from llmc.runtime.probe import LIBRARIES, Driver, Library, probe, probe_driver, run_steps, step_commands, try_import
+from llmc.runtime.host import probe_steps
+from llmc.runtime.host.jetson import jetpack_of, read_jetson
+from llmc.runtime.host.probe import (
+    LIBRARIES,
+    Driver,
+    Library,
+    probe,
+    probe_driver,
+    run_steps,
+    step_commands,
+    try_import,
+)
 
 # A step that hangs is given this long; the machine may be busy, so nothing is asserted about steps that answer.
 SHORT_S = 0.5
@@ -149,7 +158,7 @@ def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyP
         started.append(step.process)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llmc.runtime.probe._answer", interrupted)
+    monkeypatch.setattr("llmc.runtime.host.probe._answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_steps({"hung": HANG}, PATIENCE_S)
     assert started[0].poll() is not None
@@ -181,7 +190,7 @@ def test_the_driver_can_be_asked_alone():
 
 
 def test_the_module_prints_json():
-    ran = subprocess.run([sys.executable, "-m", "llmc.runtime.probe"], capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-m", "llmc.runtime.host.probe"], capture_output=True, text=True, check=True)
     found = json.loads(ran.stdout)
     assert found["platform"].startswith("linux-")
     assert set(found["libraries"]) == set(LIBRARIES)

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 
 from llmc.errors import UsageError
-from llmc.runtime import energy
-from llmc.runtime.energy import Counter, EnergyMeter, Ina3221, Joules, Nvml, Rapl, SourceError
+from llmc.runtime.host import energy
+from llmc.runtime.host.energy import Counter, EnergyMeter, Ina3221, Joules, Nvml, Rapl, SourceError
 
 RANGE_UJ = 262_143_328_850  # of a desktop's package
 EXACT = 1e-9  # joules; differences of whole microjoules

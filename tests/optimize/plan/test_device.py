@@ -13,10 +13,10 @@ from doubles.plans import PLAN
 
 from llmc.bundle import Limits, Profile, Recipe
 from llmc.optimize.build import build
-from llmc.optimize.device_plan import CONTEXT, HOST, device_bytes, device_plan, host_plan, with_engine
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.lower.plan import Computed, Float8, Float16, Float32, Form, Static, WeightOnly
-from llmc.optimize.plan import INTERPRETER, Matrix
+from llmc.optimize.plan.device import CONTEXT, HOST, device_bytes, device_plan, host_plan, with_engine
+from llmc.optimize.plan.memory import INTERPRETER, Matrix
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities

@@ -11,10 +11,10 @@ import numpy as np
 from llmc import __version__
 from llmc.bundle import read_bundle
 from llmc.errors import UsageError
-from llmc.runtime.energy import EnergyMeter, Joules
-from llmc.runtime.machine import cpu_model, resident_bytes
+from llmc.runtime.bench.roofline import read_bandwidth
+from llmc.runtime.host.energy import EnergyMeter, Joules
+from llmc.runtime.host.machine import cpu_model, resident_bytes
 from llmc.runtime.model import Model, load
-from llmc.runtime.roofline import read_bandwidth
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class BenchmarkReport:
         read_bandwidth: bytes per second that this machine read from memory in this run: a plain loop on all threads, or
             the decode steps themselves where they were faster.
         roofline_fraction: share of that bandwidth which the median decode step reached.
-        energy_joules: of the timed runs; None where the machine exposes no energy, as of :mod:`llmc.runtime.energy`.
+        energy_joules: of the timed runs; None where the machine exposes no energy (:mod:`llmc.runtime.host.energy`).
         joules_per_token: that, prefill included, by generated token.
         energy_source: what it was read from, as ``rapl`` or ``rapl+nvml``.
     """

@@ -12,10 +12,10 @@ from llmc import bundle
 from llmc.optimize.targets import TARGETS
 from llmc.plans import DeviceMemory, EnginePlan
 from llmc.publish import file_entries
-from llmc.runtime.doctor import Diagnosis, Machine, diagnose, this_machine
-from llmc.runtime.machine import Available
-from llmc.runtime.outlook import NEEDS, Outlook, outlook
-from llmc.runtime.probe import Driver, Library, Probe
+from llmc.runtime.bench.doctor import Diagnosis, Machine, diagnose, this_machine
+from llmc.runtime.host.machine import Available
+from llmc.runtime.host.probe import Driver, Library, Probe
+from llmc.runtime.host.targets import NEEDS, Outlook, outlook
 
 MACHINE = Machine("A processor", ("vnni",), 4, Available(16 * GB, "machine"))
 
@@ -306,7 +306,7 @@ def test_a_jetson_hears_how_its_systems_tensorrt_is_reached(changes: dict[str, o
 
 
 def test_an_old_jetpack_is_to_be_replaced():
-    from llmc.runtime.jetson import JETPACKS
+    from llmc.runtime.host.jetson import JETPACKS
 
     old = replace(with_library(ORIN, "tensorrt", MISSING), jetson=replace(ORIN.jetson, jetpack=JETPACKS[36, 2]))
     assert "JetPack 6.0 has TensorRT 8.6: install JetPack 6.2" in outlook("tensorrt", old).obstacles[0].remedy
@@ -444,7 +444,7 @@ def test_whatever_reading_a_bundle_raises_is_a_reason(error: Exception, monkeypa
     def fail(folder: Path, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("llmc.runtime.doctor.read_bundle", fail)
+    monkeypatch.setattr("llmc.runtime.bench.doctor.read_bundle", fail)
     reasons, remedy = judged(Path("bundle"))
     assert reasons == f"{type(error).__name__}: {error}"
     assert remedy == "llmc build CHECKPOINT -o BUNDLE"
@@ -456,7 +456,7 @@ def test_whatever_judging_a_bundle_raises_is_a_reason(
     def fail(*arguments: object) -> None:
         raise OverflowError("int too large")
 
-    monkeypatch.setattr("llmc.runtime.doctor.check_load", fail)
+    monkeypatch.setattr("llmc.runtime.bench.doctor.check_load", fail)
     assert judged(write(folder, manifest)) == ("OverflowError: int too large", "llmc build CHECKPOINT -o BUNDLE")
 
 

@@ -1,8 +1,8 @@
 """What is here to run a model on: driver, GPUs, engine libraries, and whether this is a Jetson.
 
 A broken driver or library can end the process that touches it, or hold it for ever. So each is examined by a process of
-its own (:mod:`llmc.runtime.probe_steps`), and what becomes of that process is a finding. Nothing is imported here.
-``python -m llmc.runtime.probe`` prints a probe as JSON.
+its own (:mod:`llmc.runtime.host.probe_steps`), and what becomes of that process is a finding. Nothing is imported here.
+``python -m llmc.runtime.host.probe`` prints a probe as JSON.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 from llmc.errors import BundleError
-from llmc.runtime.jetson import ROOT, Jetson, read_jetson
+from llmc.runtime.host.jetson import ROOT, Jetson, read_jetson
 from llmc.strict import decode
 
 # A first use of a GPU takes seconds on a small machine: libraries of hundreds of megabytes are read.
