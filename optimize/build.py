@@ -38,20 +38,20 @@ from llmc.bundle import (
 )
 from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize import recipe as recipes
-from llmc.optimize.calibrated import Calibrated
-from llmc.optimize.calibration import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
+from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
+from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.evaluate import evaluate, read_windows
-from llmc.optimize.gate import Advice, advise, check
-from llmc.optimize.golden import golden_prompts, prompt_ids
-from llmc.optimize.invariance import measured
-from llmc.optimize.lower.plan import Form, Forms, PerToken, Plan, Static, check_patterns, forms
-from llmc.optimize.overflow import check_range
+from llmc.optimize.judge.evaluate import evaluate, read_windows
+from llmc.optimize.judge.gate import Advice, advise, check
+from llmc.optimize.judge.golden import golden_prompts, prompt_ids
+from llmc.optimize.judge.invariance import measured
+from llmc.optimize.judge.overflow import check_range
+from llmc.optimize.lower.context import Form, Forms, PerToken, Plan, Static, check_patterns, forms
+from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.passes import lower
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
-from llmc.optimize.rewrite import read_decoder
 from llmc.optimize.targets import Capabilities, capabilities
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.publish import file_entries, staged

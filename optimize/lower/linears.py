@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import Plan
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.rewrite import LLMC, nodes_of, replace
+from llmc.optimize.lower.rewrite import LLMC, nodes_of, replace
 
 
 def replace_linears(graph: ir.Graph, plan: Plan, lowered: Callable[[Linear], ir.Value]) -> int:

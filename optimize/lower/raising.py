@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.plan import Plan
-from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace, sizes
+from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, sizes
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, EnginePlan, Geometry, Limits, MemoryPlan, Recipe
-from llmc.optimize.lower.plan import HEAD, Computed, Float8, Float16, Form, Static, WeightOnly, embedding_form, forms
+from llmc.optimize.lower.context import HEAD, Computed, Float8, Float16, Form, Static, WeightOnly, embedding_form, forms
 from llmc.optimize.plan.memory import (
     HOST,
     INTERPRETER,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.optimize.evaluate import WINDOW
-from llmc.optimize.lower.plan import HEAD, Form, Forms, PerToken, Static, WeightOnly, embedding_form, forms
+from llmc.optimize.judge.evaluate import WINDOW
+from llmc.optimize.lower.context import HEAD, Form, Forms, PerToken, Static, WeightOnly, embedding_form, forms
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import needs_calibration
 from llmc.runtime.memory import Plan

@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.bundle import DECODER_FILE, read_export
-from llmc.optimize.lower.plan import Computed, Float16, Float32, Form, Plan
+from llmc.optimize.lower.context import Computed, Float16, Float32, Form, Plan
+from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.passes import Step
 from llmc.optimize.quantize import rtn
-from llmc.optimize.rewrite import remove_dead
 from llmc.optimize.weights import WeightFile, rows_of
 
 

@@ -13,8 +13,8 @@ import pytest
 from doubles.lowerings import Lowering, open_session
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
-from llmc.optimize.calibrated import Calibrated
-from llmc.optimize.lower.plan import Float32, Form, Forms, PerToken, Plan, Static, WeightOnly
+from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.lower.context import Float32, Form, Forms, PerToken, Plan, Static, WeightOnly
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.targets import capabilities

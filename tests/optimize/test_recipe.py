@@ -9,7 +9,7 @@ import pytest
 from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.lower.plan import (
+from llmc.optimize.lower.context import (
     Float16,
     Float32,
     Forms,

@@ -6,9 +6,9 @@ TensorScatter becomes a KV-cache update, whose output shares the memory of its i
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, vector
 from llmc.optimize.lower.tensorrt.slots import Slots
-from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace, vector
 
 
 def lower_attention(graph: ir.Graph, plan: Plan) -> int:

@@ -7,12 +7,12 @@ arithmetic, see :mod:`.words`.
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.plan import Computed, Plan, Static, WeightOnly
+from llmc.optimize.lower.context import Computed, Plan, Static, WeightOnly
 from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.rewrite import Emitter, initializer, nodes_of, replace, sizes, sole_consumer, vector
 from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.lower.tensorrt.words import packed_table, unpack_words
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.rewrite import Emitter, initializer, nodes_of, replace, sizes, sole_consumer, vector
 
 
 def lower_embedding(graph: ir.Graph, plan: Plan) -> int:

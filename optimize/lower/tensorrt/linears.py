@@ -5,12 +5,12 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.plan import Computed, Float8, Form, Plan, Static, WeightOnly
+from llmc.optimize.lower.context import Computed, Float8, Form, Plan, Static, WeightOnly
 from llmc.optimize.lower.raising import Linear
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, initializer, nodes_of, replace
 from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.quantize import static
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.rewrite import LLMC, Emitter, constant, initializer, nodes_of, replace
 
 
 def lower_linears(graph: ir.Graph, plan: Plan) -> int:

@@ -2,10 +2,10 @@
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import Plan
 from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.rewrite import constant, nodes_of
 from llmc.optimize.lower.tensorrt.weights import narrowed
-from llmc.optimize.rewrite import constant, nodes_of
 
 
 def lower_norms(graph: ir.Graph, plan: Plan) -> int:

@@ -7,9 +7,9 @@ packed (44 MB instead of 35 MB), so those stay apart. Both are sizes of TensorRT
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Computed, Plan
+from llmc.optimize.lower.context import Computed, Plan
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace, vector
+from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, vector
 
 PACKS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

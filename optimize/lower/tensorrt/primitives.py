@@ -8,12 +8,12 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.bundle import Geometry
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import Plan
 from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, scalar, vector
 from llmc.optimize.lower.tensorrt.attention import heads, merged
 from llmc.optimize.lower.tensorrt.slots import Slots, graph_input
 from llmc.optimize.lower.tensorrt.weights import ARRAY_TYPES, compute_type
-from llmc.optimize.rewrite import LLMC, Emitter, constant, nodes_of, replace, scalar, vector
 
 # Softmax makes 0 of it in float32, and unlike -inf it can never turn into NaN.
 MASKED = float(np.finfo(np.float32).min)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.rewrite import Emitter, initializer, nodes_of, scalar, vector
 from llmc.optimize.lower.tensorrt.weights import ARRAY_TYPES
-from llmc.optimize.rewrite import Emitter, initializer, nodes_of, scalar, vector
 
 CACHE_SLOTS = "cache_slots"
 

@@ -2,9 +2,9 @@
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.rewrite import unique
 from llmc.optimize.lower.tensorrt.weights import compute_type
-from llmc.optimize.rewrite import unique
 
 FLOAT32_OUTPUTS = ("logits", "hidden_states")
 

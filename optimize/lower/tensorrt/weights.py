@@ -9,12 +9,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
-from llmc.optimize.calibrated import grid_name
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.calibrate.store import grid_name
+from llmc.optimize.lower.context import Plan
 from llmc.optimize.lower.raising import Linear
+from llmc.optimize.lower.rewrite import sizes
 from llmc.optimize.lower.tensorrt.words import packed_table
 from llmc.optimize.quantize.grid import Float, Grid, Quantized
-from llmc.optimize.rewrite import sizes
 from llmc.optimize.weights import in_parallel, pieces
 
 Array = NDArray[np.generic]

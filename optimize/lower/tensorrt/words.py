@@ -7,10 +7,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmc.optimize.calibrated import grid_name
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.calibrate.store import grid_name
+from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.rewrite import Emitter, scalar
 from llmc.optimize.quantize.grid import Grid, Quantized
-from llmc.optimize.rewrite import Emitter, scalar
 
 HALF_WORD = 1 << 16
 

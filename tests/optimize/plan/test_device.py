@@ -14,7 +14,7 @@ from doubles.plans import PLAN
 from llmc.bundle import Limits, Profile, Recipe
 from llmc.optimize.build import build
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.lower.plan import Computed, Float8, Float16, Float32, Form, Static, WeightOnly
+from llmc.optimize.lower.context import Computed, Float8, Float16, Float32, Form, Static, WeightOnly
 from llmc.optimize.plan.device import CONTEXT, HOST, device_bytes, device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import INTERPRETER, Matrix
 from llmc.optimize.quantize.grid import Grid

@@ -12,8 +12,8 @@ import pytest
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
 from llmc.errors import BuildError
-from llmc.optimize.calibrated import Calibrated
-from llmc.optimize.lower.plan import Computed, Form, Forms, Plan, Static, WeightOnly
+from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.lower.context import Computed, Form, Forms, Plan, Static, WeightOnly
 from llmc.optimize.passes import lower
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.tensorrt.builder import build_engine
