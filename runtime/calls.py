@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.runtime.costs import StepCosts
-from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.options import Determinism
 from llmc.runtime.rows import Rows
 from llmc.runtime.sampling import suffice

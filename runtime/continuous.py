@@ -19,7 +19,7 @@ from llmc.runtime.intake import SINK_TOKENS, Intake
 from llmc.runtime.kv_cache import CacheBudget, next_capacity
 from llmc.runtime.lockstep import Lockstep
 from llmc.runtime.memory import check_growth
-from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.options import Determinism, EngineOptions, in_pairs
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.ranking import ranked

@@ -31,7 +31,8 @@ from llmc.runtime.continuous import ContinuousBatch, is_lost
 from llmc.runtime.handle import Handle, Mailbox, is_serving, mark_serving
 from llmc.runtime.intake import Intake
 from llmc.runtime.kv_cache import CacheBudget
-from llmc.runtime.metrics import EngineMetrics, Gauges
+from llmc.runtime.observe.metrics import EngineMetrics, Gauges
+from llmc.runtime.observe.tracing import event, record_spans
 from llmc.runtime.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.prefix_store import PrefixStore
@@ -42,8 +43,7 @@ from llmc.runtime.scheduler import Queue
 from llmc.runtime.sequence import Job, named
 from llmc.runtime.sessions import Session
 from llmc.runtime.speculation import Drafter
-from llmc.runtime.tokenizer import Tokenizer
-from llmc.runtime.tracing import event, record_spans
+from llmc.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from llmc.bundle import Manifest
 from llmc.errors import RequestError, UsageError
 from llmc.runtime.guided import Grammars
 from llmc.runtime.handle import Mailbox
-from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.request import Request
 from llmc.runtime.results import Output
 from llmc.runtime.sampling import Processor, SamplingParams, build_processors, make_sampler
+from llmc.runtime.search import BeamSearch, Contrastive, Hypothesis, Strategy
+from llmc.runtime.search.base import StopCriterion
 from llmc.runtime.sequence import Job, Sample
-from llmc.runtime.strategies import BeamSearch, Contrastive, Hypothesis, Strategy
-from llmc.runtime.strategies.base import StopCriterion
-from llmc.runtime.text import TextStream
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.detokenizer import TextStream
+from llmc.runtime.text.tokenizer import Tokenizer
 
 # Tokens at the start of the context that stay when the window slides: attention rests on them.
 # Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from llmc.runtime.rows import Rows
 from llmc.runtime.sampling import Logits
+from llmc.runtime.search import Branch, Strategy
 from llmc.runtime.sequence import Job, Strand
-from llmc.runtime.strategies import Branch, Strategy
 
 
 class Lockstep:

@@ -12,7 +12,6 @@ from typing import Any
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import EngineClosedError, UsageError
-from llmc.runtime.chat import ChatTemplate
 from llmc.runtime.engine import Engine
 from llmc.runtime.handle import Handle
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
@@ -27,7 +26,8 @@ from llmc.runtime.runner import Runner
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import emulated, open_session
 from llmc.runtime.speculation import Drafter, ModelDrafter, PromptLookup
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -1,8 +1,8 @@
 """Several samples of one request, and which of them come back, in which order."""
 
 from llmc.runtime.results import Output
+from llmc.runtime.search import SIMILARITIES, choose
 from llmc.runtime.sequence import Job, Sample
-from llmc.runtime.strategies import SIMILARITIES, choose
 
 
 def ranked(job: Job) -> list[Output]:

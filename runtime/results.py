@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from llmc.runtime.metrics import RequestMetrics
+from llmc.runtime.observe.metrics import RequestMetrics
 from llmc.runtime.sampling import SamplingParams, TokenLogprobs
 
 FinishReason = Literal["stop", "length"]

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from llmc.errors import LlmcError, ProcessorError, text_of
 from llmc.runtime.handle import Mailbox
-from llmc.runtime.metrics import RequestTimeline
+from llmc.runtime.observe.metrics import RequestTimeline
+from llmc.runtime.observe.tracing import current_context
 from llmc.runtime.request import Request
 from llmc.runtime.results import Delta, FinishReason, GenerationResult, Output, Timings, Usage
 from llmc.runtime.sampling import Choice, Guide, Logits, Sampler, SamplingParams, TokenLogprobs
 from llmc.runtime.scheduler import Waiting
-from llmc.runtime.text import TextStream
-from llmc.runtime.tracing import current_context
+from llmc.runtime.text.detokenizer import TextStream
 
 _KEYS, _NUMBERS = itertools.count(), itertools.count()
 

@@ -26,8 +26,8 @@ from llmc.runtime.bench.benchmark import energy
 from llmc.runtime.handle import Handle
 from llmc.runtime.host.energy import EnergyMeter, Joules
 from llmc.runtime.host.machine import cpu_model, resident_bytes
-from llmc.runtime.metrics import RequestMetrics
 from llmc.runtime.model import Model, load
+from llmc.runtime.observe.metrics import RequestMetrics
 from llmc.runtime.options import Determinism, row_limit
 from llmc.runtime.request import Request
 from llmc.runtime.results import Delta

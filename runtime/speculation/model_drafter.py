@@ -18,7 +18,7 @@ from llmc.runtime.kv_cache import next_capacity
 from llmc.runtime.memory import MB
 from llmc.runtime.runner import Runner, batch, chunks
 from llmc.runtime.sessions.base import Phase
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import pytest
 from llmc.bundle import Invariance, Manifest
 from llmc.runtime.calls import PREFILL_GRAPH_FROM, make_calls, next_end
 from llmc.runtime.costs import StepCosts
-from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.options import Determinism
 from llmc.runtime.rows import Rows
 from llmc.runtime.sessions import Phase

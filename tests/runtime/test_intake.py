@@ -8,7 +8,7 @@ import pytest
 from llmc.errors import UsageError
 from llmc.runtime.handle import Mailbox
 from llmc.runtime.intake import Intake, draws, fit_prompt, token_ids, width
-from llmc.runtime.metrics import EngineMetrics
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 

@@ -13,7 +13,7 @@ from llmc.runtime import load
 from llmc.runtime.lockstep import common
 from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
-from llmc.runtime.strategies import BeamSearch, Contrastive, Hypothesis, Strategy
+from llmc.runtime.search import BeamSearch, Contrastive, Hypothesis, Strategy
 
 PATIENCE = 120
 PROMPT = [11, 12, 13, 14, 15]

@@ -18,7 +18,7 @@ from llmc.runtime.options import EngineOptions
 from llmc.runtime.runner import Runner
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import Tokenizer
 
 TEXT = "def naïve(x):\n    return '🎉 日本' + x\n"
 EOS = 2

@@ -7,7 +7,7 @@ import pytest
 from llmc.errors import ProcessorError
 from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
-from llmc.runtime.strategies import SIMILARITIES
+from llmc.runtime.search import SIMILARITIES
 
 PATIENCE = 120
 PROMPT = [11, 12, 13]

@@ -267,7 +267,7 @@ def test_nothing_goes_further_than_the_context(runner: Runner, session: Remember
 
 def test_a_refused_prompt_does_not_reach_the_session(tiny_bundle: Path, manifest: Manifest):
     from llmc.runtime.model import Model
-    from llmc.runtime.tokenizer import Tokenizer
+    from llmc.runtime.text.tokenizer import Tokenizer
 
     session = Remembering()
     runner = Runner(session, manifest, 512, 32)

@@ -19,7 +19,7 @@ from llmc.runtime.bench import load_test as module
 from llmc.runtime.bench.load_test import LoadReport, Percentiles, Visit, arrivals, figures, load_test, send
 from llmc.runtime.engine import Engine
 from llmc.runtime.host.energy import Joules
-from llmc.runtime.metrics import RequestMetrics
+from llmc.runtime.observe.metrics import RequestMetrics
 from llmc.runtime.options import EngineOptions
 
 REQUESTS = 6

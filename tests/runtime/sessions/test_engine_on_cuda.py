@@ -17,7 +17,7 @@ from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Session, emulated, open_session
 from llmc.runtime.sessions.cuda import CudaSession
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import Tokenizer
 
 PATIENCE = 120
 SETTINGS: list[dict[str, Any]] = [

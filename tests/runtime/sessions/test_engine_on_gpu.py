@@ -11,7 +11,7 @@ from llmc.runtime.options import EngineOptions
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import Tokenizer
 
 PATIENCE = 120
 CONTEXT = 64
