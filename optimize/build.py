@@ -46,7 +46,15 @@ from llmc.optimize.judge.gate import Advice, advise, check
 from llmc.optimize.judge.golden import golden_prompts, prompt_ids
 from llmc.optimize.judge.invariance import measured
 from llmc.optimize.judge.overflow import check_range
-from llmc.optimize.lower.context import Form, Forms, PerToken, Plan, Static, check_patterns, forms
+from llmc.optimize.lower.context import (
+    LoweringContext,
+    PerToken,
+    QuantConfig,
+    QuantConfigs,
+    Static,
+    check_patterns,
+    quant_configs,
+)
 from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.passes import lower
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
@@ -228,10 +236,10 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
     """Lower the decoder once per phase; the graphs share one weight file."""
     graphs, geometry = {}, order.export.geometry
     with closing(WeightFile(folder)) as weights:
-        for phase, stored in forms(order.recipe).items():
+        for phase, stored in quant_configs(order.recipe).items():
             done = counted(order.progress, f"lowering and quantizing the {phase} graph", 7 * geometry.layers + 1)
             model = read_decoder(order.source)
-            plan = Plan(
+            plan = LoweringContext(
                 phase,
                 geometry,
                 order.limits,
@@ -269,7 +277,7 @@ def _declare(model: ir.Model, order: _Order) -> None:
         model.opset_imports["com.microsoft"] = 1
 
 
-def _describe(graph: ir.Graph, name: str, stored: Forms, target: Capabilities) -> Graph:
+def _describe(graph: ir.Graph, name: str, stored: QuantConfigs, target: Capabilities) -> Graph:
     """Bytes of weights in memory and per token (embedding rows stay on disk until read), and what the CPU must have."""
     sizes = {
         name: value.const_value.nbytes
@@ -288,8 +296,8 @@ def _describe(graph: ir.Graph, name: str, stored: Forms, target: Capabilities) -
     )
 
 
-def _used(graph: ir.Graph, stored: Forms) -> list[Form]:
-    """Forms with integer activations, if the graph has any product of them."""
+def _used(graph: ir.Graph, stored: QuantConfigs) -> list[QuantConfig]:
+    """QuantConfigs with integer activations, if the graph has any product of them."""
     return [stored.w8a8] if stored.w8a8 and any(node.op_type == "MatMulIntegerToFloat" for node in graph) else []
 
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from llmc.bundle import Geometry
 from llmc.errors import BuildError
 from llmc.optimize.lower import raising
-from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime import (
     attention,
     cpu_attention,
@@ -40,7 +40,7 @@ class Step:
     """A pass, its name in dumps and messages, and how often it must apply to a decoder of a given geometry."""
 
     name: str
-    run: Callable[[ir.Graph, Plan], int]
+    run: Callable[[ir.Graph, LoweringContext], int]
     times: Callable[[Geometry], int] | None = None
 
 
@@ -108,7 +108,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
 }
 
 
-def lower(model: ir.Model, target: str, plan: Plan, dump: Path | None = None) -> None:
+def lower(model: ir.Model, target: str, plan: LoweringContext, dump: Path | None = None) -> None:
     """Run the target's passes on ``model`` in place; with ``dump`` write the graph's text after each.
 
     Raises:

@@ -19,7 +19,7 @@ from llmc.bundle import Geometry, Recipe
 from llmc.errors import BuildError
 from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.calibrate.store import Store, grid_name, layer_part
-from llmc.optimize.lower.context import HEAD, Form, Forms, WeightOnly
+from llmc.optimize.lower.context import HEAD, QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.tensorrt.weights import fitted
 from llmc.optimize.progress import Progress, counted
 from llmc.optimize.quantize import awq, gptq, rtn, smoothquant, sparsity
@@ -82,7 +82,7 @@ def points(geometry: Geometry) -> tuple[Point, ...]:
 
 
 def calibrate(
-    source: LayerSource, ids: NDArray[np.int64], recipe: Recipe, forms: Forms, folder: Path, progress: Progress
+    source: LayerSource, ids: NDArray[np.int64], recipe: Recipe, configs: QuantConfigs, folder: Path, progress: Progress
 ) -> Store:
     """Decide all that ``recipe`` leaves to calibration, and return the store that holds it.
 
@@ -90,7 +90,7 @@ def calibrate(
         source: the unquantized decoder.
         ids: samples [n, length].
         recipe: scheme, smoothing, sparsity and cache.
-        forms: of the graph whose weights are decided (decode's, or the only one).
+        configs: of the graph whose weights are decided (decode's, or the only one).
         folder: where results go; what an interrupted run left there is used.
         progress: told each layer.
 
@@ -108,14 +108,14 @@ def calibrate(
         for _ in range(start):
             done()
         for index in range(start, source.geometry.layers):
-            layer = _Layer(source, index, recipe, forms)
+            layer = _Layer(source, index, recipe, configs)
             arrays, hidden = layer.decide(hidden)
             store.write(layer_part(index), arrays)
             store.write(STATE, {"layers": np.array(index + 1), "hidden": hidden.cpu().numpy()})
             done()
         if not store.has("head"):
-            form = stored_form(recipe, forms, HEAD, source.geometry.hidden_size)
-            store.write("head", _decide_head(source, hidden, recipe, form))
+            config = stored_config(recipe, configs, HEAD, source.geometry.hidden_size)
+            store.write("head", _decide_head(source, hidden, recipe, config))
         done()
     return store
 
@@ -137,14 +137,14 @@ def _batches(samples: Tensor) -> Iterator[Tensor]:
 class _Layer:
     """One layer under calibration: its weights change from float to what the bundle will hold."""
 
-    def __init__(self, source: LayerSource, index: int, recipe: Recipe, forms: Forms) -> None:
+    def __init__(self, source: LayerSource, index: int, recipe: Recipe, configs: QuantConfigs) -> None:
         self.source = source
         self.recipe = recipe
         self.prefix = f"model.layers.{index}."
         self.points = points(source.geometry)
         self.module = source.layer(index)
-        self.forms = {
-            name: stored_form(recipe, forms, self.prefix + name, self._weight(name).shape[1])
+        self.quant = {
+            name: stored_config(recipe, configs, self.prefix + name, self._weight(name).shape[1])
             for point in self.points
             for name in point.linears
         }
@@ -195,8 +195,8 @@ class _Layer:
         return self._spread(point, smoothquant.scales(absmax, [rows[None]], alpha=self.recipe.smoothing))
 
     def _awq_scales(self, point: Point, statistics: InputStatistics) -> Tensor:
-        grids = [form.grid for name in point.linears if isinstance(form := self.forms[name], WeightOnly)]
-        weights = [self._weight(name) for name in point.linears if isinstance(self.forms[name], WeightOnly)]
+        grids = [config.grid for name in point.linears if isinstance(config := self.quant[name], WeightOnly)]
+        weights = [self._weight(name) for name in point.linears if isinstance(self.quant[name], WeightOnly)]
         if not weights:
             return torch.ones_like(statistics.absmax)
         return awq.search_scales(weights, statistics, grids)
@@ -229,14 +229,14 @@ class _Layer:
         self.arrays[key] = self.arrays.get(key, np.float32(1)) * factors.cpu().numpy()
 
     def _decide_linear(self, name: str, statistics: InputStatistics) -> None:
-        parameter, form = self.module.get_parameter(f"{name}.weight"), self.forms[name]
+        parameter, config = self.module.get_parameter(f"{name}.weight"), self.quant[name]
         mask = self._mask(parameter, statistics)
         if mask is not None:
             packed = np.packbits(mask.cpu().numpy(), axis=1)
             self.arrays[f"mask:{self.prefix}{name}.weight"] = packed
-        if isinstance(form, WeightOnly):
+        if isinstance(config, WeightOnly):
             # With what is pruned still there, so that GPTQ can make up for it.
-            quantized = quantize(parameter, form.grid, self.recipe.scheme, statistics, mask)
+            quantized = quantize(parameter, config.grid, self.recipe.scheme, statistics, mask)
             self._keep(f"{self.prefix}{name}.weight", quantized)
             parameter.data = torch.from_numpy(quantized.dequantize()).to(self.source.device)
         elif mask is not None:
@@ -286,26 +286,26 @@ def quantize(
     return gptq.quantize(weights, moment, grid, mask=mask)
 
 
-def stored_form(recipe: Recipe, forms: Forms, module: str, inputs: int) -> Form:
-    """The form that the lowering will ask for: engines take only whole blocks, so theirs may be smaller."""
-    form = forms.of(module)
-    if recipe.phases == "single" and isinstance(form, WeightOnly):
-        return replace(form, grid=fitted(form.grid, inputs, module))
-    return form
+def stored_config(recipe: Recipe, configs: QuantConfigs, module: str, inputs: int) -> QuantConfig:
+    """The config that the lowering will ask for: engines take only whole blocks, so theirs may be smaller."""
+    config = configs.of(module)
+    if recipe.phases == "single" and isinstance(config, WeightOnly):
+        return replace(config, grid=fitted(config.grid, inputs, module))
+    return config
 
 
-def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, form: Form) -> dict[str, NDArray[Any]]:
+def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, config: QuantConfig) -> dict[str, NDArray[Any]]:
     """Integers of the head, in pieces of rows: rows do not depend on one another."""
     norm, accumulator = source.norm(), Accumulator(hidden.shape[-1], source.device, recipe.scheme != "rtn")
     for batch in _batches(hidden):
         accumulator.update(norm(batch.to(source.device)))
     statistics = accumulator.finish()
     arrays: dict[str, NDArray[Any]] = {f"input:{HEAD}": statistics.absmax.cpu().numpy()}
-    if recipe.scheme == "rtn" or not isinstance(form, WeightOnly):
+    if recipe.scheme == "rtn" or not isinstance(config, WeightOnly):
         return arrays
     rows = max(1, HEAD_PIECE // hidden.shape[-1])
     found = [
-        quantize(source.rows(source.head, start, start + rows), form.grid, recipe.scheme, statistics)
+        quantize(source.rows(source.head, start, start + rows), config.grid, recipe.scheme, statistics)
         for start in range(0, source.geometry.vocab_size, rows)
     ]
     return arrays | _arrays_of(source.head, stacked(found))

@@ -16,7 +16,7 @@ from llmc import __version__
 from llmc.bundle import Calibration, ExportManifest, Recipe
 from llmc.errors import ResourceError, UsageError, require
 from llmc.optimize.calibrate.store import Calibrated, Store
-from llmc.optimize.lower.context import forms
+from llmc.optimize.lower.context import quant_configs
 from llmc.optimize.progress import Progress
 from llmc.optimize.recipe import needs_calibration
 from llmc.optimize.weights import weights_identity
@@ -92,7 +92,7 @@ def calibrated_weights(
     used = Calibration(samples.name, samples.sha256, samples.default, len(samples.ids), samples.ids.shape[1])
     folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
     decoder = request.decoder(source, "cuda" if torch.cuda.is_available() else "cpu")
-    stored = forms(recipe)
+    stored = quant_configs(recipe)
     # The integers of weights do not hang on how activations are quantized.
     decided = replace(stored.get("decode") or next(iter(stored.values())), w8a8=None)
     if not Store(folder).is_sound():

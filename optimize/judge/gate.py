@@ -16,7 +16,7 @@ from llmc.bundle import Budget, Geometry, Manifest, Quality
 from llmc.errors import BuildError
 from llmc.optimize.judge.layers import EMBEDDING, HEAD, SMALLEST, WINDOWS, LayerError, layer_errors, linear_errors
 from llmc.optimize.judge.reference import Ids, Reference
-from llmc.optimize.lower.context import Float8, Form, WeightOnly, forms
+from llmc.optimize.lower.context import Float8, QuantConfig, WeightOnly, quant_configs
 from llmc.optimize.progress import Progress, silent
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp16": 16}
 
 
 @dataclass(frozen=True)
-class Breach:
+class Violation:
     """A limit that is broken. ``target`` is the mean KL that would about meet it."""
 
     text: str
@@ -68,7 +68,7 @@ class Override:
 
 
 @dataclass(frozen=True)
-class Shares:
+class KLBreakdown:
     """Who causes the KL of one path, about: linears whose weights may get more bits, and all else.
 
     ``floats`` tells that only floats mend them: int8 has no more bits than fp8.
@@ -78,7 +78,7 @@ class Shares:
     other: float
     floats: bool = False
 
-    def after(self, overrides: Sequence[Override]) -> "Shares":
+    def after(self, overrides: Sequence[Override]) -> "KLBreakdown":
         """What is left with overrides."""
         parts, removed = self.parts, 0.0
         for override in overrides:
@@ -100,7 +100,7 @@ class Advice:
     """
 
     errors: tuple[LayerError, ...]
-    paths: dict[str, Shares]
+    paths: dict[str, KLBreakdown]
     split: bool
     static: bool = False
 
@@ -126,15 +126,15 @@ def broken_limits(kl: float, agreement: float, increase: float, budget: Budget) 
     return found
 
 
-def breaches(quality: Quality, budget: Budget) -> list[Breach]:
+def violations(quality: Quality, budget: Budget) -> list[Violation]:
     """Every limit of the budget that a path breaks, with the mean KL that would about keep it."""
-    found: list[Breach] = []
+    found: list[Violation] = []
     for phase, path in quality.phases.items():
         kl, same = path.mean_kl, path.top1_agreement
         assert kl is not None and same is not None and quality.reference_perplexity is not None
         increase = path.perplexity / quality.reference_perplexity - 1
         for limit, text in broken_limits(kl, same, increase, budget).items():
-            found.append(Breach(text, phase, _target(limit, getattr(budget, limit), kl, same, increase)))
+            found.append(Violation(text, phase, _target(limit, getattr(budget, limit), kl, same, increase)))
     return found
 
 
@@ -157,21 +157,21 @@ def check(quality: Quality, budget: Budget, explain: Callable[[], Advice]) -> No
     Raises:
         BuildError: the budget is broken; the message has the numbers, the worst layers and the cheapest overrides.
     """
-    broken = breaches(quality, budget)
+    broken = violations(quality, budget)
     if not broken:
         return
     advice = explain()
     for error in advice.errors:
         log.info("%s, %s: %.1f dB signal to noise", error.name, error.phase, error.decibels)
-    numbers = "; ".join(f"{breach.text} ({breach.phase})" for breach in broken)
+    numbers = "; ".join(f"{violation.text} ({violation.phase})" for violation in broken)
     raise BuildError(
         f"the quality budget is broken on {quality.text}: {numbers}. Worst layers: {_worst(advice.errors, broken)}. "
         f"{_remedy(broken, advice)}. Nothing was published"
     )
 
 
-def _worst(errors: Sequence[LayerError], broken: Sequence[Breach]) -> str:
-    phases = {breach.phase for breach in broken}
+def _worst(errors: Sequence[LayerError], broken: Sequence[Violation]) -> str:
+    phases = {violation.phase for violation in broken}
     worst = sorted((e for e in errors if e.phase in phases), key=lambda e: e.decibels)[:WORST]
     return ", ".join(f"{error.name} ({error.decibels:.1f} dB, {error.phase})" for error in worst)
 
@@ -179,7 +179,7 @@ def _worst(errors: Sequence[LayerError], broken: Sequence[Breach]) -> str:
 # ------------------------------------------------------------------------------------------------------------ overrides
 
 
-def _remedy(broken: Sequence[Breach], advice: Advice) -> str:
+def _remedy(broken: Sequence[Violation], advice: Advice) -> str:
     """What to write into the recipe: overrides for decode, then what prefill needs beyond them."""
     if advice.static:  # rebuilt with overrides, the small model kept three times the KL that was estimated
         return (
@@ -189,45 +189,45 @@ def _remedy(broken: Sequence[Breach], advice: Advice) -> str:
     chosen: list[Override] = []
     texts: list[str] = []
     for phase in ("decode", "prefill"):
-        targets = [breach.target for breach in broken if breach.phase == phase]
+        targets = [violation.target for violation in broken if violation.phase == phase]
         if not targets:
             continue
-        shares = advice.paths[phase].after(chosen)
-        precision = _more_bits(shares)
-        found = cheapest(shares, AIM * min(targets), precision) or cheapest(shares, min(targets), precision)
+        breakdown = advice.paths[phase].after(chosen)
+        precision = _more_bits(breakdown)
+        found = cheapest(breakdown, AIM * min(targets), precision) or cheapest(breakdown, min(targets), precision)
         chosen += found
-        if not found and shares.kl > min(targets):
-            texts.append(_impossible(phase, precision, shares, min(targets), advice.split))
+        if not found and breakdown.kl > min(targets):
+            texts.append(_impossible(phase, precision, breakdown, min(targets), advice.split))
     if chosen:
         shown = ", ".join(map(str, chosen[:SHOWN]))
         more = f" and {len(chosen) - SHOWN} more" if len(chosen) > SHOWN else ""
-        left = max(advice.paths[breach.phase].after(chosen).kl for breach in broken)
+        left = max(advice.paths[violation.phase].after(chosen).kl for violation in broken)
         texts.insert(
             0, f"The cheapest overrides in the recipe's [layers] leave a mean KL of about {left:.2g}: {shown}{more}"
         )
     return ". ".join(texts)
 
 
-def _more_bits(shares: Shares) -> str:
+def _more_bits(breakdown: KLBreakdown) -> str:
     """From 8 bits there is only one way up, and it is dear: it is for models that have nothing below 8 bits."""
-    return "int8" if not shares.floats and any(part.precision == "int4" for part in shares.parts) else "fp16"
+    return "int8" if not breakdown.floats and any(part.precision == "int4" for part in breakdown.parts) else "fp16"
 
 
-def _impossible(phase: str, precision: str, shares: Shares, target: float, split: bool) -> str:
-    left = shares.after([Override("*", precision, 0.0, 0)]).kl
+def _impossible(phase: str, precision: str, breakdown: KLBreakdown, target: float, split: bool) -> str:
+    left = breakdown.after([Override("*", precision, 0.0, 0)]).kl
     needed = f"a mean KL of about {left:.2g} ({phase}), where about {target:.2g} is needed"
     if split and phase == "prefill":
         return f'Activations in 8 bits leave {needed}: phases = "shared" gives prefill the decode graph'
-    if not shares.parts:
+    if not breakdown.parts:
         return f"No quantized weights are left to override, and {needed}: give a larger budget"
     higher = "fp16" if precision == "int8" else "fp32"
     return f'Even {precision} everywhere leaves {needed}: give a larger budget, or precision = "{higher}"'
 
 
-def cheapest(shares: Shares, target: float, precision: str) -> list[Override]:
+def cheapest(breakdown: KLBreakdown, target: float, precision: str) -> list[Override]:
     """Overrides that remove most KL per byte, one after another until ``target`` is left; none if all is too few."""
     chosen: list[Override] = []
-    left = shares
+    left = breakdown
     while left.kl > target:
         options = [_override(pattern, precision, left.parts) for pattern in _patterns(left.parts, precision)]
         if not options:
@@ -236,7 +236,7 @@ def cheapest(shares: Shares, target: float, precision: str) -> list[Override]:
         left = left.after(chosen[-1:])
     for override in sorted(chosen, key=lambda override: -override.adds):  # the last one may have made another needless
         others = [other for other in chosen if other is not override]
-        if shares.after(others).kl <= target:
+        if breakdown.after(others).kl <= target:
             chosen = others
     return chosen
 
@@ -275,7 +275,8 @@ def advise(
     errors = layer_errors(folder, manifest, reference, few, progress)
     linears = linear_errors(folder, manifest, reference, few, progress)
     shared = {
-        phase: _shares(path.mean_kl or 0.0, phase, errors, linears, manifest) for phase, path in quality.phases.items()
+        phase: _breakdown(path.mean_kl or 0.0, phase, errors, linears, manifest)
+        for phase, path in quality.phases.items()
     }
     worst_first = tuple(sorted(errors, key=lambda error: error.decibels))
     recipe = manifest.recipe
@@ -283,19 +284,19 @@ def advise(
     return Advice(worst_first, shared, split=recipe.phases == "split", static=static)
 
 
-def _shares(
+def _breakdown(
     kl: float, phase: str, errors: Sequence[LayerError], linears: Sequence[LayerError], manifest: Manifest
-) -> Shares:
+) -> KLBreakdown:
     """The KL of a path by who causes it.
 
     A prefill graph of its own that quantizes activations is mended by its head alone: linears are measured in decode's.
     """
-    stored = forms(manifest.recipe)
-    form = stored.get(phase) or next(iter(stored.values()))
+    stored = quant_configs(manifest.recipe)
+    config = stored.get(phase) or next(iter(stored.values()))
     of_path = {error.name: error for error in errors if error.phase == phase}
     head = min(kl, of_path[HEAD].kl or 0.0)
     found = {error.name: error.noise for error in linears}
-    precisions = {name: _precision(form.of(name)) for name in (*found, HEAD)}
+    precisions = {name: _precision(config.of(name)) for name in (*found, HEAD)}
     noises = {name: noise for name, noise in found.items() if precisions[name]}
     embedding = of_path[EMBEDDING].noise
     whole = embedding + sum(error.noise for error in of_path.values() if error.name not in (EMBEDDING, HEAD))
@@ -308,12 +309,12 @@ def _shares(
         if precision is not None
     ]
     other = max(0.0, kl - sum(part.kl for part in parts))
-    return Shares(tuple(parts), other, floats="fp8" in precisions.values())
+    return KLBreakdown(tuple(parts), other, floats="fp8" in precisions.values())
 
 
-def _precision(form: Form) -> str | None:
+def _precision(config: QuantConfig) -> str | None:
     """What an override raises; None for floats, and for activations in 8 bits."""
-    match form:
+    match config:
         case WeightOnly(grid):
             return f"int{grid.bits}"
         case Float8():

@@ -56,33 +56,35 @@ class Static:
     grid: Grid = Grid(8)
 
 
-Form = Float32 | Float16 | Computed | Float8 | WeightOnly | PerToken | Static
+QuantConfig = Float32 | Float16 | Computed | Float8 | WeightOnly | PerToken | Static
 W8A8: dict[str, PerToken | Static] = {"per-token": PerToken(), "static": Static()}
 
 
 @dataclass(frozen=True)
-class Forms:
-    """How a graph stores its linears: the body's form, the head's, and those of patterns; the last match wins.
+class QuantConfigs:
+    """How a graph stores its linears: the body's config, the head's, and those of patterns; the last match wins.
 
     Where ``w8a8`` is given it takes the place of integer weights of ``w8a8_bits`` everywhere but in the head.
     """
 
-    body: Form
-    head: Form
-    layers: tuple[tuple[str, Form], ...] = ()
+    body: QuantConfig
+    head: QuantConfig
+    layers: tuple[tuple[str, QuantConfig], ...] = ()
     w8a8: PerToken | Static | None = None
     w8a8_bits: tuple[int, ...] = (4, 8)
 
-    def of(self, module: str) -> Form:
-        """The form of the linear called ``module``, for example ``model.layers.0.mlp.down_proj``."""
-        matches = [form for pattern, form in self.layers if fnmatchcase(module, pattern)]
-        form = matches[-1] if matches else self.head if module == HEAD else self.body
-        replaced = self.w8a8 and module != HEAD and isinstance(form, WeightOnly) and form.grid.bits in self.w8a8_bits
-        return self.w8a8 if self.w8a8 and replaced else form
+    def of(self, module: str) -> QuantConfig:
+        """The config of the linear called ``module``, for example ``model.layers.0.mlp.down_proj``."""
+        matches = [config for pattern, config in self.layers if fnmatchcase(module, pattern)]
+        config = matches[-1] if matches else self.head if module == HEAD else self.body
+        replaced = (
+            self.w8a8 and module != HEAD and isinstance(config, WeightOnly) and config.grid.bits in self.w8a8_bits
+        )
+        return self.w8a8 if self.w8a8 and replaced else config
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoweringContext:
     """One graph to make.
 
     Attributes:
@@ -96,7 +98,7 @@ class Plan:
     phase: str
     geometry: Geometry
     limits: Limits
-    forms: Forms
+    quant: QuantConfigs
     weights: WeightFile
     calibrated: Calibrated
     cache: str = "float32"
@@ -105,12 +107,12 @@ class Plan:
     contract: int = GRAPH_CONTRACT_VERSION
 
     @property
-    def embedding(self) -> Form:
-        """See :func:`embedding_form`."""
-        return embedding_form(self.forms, self.geometry.tied_head)
+    def embedding(self) -> QuantConfig:
+        """See :func:`embedding_config`."""
+        return embedding_config(self.quant, self.geometry.tied_head)
 
 
-def embedding_form(stored: Forms, tied: bool) -> Form:
+def embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
     """A tied embedding shares the head's bytes. Rows of an untied one cost nothing per step: they keep 8 bits."""
     head = stored.of(HEAD)
     if isinstance(head, Float8):
@@ -120,30 +122,30 @@ def embedding_form(stored: Forms, tied: bool) -> Form:
     return WeightOnly(Grid(8, 128 if head.grid.block else 0))
 
 
-def forms(recipe: Recipe) -> dict[str, Forms]:
+def quant_configs(recipe: Recipe) -> dict[str, QuantConfigs]:
     """The graphs to make, by phase, and how each stores its weights."""
     if recipe.phases == "single":
-        return {"single": _engine_forms(recipe)}
-    weights: dict[str, Form] = {
+        return {"single": _engine_configs(recipe)}
+    weights: dict[str, QuantConfig] = {
         "fp32": Float32(),
         "fp16": Float16(),
         "int8": WeightOnly(Grid(8, recipe.block_size, recipe.symmetric)),
         "int4": WeightOnly(Grid(4, recipe.block_size, recipe.symmetric)),
     }
     layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
-    stored = Forms(weights[recipe.precision], weights[recipe.head], layers)
+    stored = QuantConfigs(weights[recipe.precision], weights[recipe.head], layers)
     if recipe.phases == "shared":
         return {"shared": stored}
     return {"prefill": replace(stored, w8a8=W8A8[recipe.activations]), "decode": stored}
 
 
-def _engine_forms(recipe: Recipe) -> Forms:
+def _engine_configs(recipe: Recipe) -> QuantConfigs:
     """One graph for both phases, for engines that want int8 weights with a scale per output and constant scales.
 
     All scales are above zero: TensorRT refuses others.
     """
     static = recipe.activations == "static"
-    weights: dict[str, Form] = {
+    weights: dict[str, QuantConfig] = {
         **dict.fromkeys(("fp32", "fp16", "bf16"), Computed()),
         "int8": WeightOnly(Grid(8, positive=True)),
         "int4": WeightOnly(Grid(4, recipe.block_size, positive=True)),
@@ -151,7 +153,9 @@ def _engine_forms(recipe: Recipe) -> Forms:
     }
     layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
     head = Float8() if recipe.head == "fp8" else weights[recipe.head]
-    return Forms(weights[recipe.precision], head, layers, Static(Grid(8, positive=True)) if static else None, (8,))
+    return QuantConfigs(
+        weights[recipe.precision], head, layers, Static(Grid(8, positive=True)) if static else None, (8,)
+    )
 
 
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:

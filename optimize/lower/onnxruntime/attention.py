@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import (
     LLMC,
@@ -29,10 +29,10 @@ CACHE_TYPES = {"float16": ir.DataType.FLOAT16, **dict.fromkeys(QUANTIZED_CACHES,
 Positions = Callable[[ir.Graph, ir.Node], list[ir.Value]]
 
 
-def pack_projections(graph: ir.Graph, plan: Plan) -> int:
+def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
     """One linear and a Split for the query, key and value linears of each attention: one pass over the activation.
 
-    Where they are to be stored in different forms they stay apart. Returns how many attentions were looked at.
+    Where they are to be stored differently they stay apart. Returns how many attentions were looked at.
     """
     count = 0
     for attention in nodes_of(graph, "CachedAttention", LLMC):
@@ -41,7 +41,7 @@ def pack_projections(graph: ir.Graph, plan: Plan) -> int:
             raise BuildError(f"{attention.name}: query, key and value do not read the same activation")
         if len({bool(linear.biases) for linear in linears}) != 1:
             raise BuildError(f"{attention.name}: only some of query, key and value have a bias")
-        if len({plan.forms.of(linear.module) for linear in linears}) == 1:
+        if len({context.quant.of(linear.module) for linear in linears}) == 1:
             _pack(graph, f"{attention.name}.qkv_proj", linears)
         count += 1
     return count
@@ -70,7 +70,7 @@ def _linear_before(value: ir.Value | None) -> Linear:
     return Linear.of(node)
 
 
-def group_query_attention(graph: ir.Graph, plan: Plan, make_positions: Positions) -> int:
+def group_query_attention(graph: ir.Graph, context: LoweringContext, make_positions: Positions) -> int:
     """llmc::CachedAttention -> GroupQueryAttention; ``make_positions`` is called once, for all layers."""
     positions: list[ir.Value] = []
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
@@ -79,13 +79,13 @@ def group_query_attention(graph: ir.Graph, plan: Plan, make_positions: Positions
         query, key, value, past_key, past_value, _past_lengths, inv_freq = node.inputs
         packed = _split_source(query, key, value)
         window = node.attributes["window"].as_int()
-        scales, attributes = _cache_scales(graph, layer, plan)
+        scales, attributes = _cache_scales(graph, layer, context)
         emit = Emitter(node, main="GroupQueryAttention")
         outputs = emit.many(
             "GroupQueryAttention",
             [
                 *((packed, None, None) if packed else (query, key, value)),
-                *(past_key, past_value, *positions, *rotary_tables(graph, inv_freq, plan), *scales),
+                *(past_key, past_value, *positions, *rotary_tables(graph, inv_freq, context), *scales),
             ],
             3,
             MICROSOFT,
@@ -108,34 +108,38 @@ def _split_source(*parts: ir.Value | None) -> ir.Value | None:
     return None
 
 
-def rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, plan: Plan) -> tuple[ir.Value, ir.Value]:
+def rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, context: LoweringContext) -> tuple[ir.Value, ir.Value]:
     """Cosine and sine [max_context, head_dim / 2] for the planned context, shared by all graphs."""
     assert inv_freq is not None and inv_freq.const_value is not None
     frequencies = inv_freq.const_value.numpy().astype(np.float32)
-    angles = np.arange(plan.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
+    angles = np.arange(context.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
     names = ("rotary_emb.cos", "rotary_emb.sin")
-    tables = plan.weights.add(names, lambda: [table(angles).astype(plan.compute) for table in (np.cos, np.sin)])
+    tables = context.weights.add(names, lambda: [table(angles).astype(context.compute) for table in (np.cos, np.sin)])
     cos, sin = (initializer(graph, table) for table in tables)
     return cos, sin
 
 
-def _cache_scales(graph: ir.Graph, layer: int, plan: Plan) -> tuple[list[ir.Value | None], dict[str, str | int]]:
+def _cache_scales(
+    graph: ir.Graph, layer: int, context: LoweringContext
+) -> tuple[list[ir.Value | None], dict[str, str | int]]:
     """Inputs of the attention after the rotary tables, and its attributes, for a quantized cache; else nothing."""
-    if plan.cache not in QUANTIZED_CACHES:
+    if context.cache not in QUANTIZED_CACHES:
         return [], {}
     scales: list[ir.Value | None] = [None, None, None]  # no position ids, no bias, no sink
     for part in ("key", "value"):
-        found = kv_cache.scales(plan.calibrated.cache_range(layer, part), per_channel=plan.cache == "int8-channel")
+        found = kv_cache.scales(
+            context.calibrated.cache_range(layer, part), per_channel=context.cache == "int8-channel"
+        )
         scales.append(constant(graph, f"model.layers.{layer}.self_attn.{part}.scale", found.ravel()))
-    kind = QUANTIZED_CACHES[plan.cache]
+    kind = QUANTIZED_CACHES[context.cache]
     return scales, {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": 8}
 
 
-def type_cache(graph: ir.Graph, plan: Plan) -> int:
+def type_cache(graph: ir.Graph, context: LoweringContext) -> int:
     """Declare the cache's inputs and outputs in the type that they are kept in."""
-    if plan.cache not in CACHE_TYPES:
+    if context.cache not in CACHE_TYPES:
         return 0
     values = [v for v in (*graph.inputs, *graph.outputs) if (v.name or "").startswith(("past_key_values.", "present."))]
     for value in values:
-        value.type = ir.TensorType(CACHE_TYPES[plan.cache])
+        value.type = ir.TensorType(CACHE_TYPES[context.cache])
     return len(values)

@@ -3,14 +3,14 @@
 import numpy as np
 import onnx_ir as ir
 
-from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import group_query_attention
 from llmc.optimize.lower.rewrite import Emitter, scalar
 
 
-def lower_attention(graph: ir.Graph, plan: Plan) -> int:
+def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over the shared buffers, rotary tables as constants."""
-    return group_query_attention(graph, plan, _positions)
+    return group_query_attention(graph, context, _positions)
 
 
 def _positions(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:

@@ -1,4 +1,4 @@
-"""Linears for ONNX Runtime on CPUs, one function for each form that weights may have."""
+"""Linears for ONNX Runtime on CPUs, one function for each QuantConfig."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import Float16, Float32, PerToken, Plan, Static, WeightOnly
+from llmc.optimize.lower.context import Float16, Float32, LoweringContext, PerToken, Static, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.onnxruntime.linears import (
     bias_of,
@@ -42,37 +42,37 @@ MIDDLE = 128
 Tokens = tuple[ir.Value, ir.Value]
 
 
-def lower_linears(graph: ir.Graph, plan: Plan) -> int:
-    """llmc::Linear -> the operator of the form that the plan asks for. Counts the parts of packed ones."""
+def lower_linears(graph: ir.Graph, context: LoweringContext) -> int:
+    """llmc::Linear -> the operator that its QuantConfig asks for. Counts the parts of packed ones."""
     activations: dict[ir.Value, Tokens] = {}
-    return replace_linears(graph, plan, lambda linear: _lowered(linear, plan, activations))
+    return replace_linears(graph, context, lambda linear: _lowered(linear, context, activations))
 
 
-def _lowered(linear: Linear, plan: Plan, activations: dict[ir.Value, Tokens]) -> ir.Value:
+def _lowered(linear: Linear, context: LoweringContext, activations: dict[ir.Value, Tokens]) -> ir.Value:
     """``activations`` are those that earlier linears quantized."""
-    match plan.forms.of(linear.module):
+    match context.quant.of(linear.module):
         case Float32():
-            return float_linear(linear, float32_weight(linear.tensor, linear.weights, plan), plan)
+            return float_linear(linear, float32_weight(linear.tensor, linear.weights, context), context)
         case Float16():
-            return float_linear(linear, float16_weight(linear.tensor, linear.weights, plan), plan)
+            return float_linear(linear, float16_weight(linear.tensor, linear.weights, context), context)
         case WeightOnly(grid):
-            return _blocked_linear(linear, grid, plan)
+            return _blocked_linear(linear, grid, context)
         case PerToken(grid):
-            return _per_token_linear(linear, grid, plan, activations)
+            return _per_token_linear(linear, grid, context, activations)
         case Static(grid):
-            return _static_linear(linear, grid, plan, activations)
-        case form:
+            return _static_linear(linear, grid, context, activations)
+        case config:
             raise BuildError(
-                f"{linear.module} is to be stored as {form}, which the cpu target cannot; expected fp32, fp16, int8 or "
-                "int4"
+                f"{linear.module} is to be stored as {config}, which the cpu target cannot; expected fp32, fp16, int8 "
+                "or int4"
             )
 
 
-def _blocked_linear(linear: Linear, grid: Grid, plan: Plan) -> ir.Value:
+def _blocked_linear(linear: Linear, grid: Grid, context: LoweringContext) -> ir.Value:
     emit = Emitter(linear.node, main="MatMulNBits")
-    packed = [initializer(emit.graph, tensor) for tensor in blocked(linear.weights, grid, plan)]
+    packed = [initializer(emit.graph, tensor) for tensor in blocked(linear.weights, grid, context)]
     weight, scales, *zeros = packed
-    bias = bias_of(emit.graph, linear, plan) if linear.biases else None
+    bias = bias_of(emit.graph, linear, context) if linear.biases else None
     optional: list[ir.Value | None] = [zeros[0] if zeros else None, None, bias]
     while optional and optional[-1] is None:
         optional.pop()
@@ -88,7 +88,9 @@ def _blocked_linear(linear: Linear, grid: Grid, plan: Plan) -> ir.Value:
     )
 
 
-def _per_token_linear(linear: Linear, grid: Grid, plan: Plan, activations: dict[ir.Value, Tokens]) -> ir.Value:
+def _per_token_linear(
+    linear: Linear, grid: Grid, context: LoweringContext, activations: dict[ir.Value, Tokens]
+) -> ir.Value:
     """y = (q @ W) * weight scale [N] * token scale [M]: the integer product is exact, so no row depends on another."""
     x = linear.node.inputs[0]
     assert x is not None
@@ -96,32 +98,34 @@ def _per_token_linear(linear: Linear, grid: Grid, plan: Plan, activations: dict[
         activations[x] = _quantize_tokens(linear, x)
     tokens, token_scales = activations[x]
     emit = Emitter(linear.node)
-    product = _integer_product(emit, linear, grid, plan, tokens, scalar(emit.graph, 1.0, np.float32))
-    output = with_bias(emit, emit("Mul", product, token_scales), linear, plan)
+    product = _integer_product(emit, linear, grid, context, tokens, scalar(emit.graph, 1.0, np.float32))
+    output = with_bias(emit, emit("Mul", product, token_scales), linear, context)
     return emit("Reshape", output, _rows_shape(emit))
 
 
-def _static_linear(linear: Linear, grid: Grid, plan: Plan, activations: dict[ir.Value, Tokens]) -> ir.Value:
+def _static_linear(
+    linear: Linear, grid: Grid, context: LoweringContext, activations: dict[ir.Value, Tokens]
+) -> ir.Value:
     """y = (q @ W) * weight scale [N] * scale, with one scale for all activations, known before they are seen."""
     x, emit = linear.node.inputs[0], Emitter(linear.node)
     assert x is not None
     if x not in activations:
-        found = static.activation_scale(plan.calibrated.activation(linear.module))
+        found = static.activation_scale(context.calibrated.activation(linear.module))
         scale = constant(emit.graph, f"{linear.name}.input.scale", np.float32(found))
         flat = emit("Reshape", x, vector(emit.graph, [-1, linear.inputs]))
         activations[x] = emit("QuantizeLinear", flat, scale, scalar(emit.graph, MIDDLE, np.uint8)), scale
     tokens, scale = activations[x]
-    output = with_bias(emit, _integer_product(emit, linear, grid, plan, tokens, scale), linear, plan)
+    output = with_bias(emit, _integer_product(emit, linear, grid, context, tokens, scale), linear, context)
     return emit("Reshape", output, _rows_shape(emit))
 
 
 def _integer_product(
-    emit: Emitter, linear: Linear, grid: Grid, plan: Plan, tokens: ir.Value, scale: ir.Value
+    emit: Emitter, linear: Linear, grid: Grid, context: LoweringContext, tokens: ir.Value, scale: ir.Value
 ) -> ir.Value:
     """(tokens - 128) @ W, exact in 32 bits, times weight scales [N] and ``scale``: float32 [M, N]."""
     names = (f"{linear.name}.int8", f"{linear.name}.int8.scales")
     weight, scales = (
-        initializer(emit.graph, t) for t in plan.weights.add(names, lambda: by_column(linear, grid, plan))
+        initializer(emit.graph, t) for t in context.weights.add(names, lambda: by_column(linear, grid, context))
     )
     zero_point = scalar(emit.graph, MIDDLE, np.uint8)
     return emit("MatMulIntegerToFloat", tokens, weight, scale, scales, zero_point, domain=MICROSOFT)
@@ -148,7 +152,7 @@ def _zero_points(emit: Emitter) -> ir.Value:
     return emit("Expand", vector(emit.graph, [MIDDLE], np.uint8), rows)
 
 
-def defer_token_scales(graph: ir.Graph, _: Plan) -> int:
+def defer_token_scales(graph: ir.Graph, _: LoweringContext) -> int:
     """Mul(a, y * scales) -> quantize  becomes  Mul(a, y) -> quantize, with the scales multiplied in after the product.
 
     Quantization per token does not see a factor per token, so the widest multiplication of each layer goes away.
@@ -193,7 +197,7 @@ def _once(graph: ir.Graph, key: str, make: Callable[[], ir.Value]) -> ir.Value:
     return value
 
 
-def by_column(linear: Linear, grid: Grid, plan: Plan) -> tuple[NDArray[np.int8], Float]:
+def by_column(linear: Linear, grid: Grid, context: LoweringContext) -> tuple[NDArray[np.int8], Float]:
     """Weights int8 [K, N] with scales float32 [N], as integer matrix products want them."""
-    quantized = plan.calibrated.quantized(linear.weights, grid)
+    quantized = context.calibrated.quantized(linear.weights, grid)
     return quantized.values.T, quantized.scales[:, 0]

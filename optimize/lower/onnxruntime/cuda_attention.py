@@ -14,20 +14,20 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import group_query_attention, rotary_tables
 from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, nodes_of, replace, scalar, vector
 
 MASKED = float(np.finfo(np.float32).min)
 
 
-def lower_attention(graph: ir.Graph, plan: Plan) -> int:
+def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over shared buffers, or basic operators where it has no kernel."""
-    if plan.compute == "float16":
-        return group_query_attention(graph, plan, _positions)
-    if plan.compute == "float32":  # the CUDA provider has GroupQueryAttention for 16 bits only
-        return _basic_attention(graph, plan)
-    raise BuildError(f"the cuda target computes in float16 or float32, not in {plan.compute}; change compute")
+    if context.compute == "float16":
+        return group_query_attention(graph, context, _positions)
+    if context.compute == "float32":  # the CUDA provider has GroupQueryAttention for 16 bits only
+        return _basic_attention(graph, context)
+    raise BuildError(f"the cuda target computes in float16 or float32, not in {context.compute}; change compute")
 
 
 def graph_input(graph: ir.Graph, name: str) -> ir.Value:
@@ -77,12 +77,12 @@ class _Shared:
     masks: dict[int, ir.Value]
 
 
-def _basic_attention(graph: ir.Graph, plan: Plan) -> int:
+def _basic_attention(graph: ir.Graph, context: LoweringContext) -> int:
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if attentions:
         shared = _shared(graph, attentions[0])
         for node in attentions:
-            replace(node, *_attend(node, shared, plan))
+            replace(node, *_attend(node, shared, context))
     return len(attentions)
 
 
@@ -96,14 +96,14 @@ def _shared(graph: ir.Graph, first: ir.Node) -> _Shared:
     return _Shared(positions, emit("Unsqueeze", positions, vector(graph, [1, 2, 4])), slots, {})
 
 
-def _attend(node: ir.Node, shared: _Shared, plan: Plan) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _attend(node: ir.Node, shared: _Shared, context: LoweringContext) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Attention [B, S, H * D] and the cache [B, KV, C, D] with the new keys and values in it."""
     query, key, value, past_key, past_value, _past_lengths, inv_freq = node.inputs
-    emit, g = Emitter(node), plan.geometry
-    tables = rotary_tables(emit.graph, inv_freq, plan)
+    emit, g = Emitter(node), context.geometry
+    tables = rotary_tables(emit.graph, inv_freq, context)
     query, key = (emit("RotaryEmbedding", part, shared.positions, *tables, domain=MICROSOFT) for part in (query, key))
     present_key, present_value = (
-        _written(emit, past, part, shared, plan) for past, part in ((past_key, key), (past_value, value))
+        _written(emit, past, part, shared, context) for past, part in ((past_key, key), (past_value, value))
     )
     keys, values = (
         emit("Unsqueeze", present, vector(emit.graph, [2])) for present in (present_key, present_value)
@@ -118,9 +118,11 @@ def _attend(node: ir.Node, shared: _Shared, plan: Plan) -> tuple[ir.Value, ir.Va
     return emit("Reshape", mixed, vector(emit.graph, [0, 0, -1])), present_key, present_value
 
 
-def _written(emit: Emitter, past: ir.Value | None, part: ir.Value | None, shared: _Shared, plan: Plan) -> ir.Value:
+def _written(
+    emit: Emitter, past: ir.Value | None, part: ir.Value | None, shared: _Shared, context: LoweringContext
+) -> ir.Value:
     """The cache with new keys or values [B, S, KV * D] in it, in place where past and present share their memory."""
-    g = plan.geometry
+    g = context.geometry
     split = emit("Reshape", part, vector(emit.graph, [0, 0, g.kv_heads, g.head_dim]))
     heads = emit("Transpose", split, perm=[0, 2, 1, 3])  # (B, KV, S, D)
     column = emit("Unsqueeze", shared.positions, vector(emit.graph, [1, 3]))

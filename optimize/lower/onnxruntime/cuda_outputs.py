@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 
-from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.cuda_attention import graph_input, sequence_lengths
 from llmc.optimize.lower.onnxruntime.linears import float_type
 from llmc.optimize.lower.rewrite import Emitter, nodes_of, replace, scalar, vector
@@ -11,7 +11,7 @@ from llmc.optimize.lower.rewrite import Emitter, nodes_of, replace, scalar, vect
 FOR_THE_HOST = ("logits", "hidden_states")
 
 
-def gather_logit_rows(graph: ir.Graph, plan: Plan) -> int:
+def gather_logit_rows(graph: ir.Graph, context: LoweringContext) -> int:
     """GatherND(hidden [B, S, N], indices [B, O]) -> Gather from rows [B * S, N].
 
     GatherND's CUDA kernel copies sizes from host memory that is gone when a recorded graph is repeated.
@@ -19,7 +19,7 @@ def gather_logit_rows(graph: ir.Graph, plan: Plan) -> int:
     count = 0
     for node in nodes_of(graph, "GatherND"):
         emit = Emitter(node, main="Gather")
-        flat = emit("Reshape", node.inputs[0], vector(graph, [-1, plan.geometry.hidden_size]))
+        flat = emit("Reshape", node.inputs[0], vector(graph, [-1, context.geometry.hidden_size]))
         lengths = sequence_lengths(graph, Emitter(node, "positions"))
         firsts = emit("CumSum", lengths, scalar(graph, 0, np.int64), exclusive=1)
         column = emit("Unsqueeze", firsts, vector(graph, [1]))
@@ -29,14 +29,14 @@ def gather_logit_rows(graph: ir.Graph, plan: Plan) -> int:
     return count
 
 
-def float32_outputs(graph: ir.Graph, plan: Plan) -> int:
+def float32_outputs(graph: ir.Graph, context: LoweringContext) -> int:
     """Logits and hidden states as float32, where the graph computes in another type."""
-    if plan.compute == "float32":
+    if context.compute == "float32":
         return 0
     _forget_types(graph)
     for i, value in enumerate(graph.outputs):
         if value.name in FOR_THE_HOST:
-            graph.outputs[i] = _as_float32(graph, value, plan.compute)
+            graph.outputs[i] = _as_float32(graph, value, context.compute)
     return len(FOR_THE_HOST)
 
 

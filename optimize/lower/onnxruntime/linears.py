@@ -6,24 +6,24 @@ from numpy.typing import NDArray
 
 from llmc.errors import BuildError
 from llmc.optimize.calibrate.store import grid_name
-from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, initializer
 from llmc.optimize.quantize.grid import Grid, pack_blocks, pack_zero_points
 
 
-def float_linear(linear: Linear, stored: ir.ExternalTensor, plan: Plan) -> ir.Value:
+def float_linear(linear: Linear, stored: ir.ExternalTensor, context: LoweringContext) -> ir.Value:
     """A product in float32, or in float16 where weights and activations both are.
 
     Of float16 weights in a float32 graph the engine makes float32 when it loads them: half the file, no less memory.
     """
     emit = Emitter(linear.node)
-    x, activations = linear.node.inputs[0], float_type(plan.compute)
+    x, activations = linear.node.inputs[0], float_type(context.compute)
     assert x is not None
     arithmetic = stored.dtype if stored.dtype == activations else ir.DataType.FLOAT
     weight = converted(emit, initializer(emit.graph, stored), stored.dtype, arithmetic)
     x = converted(emit, x, activations, arithmetic)
-    output = with_bias(emit, emit("FusedMatMul", x, weight, domain=MICROSOFT, transB=1), linear, plan, arithmetic)
+    output = with_bias(emit, emit("FusedMatMul", x, weight, domain=MICROSOFT, transB=1), linear, context, arithmetic)
     return converted(emit, output, arithmetic, activations)
 
 
@@ -38,41 +38,43 @@ def converted(emit: Emitter, value: ir.Value, before: ir.DataType, after: ir.Dat
 
 
 def with_bias(
-    emit: Emitter, output: ir.Value, linear: Linear, plan: Plan, dtype: ir.DataType = ir.DataType.FLOAT
+    emit: Emitter, output: ir.Value, linear: Linear, context: LoweringContext, dtype: ir.DataType = ir.DataType.FLOAT
 ) -> ir.Value:
     """``output`` and the linear's bias, if it has one, added in the type ``dtype``."""
-    return emit("Add", output, bias_of(emit.graph, linear, plan, dtype)) if linear.biases else output
+    return emit("Add", output, bias_of(emit.graph, linear, context, dtype)) if linear.biases else output
 
 
-def bias_of(graph: ir.Graph, linear: Linear, plan: Plan, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+def bias_of(
+    graph: ir.Graph, linear: Linear, context: LoweringContext, dtype: ir.DataType = ir.DataType.FLOAT
+) -> ir.Value:
     kind = dtype.numpy()
-    return constant(graph, f"{linear.name}.bias.{kind.name}", plan.calibrated.matrix(linear.biases).astype(kind))
+    return constant(graph, f"{linear.name}.bias.{kind.name}", context.calibrated.matrix(linear.biases).astype(kind))
 
 
-def blocked(weights: tuple[ir.ExternalTensor, ...], grid: Grid, plan: Plan) -> list[ir.ExternalTensor]:
+def blocked(weights: tuple[ir.ExternalTensor, ...], grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
     """Packed weights uint8 [N, groups, bytes], scales [N, groups] and, on an asymmetric grid, packed zero points."""
     name = f"{'+'.join(weight.name or '' for weight in weights)}.{grid_name(grid)}"
-    scales = f"{name}.scales" if plan.compute == "float32" else f"{name}.scales.{plan.compute}"
+    scales = f"{name}.scales" if context.compute == "float32" else f"{name}.scales.{context.compute}"
     names = [name, scales, *([] if grid.symmetric else [f"{name}.zeros"])]
 
     def make() -> list[NDArray[np.generic]]:
-        quantized = plan.calibrated.quantized(weights, grid)
-        scales = quantized.scales.astype(plan.compute, copy=False)
+        quantized = context.calibrated.quantized(weights, grid)
+        scales = quantized.scales.astype(context.compute, copy=False)
         arrays: list[NDArray[np.generic]] = [pack_blocks(quantized.values, grid), scales]
         if quantized.zero_points is not None:
             arrays.append(pack_zero_points(quantized.zero_points, grid))
         return arrays
 
-    return plan.weights.add(names, make)
+    return context.weights.add(names, make)
 
 
-def float32_weight(name: str, weights: tuple[ir.ExternalTensor, ...], plan: Plan) -> ir.ExternalTensor:
+def float32_weight(name: str, weights: tuple[ir.ExternalTensor, ...], context: LoweringContext) -> ir.ExternalTensor:
     """Stacked matrices as float32 [N, K]."""
-    (weight,) = plan.weights.add([f"{name}.float32"], lambda: [plan.calibrated.matrix(weights)])
+    (weight,) = context.weights.add([f"{name}.float32"], lambda: [context.calibrated.matrix(weights)])
     return weight
 
 
-def float16_weight(name: str, weights: tuple[ir.ExternalTensor, ...], plan: Plan) -> ir.ExternalTensor:
+def float16_weight(name: str, weights: tuple[ir.ExternalTensor, ...], context: LoweringContext) -> ir.ExternalTensor:
     """Stacked matrices as float16 [N, K].
 
     Raises:
@@ -80,10 +82,10 @@ def float16_weight(name: str, weights: tuple[ir.ExternalTensor, ...], plan: Plan
     """
 
     def make() -> list[NDArray[np.float16]]:
-        values = plan.calibrated.matrix(weights)
+        values = context.calibrated.matrix(weights)
         if float(np.abs(values).max()) > float(np.finfo(np.float16).max):
             raise BuildError(f"{name} holds weights beyond float16's 65504; keep it in fp32 with a layers pattern")
         return [values.astype(np.float16)]
 
-    (weight,) = plan.weights.add([f"{name}.float16"], make)
+    (weight,) = context.weights.add([f"{name}.float16"], make)
     return weight

@@ -2,17 +2,19 @@
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.context import Plan
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import stored
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, nodes_of, replace, sole_consumer
 
 
-def lower_norms(graph: ir.Graph, plan: Plan) -> int:
+def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
     """RMSNormalization -> SimplifiedLayerNormalization, its twin that older engines know too, weights inline."""
     count = 0
     for norm in nodes_of(graph, "RMSNormalization"):
         tensor = stored(norm.inputs[1])
-        weight = constant(graph, f"{tensor.name}.{plan.compute}", plan.calibrated.rows(tensor).astype(plan.compute))
+        weight = constant(
+            graph, f"{tensor.name}.{context.compute}", context.calibrated.rows(tensor).astype(context.compute)
+        )
         epsilon = norm.attributes["epsilon"].as_float()
         emit = Emitter(norm, main="SimplifiedLayerNormalization")
         replace(norm, emit("SimplifiedLayerNormalization", norm.inputs[0], weight, axis=-1, epsilon=epsilon))
@@ -20,7 +22,7 @@ def lower_norms(graph: ir.Graph, plan: Plan) -> int:
     return count
 
 
-def fuse_skip_norms(graph: ir.Graph, _: Plan) -> int:
+def fuse_skip_norms(graph: ir.Graph, _: LoweringContext) -> int:
     """SimplifiedLayerNormalization(Add(residual, x)) -> SkipSimplifiedLayerNormalization; it hands on the sum too."""
     count = 0
     for norm in nodes_of(graph, "SimplifiedLayerNormalization"):
@@ -43,7 +45,7 @@ def fuse_skip_norms(graph: ir.Graph, _: Plan) -> int:
     return count
 
 
-def fuse_silu(graph: ir.Graph, _: Plan) -> int:
+def fuse_silu(graph: ir.Graph, _: LoweringContext) -> int:
     """Mul(x, Sigmoid(x)) -> QuickGelu(x, alpha=1): one pass instead of two."""
     count = 0
     for sigmoid in nodes_of(graph, "Sigmoid"):

@@ -12,9 +12,9 @@ import torch
 
 from llmc.errors import BuildError
 from llmc.export.streaming import StreamedDecoder
-from llmc.optimize.calibrate.layers import STATE, calibrate, stored_form
+from llmc.optimize.calibrate.layers import STATE, calibrate, stored_config
 from llmc.optimize.calibrate.store import Calibrated, Store
-from llmc.optimize.lower.context import Float32, Form, Forms, PerToken, WeightOnly, forms
+from llmc.optimize.lower.context import Float32, PerToken, QuantConfig, QuantConfigs, WeightOnly, quant_configs
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid, unpack_blocks, unpack_zero_points
 from llmc.optimize.recipe import Request, resolve
@@ -48,10 +48,10 @@ def recipe_of(**request: Any) -> Any:
     return resolve(Request(precision="int4", **request), capabilities("cpu"), 128, "x")[0]
 
 
-def run(case: Any, folder: Path, body: Form = FOUR, source: Any = None, **request: Any) -> Store:
+def run(case: Any, folder: Path, body: QuantConfig = FOUR, source: Any = None, **request: Any) -> Store:
     """Calibrate a case with a float head."""
     source = source or StreamedDecoder(case.export)
-    return calibrate(source, samples(), recipe_of(**request), Forms(body, Float32()), folder, silent)
+    return calibrate(source, samples(), recipe_of(**request), QuantConfigs(body, Float32()), folder, silent)
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -59,7 +59,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def lowered_logits(lowering, decoder, case, form: Form, store: Store | None) -> np.ndarray:
+def lowered_logits(lowering, decoder, case, form: QuantConfig, store: Store | None) -> np.ndarray:
     """Logits [n, length, vocab] of the lowered graph with exact arithmetic, for the samples."""
     lowered = lowering(case.export, form, Float32(), calibrated=Calibrated(store))
     lowered.apply("remove dead nodes")
@@ -151,7 +151,7 @@ def test_each_layer_sees_the_quantized_ones_before_it(exported, tmp_path):
     recipe = recipe_of(scheme="gptq")
     ranges = []
     for number, layers in enumerate([(), (("model.layers.0.mlp.down_proj", Float32()),)]):
-        forms = Forms(FOUR, Float32(), layers)
+        forms = QuantConfigs(FOUR, Float32(), layers)
         store = calibrate(StreamedDecoder(case.export), samples(), recipe, forms, tmp_path / str(number), silent)
         ranges.append(store.read("layer-001")["input:model.layers.1.self_attn.q_proj"])
         assert ("values:int4x32:model.layers.0.mlp.down_proj.weight" in store.read("layer-000")) == (not layers)
@@ -162,7 +162,7 @@ def test_the_head_gets_integers_of_its_own(exported, lowering, tmp_path):
     """Of a tied head they serve the embedding as well."""
     case, form = exported(TIED), WeightOnly(Grid(8, 32))
     source = StreamedDecoder(case.export)
-    store = calibrate(source, samples(), recipe_of(scheme="gptq"), Forms(FOUR, form), tmp_path / "store", silent)
+    store = calibrate(source, samples(), recipe_of(scheme="gptq"), QuantConfigs(FOUR, form), tmp_path / "store", silent)
     values = store.read("head")["values:int8x32:model.embed_tokens.weight"]
     lowered = lowering(case.export, FOUR, form, calibrated=Calibrated(store))
     lowered.apply("lower embedding")
@@ -220,7 +220,7 @@ def test_two_of_four_weights_are_zero_in_every_linear(exported, lowering, tmp_pa
     lowered = lowering(case.export, form, Float32(), calibrated=Calibrated(store)).before("pack projections")
     lowered.nodes("CachedAttention")[0].op_type = "Kept"  # projections of the first layer stay apart
     for step in [step for step in lowered.steps if step.name == "lower linears"]:
-        step.run(lowered.graph, lowered.plan)
+        step.run(lowered.graph, lowered.context)
     lowered.weights.close()
     for name, mask in masks(store).items():
         assert (mask.reshape(len(mask), -1, 4).sum(axis=2) == 2).all(), name
@@ -320,7 +320,7 @@ def test_progress_counts_every_layer_and_the_head_also_when_resumed(exported, tm
     source = StreamedDecoder(exported(BIASES).export)
     for shares in ([], []):
         calibrate(
-            source, samples(), recipe_of(scheme="gptq"), Forms(FOUR, FOUR), tmp_path / "store",
+            source, samples(), recipe_of(scheme="gptq"), QuantConfigs(FOUR, FOUR), tmp_path / "store",
             lambda step, share=None, shares=shares: shares.append(share),
         )  # fmt: skip
         assert shares == pytest.approx([0, 1 / 3, 2 / 3, 1])
@@ -363,8 +363,8 @@ def test_at_most_two_layers_are_in_memory(exported, tmp_path):
 @pytest.mark.parametrize(("inputs", "block"), [(256, 128), (576, 64), (160, 32)])
 def test_integers_for_engines_are_chosen_on_the_block_that_fits(manifest, inputs, block):
     recipe = replace(manifest.recipe, precision="int4", head="int4", phases="single", activations="none")
-    form = stored_form(recipe, forms(recipe)["single"], "model.layers.0.mlp.down_proj", inputs)
+    form = stored_config(recipe, quant_configs(recipe)["single"], "model.layers.0.mlp.down_proj", inputs)
     assert form == WeightOnly(Grid(4, block, positive=True))
     shared = replace(recipe, phases="shared")
-    kept = stored_form(shared, forms(shared)["shared"], "model.layers.0.mlp.down_proj", inputs)
+    kept = stored_config(shared, quant_configs(shared)["shared"], "model.layers.0.mlp.down_proj", inputs)
     assert kept == WeightOnly(Grid(4, 128)), "ONNX Runtime pads the last block"

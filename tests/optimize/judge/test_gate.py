@@ -10,7 +10,7 @@ from llmc.bundle import Budget, PhaseQuality, Quality
 from llmc.errors import BuildError
 from llmc.optimize.build import build
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.judge.gate import INT8_LEAVES, Advice, Override, Part, Shares, breaches, cheapest, check
+from llmc.optimize.judge.gate import INT8_LEAVES, Advice, KLBreakdown, Override, Part, cheapest, check, violations
 from llmc.optimize.judge.layers import LayerError
 from llmc.optimize.recipe import Request
 
@@ -49,8 +49,8 @@ def parts(precision: str = "int4") -> tuple[Part, ...]:
 
 
 def advice(precision: str = "int4", split: bool = True) -> Advice:
-    shares = Shares(parts(precision), 0.002)
-    head = Shares(parts(precision)[-1:] if split else parts(precision), 0.002)
+    shares = KLBreakdown(parts(precision), 0.002)
+    head = KLBreakdown(parts(precision)[-1:] if split else parts(precision), 0.002)
     return Advice(ERRORS, {"prefill": head, "decode": shares}, split)
 
 
@@ -60,7 +60,7 @@ def refused(budget: Budget, found: Advice | None = None, quality: Quality = QUAL
     return str(error.value)
 
 
-# ------------------------------------------------------------------------------------------------------------- breaches
+# --------------------------------------------------------------------------------------------------------- violations
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ def test_a_budget_that_is_kept_lets_pass_without_measuring_anything(budget):
     ],
 )
 def test_a_breach_says_what_was_found_and_what_is_allowed(budget, phases, text):
-    broken = breaches(QUALITY, budget)
-    assert [breach.phase for breach in broken] == phases
+    broken = violations(QUALITY, budget)
+    assert [violation.phase for violation in broken] == phases
     assert broken[0].text == text
-    assert all(0 < breach.target < 0.04 for breach in broken)
+    assert all(0 < violation.target < 0.04 for violation in broken)
 
 
 def test_a_kl_that_is_no_number_breaks_any_budget():
     nan = dataclasses.replace(QUALITY.phases["decode"], mean_kl=float("nan"), top1_agreement=float("nan"))
     quality = dataclasses.replace(QUALITY, phases={"decode": nan})
-    assert breaches(quality, Budget(max_kl=1000))
-    assert breaches(quality, Budget(min_agreement=0))
+    assert violations(quality, Budget(max_kl=1000))
+    assert violations(quality, Budget(min_agreement=0))
 
 
 def test_the_message_has_all_numbers_the_worst_layers_and_overrides_on_one_line():
@@ -109,7 +109,7 @@ def test_the_message_has_all_numbers_the_worst_layers_and_overrides_on_one_line(
 
 
 def test_overrides_go_by_kl_per_byte_until_the_target_is_met():
-    shares = Shares(parts(), 0.002)
+    shares = KLBreakdown(parts(), 0.002)
     assert shares.kl == pytest.approx(0.04)
     [first] = cheapest(shares, 0.025, "int8")
     assert (first.pattern, first.adds) == ("model.layers.0.*", 1_000_000)
@@ -122,16 +122,16 @@ def test_overrides_go_by_kl_per_byte_until_the_target_is_met():
 def test_what_another_override_made_needless_is_left_out():
     small = Part("model.layers.1.self_attn.o_proj", "int4", 1_000, 0.001)
     large = Part("lm_head", "int4", 4_000_000, 0.02)
-    [only] = cheapest(Shares((small, large), 0.0), 0.0014, "int8")
+    [only] = cheapest(KLBreakdown((small, large), 0.0), 0.0014, "int8")
     assert only.pattern == "lm_head"
 
 
 def test_nothing_is_chosen_where_all_would_not_do():
-    assert cheapest(Shares(parts(), 0.002), 0.001, "int8") == []
+    assert cheapest(KLBreakdown(parts(), 0.002), 0.001, "int8") == []
 
 
 def test_what_int8_leaves_stays_after_an_override():
-    shares = Shares(parts(), 0.002)
+    shares = KLBreakdown(parts(), 0.002)
     assert shares.after([Override("*", "int8", 0, 0)]).kl == pytest.approx(0.002 + 0.038 * INT8_LEAVES)
     assert shares.after([Override("*", "fp16", 0, 0)]).kl == pytest.approx(0.002)
 
@@ -149,7 +149,7 @@ def test_with_nothing_below_8_bits_left_16_are_suggested():
 @pytest.mark.parametrize("precision", ["fp8", "int4"])
 def test_where_int8_is_no_way_up_floats_are_suggested(precision):
     """Of fp8, and of whatever is mixed with it."""
-    shares = Shares(parts(precision), 0.002, floats=True)
+    shares = KLBreakdown(parts(precision), 0.002, floats=True)
     message = refused(Budget(max_kl=0.03), Advice(ERRORS, {"prefill": shares, "decode": shares}, split=False))
     assert f'"model.layers.0.*" = "fp16" (+{3 if precision == "int4" else 2} MB' in message
     assert ' = "int8"' not in message
@@ -162,7 +162,7 @@ def test_int8_is_no_more_bits_than_fp8():
 
 
 def test_floats_are_what_is_left_to_suggest_after_an_override_too():
-    assert Shares(parts("fp8"), 0.0, floats=True).after([Override("lm_head", "fp16", 0, 0)]).floats
+    assert KLBreakdown(parts("fp8"), 0.0, floats=True).after([Override("lm_head", "fp16", 0, 0)]).floats
 
 
 def test_for_static_activations_it_is_said_why_no_overrides_are_named():
@@ -173,7 +173,7 @@ def test_for_static_activations_it_is_said_why_no_overrides_are_named():
 
 
 def test_with_nothing_quantized_left_the_budget_is_impossible():
-    nothing = Shares((), 0.04)
+    nothing = KLBreakdown((), 0.04)
     message = refused(Budget(max_kl=0.02), Advice(ERRORS, {"prefill": nothing, "decode": nothing}, split=False))
     assert "No quantized weights are left to override" in message
     assert ' = "int8"' not in message

@@ -16,7 +16,16 @@ from llmc.bundle import DECODER_FILE, Geometry, Limits
 from llmc.errors import BuildError
 from llmc.optimize import passes
 from llmc.optimize.calibrate.store import Calibrated
-from llmc.optimize.lower.context import Computed, Float16, Float32, Form, Forms, Plan, Static, WeightOnly
+from llmc.optimize.lower.context import (
+    Computed,
+    Float16,
+    Float32,
+    LoweringContext,
+    QuantConfig,
+    QuantConfigs,
+    Static,
+    WeightOnly,
+)
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.targets import capabilities
 
@@ -45,22 +54,26 @@ FLOAT16_FORMS = [
 class Lowered(Lowering):
     """An export on its way through the passes of the CUDA target."""
 
-    def __init__(self, export: Path, folder: Path, form: Form, compute: str, layers: dict[str, Form]) -> None:
+    def __init__(
+        self, export: Path, folder: Path, form: QuantConfig, compute: str, layers: dict[str, QuantConfig]
+    ) -> None:
         folder.mkdir()
         target = capabilities("cuda")
         opsets = {"": target.opset, "com.microsoft": 1}
         super().__init__(export, folder, passes.PASSES["cuda"], opsets, target.ir_version)
-        forms = Forms(form, form, tuple(layers.items()))
+        forms = QuantConfigs(form, form, tuple(layers.items()))
         limits = Limits(CAPACITY, 4, CAPACITY)
-        self.plan = Plan("shared", self.geometry, limits, forms, self.weights, Calibrated(), compute, compute)
+        self.context = LoweringContext(
+            "shared", self.geometry, limits, forms, self.weights, Calibrated(), compute, compute
+        )
 
     def lower(self) -> "Lowered":
-        passes.lower(self.model, "cuda", self.plan)
+        passes.lower(self.model, "cuda", self.context)
         self.weights.close()  # so that what was written can be read
         return self
 
     def decoder(self) -> "Decoder":
-        return Decoder(self.write(), self.geometry, self.plan.compute)
+        return Decoder(self.write(), self.geometry, self.context.compute)
 
 
 class Decoder:
@@ -103,7 +116,7 @@ class Decoder:
 def lowered(tmp_path: Path) -> Callable[..., Lowered]:
     started: list[Lowered] = []
 
-    def start(export: Path, form: Form, compute: str, layers: dict[str, Form] | None = None) -> Lowered:
+    def start(export: Path, form: QuantConfig, compute: str, layers: dict[str, QuantConfig] | None = None) -> Lowered:
         started.append(Lowered(export, tmp_path / f"lowered-{len(started)}", form, compute, layers or {}))
         return started[-1]
 

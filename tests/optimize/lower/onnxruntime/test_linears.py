@@ -11,7 +11,7 @@ from llmc.bundle import Limits, read_export
 from llmc.errors import BuildError
 from llmc.optimize import passes
 from llmc.optimize.calibrate.store import Calibrated
-from llmc.optimize.lower.context import Computed, Float8, Float32, Forms, PerToken, Plan, WeightOnly
+from llmc.optimize.lower.context import Computed, Float8, Float32, LoweringContext, PerToken, QuantConfigs, WeightOnly
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights import WeightFile
 
@@ -77,7 +77,7 @@ def test_graphs_share_the_weights_they_have_in_common(exported, lowering):
     other = ir.load(exported(TIED).export / "decoder.onnx")
     lowered.apply("lower embedding")
     written = (lowered.folder / "weights.bin").stat().st_size
-    passes.lower(other, "cpu", replace(lowered.plan, phase="decode"))
+    passes.lower(other, "cpu", replace(lowered.context, phase="decode"))
     assert (lowered.folder / "weights.bin").stat().st_size == written
 
 
@@ -170,19 +170,19 @@ def test_no_dead_node_and_no_unread_initializer_is_left(case, lowering):
 def of_another_domain(op_type: str):
     """An edit that turns one node of that operator into something no pass knows."""
 
-    def edit(graph: ir.Graph, _: Plan) -> int:
+    def edit(graph: ir.Graph, _: LoweringContext) -> int:
         next(node for node in graph if node.op_type == op_type).op_type = "Unknown"
         return 1
 
     return edit
 
 
-def unnamed_embedding(graph: ir.Graph, _: Plan) -> int:
+def unnamed_embedding(graph: ir.Graph, _: LoweringContext) -> int:
     next(node for node in graph if node.op_type == "Gather").name = "table"
     return 1
 
 
-def norm_of_something_else(graph: ir.Graph, _: Plan) -> int:
+def norm_of_something_else(graph: ir.Graph, _: LoweringContext) -> int:
     norm = [node for node in graph if node.op_type == "SimplifiedLayerNormalization"][1]
     node = ir.node("Identity", [norm.inputs[0]])
     node.name = node.outputs[0].name = "between"
@@ -191,9 +191,9 @@ def norm_of_something_else(graph: ir.Graph, _: Plan) -> int:
     return 1
 
 
-def decode_plan(export: Path, folder: Path) -> Plan:
+def decode_plan(export: Path, folder: Path) -> LoweringContext:
     geometry, limits = read_export(export).geometry, Limits(24, 1, 24)
-    return Plan("decode", geometry, limits, Forms(BLOCKS, BLOCKS), WeightFile(folder), Calibrated())
+    return LoweringContext("decode", geometry, limits, QuantConfigs(BLOCKS, BLOCKS), WeightFile(folder), Calibrated())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,16 @@ from doubles.lowerings import Lowering, open_session, replace_weights
 
 from llmc.bundle import DECODER_FILE, Limits
 from llmc.optimize.calibrate.store import Calibrated
-from llmc.optimize.lower.context import HEAD, Computed, Float8, Form, Forms, Plan, Static, WeightOnly
+from llmc.optimize.lower.context import (
+    HEAD,
+    Computed,
+    Float8,
+    LoweringContext,
+    QuantConfig,
+    QuantConfigs,
+    Static,
+    WeightOnly,
+)
 from llmc.optimize.lower.tensorrt.weights import LARGEST_FLOAT8, as_stored
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize import rtn
@@ -112,11 +121,15 @@ def ranges(ids: list[int], tmp_path: Path) -> Callable[[Path], Ranges]:
 class TensorRTLowering(Lowering):
     """One export on its way through the passes of TensorRT."""
 
-    def __init__(self, export: Path, folder: Path, form: str, forms: Forms, compute: str, calibrated: Calibrated):
+    def __init__(
+        self, export: Path, folder: Path, form: str, forms: QuantConfigs, compute: str, calibrated: Calibrated
+    ):
         opset, ir_version = VERSIONS[form]
         super().__init__(export, folder, PASSES[PASS_LISTS[form]], {"": opset}, ir_version)
         limits = Limits(max_context=CAPACITY, max_batch=2, prefill_chunk=TOKENS)
-        self.plan = Plan("single", self.geometry, limits, forms, self.weights, calibrated, compute, compute)
+        self.context = LoweringContext(
+            "single", self.geometry, limits, forms, self.weights, calibrated, compute, compute
+        )
 
 
 @pytest.fixture
@@ -127,17 +140,17 @@ def lowering(tmp_path: Path) -> Iterator[Callable[..., TensorRTLowering]]:
     def start(
         export: Path,
         form: str,
-        body: Form | None = None,
-        head: Form | None = None,
+        body: QuantConfig | None = None,
+        head: QuantConfig | None = None,
         *,
         compute: str = "float32",
-        layers: dict[str, Form] | None = None,
+        layers: dict[str, QuantConfig] | None = None,
         calibrated: Calibrated | None = None,
     ) -> TensorRTLowering:
         body = body or Computed()
         folder = tmp_path / f"lowering-{len(started)}"
         folder.mkdir()
-        forms = Forms(body, head or body, tuple((layers or {}).items()))
+        forms = QuantConfigs(body, head or body, tuple((layers or {}).items()))
         started.append(TensorRTLowering(export, folder, form, forms, compute, calibrated or Calibrated()))
         return started[-1]
 
@@ -241,7 +254,7 @@ def portable_logits(ids: list[int]) -> Callable[[Path], np.ndarray]:
 # ---------------------------------------------------------------------------------- what quantized weights stand for
 
 
-def stands_for(weights: np.ndarray, form: Form, compute: str) -> np.ndarray:
+def stands_for(weights: np.ndarray, form: QuantConfig, compute: str) -> np.ndarray:
     """The matrix [N, K] that a lowered linear of this form multiplies with, in float32, scales as they are stored."""
     match form:
         case WeightOnly(grid) | Static(grid):
@@ -262,12 +275,12 @@ def dequantized(lowered: Lowering, folder: Path) -> Path:
 
     A tied embedding's rows are on their own grid: it becomes an initializer of its own.
     """
-    model, plan = ir.load(lowered.export / DECODER_FILE), lowered.plan
+    model, plan = ir.load(lowered.export / DECODER_FILE), lowered.context
     table = model.graph.initializers[f"{EMBEDDING}.weight"]
     _give_rows(model.graph, table, embedding_rows(rows_of(table.const_value), plan))
 
     def stored(module: str, array: np.ndarray) -> np.ndarray:
-        return stands_for(array, plan.forms.of(HEAD if module == EMBEDDING else module), plan.compute)
+        return stands_for(array, plan.quant.of(HEAD if module == EMBEDDING else module), plan.compute)
 
     replace_weights(model, stored)
     folder.mkdir()
@@ -275,7 +288,7 @@ def dequantized(lowered: Lowering, folder: Path) -> Path:
     return folder
 
 
-def embedding_rows(array: np.ndarray, plan: Plan) -> np.ndarray:
+def embedding_rows(array: np.ndarray, plan: LoweringContext) -> np.ndarray:
     match plan.embedding:
         case WeightOnly(grid) | Static(grid):
             block = grid.block if array.shape[1] % max(1, grid.block) == 0 else 0

@@ -102,12 +102,12 @@ def test_rows_of_the_embedding_are_exactly_what_the_integers_stand_for(
     head = WeightOnly(grid if grid.positive else Grid(8, positive=True))
     lowered = lowering(case.export, form, Computed(), head)
     lowered.before("lower embedding")
-    object.__setattr__(lowered.plan, "compute", compute)
-    object.__setattr__(lowered.plan.forms, "head", WeightOnly(grid))
+    object.__setattr__(lowered.context, "compute", compute)
+    object.__setattr__(lowered.context.quant, "head", WeightOnly(grid))
     lowered.apply("lower embedding")
     lowered.weights.close()
     rows = embedded(lowered, decoder)
-    table = lowered.plan.calibrated.matrix(
+    table = lowered.context.calibrated.matrix(
         (ir.load(case.export / "decoder.onnx").graph.initializers[TABLE].const_value,)
     )
     block = grid.block if grid.block <= 64 else 64 if grid.bits == 4 else 0
@@ -123,7 +123,7 @@ def embedded(lowered, decoder) -> np.ndarray:
     ids = next(value for value in lowered.graph.inputs if value.name == "input_ids")
     graph = ir.convenience.extract(lowered.graph, [ids.name], ["hidden.0"])
     graph.opset_imports[""] = 21
-    kind = ir.DataType.FLOAT16 if lowered.plan.compute == "float16" else ir.DataType.FLOAT
+    kind = ir.DataType.FLOAT16 if lowered.context.compute == "float16" else ir.DataType.FLOAT
     graph.outputs[0].type, graph.outputs[0].shape = ir.TensorType(kind), ir.Shape(["batch", "sequence", 64])
     path = lowered.folder / "embedding.onnx"
     ir.save(ir.Model(graph, ir_version=10), path)

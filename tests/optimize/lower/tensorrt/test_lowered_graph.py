@@ -6,7 +6,7 @@ import pytest
 from doubles.lowerings import difference, relative_difference
 
 from llmc.bundle import DECODER_FILE
-from llmc.optimize.lower.context import Computed, Float8, Form, WeightOnly
+from llmc.optimize.lower.context import Computed, Float8, QuantConfig, WeightOnly
 from llmc.optimize.quantize.grid import Grid
 
 # Largest absolute difference of logits (up to 9) in float32, of graphs with the same weights. Both sum in different
@@ -19,7 +19,7 @@ HALF_TOLERANCE = 0.008
 TOKENS = 20
 PIECES = {"one piece": [TOKENS], "chunks": [7, 1, 12], "token by token": [1] * TOKENS}
 BUCKETS = (24, 32, 48)
-WEIGHTS: dict[str, Form] = {
+WEIGHTS: dict[str, QuantConfig] = {
     "float": Computed(),
     "int8": WeightOnly(Grid(8, positive=True)),
     "int4": WeightOnly(Grid(4, 32, positive=True)),

@@ -95,7 +95,7 @@ class Ranged:
 def finished(lowering, case, form: str, weights: str, compute: str):
     head = INT8 if weights == "static int8" else WEIGHTS[weights]
     lowered = lowering(case.export, form, WEIGHTS[weights], head, compute=compute)
-    lowered.plan = replace(lowered.plan, calibrated=Ranged(lowered.plan.calibrated))
+    lowered.context = replace(lowered.context, calibrated=Ranged(lowered.context.calibrated))
     return lowered.finish()
 
 
@@ -383,13 +383,13 @@ def test_lower_embedding_gathers_floats_or_words(exported, form, lowering, head,
 def test_the_integers_of_a_tied_head_are_chosen_once(exported, form, lowering, monkeypatch, head):
     lowered = lowering(exported(TIED).export, form, Computed(), head).before("lower linears")
     chosen: list[str] = []
-    quantized = lowered.plan.calibrated.quantized
+    quantized = lowered.context.calibrated.quantized
 
     def counted(tensors, grid):
         chosen.extend(tensor.name for tensor in tensors)
         return quantized(tensors, grid)
 
-    monkeypatch.setattr(lowered.plan.calibrated, "quantized", counted)
+    monkeypatch.setattr(lowered.context.calibrated, "quantized", counted)
     lowered.finish()
     assert chosen == ["model.embed_tokens.weight"]
 
@@ -402,7 +402,7 @@ def test_lower_embedding_leaves_another_gather(exported, form, lowering):
 
 def test_an_embedding_in_a_form_that_cannot_be_gathered_is_refused(exported, form, lowering):
     lowered = lowering(exported(TIED).export, form).before("lower embedding")
-    lowered.plan = replace(lowered.plan, forms=replace(lowered.plan.forms, head=PerToken()))
+    lowered.context = replace(lowered.context, quant=replace(lowered.context.quant, head=PerToken()))
     with pytest.raises(BuildError, match=r"model.embed_tokens: TensorRT gathers no rows stored as PerToken"):
         lowered.apply("lower embedding")
 
@@ -439,4 +439,4 @@ def test_a_pass_that_misses_its_mark_is_named(exported, form, lowering, monkeypa
     monkeypatch.setitem(passes.PASSES, "edited", tuple(steps))
     sentence = f"pass '{name}' applied {found} times to the single graph, {expected} expected for 2 layers"
     with pytest.raises(BuildError, match=re.escape(sentence)):
-        passes.lower(lowered.model, "edited", lowered.plan)
+        passes.lower(lowered.model, "edited", lowered.context)

@@ -7,7 +7,7 @@ from doubles.lowerings import relative_difference
 
 from llmc.bundle import DECODER_FILE
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import Float8, Form, Static, WeightOnly
+from llmc.optimize.lower.context import Float8, QuantConfig, Static, WeightOnly
 from llmc.optimize.quantize.grid import Grid
 
 # Root mean square of the difference over that of the logits. Both graphs round the same activations with the same
@@ -19,7 +19,7 @@ HALF_ROUNDING_TOLERANCE = 0.15
 TOLERANCES = {"float32": FLOAT_ROUNDING_TOLERANCE, "float16": HALF_ROUNDING_TOLERANCE}
 SOME = ("llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded")
 HEAD, STATIC = WeightOnly(Grid(8, positive=True)), Static(Grid(8, positive=True))
-WEIGHTS: dict[str, tuple[Form, Form]] = {
+WEIGHTS: dict[str, tuple[QuantConfig, QuantConfig]] = {
     "int8": (STATIC, HEAD),
     "int8 head too": (STATIC, STATIC),
     "float8": (Float8(True), Float8()),
@@ -30,16 +30,16 @@ LAYER = "model.layers.0"
 def rounding_activations(folder, lowered) -> None:
     """Let the portable decoder in ``folder`` round the inputs of its linears in plain arithmetic."""
     model = ir.load(folder / DECODER_FILE)
-    graph, plan = model.graph, lowered.plan
+    graph, plan = model.graph, lowered.context
     for node in [node for node in graph if node.op_type == "MatMul"]:
-        form = plan.forms.of(node.name)
+        form = plan.quant.of(node.name)
         if isinstance(form, Static) or (isinstance(form, Float8) and form.activations):
             rounded = _rounded(node, node.inputs[0], plan.calibrated.activation(node.name), form)
             node.replace_input_with(0, rounded)
     ir.save(model, folder / DECODER_FILE)
 
 
-def _rounded(node: ir.Node, x: ir.Value, largest: float, form: Form) -> ir.Value:
+def _rounded(node: ir.Node, x: ir.Value, largest: float, form: QuantConfig) -> ir.Value:
     def emit(op: str, *inputs: ir.Value, **attributes) -> ir.Value:
         made = ir.node(op, list(inputs), attributes)
         made.name = made.outputs[0].name = f"{node.name}.input.{op}.{len(list(node.graph))}"
@@ -109,7 +109,7 @@ def test_an_activation_is_rounded_once_for_all_linears_that_read_it(exported, lo
 
 def test_an_activation_that_was_only_seen_as_zero_has_a_scale_that_float16_holds(exported, lowering, form):
     lowered = lowering(exported("llama-biases").export, form, STATIC, HEAD, compute="float16")
-    lowered.plan.calibrated.activation = lambda module: 0.0
+    lowered.context.calibrated.activation = lambda module: 0.0
     scales = [node.inputs[1].const_value.numpy() for node in lowered.finish().nodes("QuantizeLinear")]
     assert {scale.dtype for scale in scales} == {np.dtype(np.float16)}
     assert min(scales) > 0

@@ -7,7 +7,7 @@ import pytest
 
 from llmc.errors import BuildError
 from llmc.optimize import weights as pieces_module
-from llmc.optimize.lower.context import Computed, Float8, Static, WeightOnly, forms
+from llmc.optimize.lower.context import Computed, Float8, Static, WeightOnly, quant_configs
 from llmc.optimize.lower.tensorrt.weights import (
     SMALLEST_SCALE,
     as_stored,
@@ -98,14 +98,14 @@ def test_weights_so_small_that_float16_holds_their_scale_only_roughly_are_rounde
 @pytest.mark.parametrize("request_", [{}, {"precision": "int4"}, {"precision": "int4", "head": "int8"}], ids=str)
 def test_recipes_for_tensorrt_and_no_others_ask_for_scales_above_zero(target, request_):
     recipe, _ = resolve(Request(**request_), capabilities(target), 1024, "mine")
-    for stored in forms(recipe).values():
+    for stored in quant_configs(recipe).values():
         for form in (stored.body, stored.head):
             assert isinstance(form, WeightOnly) and form.grid.positive == target.startswith("tensorrt")
 
 
 def test_static_activations_ask_for_scales_above_zero_too():
     recipe, _ = resolve(Request(activations="static"), capabilities("tensorrt"), 1024, "mine", calibrated=True)
-    assert forms(recipe)["single"].of("model.layers.0.mlp.up_proj") == Static(Grid(8, positive=True))
+    assert quant_configs(recipe)["single"].of("model.layers.0.mlp.up_proj") == Static(Grid(8, positive=True))
 
 
 def test_a_scale_beyond_float16_is_refused():
