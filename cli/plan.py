@@ -242,7 +242,7 @@ def plans_of(
     if (path / bundle.EXPORT_MANIFEST).exists():
         return _build_plans(path, bundle.read_export(path).geometry, context, batch, precision, recipe, target, unified)
     if (path / bundle.CONFIG_FILE).exists():
-        from llmc.export.checkpoint import read_checkpoint
+        from llmc.export.sources.checkpoint import read_checkpoint
 
         geometry = read_checkpoint(path).config.geometry
         return [
@@ -354,7 +354,7 @@ def check_export(checkpoint: Path, memory: int | None = None) -> None:
     Raises:
         ResourceError: with the number missing.
     """
-    from llmc.export.checkpoint import read_checkpoint
+    from llmc.export.sources.checkpoint import read_checkpoint
     from llmc.runtime.memory import usable_memory
 
     try:

@@ -12,7 +12,7 @@ from llmc import __version__
 from llmc.bundle import GRAPH_CONTRACT_VERSION, read_export
 from llmc.errors import CheckpointError, MissingExtraError, ResourceError, UsageError
 from llmc.export import export
-from llmc.export.shards import read_shards
+from llmc.export.sources.safetensors import read_shards
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from llmc.export.config import DecoderConfig, parameter_shapes
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
-from llmc.export.shards import DTYPE_NAMES, Shard, StoredTensor, read_shards
+from llmc.export.sources.safetensors import DTYPE_NAMES, Shard, StoredTensor, read_shards
 
 CONFIG_FILE = bundle.CONFIG_FILE
 GENERATION_FILE = "generation_config.json"
@@ -54,12 +54,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
     if (folder / bundle.EXPORT_MANIFEST).exists():
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
-    config = read_config(Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
+    keys = Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    config = read_config(keys)
     _check_tokenizer(folder)
-    generation, notes = _read_generation(folder, config)
+    generation, left_out = _read_generation(folder, config)
     shards = tuple(read_shards(folder))
     tensors = _match(folder, config, {n: t for shard in shards for n, t in shard.tensors.items()})
-    return Checkpoint(folder, config, generation, tensors, shards, _source(folder, shards, tensors), notes)
+    source = _source(folder, shards, tensors)
+    return Checkpoint(folder, config, generation, tensors, shards, source, (*keys.notes, *left_out))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -114,7 +116,8 @@ def _missing(folder: Path, name: str, config: DecoderConfig) -> str:
     hint = "the head is not tied (tie_word_embeddings=false); " if name == HEAD else ""
     return (
         f"{folder}: tensor {name} is missing; {hint}expected the {len(parameter_shapes(config))} tensors of a "
-        f"{config.model_type} decoder with {config.layers} layers; check {CONFIG_FILE} or download the checkpoint again"
+        f"{config.model_type} decoder with {len(config.layers)} layers; check {CONFIG_FILE} or download the checkpoint "
+        "again"
     )
 
 
@@ -138,8 +141,8 @@ def _pieces(folder: Path, tensor: StoredTensor, size: int = 1 << 22) -> Iterator
             yield file.read(min(size, tensor.length - start))
 
 
-def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Generation, tuple[str, ...]]:
-    """Defaults from generation_config.json; stop tokens from config.json where it says nothing."""
+def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Generation, list[str]]:
+    """Defaults from generation_config.json, and notes; stop tokens from config.json where it says nothing."""
     path = folder / GENERATION_FILE
     values = read_json(path) if path.exists() else {}
     keys = Keys(values, str(path))
@@ -154,11 +157,10 @@ def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Genera
         top_p=keys.optional_number("top_p", maximum=1),
         min_p=keys.optional_number("min_p", maximum=1),
     )
-    return generation, tuple(
-        f"{path.name}: {name}={values[name]!r} is not supported and was left out"
-        for name, plain in _PLAIN_GENERATION.items()
-        if values.get(name, plain) not in (plain, None)
-    )
+    for name, plain in _PLAIN_GENERATION.items():
+        if values.get(name, plain) not in (plain, None):
+            keys.note(f"{name}={values[name]!r} is not supported and was left out")
+    return generation, keys.notes
 
 
 def _samples(shard: Shard) -> bytes:
