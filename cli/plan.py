@@ -299,7 +299,7 @@ def _build_plans(
     """Building with the defaults of a build, and running what it gives."""
     from dataclasses import replace
 
-    from llmc.optimize.calibration import DEFAULT_LENGTH, DEFAULT_SAMPLES
+    from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES
     from llmc.optimize.plan.device import device_plan, host_plan
     from llmc.optimize.plan.memory import memory_plan, plan_build
     from llmc.optimize.recipe import Request, read_recipe, resolve

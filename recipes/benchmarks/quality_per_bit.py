@@ -31,7 +31,7 @@ from unquantized import Unquantized
 
 from llmc.errors import LlmcError
 from llmc.export import export
-from llmc.optimize.reference import Reference
+from llmc.optimize.judge.reference import Reference
 from llmc.runtime import load
 from llmc.runtime.sessions import Phase
 from llmc.runtime.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.optimize.quality import log_softmax
+from llmc.optimize.judge.quality import log_softmax
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from llmc.bundle import Budget, EnginePlan, Manifest, read_bundle, verify_files
 from llmc.errors import BuildError, GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
-from llmc.optimize.calibration import CalibrationRequest
+from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.plan.device import device_plan
 from llmc.optimize.recipe import Request

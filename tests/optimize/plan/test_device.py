@@ -14,7 +14,7 @@ from doubles.plans import PLAN
 from llmc.bundle import Limits, Profile, Recipe
 from llmc.optimize.build import build
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.lower.plan import Computed, Float8, Float16, Float32, Form, Static, WeightOnly
+from llmc.optimize.lower.context import Computed, Float8, Float16, Float32, QuantConfig, Static, WeightOnly
 from llmc.optimize.plan.device import CONTEXT, HOST, device_bytes, device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import INTERPRETER, Matrix
 from llmc.optimize.quantize.grid import Grid
@@ -50,7 +50,7 @@ def recipe(target: str = "tensorrt", **request: Any) -> Recipe:
     ],
     ids=str,
 )
-def test_a_matrix_takes_its_values_and_scales(form: Form, compute: int, size: int):
+def test_a_matrix_takes_its_values_and_scales(form: QuantConfig, compute: int, size: int):
     assert device_bytes(Matrix("model.layers.0.mlp.up_proj", 128, 64), form, compute) == size
 
 

@@ -11,8 +11,8 @@ import onnx_ir as ir
 import pytest
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
-from llmc.optimize.calibrated import Calibrated
-from llmc.optimize.lower.plan import Computed, Form, Forms, Plan, Static, WeightOnly
+from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.lower.context import Computed, LoweringContext, QuantConfig, QuantConfigs, Static, WeightOnly
 from llmc.optimize.passes import lower
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.tensorrt.builder import build_engine
@@ -33,7 +33,7 @@ INNER = 96  # divides into blocks of int4
 CAPACITY = 64
 BUCKETS = (16, 32, CAPACITY)
 DECODE, PREFILL = Profile(4, 1, 1), Profile(1, 16, 4)
-WEIGHTS: dict[str, Form] = {
+WEIGHTS: dict[str, QuantConfig] = {
     "fp16": Computed(),
     "int8": WeightOnly(Grid(8, positive=True)),
     "int4": WeightOnly(Grid(4, 32, positive=True)),
@@ -86,14 +86,21 @@ def built(rtx: Any, exports: Callable[[str], Path], tmp_path: Path) -> Iterator[
     with ExitStack() as opened:
 
         def build(
-            name: str, body: Form, *, form: str = "native", compute: str = "float16", options: Options | None = None
+            name: str,
+            body: QuantConfig,
+            *,
+            form: str = "native",
+            compute: str = "float16",
+            options: Options | None = None,
         ) -> Built:
             export = exports(name)
             geometry, model = read_export(export).geometry, ir.load(export / DECODER_FILE)
             weights = opened.enter_context(closing(WeightFile(tmp_path)))
             limits = Limits(CAPACITY, DECODE.batch, PREFILL.sequence)
             head = WEIGHTS["int8"] if isinstance(body, Static) else body
-            plan = Plan("single", geometry, limits, Forms(body, head), weights, Ranges(), compute, compute)
+            plan = LoweringContext(
+                "single", geometry, limits, QuantConfigs(body, head), weights, Ranges(), compute, compute
+            )
             lower(model, PASSES[form], plan)
             weights.close()
             model.functions.clear()
