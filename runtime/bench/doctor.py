@@ -159,6 +159,7 @@ def _about(name: str) -> Subject:
     return Subject(name, ALL, (RUN,))
 
 
+# fmt: off (the rows of a table)
 CHECKS: tuple[Check[BundleFacts], ...] = (
     Check(
         _about("library"),
@@ -193,6 +194,7 @@ CHECKS: tuple[Check[BundleFacts], ...] = (
     ),
     Check(_about("load"), lambda f: f.refusal, "{f.refusal}", "llmc plan {f.folder}"),
 )
+# fmt: on
 
 
 def _judged(folder: Path, manifest: Manifest, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:

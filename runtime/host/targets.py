@@ -289,6 +289,7 @@ PACKAGES, JUDGES, FORM = Subject("packages", ALL, (BUILD,)), Subject("judge", AL
 AHEAD, FP8 = Subject("other GPUs", ("tensorrt-rtx",)), Subject("fp8", ("tensorrt",))
 DEFERRED, WARNING = Subject("deferred", ("tensorrt",)), Subject("warning", GPUS)
 
+# fmt: off (the rows of a table)
 CHECKS: tuple[Check[Facts], ...] = (
     Check(LIBRARY, lambda f: f.library.state == "missing", "{f.name} is not installed", _install),
     Check(LIBRARY, lambda f: f.library.state != "ok", "{f.name} {f.library.state}: {f.library.problem}", _reinstall),
@@ -406,6 +407,7 @@ CHECKS: tuple[Check[Facts], ...] = (
     ),
     Check(WARNING, lambda f: f.works and f.library.problem, "{f.name} says: {f.library.problem}"),
 )
+# fmt: on
 
 
 def issues(checks: Iterable[Check[F]], f: F) -> list[Issue]:
