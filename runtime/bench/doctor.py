@@ -159,39 +159,21 @@ def _about(name: str) -> Subject:
     return Subject(name, ALL, (RUN,))
 
 
-# fmt: off (the rows of a table)
+# fmt: off
 CHECKS: tuple[Check[BundleFacts], ...] = (
-    Check(
-        _about("library"),
-        lambda f: f.works and version(f.library.version) < version(f.made_for.engine_minimum),
-        "it needs {f.made_for.engine} {f.made_for.engine_minimum}, {f.library.version} is installed",
-        upgrade,
-    ),
+    Check(_about("library"), lambda f: f.works and version(f.library.version) < version(f.made_for.engine_minimum),
+          "it needs {f.made_for.engine} {f.made_for.engine_minimum}, {f.library.version} is installed", upgrade),
     Check(_about("deferred"), lambda f: f.deferred, DEFERRED, REBUILT),
-    Check(
-        _about("platform"),
-        lambda f: f.engine and f.engine.platform != f.probe.platform,
-        "its engine was built for {f.engine.platform}, this is {f.probe.platform}",
-        REBUILT,
-    ),
-    Check(
-        _about("version"),
-        lambda f: f.engine and f.works and not f.engine.fits_version(f.library.version, f.made_for.engine_version),
-        "its engine was built by {f.made_for.engine} {f.made_for.engine_version}, {f.library.version} is installed",
-        REBUILT,
-    ),
-    Check(
-        _about("GPU"),
-        lambda f: f.engine and f.capability and not f.engine.fits_gpu(f.capability),
-        "its engine is for compute capability {f.engine.gpus}, {f.device.name} has {f.capability}",
-        REBUILT,
-    ),
-    Check(
-        _about("memory"),
-        lambda f: f.shortage,
-        "{f.shortage}",
-        "end what fills the GPU's memory, or build with a smaller precision or context",
-    ),
+    Check(_about("platform"), lambda f: f.engine and f.engine.platform != f.probe.platform,
+          "its engine was built for {f.engine.platform}, this is {f.probe.platform}", REBUILT),
+    Check(_about("version"),
+          lambda f: f.engine and f.works and not f.engine.fits_version(f.library.version, f.made_for.engine_version),
+          "its engine was built by {f.made_for.engine} {f.made_for.engine_version}, {f.library.version} is installed",
+          REBUILT),
+    Check(_about("GPU"), lambda f: f.engine and f.capability and not f.engine.fits_gpu(f.capability),
+          "its engine is for compute capability {f.engine.gpus}, {f.device.name} has {f.capability}", REBUILT),
+    Check(_about("memory"), lambda f: f.shortage,
+          "{f.shortage}", "end what fills the GPU's memory, or build with a smaller precision or context"),
     Check(_about("load"), lambda f: f.refusal, "{f.refusal}", "llmc plan {f.folder}"),
 )
 # fmt: on
