@@ -140,7 +140,7 @@ def _misfits(folder: Path, manifest: Manifest, probe: Probe) -> Iterator[Obstacl
     yield from _device_memory(manifest, probe)
     try:
         check_load(folder, manifest, manifest.limits.max_context)
-        if manifest.target.name == "cpu":
+        if manifest.device is None:
             usable_graphs(manifest)
     except LlmcError as error:
         yield Obstacle((RUN,), str(error), f"llmc plan {folder}")
