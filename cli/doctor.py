@@ -13,10 +13,10 @@ from llmc.cli import output as show
 from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
 
 if TYPE_CHECKING:
-    from llmc.runtime.doctor import Diagnosis
-    from llmc.runtime.jetson import Jetson
-    from llmc.runtime.outlook import Outlook
-    from llmc.runtime.probe import Device, Driver, Library
+    from llmc.runtime.bench.doctor import Diagnosis
+    from llmc.runtime.host.jetson import Jetson
+    from llmc.runtime.host.probe import Device, Driver, Library
+    from llmc.runtime.host.targets import Outlook
 
 Rows = Iterator[tuple[str, str]]
 
@@ -31,8 +31,8 @@ def doctor_command(bundle: Path | None, as_json: bool) -> None:
     Engines and drivers are examined in processes of their own: one that crashes is a line of the report. Exits with 0
     whatever is found.
     """
-    from llmc.runtime.doctor import diagnose, this_machine
-    from llmc.runtime.probe import probe
+    from llmc.runtime.bench.doctor import diagnose, this_machine
+    from llmc.runtime.host.probe import probe
 
     diagnosis = diagnose(probe(), this_machine(), bundle)
     if as_json:

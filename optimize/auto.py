@@ -25,9 +25,9 @@ from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolv
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights import weights_identity
 from llmc.publish import staged
-from llmc.runtime import cache
-from llmc.runtime.benchmark import benchmark
-from llmc.runtime.machine import available_memory, cpu_model, usable_threads
+from llmc.runtime.bench.benchmark import benchmark
+from llmc.runtime.host import disk_cache
+from llmc.runtime.host.machine import available_memory, cpu_model, usable_threads
 
 # What a candidate is timed with: a prompt of a page, and an answer of a paragraph.
 PROMPT_TOKENS = 512
@@ -166,18 +166,18 @@ def automatic(
     limit = available_memory() if memory is None else memory
     trials: list[Trial] = []
     folders: dict[str, Path] = {}
-    holds: list[cache.Hold] = []  # a search takes longer than what was asked for counts as used
+    holds: list[disk_cache.Hold] = []  # a search takes longer than what was asked for counts as used
     key = [export.source.fingerprint, str(weights_identity(source)), target, _identity(text), _identity(calibration)]
     for name, candidate in _candidates(replace(asked, budget=None), calibration is not None, resolved).items():
-        folders[name] = cache.entry("auto", _key(candidate, key))
+        folders[name] = disk_cache.entry("auto", _key(candidate, key))
         folders[name].mkdir(parents=True, exist_ok=True)
-        holds.append(cache.Hold(folders[name]))
+        holds.append(disk_cache.Hold(folders[name]))
         trials += [_within(trial, limits, limit) for trial in _measure(name, folders[name], candidate, make, progress)]
     chosen = choose(trials)
     if chosen is None:
         raise BuildError(_nothing_fits(trials))
     manifest = _publish(folders[chosen.name] / BUILT, output, chosen, limits, force)
-    cache.prune("auto", KEPT_BYTES)
+    disk_cache.prune("auto", KEPT_BYTES)
     return AutoReport(output, chosen, tuple(trials), manifest)
 
 
@@ -232,8 +232,8 @@ def _measure(
     try:
         manifest = read_bundle(target)
     except BundleError:
-        cache.remove(target.parent)
-        with cache.published(target.parent) as room:  # of two searches the first one to finish serves both
+        disk_cache.remove(target.parent)
+        with disk_cache.published(target.parent) as room:  # of two searches the first one to finish serves both
             make(candidate, room / target.name)
         manifest = read_bundle(target)
     rows = candidate.max_batch or 1  # a bundle may serve more rows than are asked for
@@ -274,7 +274,7 @@ def _timed(name: str, folder: Path, manifest: Manifest, threads: int, rows: int,
         top1_agreement=quality.top1_agreement,
         perplexity_increase=quality.perplexity / quality.reference_perplexity - 1,
     )
-    with cache.written(path) as staging:
+    with disk_cache.written(path) as staging:
         staging.write_text(json.dumps(asdict(trial)))
     return trial
 
@@ -304,7 +304,7 @@ def _publish(source: Path, output: Path, chosen: Trial, budget: Budget, force: b
         for _ in verify_files(source, found):
             pass
     except BundleError as error:
-        cache.remove(source.parent)
+        disk_cache.remove(source.parent)
         raise BuildError(f"the cache held a broken {chosen.name} ({error}); it was removed: run again") from error
     recipe = replace(found.recipe, name=f"auto: {chosen.name}", threads=chosen.threads, budget=budget)
     manifest = replace(found, recipe=recipe)

@@ -24,7 +24,7 @@ from llmc.optimize.progress import Progress, counted
 from llmc.optimize.quantize import awq, gptq, rtn, smoothquant, sparsity
 from llmc.optimize.quantize.grid import Grid, Quantized, stacked
 from llmc.optimize.quantize.statistics import Accumulator, InputStatistics
-from llmc.runtime.machine import usable_threads
+from llmc.runtime.host.machine import usable_threads
 
 # Tokens per forward pass: enough to keep the cores busy, few enough that a layer's activations stay small.
 TOKENS_PER_CALL = 2048

@@ -20,7 +20,7 @@ from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Float, Grid, Quantized, stacked
 from llmc.optimize.rewrite import sizes
 from llmc.optimize.weights import in_parallel, pieces, rows_of
-from llmc.runtime import cache
+from llmc.runtime.host import disk_cache
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -50,7 +50,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._hold = cache.Hold(folder)
+        self._hold = disk_cache.Hold(folder)
         self._load = partial(_load, folder)  # no method: a store that refers to itself would hold on for longer
         self._read = lru_cache(maxsize=2)(self._load)
 
@@ -60,7 +60,7 @@ class Store:
 
     def write(self, part: str, arrays: Arrays) -> None:
         """Publish a part atomically."""
-        with cache.written(self.folder / f"{part}.npz") as staging:
+        with disk_cache.written(self.folder / f"{part}.npz") as staging:
             np.savez(staging, **arrays)  # type: ignore[arg-type]
 
     def read(self, part: str) -> Arrays:

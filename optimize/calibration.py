@@ -86,11 +86,11 @@ def calibrated_weights(
         raise UsageError(f"{wish} needs calibration; give build(..., calibration=CalibrationRequest(...))")
     torch = require("torch", "export")
     from llmc.optimize.calibrate import calibrate
-    from llmc.runtime import cache
+    from llmc.runtime.host import disk_cache
 
     samples = _read(source, export, request)
     used = Calibration(samples.name, samples.sha256, samples.default, len(samples.ids), samples.ids.shape[1])
-    folder = cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
+    folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
     decoder = request.decoder(source, "cuda" if torch.cuda.is_available() else "cpu")
     stored = forms(recipe)
     # The integers of weights do not hang on how activations are quantized.
@@ -107,7 +107,7 @@ def calibrated_weights(
         raise ResourceError(
             f"{folder}: the disk of the cache is full; free some space there, or set LLMC_CACHE to another folder"
         ) from error
-    cache.prune("calibration", KEPT_BYTES)
+    disk_cache.prune("calibration", KEPT_BYTES)
     return Calibrated(store), used
 
 

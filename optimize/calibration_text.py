@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import RequestError, UsageError
-from llmc.runtime.chat import ChatTemplate
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.tokenizer import Tokenizer
 
 Ids = NDArray[np.int64]
 

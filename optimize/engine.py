@@ -17,10 +17,10 @@ from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, Options
 from llmc.optimize.tensorrt.select import build_select
 from llmc.plans import version
-from llmc.runtime import cache
-from llmc.runtime.engine_library import library_version, load_library, make_builder
-from llmc.runtime.probe import Device, probe_driver
-from llmc.runtime.sessions.tensorrt_engine import platform_name as platform_name
+from llmc.runtime.host import disk_cache
+from llmc.runtime.host.probe import Device, probe_driver
+from llmc.runtime.sessions.tensorrt.engine import platform_name as platform_name
+from llmc.runtime.sessions.tensorrt.library import library_version, load_library, make_builder
 
 T = TypeVar("T")
 
@@ -259,7 +259,7 @@ def _compile(spec: EngineSpec, graph: Path, geometry: Geometry, progress: Progre
         options=replace(options, stripped=False),
         progress=progress,
     )
-    cache.prune(TIMING, TIMING_CACHE_BYTES)
+    disk_cache.prune(TIMING, TIMING_CACHE_BYTES)
     return ENGINE_FILE, SELECT_FILE, INSPECTOR_FILE
 
 
@@ -267,7 +267,7 @@ def timing_cache(spec: EngineSpec) -> Path:
     """Where measured kernel times are kept for the next build with this library, for these GPUs, on this machine."""
     gpu = f"{spec.gpu.name}-{spec.gpu.compute_capability}" if spec.gpu else "none"
     key = f"{spec.library.__name__}-{spec.version}-{gpu}-{'+'.join(spec.compute_capabilities)}"
-    return cache.entry(TIMING, key.replace(" ", "-").replace("/", "-")) / "timing.cache"
+    return disk_cache.entry(TIMING, key.replace(" ", "-").replace("/", "-")) / "timing.cache"
 
 
 def _check_layers(aliased: int, spec: EngineSpec, geometry: Geometry) -> None:

@@ -21,7 +21,7 @@ from llmc.optimize.quality import compare
 from llmc.optimize.reference import Float, Ids, Reference, open_part
 from llmc.optimize.rewrite import MICROSOFT, nodes_of
 from llmc.runtime.sessions import Phase
-from llmc.runtime.sessions.onnxruntime import translated, usable_graphs
+from llmc.runtime.sessions.onnxruntime.cpu import translated, usable_graphs
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"

@@ -22,8 +22,8 @@ from llmc.optimize.lower.raising import stored
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.rewrite import read_decoder, sizes
 from llmc.optimize.weights import rows_of
-from llmc.runtime import cache
-from llmc.runtime.sessions.onnxruntime import LOG_FATAL_ONLY, import_onnxruntime, translated
+from llmc.runtime.host import disk_cache
+from llmc.runtime.sessions.onnxruntime.cpu import LOG_FATAL_ONLY, import_onnxruntime, translated
 
 ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 as the standard means them
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -208,5 +208,5 @@ def _write(path: Path, states: Float) -> None:
     """Put states into the cache; where it cannot be written they are computed again the next time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with cache.written(path) as staging:
+        with disk_cache.written(path) as staging:
             np.save(staging, states)

@@ -26,7 +26,7 @@ from llmc.optimize.tensorrt.messages import dropped, failure, remarks
 from llmc.optimize.tensorrt.monitor import STEP, MemoryWatch, Monitor, Writer
 from llmc.optimize.tensorrt.network import Network, profile_shapes, read_graph
 from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, EngineReport, Options, Ranges
-from llmc.runtime.engine_library import Message, library_version, logger, make_builder
+from llmc.runtime.sessions.tensorrt.library import Message, library_version, logger, make_builder
 
 PARSING = "reading the graph"
 
@@ -48,7 +48,7 @@ def build_engine(library: Any, graph: Path, order: EngineOrder, *, progress: Pro
     """Build a decoder's engine with its two profiles and write it, or write nothing.
 
     Args:
-        library: the module tensorrt or tensorrt_rtx, see :func:`llmc.runtime.engine_library.load_library`.
+        library: the module tensorrt or tensorrt_rtx, see :func:`llmc.runtime.sessions.tensorrt.library.load_library`.
         graph: lowered ONNX file; its weights lie beside it.
         order: what to build, and where to.
         progress: called with how far the build is.

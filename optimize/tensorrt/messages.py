@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from llmc.errors import BuildError, GpuError, LlmcError, ResourceError
-from llmc.runtime.engine_library import Message
+from llmc.runtime.sessions.tensorrt.library import Message
 
 # Said of healthy graphs: indices are int64 on purpose, and kernels that do not fit are passed over all the time.
 HARMLESS = re.compile(r"Make sure input \S+ has Int64 binding|\btactics?\b", re.IGNORECASE)

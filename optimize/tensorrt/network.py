@@ -16,7 +16,7 @@ from llmc.errors import BuildError
 from llmc.optimize.tensorrt.abilities import abilities
 from llmc.optimize.tensorrt.messages import dropped
 from llmc.optimize.tensorrt.order import Layer, Ranges
-from llmc.runtime.engine_library import logger
+from llmc.runtime.sessions.tensorrt.library import logger
 
 CAPACITY = "capacity"
 INTEGERS = {"INT32", "INT64", "BOOL"}

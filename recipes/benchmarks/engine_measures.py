@@ -21,11 +21,11 @@ import numpy as np
 from machine import Disturbance, this_machine
 
 from llmc.runtime import Model, Request
-from llmc.runtime.engine import Engine
-from llmc.runtime.handle import Handle
-from llmc.runtime.machine import available_memory, resident_bytes
-from llmc.runtime.options import EngineOptions
-from llmc.runtime.prefix_cache import PrefixCache
+from llmc.runtime.api.handle import Handle
+from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.engine.engine import Engine
+from llmc.runtime.host.machine import available_memory, resident_bytes
+from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.speculation import Drafter
 
 QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are in doubt

@@ -34,7 +34,7 @@ from llmc.export import export
 from llmc.optimize.reference import Reference
 from llmc.runtime import load
 from llmc.runtime.sessions import Phase
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 SCHEMES = ("q4_0_pure", "q4_0", "q4_k_m", "q8_0")

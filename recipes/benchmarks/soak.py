@@ -33,12 +33,12 @@ from sampling import SETTINGS
 
 from llmc.errors import CancelledError, DeadlineError, ProcessorError, QueueFullError
 from llmc.runtime import Delta, GenerationResult, Handle, Model, Request, SamplingParams, load
-from llmc.runtime.engine import Engine
-from llmc.runtime.machine import resident_bytes
+from llmc.runtime.engine.engine import Engine
+from llmc.runtime.engine.sequence import Job
+from llmc.runtime.host.machine import resident_bytes
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.model import prefix_key
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.prefix_store import PrefixStore
-from llmc.runtime.sequence import Job
 from llmc.runtime.speculation import PromptLookup
 
 MAX_GROWTH = 0.05  # of the resident set

@@ -26,7 +26,7 @@ import numpy as np
 from engine_measures import Check, OtherLoad, Report, arguments, engine_on, print_rows, tokens
 
 from llmc.runtime import GenerationResult, Model, Request, SamplingParams, load
-from llmc.runtime.engine import Engine
+from llmc.runtime.engine.engine import Engine
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.speculation import LENGTHS, Drafter, PromptLookup
 

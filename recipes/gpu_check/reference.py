@@ -87,7 +87,7 @@ def problems(apart: float | None) -> list[str]:
 def prompts_of(folder: Path) -> list[list[int]]:
     """Token ids of all prompts."""
     from llmc.bundle import read_export
-    from llmc.runtime.tokenizer import Tokenizer
+    from llmc.runtime.text.tokenizer import Tokenizer
 
     tokenizer, geometry = Tokenizer.from_folder(folder), read_export(folder).geometry
     texts = [tokenizer.encode(text)[:POSITIONS] for text in TEXTS]

@@ -17,9 +17,9 @@ from llmc.cli.build import build_command
 from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.optimize.build import BuildReport
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.plan import ENGINE_LIBRARY, HOST
+from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
 from llmc.publish import file_entries
-from llmc.runtime.machine import Available
+from llmc.runtime.host.machine import Available
 from llmc.runtime.selftest import VerifyReport
 
 MB = 1_000_000
@@ -292,8 +292,8 @@ def test_layers_of_16_bits_are_not_looked_into(
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: Available(64_000 * MB, "cgroup"))
-    return lambda probe: monkeypatch.setattr("llmc.runtime.probe.probe", lambda: probe)
+    monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: Available(64_000 * MB, "cgroup"))
+    return lambda probe: monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: probe)
 
 
 def gpu_stage(out: str) -> dict[str, Any]:
@@ -360,7 +360,7 @@ def test_the_machines_memory_is_not_the_gpus(llmc: Any, tiny_export: Path, probe
 
 
 def test_a_plan_for_the_cpu_asks_no_gpu(llmc: Any, tiny_export: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llmc.runtime.probe.probe", lambda: pytest.fail("the GPU was looked for"))
+    monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: pytest.fail("the GPU was looked for"))
     ran = llmc("plan", tiny_export, "--memory", "64GB")
     assert ran.code == 0
     assert "GPU" not in ran.out

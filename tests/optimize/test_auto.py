@@ -16,7 +16,7 @@ from llmc.optimize import auto
 from llmc.optimize.auto import AutoReport, Trial, automatic, choose
 from llmc.optimize.calibration import CalibrationRequest
 from llmc.optimize.recipe import Request
-from llmc.runtime.benchmark import benchmark
+from llmc.runtime.bench.benchmark import benchmark
 
 GOOD = Trial("good", 2, 1000.0, 100.0, 50_000_000, 40_000_000, 0.01, 0.97, 0.005)
 LOOSE = Budget(max_kl=100.0)

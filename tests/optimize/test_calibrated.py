@@ -14,7 +14,7 @@ from llmc.optimize import weights
 from llmc.optimize.calibrated import Calibrated, Store, grid_name, part_of
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
-from llmc.runtime import cache
+from llmc.runtime.host import disk_cache
 
 NAME = "model.layers.7.mlp.up_proj.weight"
 ROWS, INPUTS = 70, 36
@@ -165,7 +165,7 @@ def test_nobody_prunes_what_a_store_works_with(tmp_path, monkeypatch):
     store.write("head", {"a": np.zeros(3)})
     for there in (True, False):
         os.utime(folder, (0, 0))
-        cache.prune("calibration", 0)
+        disk_cache.prune("calibration", 0)
         assert folder.exists() is there
         if there:
             np.testing.assert_array_equal(store.read("head")["a"], np.zeros(3))
@@ -188,5 +188,5 @@ def test_a_part_that_cannot_be_written_leaves_the_one_before(store, monkeypatch)
 
 def test_what_a_killed_writer_left_is_no_part(store):
     store.write("head", {"a": np.zeros(3)})
-    (store.folder / f"{cache.STAGING}0.npz").write_bytes(b"half")
+    (store.folder / f"{disk_cache.STAGING}0.npz").write_bytes(b"half")
     assert store.is_sound()

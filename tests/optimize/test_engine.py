@@ -31,8 +31,8 @@ from llmc.optimize.progress import silent
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.order import EngineOrder, EngineReport
 from llmc.publish import file_entries
-from llmc.runtime import cache
-from llmc.runtime.probe import Probe
+from llmc.runtime.host import disk_cache
+from llmc.runtime.host.probe import Probe
 
 LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)
 NATIVE = {"10.3": False, "10.13": False, "10.16": True, "11.4": True}
@@ -270,7 +270,7 @@ def test_measured_times_are_kept_apart_by_library_version_gpu_and_named_gpus(her
     found.append(spec(found[-1], compute_capabilities=("8.6", "8.9")))
     paths = [timing_cache(each) for each in found]
     assert len(set(paths)) == len(paths)
-    assert all(path.parents[2] == cache.cache_root() for path in paths)
+    assert all(path.parents[2] == disk_cache.cache_root() for path in paths)
     assert all(" " not in path.parent.name for path in paths)
     assert timing_cache(found[1]) == paths[1], "the same engine finds its times again"
 
@@ -279,7 +279,7 @@ def test_a_name_of_a_gpu_cannot_lead_out_of_the_cache(here: Callable[..., Any]):
     device = dataclasses.replace(H200.driver.devices[0], name="../../Graphics Device/1")
     here("11.4", dataclasses.replace(H200, driver=dataclasses.replace(H200.driver, devices=(device,))))
     path = timing_cache(resolve())
-    assert path.parents[2] == cache.cache_root()
+    assert path.parents[2] == disk_cache.cache_root()
     assert ".." not in path.parts
 
 

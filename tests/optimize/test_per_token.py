@@ -9,7 +9,7 @@ import pytest
 
 from llmc.optimize.lower.plan import PerToken
 from llmc.optimize.targets import capabilities
-from llmc.runtime.machine import cpu_features
+from llmc.runtime.host.machine import cpu_features
 
 # Largest difference over the largest magnitude of a row. The integer product is exact, two or three factors are
 # rounded to float32.

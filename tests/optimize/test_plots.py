@@ -98,5 +98,5 @@ def test_a_place_that_cannot_be_written_is_refused_and_nothing_is_left(tmp_path:
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"pip install '.\[plot\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'matplotlib>="):
         plots.pareto(tmp_path / "p.png", ROWS, ROWS[0])

@@ -21,7 +21,7 @@ from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.rebuild import rebuild
 from llmc.publish import file_entries
 from llmc.runtime import load
-from llmc.runtime.probe import Probe
+from llmc.runtime.host.probe import Probe
 from llmc.runtime.selftest import verify
 
 NAME = "qwen2-tied-bf16"
@@ -38,7 +38,7 @@ def no_driver(*_: object, **__: object) -> None:
 def no_gpu() -> Iterator[None]:
     """Whatever machine this is, it has no GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmc.runtime.sessions.tensorrt.open_driver", no_driver)
+        patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
         yield
 
 
@@ -108,7 +108,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]:
 @pytest.fixture
 def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
     """No library may be looked at."""
-    for module in ("llmc.optimize.engine", "llmc.runtime.engine_library"):
+    for module in ("llmc.optimize.engine", "llmc.runtime.sessions.tensorrt.library"):
         monkeypatch.setattr(f"{module}.load_library", lambda engine: pytest.fail("the library was touched"))
 
 

@@ -14,11 +14,11 @@ import pytest
 from llmc.bundle import Manifest
 from llmc.errors import RequestError, UsageError
 from llmc.runtime import Model, load
-from llmc.runtime.options import EngineOptions
-from llmc.runtime.runner import Runner
+from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.runner.prefill import Runner
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import Tokenizer
 
 TEXT = "def naïve(x):\n    return '🎉 日本' + x\n"
 EOS = 2
