@@ -212,8 +212,6 @@ def runs_on_gpu(path: Path, target: str) -> bool:
     """Whether a bundle is for a GPU, or the target that a bundle is to be built for."""
     if (path / bundle.BUNDLE_MANIFEST).exists():
         return bundle.read_bundle(path).device is not None
-    if target == "cpu":
-        return False
     from llmc.optimize.targets import capabilities
 
     return capabilities(target).has_gpu

@@ -147,7 +147,7 @@ def _refusal(folder: Path, manifest: Manifest) -> str:
     """The reason why it cannot be loaded that no other check tells."""
     try:
         check_load(folder, manifest, manifest.limits.max_context)
-        if manifest.target.name == "cpu":
+        if manifest.device is None:
             usable_graphs(manifest)
     except LlmcError as error:
         return str(error)
