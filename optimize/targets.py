@@ -1,4 +1,4 @@
-"""What each target can do. Lowering asks this record, never a name."""
+"""Abilities of each target. Lowering asks this record, never a name."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class Capabilities:
 
     @property
     def makes_engine(self) -> bool:
-        """Whether the graph is compiled into an engine file."""
+        """True if the graph is compiled into an engine file."""
         return self.phases == ("single",)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the engine share: arguments, an engine on a bundle, figures beside their targets, the JSON.
+"""Common parts of the engine's benchmarks: arguments, an engine on a bundle, figures beside their targets, the JSON.
 
 Everything is measured within one process on one loaded bundle, and what is compared takes turns, so ratios hold where
 absolute times do not. Nothing is timed before it ran once.
@@ -43,7 +43,7 @@ class Check:
 
     @property
     def met(self) -> bool:
-        """Whether the figure reaches the target."""
+        """True if the figure reaches the target."""
         return self.figure <= self.target if self.at_most else self.figure >= self.target
 
     def row(self) -> tuple[str, str, str, str]:

@@ -58,7 +58,7 @@ class OracleDraft:
         self._whole: dict[tuple[int, ...], list[int]] = {}
 
     def learn(self, prompt: Sequence[int], new: Sequence[int]) -> None:
-        """What follows ``prompt``."""
+        """Remember the continuation of ``prompt``."""
         corrupted = [
             (token + 1) % self._vocab_size if self._generator.random() < self._wrong else token for token in new
         ]

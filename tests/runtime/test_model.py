@@ -221,7 +221,7 @@ NEITHER: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("prompt", NEITHER, ids=repr)
+@pytest.mark.parametrize("prompt", NEITHER, ids=lambda prompt: repr(prompt).partition(" at ")[0])
 def test_what_is_neither_text_nor_integers_is_refused_and_never_converted(scripted: Callable[..., Model], prompt: Any):
     model = scripted()
     with pytest.raises(UsageError, match=r"(?s)the prompt is .*, expected text or a list of token ids \(integers\)"):
