@@ -24,7 +24,7 @@ from llmc.runtime.options import EngineOptions
 
 REQUESTS = 6
 PATIENCE = 120  # seconds after which a thread that waits counts as waiting for ever
-METRICS = RequestMetrics(0.5, 0.0, None, None, None, None, None, 10, 0, 3, 0, 0, 0, 0, "length")
+METRICS = RequestMetrics(0.5, 0.0, None, None, None, None, None, 10, 0, 3, 0, 0, 0, "length")
 
 # The mean of n exponential gaps has a relative standard deviation of 1 / sqrt(n): five of them for a fixed seed.
 GAPS = 10_000
