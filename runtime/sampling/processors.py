@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from llmc.errors import GrammarError, ProcessorError, UsageError, text_of
+from llmc.errors import GrammarError, ProcessorError, text_of
 from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.dry import Dry
@@ -82,12 +82,7 @@ Builder = Callable[[SamplingContext], Processor | None]
 
 
 def build_steps(context: SamplingContext) -> list[tuple[str, Processor]]:
-    """The steps that the request needs, by name, in the order in which they run.
-
-    Raises:
-        UsageError: a token id is outside the vocabulary.
-    """
-    _check_tokens(context.params, context.vocab_size)
+    """The steps that the request needs, by name, in the order in which they run."""
     built = ((name, BUILDERS[name](context)) for name in step_order(context.params.processor_order))
     return [(name, step) for name, step in built if step is not None]
 
@@ -100,11 +95,7 @@ def build_processors(
     processors: Sequence[Processor] = (),
     breakers: Collection[int] = (),
 ) -> list[Processor]:
-    """The steps before the grammar's, for searches that score several sequences: calls may switch between these.
-
-    Raises:
-        UsageError: a token id is outside the vocabulary.
-    """
+    """The steps before the grammar's, for searches that score several sequences: calls may switch between these."""
     context = SamplingContext(
         params, vocab_size, prompt_length, eos_token_ids, processors, breakers=breakers, branching=True
     )
@@ -352,16 +343,3 @@ def _check_result(where: str, result: object, logits: Logits) -> None:
 
 def _name(processor: Processor) -> str:
     return getattr(processor, "__qualname__", type(processor).__qualname__)
-
-
-def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
-    given = {
-        "logit_bias": [token for token, _ in params.logit_bias],
-        "banned_tokens": params.banned_tokens,
-        "allowed_tokens": params.allowed_tokens or (),
-        "stop_token_ids": params.stop_token_ids,
-    }
-    for name, tokens in given.items():
-        wrong = next((token for token in tokens if token >= vocab_size), None)
-        if wrong is not None:
-            raise UsageError(f"{name} holds token id {wrong}, expected 0 ... {vocab_size - 1}")

@@ -94,9 +94,6 @@ def make_sampler(
         guide: what the request's grammar allows; it is told every token chosen.
         breakers: ids of the tokens that ``dry_sequence_breakers`` end with.
         index: which of a request's ``n`` sequences; it draws with seed + index, modulo 2**64.
-
-    Raises:
-        UsageError: a token id is outside the vocabulary.
     """
     seed = secrets.randbits(64) if params.seed is None else (params.seed + index) % 2**64
     context = SamplingContext(params, vocab_size, prompt_length, eos_token_ids, processors, guide, breakers, seed)
