@@ -15,13 +15,11 @@ import click
 from llmc.cli.keys import Interrupts, interrupts
 from llmc.cli.options import (
     EXISTING_FILE,
-    SAMPLING_NAMES,
     SectionCommand,
     bundle_argument,
     debug_option,
     engine_options,
     memory_option,
-    sampling_options,
     take,
     threads_option,
     with_flags,
@@ -36,6 +34,7 @@ from llmc.cli.run import (
     self_test_option,
     stats_option,
 )
+from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
 from llmc.cli.saved import (
     Message,
     check_replaceable,

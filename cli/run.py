@@ -12,7 +12,6 @@ from llmc.bundle import read_bundle
 from llmc.cli import output as show
 from llmc.cli.options import (
     ENGINE_NAMES,
-    SAMPLING_NAMES,
     EngineOption,
     SectionCommand,
     bundle_argument,
@@ -20,11 +19,11 @@ from llmc.cli.options import (
     emulate_option,
     engine_options,
     memory_option,
-    sampling_options,
     take,
     threads_option,
 )
 from llmc.cli.reading import at_terminal, read_stdin, stdin_limit
+from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
