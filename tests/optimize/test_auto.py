@@ -234,20 +234,20 @@ def test_another_process_prunes_no_candidate_of_a_search_that_goes_on(search, co
 
     def pruned(folder: Path, **options: Any) -> Any:
         with monkeypatch.context() as patched:
-            patched.setattr(auto.cache, "_used", set())  # as another process sees it, a long time later
+            patched.setattr(auto.disk_cache, "_used", set())  # as another process sees it, a long time later
             for entry in entries.iterdir():
                 os.utime(entry, (0, 0))
-            auto.cache.prune("auto", 0)
+            auto.disk_cache.prune("auto", 0)
         return measured(folder, **options)
 
     monkeypatch.setattr(auto, "benchmark", pruned)
     found = search()
     assert len(found.trials) == len(list(entries.iterdir())) == 2
     assert all(not path.name.startswith(".") for path in entries.glob("*/*"))
-    monkeypatch.setattr(auto.cache, "_used", set())
+    monkeypatch.setattr(auto.disk_cache, "_used", set())
     for entry in entries.iterdir():
         os.utime(entry, (0, 0))
-    auto.cache.prune("auto", 0)
+    auto.disk_cache.prune("auto", 0)
     assert list(entries.iterdir()) == []  # let go when the search ends
 
 

@@ -308,7 +308,7 @@ def test_without_a_cache_every_load_tests(
     def full(path: Path) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(selftest.cache, "published", full)
+    monkeypatch.setattr(selftest.disk_cache, "published", full)
     loaded(tiny_bundle)
     loaded(tiny_bundle)
     assert len(replays) == 2
