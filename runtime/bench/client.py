@@ -10,13 +10,13 @@ import numpy as np
 
 from llmc import __version__
 from llmc.errors import LlmcError
-from llmc.runtime.handle import Handle
+from llmc.runtime.api.handle import Handle
+from llmc.runtime.api.request import Request
+from llmc.runtime.api.results import Delta
 from llmc.runtime.host.energy import Joules
 from llmc.runtime.host.machine import cpu_model, resident_bytes
-from llmc.runtime.metrics import RequestMetrics
 from llmc.runtime.model import Model
-from llmc.runtime.request import Request
-from llmc.runtime.results import Delta
+from llmc.runtime.observe.metrics import RequestMetrics
 from llmc.runtime.sampling import SamplingParams
 
 

@@ -11,9 +11,8 @@ from llmc.runtime.host.jetson import Jetson
 from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
 from llmc.runtime.host.probe import Device, Probe
 from llmc.runtime.host.targets import ALL, NEEDS, REBUILD, RUN, Check, Facts, Outlook, Subject, issues, outlook, upgrade
-from llmc.runtime.kv_cache import next_capacity
-from llmc.runtime.memory import check_load
-from llmc.runtime.sessions.onnxruntime import usable_graphs
+from llmc.runtime.kv.budget import check_load, next_capacity
+from llmc.runtime.sessions.onnxruntime.cpu import usable_graphs
 
 MB = 1_000_000
 DEFERRED = "it has no engine yet (--deferred)"
@@ -148,7 +147,7 @@ def _refusal(folder: Path, manifest: Manifest) -> str:
     """The reason why it cannot be loaded that no other check tells."""
     try:
         check_load(folder, manifest, manifest.limits.max_context)
-        if manifest.target.name == "cpu":
+        if manifest.device is None:
             usable_graphs(manifest)
     except LlmcError as error:
         return str(error)

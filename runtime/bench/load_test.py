@@ -20,10 +20,10 @@ import numpy as np
 
 from llmc.bundle import Limits, read_bundle
 from llmc.errors import QueueFullError, UsageError
+from llmc.runtime.api.options import Determinism, row_limit
 from llmc.runtime.bench.client import Report, Visit, common, draw_prompt, energy, visit
 from llmc.runtime.host.energy import EnergyMeter, Joules
 from llmc.runtime.model import load
-from llmc.runtime.options import Determinism, row_limit
 
 PERCENTILES = (50, 95, 99)
 MAX_REQUESTS = 1_000_000  # every token's time is kept
@@ -111,7 +111,7 @@ def load_test(
         new_tokens: tokens of each answer, from 2; the end-of-sequence token does not end it.
         seed: of the arrivals and the prompts.
         threads: threads for the model.
-        options: more fields of :class:`llmc.runtime.options.EngineOptions`.
+        options: more fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
         UsageError: an argument is out of range.

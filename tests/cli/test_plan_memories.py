@@ -26,7 +26,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make this a machine as a probe found it, with so much free memory."""
 
     def become(probe: Probe, free: Available = FREE) -> None:
-        monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: free)
+        monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: free)
         monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: probe)
 
     return become

@@ -21,7 +21,7 @@ from llmc.bundle import Budget, EnginePlan, Manifest, read_bundle, verify_files
 from llmc.errors import BuildError, GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
-from llmc.optimize.calibration import CalibrationRequest
+from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.plan.device import device_plan
 from llmc.optimize.recipe import Request
@@ -52,8 +52,8 @@ def no_driver(*_: object, **__: object) -> None:
 def no_gpu() -> Iterator[None]:
     """Whatever machine this is, it has no GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmc.runtime.sessions.tensorrt.open_driver", no_driver)
-        patch.setattr("llmc.runtime.sessions.cuda.open_driver", no_driver)
+        patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
+        patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
         patch.setattr("llmc.optimize.engine.probe_driver", lambda: NO_GPU.driver)
         yield
 

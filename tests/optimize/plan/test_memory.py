@@ -6,21 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from doubles.geometries import uniform
 
-from llmc.bundle import Budget, Geometry, Limits, Recipe, read_bundle
+from llmc.bundle import Budget, Limits, Recipe, read_bundle
 from llmc.errors import ResourceError
 from llmc.optimize.build import build
-from llmc.optimize.lower.plan import Float16, Float32, PerToken, WeightOnly
+from llmc.optimize.lower.context import Float16, Float32, PerToken, WeightOnly
 from llmc.optimize.plan.memory import BLOCK_COPIES, Matrix, memory_plan, plan_build, stored_bytes, weight_bytes
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
-from llmc.runtime.memory import plan_load
+from llmc.runtime.kv.budget import plan_load
 
 # Norms, biases and constants are left out of a plan; in the small model they are up to two thousandths of the weights.
 LEFT_OUT = 0.005
 # Qwen2.5-0.5B
-Q05 = Geometry("qwen2", 24, 896, 4864, 14, 2, 64, 151936, 32768, True, (0,) * 24)
+Q05 = uniform("qwen2", 24, 896, 4864, 14, 2, 64, 151936, 32768, True, (0,) * 24)
 LIMITS = Limits(32768, 1, 256)
 
 

@@ -15,18 +15,18 @@ import pytest
 from llmc.bundle import read_bundle
 from llmc.errors import DeadlineError, LlmcError, QueueFullError, UsageError
 from llmc.runtime import load
+from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.bench import client
 from llmc.runtime.bench import load_test as module
 from llmc.runtime.bench.client import Visit, send
 from llmc.runtime.bench.load_test import LoadReport, Percentiles, arrivals, figures, load_test
-from llmc.runtime.engine import Engine
+from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host.energy import Joules
-from llmc.runtime.metrics import RequestMetrics
-from llmc.runtime.options import EngineOptions
+from llmc.runtime.observe.metrics import RequestMetrics
 
 REQUESTS = 6
 PATIENCE = 120  # seconds after which a thread that waits counts as waiting for ever
-METRICS = RequestMetrics(0.5, 0.0, None, None, None, None, None, 10, 0, 3, 0, 0, 0, 0, "length")
+METRICS = RequestMetrics(0.5, 0.0, None, None, None, None, None, 10, 0, 3, 0, 0, 0, "length")
 
 # The mean of n exponential gaps has a relative standard deviation of 1 / sqrt(n): five of them for a fixed seed.
 GAPS = 10_000
