@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmc.cli.answering import (
+    describe,
+    is_one,
+    loading,
+    max_context_option,
+    refuse_unseen,
+    self_test_option,
+    stats_option,
+)
 from llmc.cli.keys import Interrupts, interrupts
 from llmc.cli.options import (
     EXISTING_FILE,
@@ -27,15 +36,6 @@ from llmc.cli.options import (
     with_flags,
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
-from llmc.cli.run import (
-    describe,
-    is_one,
-    loading,
-    max_context_option,
-    refuse_unseen,
-    self_test_option,
-    stats_option,
-)
 from llmc.cli.saved import (
     Message,
     check_replaceable,
