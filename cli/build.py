@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import llmc
 from llmc.bundle import CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
 from llmc.cli import output as show
 from llmc.cli.inspect import engine_of, engine_rows
@@ -24,7 +23,7 @@ from llmc.cli.options import (
     memory_option,
 )
 from llmc.cli.stopping import cleanly_stopped
-from llmc.errors import UsageError, require
+from llmc.errors import require
 from llmc.publish import refuse_to_overwrite, room
 
 if TYPE_CHECKING:
@@ -98,6 +97,7 @@ def build_command(
     from llmc.optimize.auto.search import AutoReport, automatic
     from llmc.optimize.build import build
     from llmc.optimize.engine_request import EngineRequest
+    from llmc.optimize.recipe import find_recipe
 
     limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
     precision = chosen_precision(tuple(choices.pop(name) for name in PRECISIONS))
@@ -167,16 +167,6 @@ def calibration_request(text: Path | None, samples: int | None, length: int | No
         return StreamedDecoder(export, device)
 
     return CalibrationRequest(decoder, text, samples, length)
-
-
-def find_recipe(name: str | None) -> Path | None:
-    """The recipe file called ``name``: a path, or one of those that come with llmc, without its suffix."""
-    if name is None or Path(name).is_file():
-        return None if name is None else Path(name)
-    shipped = {path.stem: path for path in (Path(llmc.__path__[0]) / "recipes").glob("*.toml")}
-    if name not in shipped:
-        raise UsageError(f"no recipe {name!r}: neither a file nor one of {', '.join(sorted(shipped)) or 'none'}")
-    return shipped[name]
 
 
 def chosen_precision(flags: tuple[bool, ...]) -> str | None:

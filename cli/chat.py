@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmc.cli.answering import (
+    describe,
+    is_one,
+    loading,
+    max_context_option,
+    refuse_unseen,
+    self_test_option,
+    stats_option,
+)
 from llmc.cli.keys import Interrupts, interrupts
 from llmc.cli.options import (
     EXISTING_FILE,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host import disk_cache
-from llmc.runtime.host.machine import cpu_features, cpu_model
+from llmc.runtime.host.machine import computable, cpu_model
 from llmc.runtime.sessions.base import (
     Batch,
     Phase,
@@ -388,8 +388,7 @@ def usable_graphs(manifest: Manifest) -> dict[Phase, str]:
     Raises:
         BundleError: no graph of the bundle computes correctly on this CPU.
     """
-    here = cpu_features()
-    usable = {name: graph for name, graph in manifest.graphs.items() if here.issuperset(graph.cpu_features)}
+    usable = computable(manifest)
     if not usable:
         wanted = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
         raise BundleError(f"this CPU lacks {', '.join(wanted)}; build the bundle for it with --int4 or --fp32")
