@@ -244,7 +244,7 @@ def plans_of(
     if (path / bundle.CONFIG_FILE).exists():
         from llmc.export.sources.checkpoint import read_checkpoint
 
-        geometry = read_checkpoint(path).config.geometry
+        geometry = read_checkpoint(path).geometry
         return [
             export_plan(geometry),
             *_build_plans(path, geometry, context, batch, precision, recipe, target, unified),
@@ -358,7 +358,7 @@ def check_export(checkpoint: Path, memory: int | None = None) -> None:
     from llmc.runtime.memory import usable_memory
 
     try:
-        geometry = read_checkpoint(checkpoint).config.geometry
+        geometry = read_checkpoint(checkpoint).geometry
     except LlmcError:
         return
     plan = export_plan(geometry)
