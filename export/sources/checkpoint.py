@@ -42,7 +42,7 @@ class Checkpoint:
 
     @property
     def geometry(self) -> bundle.Geometry:
-        """What every later stage needs to know of the decoder."""
+        """Sizes and inventory, as later stages need them."""
         return self.config.geometry
 
 
