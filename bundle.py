@@ -456,7 +456,7 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     if version > SCHEMA_VERSION:
         raise BundleError(
             f"{path} has schema version {version}, written by llmc {data.get('llmc_version')}; this llmc reads up to "
-            f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc"
+            f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc-deploy"
         )
     try:
         manifest: T = decode(kind, data)

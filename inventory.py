@@ -96,7 +96,7 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Cache:
-    """Values that a layer keeps of the tokens before.
+    """Memory that a layer keeps of the tokens before.
 
     Attributes:
         name: its part of the tensors' names, ``past_key_values.{name}.key``.

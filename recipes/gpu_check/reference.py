@@ -87,7 +87,7 @@ def problems(apart: float | None) -> list[str]:
 def prompts_of(folder: Path) -> list[list[int]]:
     """Token ids of all prompts."""
     from llmc.bundle import read_export
-    from llmc.runtime.tokenizer import Tokenizer
+    from llmc.runtime.text.tokenizer import Tokenizer
 
     tokenizer, geometry = Tokenizer.from_folder(folder), read_export(folder).geometry
     texts = [tokenizer.encode(text)[:POSITIONS] for text in TEXTS]
@@ -138,7 +138,7 @@ def greedy(model: Any, batch: Any) -> tuple[list[int], list[float]]:
 
 def by_portable_graph(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Case]:
     """The cases by the exported graph in ONNX Runtime; without greedy tokens."""
-    from llmc.optimize.reference import Reference
+    from llmc.optimize.judge.reference import Reference
 
     model = Reference(folder)
     states = model.normed(prompts)

@@ -124,7 +124,9 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, output, monk
 @pytest.mark.parametrize("module", ["torch", "onnx", "onnx_ir", "onnxscript", "safetensors"])
 def test_a_missing_extra_is_one_sentence(checkpoint, output, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"{module} is not installed.*pip install '.\[export\]'"):
+    with pytest.raises(
+        MissingExtraError, match=rf"{module} is not installed.*pip install 'onnx>=.* 'torch>=.* 'safetensors>="
+    ):
         export(checkpoint.folder, output)
 
 
