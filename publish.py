@@ -141,7 +141,7 @@ def _made_and_locked(folder: Path) -> int | None:
 
 
 def locked(descriptor: int, *, shared: bool = False) -> bool | None:
-    """Lock the file until it is closed, and tell if that worked; None where the file system, or the platform, has no locks.
+    """Lock the file until it is closed; tells if that worked, None where file system or platform has no locks.
 
     A shared lock waits: whoever has the other one only looks whether this one is there.
     """

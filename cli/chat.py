@@ -24,18 +24,17 @@ from llmc.cli.answering import (
 from llmc.cli.keys import Interrupts, interrupts
 from llmc.cli.options import (
     EXISTING_FILE,
-    SAMPLING_NAMES,
     SectionCommand,
     bundle_argument,
     debug_option,
     engine_options,
     memory_option,
-    sampling_options,
     take,
     threads_option,
     with_flags,
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
+from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
 from llmc.cli.saved import (
     Message,
     check_replaceable,

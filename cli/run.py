@@ -21,18 +21,17 @@ from llmc.cli.answering import (
 )
 from llmc.cli.chat import converse
 from llmc.cli.options import (
-    SAMPLING_NAMES,
     SectionCommand,
     bundle_argument,
     debug_option,
     emulate_option,
     engine_options,
     memory_option,
-    sampling_options,
     take,
     threads_option,
 )
 from llmc.cli.reading import at_terminal, read_stdin, stdin_limit
+from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
