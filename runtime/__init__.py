@@ -8,12 +8,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llmc.runtime.engine import Engine
-    from llmc.runtime.handle import Handle
+    from llmc.runtime.api.handle import Handle
+    from llmc.runtime.api.options import Determinism, EngineOptions
+    from llmc.runtime.api.request import Request
+    from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
+    from llmc.runtime.engine.engine import Engine
     from llmc.runtime.model import Model, load
-    from llmc.runtime.options import Determinism, EngineOptions
-    from llmc.runtime.request import Request
-    from llmc.runtime.results import Delta, GenerationResult, Output, Timings, Usage
     from llmc.runtime.sampling import SamplingParams
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "Usage",
     "load",
 ]
-_HOMES = ("sampling.params", "engine", "handle", "model", "options", "request", "results")
+_HOMES = ("sampling.params", "api.handle", "api.options", "api.request", "api.results", "engine.engine", "model")
 
 
 def __getattr__(name: str) -> Any:

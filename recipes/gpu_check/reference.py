@@ -138,7 +138,7 @@ def greedy(model: Any, batch: Any) -> tuple[list[int], list[float]]:
 
 def by_portable_graph(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Case]:
     """The cases by the exported graph in ONNX Runtime; without greedy tokens."""
-    from llmc.optimize.reference import Reference
+    from llmc.optimize.judge.reference import Reference
 
     model = Reference(folder)
     states = model.normed(prompts)
