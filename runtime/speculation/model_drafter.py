@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from llmc.bundle import TOKENIZER_FILE, Manifest
 from llmc.errors import DraftError, ResourceError
-from llmc.runtime.runner import Runner, batch, chunks
+from llmc.runtime.runner.prefill import Runner, batch, chunks
 from llmc.runtime.sessions.base import Phase
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

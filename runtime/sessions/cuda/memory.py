@@ -5,8 +5,8 @@ from pathlib import Path
 from llmc.bundle import DeviceMemory
 from llmc.errors import ResourceError
 from llmc.runtime.host.cuda import Driver
+from llmc.runtime.host.machine import available_memory
 from llmc.runtime.kv.budget import largest
-from llmc.runtime.machine import available_memory
 
 MB = 1_000_000
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import llmc
 from llmc.bundle import WEIGHTS_FILE, Compiled, Manifest
 from llmc.errors import BundleError
-from llmc.runtime import cache
+from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions.onnxruntime.onnx_file import ExternalData, relocated
 
 log = logging.getLogger(__name__)
@@ -103,23 +103,23 @@ def find(runtime: Any, folder: Path, manifest: Manifest, graphs: Iterable[str]) 
 def cached_entry(version: str, manifest: Manifest) -> Path:
     """Where the cache holds the bundle's graphs for this machine and engine ``version``, if it does."""
     names = sorted({graph.file for graph in manifest.graphs.values()})
-    return cache.entry(KIND, _key(environment(version), manifest, names))
+    return disk_cache.entry(KIND, _key(environment(version), manifest, names))
 
 
 def _cached(runtime: Any, folder: Path, here: str, manifest: Manifest, names: list[str]) -> Place | None:
-    if not cache.writable():
+    if not disk_cache.writable():
         return None
-    entry = cache.entry(KIND, _key(here, manifest, names))
+    entry = disk_cache.entry(KIND, _key(here, manifest, names))
     if not entry.is_dir():
         log.warning("%s was compiled for another machine or engine; compiling it for this one, once", folder)
         try:
-            with cache.published(entry) as staging, _Blobs(staging / WEIGHTS_FILE) as blobs:
+            with disk_cache.published(entry) as staging, _Blobs(staging / WEIGHTS_FILE) as blobs:
                 for name in names:
                     _compile(runtime, folder / name, staging, blobs)
         except (OSError, BundleError) as error:
             log.warning("%s cannot be compiled (%s); using its plain graphs, which load slower", folder, error)
             return None
-        cache.prune(KIND, _cache_bytes())
+        disk_cache.prune(KIND, _cache_bytes())
     return Place({name: entry / _compiled_name(name) for name in names}, entry)
 
 
@@ -129,7 +129,7 @@ def _key(here: str, manifest: Manifest, names: list[str]) -> str:
 
 
 def _cache_bytes() -> int:
-    return cache.bound(CACHE_BYTES)
+    return disk_cache.bound(CACHE_BYTES)
 
 
 def _compiled_name(name: str) -> str:

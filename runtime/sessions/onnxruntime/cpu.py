@@ -21,11 +21,15 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
-from llmc.runtime import cache
+from llmc.runtime.host import disk_cache
+from llmc.runtime.host.machine import computable, cpu_model
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
-from llmc.runtime.machine import cpu_features, cpu_model
-from llmc.runtime.sessions.base import Batch, Phase, row_by_row
+from llmc.runtime.sessions.base import (
+    Batch,
+    Phase,
+    row_by_row,
+)
 from llmc.runtime.sessions.onnxruntime import compiled
 from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
 
@@ -210,7 +214,7 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
         except BundleError as error:
             log.warning("%s; using the plain graphs, which load slower", error)
             if place.entry is not None:
-                cache.remove(place.entry)
+                disk_cache.remove(place.entry)
     plain = {name: folder / name for name in names}
     return _opened(runtime, plain, threads, _as_written if manifest.recipe.phases == "single" else _as_usual)
 
@@ -270,8 +274,7 @@ def usable_graphs(manifest: Manifest) -> dict[Phase, str]:
     Raises:
         BundleError: no graph of the bundle computes correctly on this CPU.
     """
-    here = cpu_features()
-    usable = {name: graph for name, graph in manifest.graphs.items() if here.issuperset(graph.cpu_features)}
+    usable = computable(manifest)
     if not usable:
         wanted = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
         raise BundleError(f"this CPU lacks {', '.join(wanted)}; build the bundle for it with --int4 or --fp32")

@@ -7,12 +7,11 @@ documentation. Not run on a GPU yet.
 
 import hashlib
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmc.runtime import cache
+from llmc.runtime.host import disk_cache
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ def compiles_kernels(library: Any) -> bool:
 
 def kernels_file(*what: str) -> Path:
     """Where kernels are kept for an engine, a library's version and a GPU, given by whatever tells them from others."""
-    return cache.entry(KIND, hashlib.sha256("\n".join(what).encode()).hexdigest()[:32]) / FILE
+    return disk_cache.entry(KIND, hashlib.sha256("\n".join(what).encode()).hexdigest()[:32]) / FILE
 
 
 class Kernels:
@@ -65,14 +64,11 @@ class Kernels:
         content = bytes(self._native.serialize() or b"")
         if len(content) in (0, self._known):
             return
-        staging = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            staging.write_bytes(content)
-            staging.replace(self._file)
+            with disk_cache.written(self._file) as staging:
+                staging.write_bytes(content)
             self._known = len(content)
-            cache.prune(KIND, KEPT_BYTES)
+            disk_cache.prune(KIND, KEPT_BYTES)
         except OSError as error:
             log.info("kernels cannot be kept (%s)", error)
-            with suppress(OSError):
-                staging.unlink()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from llmc.errors import GpuError, MissingExtraError, UsageError, require, text_of
-from llmc.runtime.cache import entry, published
-from llmc.runtime.probe import IMPORT_TIMEOUT_S, try_import
+from llmc.runtime.host.disk_cache import entry, published
+from llmc.runtime.host.probe import IMPORT_TIMEOUT_S, try_import
 
 log = logging.getLogger(__name__)
 

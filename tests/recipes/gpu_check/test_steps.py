@@ -183,7 +183,7 @@ def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny_expor
     def refuse(folder: Path) -> None:
         raise MissingExtraError("onnxruntime is not installed")
 
-    monkeypatch.setattr("llmc.optimize.reference.Reference", refuse)
+    monkeypatch.setattr("llmc.optimize.judge.reference.Reference", refuse)
     with pytest.raises(part("work").NotHereError) as caught:
         reference.reference(str(tiny_export), str(tmp_path / "x.npz"))
     assert str(caught.value) == (

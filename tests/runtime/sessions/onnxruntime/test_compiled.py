@@ -18,8 +18,9 @@ from llmc.bundle import Compiled, Manifest, read_bundle, write_manifest
 from llmc.errors import BundleError, UsageError
 from llmc.optimize.build import build
 from llmc.publish import file_entries
-from llmc.runtime import cache, load
-from llmc.runtime.runner import Runner
+from llmc.runtime import load
+from llmc.runtime.host import disk_cache
+from llmc.runtime.runner.prefill import Runner
 from llmc.runtime.sessions import Phase, open_session
 from llmc.runtime.sessions.onnxruntime import compiled
 from llmc.runtime.sessions.onnxruntime import cpu as sessions
@@ -302,4 +303,4 @@ def test_the_manifest_lists_compiled_files_with_their_hashes(tiny_bundle: Path):
         "prefill.onnx": "compiled-prefill.onnx",
     }
     assert manifest["files"].keys() >= {"compiled-decode.onnx", "compiled-prefill.onnx"}
-    assert cache.writable()
+    assert disk_cache.writable()

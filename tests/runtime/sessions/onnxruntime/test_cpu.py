@@ -10,7 +10,7 @@ from doubles.caches import read, write
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import RequestError, UsageError
-from llmc.runtime.runner import batch
+from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 from llmc.runtime.sessions.onnxruntime import cpu as module
 from llmc.runtime.sessions.onnxruntime.cpu import _Binding
@@ -183,7 +183,7 @@ def test_reserving_less_changes_nothing(session: Session):
 def int8_cache_bundle(tiny_export: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from llmc.export.streaming import StreamedDecoder
     from llmc.optimize.build import build
-    from llmc.optimize.calibration import CalibrationRequest
+    from llmc.optimize.calibrate.request import CalibrationRequest
     from llmc.optimize.recipe import Request
 
     pytest.importorskip("onnxruntime", "1.31", reason="older engines know no quantized cache")

@@ -10,14 +10,14 @@ from doubles.onnxruntime_cuda import FakeOnnxRuntime
 
 from llmc.bundle import read_bundle
 from llmc.errors import EngineClosedError, GpuError, LlmcError
-from llmc.runtime.engine import Engine
+from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.api.request import Request
+from llmc.runtime.engine.engine import Engine
 from llmc.runtime.kv.prefix_cache import PrefixCache
-from llmc.runtime.options import EngineOptions
-from llmc.runtime.request import Request
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Session, emulated, open_session
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import Tokenizer
 
 PATIENCE = 120
 SETTINGS: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ import pytest
 from doubles.cuda import FakeDriver
 from doubles.tensorrt import CudaGraphStrategy, FakeTensorRT
 
-from llmc.runtime import cache
+from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.tensorrt import kernels as module
 
@@ -69,7 +69,7 @@ def test_kernels_are_kept_from_run_to_run(bundle: Callable[..., Any], kept: Path
 
 
 def test_kernels_of_another_version_are_not_used(bundle: Callable[..., Any], kept: Path, monkeypatch: Any):
-    monkeypatch.setattr(module, "kernels_file", lambda *what: cache.entry(module.KIND, "one") / module.FILE)
+    monkeypatch.setattr(module, "kernels_file", lambda *what: disk_cache.entry(module.KIND, "one") / module.FILE)
     monkeypatch.setattr("llmc.runtime.sessions.tensorrt.session.kernels_file", module.kernels_file)
     setup = bundle().plan(version_compatible=True)
     used(compiling(setup))

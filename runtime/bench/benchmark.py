@@ -1,0 +1,111 @@
+"""Speed of a bundle on this machine for one request at a time, with what it takes to judge the figures."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmc.bundle import read_bundle
+from llmc.errors import UsageError
+from llmc.runtime.bench.client import Report, common, draw_prompt, energy, visit
+from llmc.runtime.bench.roofline import read_bandwidth
+from llmc.runtime.host.energy import EnergyMeter, Joules
+from llmc.runtime.host.machine import resident_bytes
+from llmc.runtime.model import Model, load
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkReport(Report):
+    """Seconds unless named otherwise; p50 and p95 over ``repeats`` prompts (TTFT) or all decode steps (TPOT).
+
+    Attributes:
+        decode_tokens_per_s: all decode steps over their time; slow ones count.
+        weight_bytes_per_token: weights that one decode step reads.
+        read_bandwidth: bytes per second that this machine read from memory in this run: a plain loop on all threads, or
+            the decode steps themselves where they were faster.
+        roofline_fraction: share of that bandwidth which the median decode step reached.
+    """
+
+    repeats: int
+    ttft_p50_s: float
+    ttft_p95_s: float
+    tpot_p50_s: float
+    tpot_p95_s: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    rss_after_load_bytes: int
+    weight_bytes_per_token: int
+    read_bandwidth: float
+    roofline_fraction: float
+
+
+def benchmark(
+    bundle: str | Path, *, prompt_length: int = 128, new_tokens: int = 64, repeats: int = 3, threads: int | None = None
+) -> BenchmarkReport:
+    """Load the bundle and time the engine's greedy answers to prompts of arbitrary tokens, one after the other.
+
+    Raises:
+        UsageError: a length is out of range.
+        BundleError, ResourceError: the bundle cannot be loaded.
+    """
+    folder = Path(bundle)
+    context = read_bundle(folder).limits.max_context
+    if prompt_length < 1 or new_tokens < 2 or repeats < 1 or prompt_length + new_tokens > context:
+        raise UsageError(
+            f"prompt_length {prompt_length}, new_tokens {new_tokens}, repeats {repeats}: expected at least 1, 2 and 1, "
+            f"and together at most the bundle's context of {context} tokens"
+        )
+    start = time.perf_counter()
+    with load(folder, threads=threads, self_test=False) as model:
+        load_s = time.perf_counter() - start
+        rss = resident_bytes()[0]
+        _time_request(model, prompt_length, 2, 0)  # the first calls allocate; they are not counted
+        with EnergyMeter() as meter:
+            runs = [_time_request(model, prompt_length, new_tokens, index + 1) for index in range(repeats)]
+        return _report(model, runs, load_s, rss, prompt_length, new_tokens, meter.joules)
+
+
+def _time_request(model: Model, prompt_length: int, new_tokens: int, index: int) -> tuple[float, list[float]]:
+    """Seconds until the first token, and from each token to the next; ``index`` tells the prompts apart."""
+    prompt = draw_prompt(model.manifest.geometry.vocab_size, prompt_length, 0, index)
+    [answer] = visit(model, lambda _: prompt, [0.0], new_tokens)
+    if answer.error is not None:
+        raise answer.error
+    first, *steps = np.diff([answer.due, *answer.tokens]).tolist()
+    return first, steps
+
+
+def _report(
+    model: Model,
+    runs: list[tuple[float, list[float]]],
+    load_s: float,
+    rss: int,
+    prompt_length: int,
+    new_tokens: int,
+    joules: Joules | None,
+) -> BenchmarkReport:
+    ttft = np.array([first for first, _ in runs])
+    steps = np.concatenate([rest for _, rest in runs])
+    step = float(np.median(steps))
+    step_bytes = model.manifest.graphs["decode"].step_weight_bytes
+    known = common(model)  # before the bandwidth loop takes its own buffers
+    bandwidth = max(read_bandwidth(model.threads), step_bytes / float(steps.min()))
+    return BenchmarkReport(
+        prompt_length=prompt_length,
+        new_tokens=new_tokens,
+        repeats=len(runs),
+        load_s=load_s,
+        ttft_p50_s=float(np.median(ttft)),
+        ttft_p95_s=float(np.percentile(ttft, 95)),
+        tpot_p50_s=step,
+        tpot_p95_s=float(np.percentile(steps, 95)),
+        prefill_tokens_per_s=prompt_length / float(np.median(ttft)),
+        decode_tokens_per_s=len(steps) / float(steps.sum()),
+        rss_after_load_bytes=rss,
+        weight_bytes_per_token=step_bytes,
+        read_bandwidth=bandwidth,
+        roofline_fraction=step_bytes / step / bandwidth,
+        **known,
+        **energy(joules, len(runs) * new_tokens),
+    )

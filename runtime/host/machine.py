@@ -1,0 +1,113 @@
+"""This process's share of the machine: processors by affinity and quota, memory by cgroup, CPU features."""
+
+import math
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from llmc.bundle import Graph, Manifest
+
+CGROUP = Path("/sys/fs/cgroup")
+# Linux's names of the instructions that multiply uint8 by int8 and accumulate in 32 bits without saturating.
+VNNI_FLAGS = {"avx512_vnni", "avx_vnni"}
+
+
+def usable_threads() -> int:
+    """Threads worth starting: the affinity mask, cut by the cgroup's CPU quota; at least 1."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    return max(1, min(affinity, math.ceil(quota)) if quota else affinity)
+
+
+@dataclass(frozen=True)
+class Available:
+    """Bytes that may be taken, and what sets the limit: machine, cgroup or --memory."""
+
+    bytes: int
+    source: str
+
+
+def memory_here() -> Available:
+    """Memory that can be taken now without swapping: free memory of the machine, cut by the cgroup's limit."""
+    free, granted = _meminfo_available(), _cgroup_available()
+    return Available(free, "machine") if granted is None or free <= granted else Available(granted, "cgroup")
+
+
+def available_memory() -> int:
+    """The bytes of :func:`memory_here`."""
+    return memory_here().bytes
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """Features that bundles ask for, as far as this CPU has them: ``vnni``."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    return frozenset({"vnni"}) if VNNI_FLAGS & _cpu_flags() else frozenset()
+
+
+def computable(manifest: Manifest) -> dict[str, Graph]:
+    """The graphs of a bundle by name that compute correctly on this CPU."""
+    here = cpu_features()
+    return {name: graph for name, graph in manifest.graphs.items() if here.issuperset(graph.cpu_features)}
+
+
+def cpu_model() -> str:
+    """The processor's name, for reports."""
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Resident set size of this process now and at its peak, in bytes."""
+    values = {key: int(rest.split()[0]) * 1024 for key, _, rest in _status() if key in ("VmRSS", "VmHWM")}
+    return values.get("VmRSS", 0), values.get("VmHWM", 0)
+
+
+def _status() -> list[tuple[str, str, str]]:
+    return [line.partition(":") for line in _lines(Path("/proc/self/status"))]
+
+
+def _cpu_flags() -> set[str]:
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("flags"):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def _cpu_quota() -> float | None:
+    """CPUs that the cgroup (version 2, or else 1) grants, or None without a quota."""
+    version_1 = [*_lines(CGROUP / "cpu/cpu.cfs_quota_us"), *_lines(CGROUP / "cpu/cpu.cfs_period_us")]
+    fields = " ".join(_lines(CGROUP / "cpu.max") or version_1).split()
+    return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0] not in ("max", "-1") else None
+
+
+def _meminfo_available() -> int:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _cgroup_available() -> int | None:
+    """Bytes that the cgroup's limit leaves; pages of files count as free, since the kernel drops them first."""
+    limit, usage, folder = "memory.max", "memory.current", CGROUP
+    if not (CGROUP / limit).exists():  # version 1, whose limit is an absurdly large number where there is none
+        limit, usage, folder = "memory.limit_in_bytes", "memory.usage_in_bytes", CGROUP / "memory"
+    most = "".join(_lines(folder / limit)).strip()
+    if not most or most == "max":
+        return None
+    used = int("".join(_lines(folder / usage)) or 0)
+    statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
+    return max(0, int(most) - used + int(statistics.get("inactive_file", 0)))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
