@@ -127,32 +127,22 @@ def linears(config: DecoderConfig) -> tuple[Linear, ...]:
 
 
 def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
-    at, hidden, mixer, mlp = _path(index), config.hidden_size, config.layers[index].mixer, config.layers[index].mlp
+    hidden, mixer, mlp = config.hidden_size, config.layers[index].mixer, config.layers[index].mlp
     queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-    norm = f"{at}.input_layernorm"
-    found = [
-        Linear(f"{at}.self_attn.q_proj", queries, hidden, mixer.qkv_bias, norm, norm, index),
-        Linear(f"{at}.self_attn.k_proj", keys, hidden, mixer.qkv_bias, norm, norm, index),
-        Linear(f"{at}.self_attn.v_proj", keys, hidden, mixer.qkv_bias, norm, norm, index),
-        Linear(
-            f"{at}.self_attn.o_proj",
-            hidden,
-            queries,
-            mixer.o_bias,
-            f"{at}.self_attn",
-            f"{at}.self_attn.v_proj",
-            index,
-        ),
+    norm, attention = f"{_path(index)}.input_layernorm", f"{_path(index)}.self_attn"
+    rows = [
+        (f"{attention}.q_proj", queries, hidden, mixer.qkv_bias, norm, norm),
+        (f"{attention}.k_proj", keys, hidden, mixer.qkv_bias, norm, norm),
+        (f"{attention}.v_proj", keys, hidden, mixer.qkv_bias, norm, norm),
+        (f"{attention}.o_proj", hidden, queries, mixer.o_bias, attention, f"{attention}.v_proj"),
     ]
-    if mlp is None:
-        return found
-    norm, up = f"{at}.post_attention_layernorm", f"{at}.mlp.up_proj"
-    if mlp.gated:
-        found.append(Linear(f"{at}.mlp.gate_proj", mlp.inner, hidden, mlp.bias, norm, norm, index))
-    producer = up if mlp.gated else ""  # no factor passes through an activation
-    found.append(Linear(up, mlp.inner, hidden, mlp.bias, norm, norm, index))
-    found.append(Linear(f"{at}.mlp.down_proj", hidden, mlp.inner, mlp.bias, f"{at}.mlp", producer, index))
-    return found
+    if mlp is not None:
+        norm, at, inner, bias = f"{_path(index)}.post_attention_layernorm", f"{_path(index)}.mlp", mlp.inner, mlp.bias
+        producer = f"{at}.up_proj" if mlp.gated else ""  # no factor passes through an activation
+        rows += [(f"{at}.gate_proj", inner, hidden, bias, norm, norm)] if mlp.gated else []
+        rows.append((f"{at}.up_proj", inner, hidden, bias, norm, norm))
+        rows.append((f"{at}.down_proj", hidden, inner, bias, at, producer))
+    return [Linear(*row, index) for row in rows]
 
 
 def norms(config: DecoderConfig) -> tuple[Norm, ...]:
