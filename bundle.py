@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmc.errors import BundleError, LlmcError
+from llmc.inventory import Geometry as Geometry
 from llmc.measured import NOTHING_KNOWN
 from llmc.measured import Invariance as Invariance
 from llmc.measured import PhaseQuality as PhaseQuality
@@ -24,7 +25,7 @@ from llmc.plans import EnginePlan as EnginePlan
 from llmc.plans import Profile as Profile
 from llmc.strict import decode as decode
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 GRAPH_CONTRACT_VERSION = 2
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -37,34 +38,13 @@ TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.
 
 # Of logits, in a self-test: beyond this, nothing would be tested.
 LARGEST_TOLERANCE = 1.0
-# No build writes more rows, and no decoder has a size beyond.
-MOST_ROWS, LARGEST_SIZE = 1024, 1 << 31
+# No build writes more rows.
+MOST_ROWS = 1024
 LARGEST_MEMORY = 1 << 60  # bytes
 # Bytes of one value of the KV cache, by its type.
 CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Shapes of a decoder. ``windows`` has one entry per layer: 0 attends to everything, W to the last W positions."""
-
-    model_type: str
-    layers: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    tied_head: bool
-    windows: tuple[int, ...]
-
-    def cache_bytes(self, positions: int, batch: int = 1, bytes_per_value: int = 4) -> int:
-        """Bytes of keys and values: 2 x layers x kv_heads x head_dim x positions x batch x bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * positions * batch * bytes_per_value
 
 
 @dataclass(frozen=True)
@@ -386,12 +366,8 @@ def build_command(source: str | Path) -> str:
 def _check_values(folder: Path, manifest: Manifest) -> None:
     """Refuse numbers that no build writes, before anything is computed from them."""
     g, limits, memory = manifest.geometry, manifest.limits, manifest.memory
-    sizes = (g.layers, g.hidden_size, g.intermediate_size, g.heads, g.kv_heads, g.head_dim, g.vocab_size)
     sound = {
-        "geometry": min(sizes) > 0
-        and max(*sizes, g.max_positions) < LARGEST_SIZE
-        and g.heads % g.kv_heads == 0
-        and len(g.windows) == g.layers,
+        "geometry": g.is_sound,
         "limits": 0 < limits.prefill_chunk <= limits.max_context <= g.max_positions
         and 0 < limits.max_batch <= MOST_ROWS,
         "memory": min(asdict(memory).values()) >= 0,
@@ -474,7 +450,7 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     if version > SCHEMA_VERSION:
         raise BundleError(
             f"{path} has schema version {version}, written by llmc {data.get('llmc_version')}; this llmc reads up to "
-            f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc"
+            f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc-deploy"
         )
     try:
         manifest: T = decode(kind, data)

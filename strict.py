@@ -3,6 +3,7 @@
 import types
 import typing
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from llmc.errors import BundleError
@@ -25,7 +26,7 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
         return None if data is None else decode(arguments[0], data, where)
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
-    if isinstance(kind, type) and type(data) is kind:
+    if (isinstance(kind, type) and type(data) is kind) or (origin is typing.Literal and data in arguments):
         return data
     raise BundleError(f"{where or 'value'} is {data!r:.60}, expected {getattr(kind, '__name__', kind)}")
 
@@ -33,9 +34,12 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
 def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise BundleError(f"{where or kind.__name__} is {data!r:.60}, expected an object")
-    hints = typing.get_type_hints(kind)
+    hints = _type_hints(kind)
     names = {field.name for field in fields(kind)}
     for problem, keys in (("unknown", data.keys() - names), ("missing", names - data.keys())):
         if keys:
             raise BundleError(f"{problem} field {where}{'.' if where else ''}{min(keys)}")
     return kind(**{name: decode(hints[name], data[name], f"{where}.{name}".lstrip(".")) for name in names})
+
+
+_type_hints = cache(typing.get_type_hints)  # of a hundred linears they are the same

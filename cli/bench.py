@@ -22,8 +22,8 @@ from llmc.cli.options import (
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmc.runtime.benchmark import BenchmarkReport
-    from llmc.runtime.load_test import LoadReport, Percentiles
+    from llmc.runtime.bench.benchmark import BenchmarkReport
+    from llmc.runtime.bench.load_test import LoadReport, Percentiles
 
 REPEATS = 3
 
@@ -75,14 +75,14 @@ def bench_command(
     common: dict[str, Any] = {"prompt_length": prompt_length, "new_tokens": new_tokens, "threads": threads}
     report: LoadReport | BenchmarkReport
     if "concurrency" in load or "rate" in load:
-        from llmc.runtime.load_test import load_test
+        from llmc.runtime.bench.load_test import load_test
 
         if repeats is not None:
             raise UsageError("repeats is for one sequence; under load, say --requests")
         report = load_test(bundle, **common, **load)
         rows = load_rows(report)
     else:
-        from llmc.runtime.benchmark import benchmark
+        from llmc.runtime.bench.benchmark import benchmark
 
         if load:
             raise UsageError(f"{flag(next(iter(load)))} is for the engine under load: give --concurrency or --rate too")

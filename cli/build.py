@@ -28,9 +28,9 @@ from llmc.errors import UsageError, require
 from llmc.publish import refuse_to_overwrite, room
 
 if TYPE_CHECKING:
-    from llmc.optimize.auto import AutoReport
+    from llmc.optimize.auto.search import AutoReport
     from llmc.optimize.build import BuildReport
-    from llmc.optimize.calibration import CalibrationRequest
+    from llmc.optimize.calibrate.request import CalibrationRequest
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
 # What --rebuild looks at.
@@ -61,7 +61,7 @@ ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_com
 @click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
 @click.option("--plot", type=NEW_FILE, help="With --auto: draw speed against quality into this PNG file.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
-@click.option("--form", help="TensorRT: native, lengths (unproven) or primitives.  [default: what the library knows]")
+@click.option("--form", help="TensorRT: native or primitives.  [default: what the library knows]")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--hardware-compatibility", help="TensorRT: none, ampere or same.  [default: none]")
 @click.option("--version-compatible", is_flag=True, default=None, help="TensorRT: newer libraries may run the engine.")
@@ -94,10 +94,10 @@ def build_command(
     if output is None:
         raise click.UsageError("Missing option '-o' / '--output'.")
     from llmc.bundle import Budget
-    from llmc.optimize.auto import AutoReport, automatic
+    from llmc.optimize.auto.plots import pareto
+    from llmc.optimize.auto.search import AutoReport, automatic
     from llmc.optimize.build import build
     from llmc.optimize.engine_request import EngineRequest
-    from llmc.optimize.plots import pareto
 
     limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
     precision = chosen_precision(tuple(choices.pop(name) for name in PRECISIONS))
@@ -159,7 +159,7 @@ def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool
 
 def calibration_request(text: Path | None, samples: int | None, length: int | None) -> CalibrationRequest:
     """What the build calibrates with, if its recipe asks for it."""
-    from llmc.optimize.calibration import CalibrationRequest
+    from llmc.optimize.calibrate.request import CalibrationRequest
 
     def decoder(export: Path, device: str) -> Any:
         from llmc.export.streaming import StreamedDecoder
@@ -227,7 +227,7 @@ def print_report(report: BuildReport) -> None:
 
 def print_trials(report: AutoReport) -> None:
     """All that was tried, the fastest first, and what was kept."""
-    from llmc.optimize.auto import NEW_TOKENS, PROMPT_TOKENS
+    from llmc.optimize.auto.search import NEW_TOKENS, PROMPT_TOKENS
 
     columns = (
         "candidate",

@@ -16,8 +16,8 @@ from llmc.errors import BundleError, LlmcError, MissingExtraError, ResourceError
 
 if TYPE_CHECKING:
     from llmc.bundle import Geometry, Manifest
-    from llmc.runtime.machine import Available
-    from llmc.runtime.memory import Plan, Verdict
+    from llmc.runtime.host.machine import Available
+    from llmc.runtime.kv.budget import Plan, Verdict
 
 # torch, its graph exporter and onnxscript once imported, and what a layer's nodes take; weights are never read.
 EXPORTER, EXPORTED_LAYER = 380_000_000, 3_000_000
@@ -63,7 +63,7 @@ class Memories:
 
     def stage(self, plan: Plan) -> Stage:
         """A plan held against the memory that it is for; without a verdict for a GPU that cannot be asked."""
-        from llmc.runtime.memory import GPU
+        from llmc.runtime.kv.budget import GPU
 
         memory = self.gpu if plan.stage == GPU else self.machine
         return Stage(plan, None if memory is None else plan.verdict(memory.bytes))
@@ -113,7 +113,7 @@ def plan_command(
     memory: of a compiled bundle, weights and embedding are pages of its files, which processes share and the system may
     drop.
     """
-    from llmc.runtime.memory import memory_to_use
+    from llmc.runtime.kv.budget import memory_to_use
 
     precision = chosen_precision(tuple(precisions[name] for name in PRECISIONS))
     on_gpu = runs_on_gpu(path, target)
@@ -140,7 +140,7 @@ def refusal(stages: list[Stage]) -> str:
 
     Empty where no stage is known not to fit.
     """
-    from llmc.runtime.memory import MB, what_fits
+    from llmc.runtime.kv.budget import MB, what_fits
 
     lacks, advice = [], dict[str, list[str]]()
     for stage in stages:
@@ -166,8 +166,8 @@ def memories(memory: int | None, gpu_memory: int | None, unified: bool | None) -
     Raises:
         UsageError: two sizes of one memory.
     """
-    from llmc.runtime.machine import Available
-    from llmc.runtime.memory import memory_to_use
+    from llmc.runtime.host.machine import Available
+    from llmc.runtime.kv.budget import memory_to_use
 
     here = memory_to_use(memory)
     there, integrated = _first_gpu() if gpu_memory is None else (Available(gpu_memory, "--gpu-memory"), False)
@@ -183,8 +183,8 @@ def memories(memory: int | None, gpu_memory: int | None, unified: bool | None) -
 
 def _first_gpu() -> tuple[Available | None, bool]:
     """What is free on it, None where it cannot be asked; and whether its memory is the machine's."""
-    from llmc.runtime.machine import Available
-    from llmc.runtime.probe import probe
+    from llmc.runtime.host.machine import Available
+    from llmc.runtime.host.probe import probe
 
     gpu = next(iter(probe().driver.devices), None)
     if gpu is None:
@@ -196,7 +196,7 @@ def in_one_memory(host: Plan, device: Plan) -> Plan:
     """Running a bundle whose GPU uses the machine's own memory: what both plans take, together."""
     from dataclasses import replace
 
-    from llmc.runtime.memory import GPU
+    from llmc.runtime.kv.budget import GPU
 
     assert device.stage == GPU
     parts = {name: size for name, size in host.parts.items() if size}
@@ -212,8 +212,6 @@ def runs_on_gpu(path: Path, target: str) -> bool:
     """Whether a bundle is for a GPU, or the target that a bundle is to be built for."""
     if (path / bundle.BUNDLE_MANIFEST).exists():
         return bundle.read_bundle(path).device is not None
-    if target == "cpu":
-        return False
     from llmc.optimize.targets import capabilities
 
     return capabilities(target).has_gpu
@@ -242,7 +240,7 @@ def plans_of(
     if (path / bundle.EXPORT_MANIFEST).exists():
         return _build_plans(path, bundle.read_export(path).geometry, context, batch, precision, recipe, target, unified)
     if (path / bundle.CONFIG_FILE).exists():
-        from llmc.export.checkpoint import read_checkpoint
+        from llmc.export.sources.checkpoint import read_checkpoint
 
         geometry = read_checkpoint(path).config.geometry
         return [
@@ -259,8 +257,7 @@ def _run_plans(path: Path, context: int | None, batch: int, unified: bool) -> li
     from dataclasses import replace
     from functools import partial
 
-    from llmc.runtime.kv_cache import device_bytes, rounded_up
-    from llmc.runtime.memory import plan_device, plan_load
+    from llmc.runtime.kv.budget import device_bytes, plan_device, plan_load, rounded_up
 
     manifest = bundle.read_bundle(path)
     limits = manifest.limits
@@ -281,7 +278,7 @@ def _rebuild_plans(manifest: Manifest, unified: bool) -> list[Plan]:
     if manifest.engine is None or manifest.engine.file:
         return []
     try:
-        from llmc.optimize.plan import plan_rebuild
+        from llmc.optimize.plan.memory import plan_rebuild
     except MissingExtraError:
         return []
     return [plan_rebuild(manifest, unified)]
@@ -300,12 +297,12 @@ def _build_plans(
     """Building with the defaults of a build, and running what it gives."""
     from dataclasses import replace
 
-    from llmc.optimize.calibration import DEFAULT_LENGTH, DEFAULT_SAMPLES
-    from llmc.optimize.device_plan import device_plan, host_plan
-    from llmc.optimize.plan import memory_plan, plan_build
+    from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES
+    from llmc.optimize.plan.device import device_plan, host_plan
+    from llmc.optimize.plan.memory import memory_plan, plan_build
     from llmc.optimize.recipe import Request, read_recipe, resolve
     from llmc.optimize.targets import capabilities
-    from llmc.runtime.memory import plan_device, plan_run
+    from llmc.runtime.kv.budget import plan_device, plan_run
 
     most = geometry.max_positions
     if context is not None and not MIN_CONTEXT <= context <= most:
@@ -340,7 +337,7 @@ def _tokenizer_bytes(path: Path) -> int:
 def export_plan(geometry: Geometry) -> Plan:
     """Exporting with fake tensors: libraries and the graph, whatever the weights weigh."""
     from llmc.bundle import Limits
-    from llmc.runtime.memory import Plan
+    from llmc.runtime.kv.budget import Plan
 
     parts = {"exporter": EXPORTER, "graph": EXPORTED_LAYER * geometry.layers}
     limits = Limits(geometry.max_positions, LARGEST_BATCH, 1)
@@ -354,8 +351,8 @@ def check_export(checkpoint: Path, memory: int | None = None) -> None:
     Raises:
         ResourceError: with the number missing.
     """
-    from llmc.export.checkpoint import read_checkpoint
-    from llmc.runtime.memory import usable_memory
+    from llmc.export.sources.checkpoint import read_checkpoint
+    from llmc.runtime.kv.budget import usable_memory
 
     try:
         geometry = read_checkpoint(checkpoint).config.geometry

@@ -6,10 +6,9 @@ from pathlib import Path
 from llmc import bundle
 from llmc.bundle import Geometry, Manifest, Source
 from llmc.errors import BundleError, UsageError
-from llmc.export.checkpoint import read_checkpoint
-from llmc.export.shards import DTYPE_NAMES, Shard, read_shards
-from llmc.runtime.kv_cache import rounded_up
-from llmc.runtime.memory import plan_load
+from llmc.export.sources.checkpoint import read_checkpoint
+from llmc.export.sources.safetensors import DTYPE_NAMES, Shard, read_shards
+from llmc.runtime.kv.budget import plan_load, rounded_up
 
 CONFIG_FILE = "config.json"
 

@@ -9,9 +9,9 @@ import onnx_ir as ir
 
 from llmc import __version__, bundle
 from llmc.export import ExportReport
-from llmc.export.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.graph import build_graph, check_graph
-from llmc.export.shards import INDEX_FILE, SINGLE_FILE
+from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
+from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
 from llmc.publish import staged
 
 

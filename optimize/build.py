@@ -38,28 +38,37 @@ from llmc.bundle import (
 )
 from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize import recipe as recipes
-from llmc.optimize.calibrated import Calibrated
-from llmc.optimize.calibration import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
-from llmc.optimize.device_plan import device_plan, host_plan, with_engine
+from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
+from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.evaluate import evaluate, read_windows
-from llmc.optimize.gate import Advice, advise, check
-from llmc.optimize.golden import golden_prompts, prompt_ids
-from llmc.optimize.invariance import measured
-from llmc.optimize.lower.plan import Form, Forms, PerToken, Plan, Static, check_patterns, forms
-from llmc.optimize.overflow import check_range
+from llmc.optimize.judge.evaluate import evaluate, read_windows
+from llmc.optimize.judge.gate import Advice, advise, check
+from llmc.optimize.judge.golden import golden_prompts, prompt_ids
+from llmc.optimize.judge.invariance import measured
+from llmc.optimize.judge.overflow import check_range
+from llmc.optimize.lower.context import (
+    LoweringContext,
+    PerToken,
+    QuantConfig,
+    QuantConfigs,
+    Static,
+    check_patterns,
+    quant_configs,
+)
+from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.passes import lower
-from llmc.optimize.plan import memory_plan, plan_build
+from llmc.optimize.plan.device import device_plan, host_plan, with_engine
+from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
-from llmc.optimize.rewrite import read_decoder
 from llmc.optimize.targets import Capabilities, capabilities
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.publish import file_entries, staged
-from llmc.runtime import Model, cache, load
-from llmc.runtime.compiled import compile_bundle
-from llmc.runtime.memory import usable_memory
+from llmc.runtime import Model, load
+from llmc.runtime.host import disk_cache
+from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES
-from llmc.runtime.sessions.onnxruntime import import_onnxruntime
+from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
+from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 
 if TYPE_CHECKING:
     from llmc.optimize.engine import EngineSpec
@@ -227,10 +236,10 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
     """Lower the decoder once per phase; the graphs share one weight file."""
     graphs, geometry = {}, order.export.geometry
     with closing(WeightFile(folder)) as weights:
-        for phase, stored in forms(order.recipe).items():
+        for phase, stored in quant_configs(order.recipe).items():
             done = counted(order.progress, f"lowering and quantizing the {phase} graph", 7 * geometry.layers + 1)
             model = read_decoder(order.source)
-            plan = Plan(
+            plan = LoweringContext(
                 phase,
                 geometry,
                 order.limits,
@@ -268,7 +277,7 @@ def _declare(model: ir.Model, order: _Order) -> None:
         model.opset_imports["com.microsoft"] = 1
 
 
-def _describe(graph: ir.Graph, name: str, stored: Forms, target: Capabilities) -> Graph:
+def _describe(graph: ir.Graph, name: str, stored: QuantConfigs, target: Capabilities) -> Graph:
     """Bytes of weights in memory and per token (embedding rows stay on disk until read), and what the CPU must have."""
     sizes = {
         name: value.const_value.nbytes
@@ -287,8 +296,8 @@ def _describe(graph: ir.Graph, name: str, stored: Forms, target: Capabilities) -
     )
 
 
-def _used(graph: ir.Graph, stored: Forms) -> list[Form]:
-    """Forms with integer activations, if the graph has any product of them."""
+def _used(graph: ir.Graph, stored: QuantConfigs) -> list[QuantConfig]:
+    """QuantConfigs with integer activations, if the graph has any product of them."""
     return [stored.w8a8] if stored.w8a8 and any(node.op_type == "MatMulIntegerToFloat" for node in graph) else []
 
 
@@ -360,12 +369,12 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
             check_range(folder, manifest, [*prompt_ids(model), *(text.ids[:1].tolist() if text else [])])
         golden, quality = golden_prompts(model, order.source, order.progress)
         if text is not None:
-            kept = cache.entry("reference", order.export.source.fingerprint)
+            kept = disk_cache.entry("reference", order.export.source.fingerprint)
             found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
             quality = replace(found.quality, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
             seen = partial(_advice, order, folder, manifest, weights, quality, text.ids)
             check(quality, order.recipe.budget, seen)
-            cache.prune("reference", KEPT_BYTES)
+            disk_cache.prune("reference", KEPT_BYTES)
         if verified == "device":
             order.progress("comparing calls of different sizes")
             manifest = measured(model.runner.session, manifest)

@@ -19,15 +19,15 @@ from llmc.bundle import (
 )
 from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import BuildReport, runs_here
-from llmc.optimize.device_plan import with_engine
 from llmc.optimize.engine import EngineSpec, compile_engine, nameable_gpus, resolve_engine
 from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.plan import plan_rebuild
+from llmc.optimize.plan.device import with_engine
+from llmc.optimize.plan.memory import plan_rebuild
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.targets import capabilities
 from llmc.publish import file_entries, refuse_to_overwrite, staged
 from llmc.runtime import load
-from llmc.runtime.memory import usable_memory
+from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import replay
 
 log = logging.getLogger(__name__)

@@ -224,7 +224,7 @@ def _phases(asked: str | None, target: Capabilities, *, integers: bool) -> str:
 
 
 def _compute(asked: str | None, precision: str, target: Capabilities) -> str:
-    """What activations are computed in: as the weights, where those are floats and the target has a choice."""
+    """Type that activations are computed in: as the weights, where those are floats and the target has a choice."""
     follows = COMPUTED.get(precision) if len(target.computes) > 1 else None
     if asked is not None and follows is not None and asked != follows:
         raise UsageError(f"compute is {asked!r}, but {precision} computes in {follows}; leave one of them out")

@@ -3,12 +3,12 @@
 Needs numpy, tokenizers, jinja2 and the engine of the bundle's target; never torch or onnx.
 """
 
-from llmc.runtime.engine import Engine
-from llmc.runtime.handle import Handle
+from llmc.runtime.api.handle import Handle
+from llmc.runtime.api.options import Determinism, EngineOptions
+from llmc.runtime.api.request import Request
+from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
+from llmc.runtime.engine.engine import Engine
 from llmc.runtime.model import Model, load
-from llmc.runtime.options import Determinism, EngineOptions
-from llmc.runtime.request import Request
-from llmc.runtime.results import Delta, GenerationResult, Output, Timings, Usage
 from llmc.runtime.sampling import SamplingParams
 
 __all__ = [

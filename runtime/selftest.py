@@ -13,9 +13,9 @@ import numpy as np
 
 from llmc.bundle import GoldenPrompt, read_bundle, verify_files
 from llmc.errors import BundleError
-from llmc.runtime import cache
-from llmc.runtime.compiled import cached_entry, environment
+from llmc.runtime.host import disk_cache
 from llmc.runtime.model import Model, load
+from llmc.runtime.sessions.onnxruntime.compiled import cached_entry, environment
 
 log = logging.getLogger(__name__)
 
@@ -74,18 +74,18 @@ def check_once(model: Model, wanted: bool | None) -> None:
     """
     if wanted is False or (wanted is None and not model.manifest.golden):
         return
-    entry = cache.entry(KIND, _key(model))
+    entry = disk_cache.entry(KIND, _key(model))
     if wanted is None and entry.exists():
         return
     start = time.perf_counter()
     report = _replayed(model, limit=QUICK_TOKENS)
     log.info("%s passed its self-test in %.2f s", model.folder, time.perf_counter() - start)
     try:
-        with cache.published(entry) as folder:
+        with disk_cache.published(entry) as folder:
             (folder / "report.json").write_text(json.dumps(asdict(report)))
     except OSError as error:
         log.warning("the self-test's result is not kept (%s)", error)
-    cache.prune(KIND, CACHE_BYTES)
+    disk_cache.prune(KIND, CACHE_BYTES)
 
 
 def _replayed(
@@ -98,7 +98,7 @@ def _replayed(
         entry = cached_entry(model.engine_version, model.manifest)
         if not entry.exists():
             raise
-        cache.remove(entry)
+        disk_cache.remove(entry)
         raise BundleError(
             f"{error}; its compiled graphs in the cache may have been broken and were removed: try again first"
         ) from error

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from doubles.geometries import uniform
 from hypothesis import HealthCheck, settings
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
@@ -50,7 +51,7 @@ def manifest() -> bundle.Manifest:
         schema_version=bundle.SCHEMA_VERSION,
         llmc_version="0.1.0",
         graph_contract=bundle.GRAPH_CONTRACT_VERSION,
-        geometry=bundle.Geometry("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 128)),
+        geometry=uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 128)),
         source=bundle.Source("tiny", "f" * 64, "float16", 123_456),
         generation=bundle.Generation((2, 3), None, False, 0.7, 50, None, 0.05),
         target=bundle.Target("cpu", "onnxruntime", "1.31.1", "1.31.0"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc import bundle
+from llmc import bundle, inventory
 from llmc.bundle import BUNDLE_MANIFEST, DECODER_FILE, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest
 from llmc.errors import BundleError
 from llmc.publish import file_entries
@@ -174,14 +174,14 @@ def test_a_value_of_any_length_is_quoted_in_part(folder: Path):
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    with pytest.raises(BundleError, match=r"schema version 5, written by llmc 9.9.9.*up to 4.*pip install -U llmc"):
+    with pytest.raises(BundleError, match=r"version 6, written by llmc 9.9.9.*up to 5.*pip install -U llmc-deploy"):
         bundle.read_bundle(folder)
 
 
 def test_a_newer_schema_is_refused_before_its_unknown_fields_are(folder: Path):
     edit(folder, put("new", "novelty"))
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
-    with pytest.raises(BundleError, match="schema version 5"):
+    with pytest.raises(BundleError, match="schema version 6"):
         bundle.read_bundle(folder)
 
 
@@ -189,7 +189,7 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
     with pytest.raises(
-        BundleError, match=r"schema version 3 of an older llmc \(0.1.0\), this one reads 4; make it again"
+        BundleError, match=r"schema version 4 of an older llmc \(0.1.0\), this one reads 5; make it again"
     ):
         bundle.read_bundle(folder)
 
@@ -198,14 +198,19 @@ DEVICE = {"context": 1, "weights": 1, "workspace": 1, "cache_per_token": 1, "log
 
 IMPOSSIBLE = [
     (put(0, "geometry", "layers"), "geometry"),
-    (put(3, "geometry", "kv_heads"), "geometry"),
-    (put([0], "geometry", "windows"), "geometry"),
+    (put(3, "geometry", "attentions", 0, "kv_heads"), "geometry"),
+    (put(-1, "geometry", "attentions", 0, "window"), "geometry"),
+    (put("9", "geometry", "attentions", 0, "cache"), "geometry"),
+    (put([2], "geometry", "caches", 0, "shape"), "geometry"),
+    (put("1", "geometry", "caches", 0, "name"), "geometry"),
+    (put(2, "geometry", "linears", 0, "layer"), "geometry"),
+    (put("lm_head", "geometry", "linears", 0, "name"), "geometry"),
     (put(513, "limits", "max_context"), "limits"),
     (put(0, "limits", "prefill_chunk"), "limits"),
     (put(bundle.MOST_ROWS + 1, "limits", "max_batch"), "limits"),
-    (put(bundle.LARGEST_SIZE, "geometry", "vocab_size"), "geometry"),
-    (put(bundle.LARGEST_SIZE, "geometry", "max_positions"), "geometry"),
-    (put(0, "geometry", "kv_heads"), "geometry"),
+    (put(inventory.LARGEST_SIZE, "geometry", "vocab_size"), "geometry"),
+    (put(inventory.LARGEST_SIZE, "geometry", "max_positions"), "geometry"),
+    (put(0, "geometry", "attentions", 0, "heads"), "geometry"),
     (put(-1, "memory", "workspace"), "memory"),
     (put({**DEVICE, "workspace": -1}, "device"), "device"),
     (put({**DEVICE, "weights": 10**400}, "device"), "device"),

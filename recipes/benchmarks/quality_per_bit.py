@@ -31,10 +31,10 @@ from unquantized import Unquantized
 
 from llmc.errors import LlmcError
 from llmc.export import export
-from llmc.optimize.reference import Reference
+from llmc.optimize.judge.reference import Reference
 from llmc.runtime import load
 from llmc.runtime.sessions import Phase
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 SCHEMES = ("q4_0_pure", "q4_0", "q4_k_m", "q8_0")
@@ -96,7 +96,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Task:
-    """What every system is measured on; ``reference`` is float32 [windows, length, V], files go into ``folder``."""
+    """The text and reference of all systems; ``reference`` is float32 [windows, length, V], files go to ``folder``."""
 
     windows: NDArray[np.int64]
     reference: NDArray[np.float32]

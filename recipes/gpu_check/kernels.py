@@ -30,7 +30,7 @@ NAMES = 12  # of each kind of layers that are listed
 def kernels(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
     """A decode step on ONNX Runtime with its attention kernels for decode (XQA) and without: seconds, and microseconds
     by operator, of the host and, where the package was built with CUPTI, of each kernel."""
-    from llmc.runtime.sessions.cuda_provider import import_onnxruntime_gpu
+    from llmc.runtime.sessions.onnxruntime.cuda_provider import import_onnxruntime_gpu
 
     models.check_here(target)
     folder, runtime = models.built(target, geometry, precision, options), import_onnxruntime_gpu("0")
@@ -65,7 +65,7 @@ def stepped(folder: Path, runtime: Any) -> dict[str, float]:
     """Seconds of steps of one row after a long prompt."""
     from llmc.bundle import read_bundle
     from llmc.runtime.sessions import Batch, Phase
-    from llmc.runtime.sessions.cuda import CudaSession
+    from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
 
     manifest = read_bundle(folder)
     past = min(POSITION, manifest.limits.max_context - 1)
@@ -92,21 +92,15 @@ def by_operator(events: Iterable[dict[str, Any]], count: int) -> dict[str, dict[
 def layers(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
     """What an engine was compiled to, by TensorRT's inspector: how many layers are of which kind."""
     from llmc.bundle import read_bundle
-    from llmc.runtime import cuda, engine_library
-    from llmc.runtime.sessions.tensorrt_engine import Engine
+    from llmc.optimize.tensorrt.inspector import inspect_engine
+    from llmc.runtime.sessions.tensorrt import library
 
     models.check_here(target)
-    folder, library = models.built(target, geometry, precision, options), engine_library.load_library(target)
-    file = folder / read_bundle(folder).engine.file
-    with contextlib.closing(cuda.open_driver()) as gpu:
-        gpu.activate()
-        with contextlib.closing(Engine(library, file, folder)) as engine:
-            if not hasattr(engine.native, "create_engine_inspector"):
-                raise NotHereError(f"{library.__name__} {library.__version__} has no inspector of engines")
-            inspector = engine.native.create_engine_inspector()
-            said = json.loads(inspector.get_engine_information(library.LayerInformationFormat.JSON))
-            del inspector
-    return digest(said["Layers"])
+    folder = models.built(target, geometry, precision, options)
+    found = inspect_engine(library.load_library(target), folder / read_bundle(folder).engine.file)
+    if found is None:
+        raise NotHereError("the engine cannot be loaded here")
+    return digest(found.layers)
 
 
 def digest(layers: list[Any]) -> dict[str, Any]:

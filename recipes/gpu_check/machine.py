@@ -24,7 +24,7 @@ COPIES, ROUNDS, ROWS = 20, 5, 16
 
 def machine(options: Options) -> dict[str, Any]:
     """The machine, its GPUs and libraries as the probe finds them, and versions of what is installed."""
-    from llmc.runtime.probe import probe
+    from llmc.runtime.host.probe import probe
 
     installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     packages = {name: installed[name] for name in sorted(installed) if PACKAGES.search(name)}
@@ -34,7 +34,7 @@ def machine(options: Options) -> dict[str, Any]:
 def driver(options: Options) -> dict[str, Any]:
     """Allocation, pinned memory, copies, a resized cache, recorded copies: rates, times, and what came out wrong."""
     from llmc.errors import GpuError
-    from llmc.runtime import cuda
+    from llmc.runtime.host import cuda
 
     try:
         gpu = cuda.open_driver()

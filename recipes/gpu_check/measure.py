@@ -24,7 +24,7 @@ def measure(target: str, geometry: str, precision: str, options: Options) -> dic
 
     No prefix is cached, and every prompt begins with another token.
     """
-    from llmc.runtime import cuda
+    from llmc.runtime.host import cuda
 
     bundle = (target, geometry, precision, options)
     models.check_here(target)
@@ -58,7 +58,8 @@ def measure(target: str, geometry: str, precision: str, options: Options) -> dic
 @contextlib.contextmanager
 def without_graphs() -> Iterator[None]:
     """Sessions on a GPU launch every kernel by itself."""
-    from llmc.runtime.sessions import cuda, tensorrt_steps
+    from llmc.runtime.sessions.onnxruntime import cuda
+    from llmc.runtime.sessions.tensorrt import steps as tensorrt_steps
 
     with patch.object(cuda, "MOST_RECORDINGS", 0), patch.object(tensorrt_steps, "RECORDED_TOKENS", 0):
         yield

@@ -95,14 +95,15 @@ def check_here(target: str) -> None:
         NotHereError, MissingExtraError: with what is missing.
     """
     from llmc.errors import GpuError
-    from llmc.runtime import cuda, engine_library
-    from llmc.runtime.sessions import cuda_provider
+    from llmc.runtime.host import cuda
+    from llmc.runtime.sessions.onnxruntime import cuda_provider
+    from llmc.runtime.sessions.tensorrt import library as tensorrt
 
     try:
         if target == "cuda":
             cuda_provider.import_onnxruntime_gpu("0")
         elif target != "cpu":
-            engine_library.load_library(target)
+            tensorrt.load_library(target)
         if target != "cpu":
             cuda.open_driver().close()
     except GpuError as error:

@@ -56,7 +56,7 @@ def problems(apart: float | None) -> list[str]:
 def prompts_of(folder: Path) -> list[list[int]]:
     """Token ids of all prompts."""
     from llmc.bundle import read_export
-    from llmc.runtime.tokenizer import Tokenizer
+    from llmc.runtime.text.tokenizer import Tokenizer
 
     tokenizer, geometry = Tokenizer.from_folder(folder), read_export(folder).geometry
     texts = [tokenizer.encode(text)[:POSITIONS] for text in TEXTS]
@@ -81,7 +81,7 @@ def by_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Floa
 
 def by_portable_graph(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Float]:
     """Logits by the exported graph in ONNX Runtime."""
-    from llmc.optimize.reference import Reference
+    from llmc.optimize.judge.reference import Reference
 
     model = Reference(folder)
     return [model.project(rows[-POSITIONS:]) for rows in model.normed(prompts)]

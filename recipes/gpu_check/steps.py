@@ -84,7 +84,7 @@ def chosen(patterns: Sequence[str]) -> list[Step]:
 def work(name: str, result: Path, options: Options) -> int:
     """Run one step and write its result; the exit status."""
     from llmc.errors import LlmcError, MissingExtraError
-    from llmc.runtime.machine import resident_bytes
+    from llmc.runtime.host.machine import resident_bytes
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     module, _, function = next(step.function for step in STEPS if step.name == name).partition(":")

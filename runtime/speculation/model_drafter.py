@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from llmc.bundle import TOKENIZER_FILE, Manifest
 from llmc.errors import DraftError, ResourceError
-from llmc.runtime.kv_cache import next_capacity
-from llmc.runtime.machine import available_memory
-from llmc.runtime.memory import MB
-from llmc.runtime.runner import Runner, batch, chunks
+from llmc.runtime.host.machine import available_memory
+from llmc.runtime.kv.budget import MB, next_capacity
+from llmc.runtime.runner.prefill import Runner, batch, chunks
 from llmc.runtime.sessions.base import Phase
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from doubles.machines import H200, NO_GPU, ORIN
 
-from llmc.runtime.probe import Driver, Library, Probe
+from llmc.runtime.host.probe import Driver, Library, Probe
 
 # With six processes of its own, each of which imports a library; a busy machine takes several times the quiet second.
 PATIENCE_S = 120
@@ -20,7 +20,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Probe], None]:
     """Let the probe find another machine."""
 
     def plant(found: Probe) -> None:
-        monkeypatch.setattr("llmc.runtime.probe.probe", lambda: found)
+        monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: found)
 
     return plant
 

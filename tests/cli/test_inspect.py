@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from doubles.geometries import uniform
 
 from llmc import bundle
 from llmc.publish import file_entries
@@ -22,7 +23,7 @@ def bundle_folder(tmp_path: Path, manifest: bundle.Manifest) -> Path:
 def export_folder(tmp_path: Path, tiny_checkpoint: Path) -> Path:
     """What an export of the small model looks like to ``inspect``; its graph is not read."""
     config = json.loads((tiny_checkpoint / "config.json").read_text())
-    geometry = bundle.Geometry("qwen3", config["num_hidden_layers"], 256, 768, 8, 4, 32, 4096, 2048, True, (0,) * 6)
+    geometry = uniform("qwen3", config["num_hidden_layers"], 256, 768, 8, 4, 32, 4096, 2048, True, (0,) * 6)
     source = bundle.Source("tiny", "f" * 64, "float16", 5_000_000)
     generation = bundle.Generation((0,), None, False, None, None, None, None)
     versions = (bundle.SCHEMA_VERSION, "0.1.0", bundle.GRAPH_CONTRACT_VERSION)

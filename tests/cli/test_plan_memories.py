@@ -11,9 +11,9 @@ from doubles.machines import NO_GPU, ORIN, RTX_4090
 
 from llmc.cli.plan import ONE_MEMORY, Memories, memories
 from llmc.errors import UsageError
-from llmc.optimize.plan import ENGINE_LIBRARY, HOST
-from llmc.runtime.machine import Available
-from llmc.runtime.probe import Probe
+from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
+from llmc.runtime.host.machine import Available
+from llmc.runtime.host.probe import Probe
 
 MB = 1_000_000
 FREE = Available(5_000 * MB, "machine")
@@ -26,8 +26,8 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make this a machine as a probe found it, with so much free memory."""
 
     def become(probe: Probe, free: Available = FREE) -> None:
-        monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: free)
-        monkeypatch.setattr("llmc.runtime.probe.probe", lambda: probe)
+        monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: free)
+        monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: probe)
 
     return become
 

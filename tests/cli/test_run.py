@@ -19,10 +19,10 @@ from llmc.cli.options import SAMPLING, Parameter, with_flags
 from llmc.cli.run import run_command
 from llmc.errors import RequestError, UsageError
 from llmc.runtime import EngineOptions, GenerationResult, Output, SamplingParams, Timings, Usage
-from llmc.runtime.metrics import RequestMetrics
+from llmc.runtime.observe.metrics import RequestMetrics
 from llmc.runtime.sampling import TokenLogprobs
 
-METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, 0, "stop")
+METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, "stop")
 LOGPROBS = (TokenLogprobs(1, -0.5, ((1, -0.5),), -0.25, ((1, -0.25),)), TokenLogprobs(2, -9.0, (), -math.inf, ()))
 FIRST = Output(0, "ab", (1, 2), "stop", 42, logprobs=LOGPROBS)
 RESULT = GenerationResult(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from llmc.errors import BundleError
-from llmc.runtime.benchmark import BenchmarkReport
-from llmc.runtime.load_test import LoadReport, Percentiles
+from llmc.runtime.bench.benchmark import BenchmarkReport
+from llmc.runtime.bench.load_test import LoadReport, Percentiles
 from llmc.runtime.selftest import VerifyReport
 
 BENCHMARK = BenchmarkReport(
@@ -93,7 +93,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"bundle": bundle, **options})
         return LOAD
 
-    monkeypatch.setattr("llmc.runtime.load_test.load_test", load_test)
+    monkeypatch.setattr("llmc.runtime.bench.load_test.load_test", load_test)
     return calls
 
 
@@ -105,7 +105,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"bundle": bundle, **options})
         return BENCHMARK
 
-    monkeypatch.setattr("llmc.runtime.benchmark.benchmark", benchmark)
+    monkeypatch.setattr("llmc.runtime.bench.benchmark.benchmark", benchmark)
     return calls
 
 
@@ -146,7 +146,7 @@ def test_bench_shows_energy_where_there_is_some(
 ):
     assert "energy" not in llmc("bench", tmp_path).out
     measured = dataclasses.replace(BENCHMARK, energy_joules=9.0, joules_per_token=0.046875, energy_source="rapl")
-    monkeypatch.setattr("llmc.runtime.benchmark.benchmark", lambda bundle, **options: measured)
+    monkeypatch.setattr("llmc.runtime.bench.benchmark.benchmark", lambda bundle, **options: measured)
     assert "0.0469 J per new token, prefill included (9.0 J, rapl)" in llmc("bench", tmp_path).out
 
 
@@ -201,7 +201,7 @@ def test_bench_under_load_says_nothing_of_requests_that_all_completed(
     llmc, loads: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     whole = dataclasses.replace(LOAD, completed=40, rejected=0, failed=0, failure=None)
-    monkeypatch.setattr("llmc.runtime.load_test.load_test", lambda bundle, **options: whole)
+    monkeypatch.setattr("llmc.runtime.bench.load_test.load_test", lambda bundle, **options: whole)
     out = llmc("bench", tmp_path, "--rate", 20).out
     assert "40 completed, 0 rejected, 0 failed\n" in out
     assert "out of" not in out and "free row" not in out

@@ -12,7 +12,7 @@ import pytest
 
 import llmc
 from llmc.cli.build import find_recipe
-from llmc.optimize.calibration_text import DEFAULT_TEXT
+from llmc.optimize.calibrate.text import DEFAULT_TEXT
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -15,11 +15,12 @@ from llmc.bundle import FileEntry, read_bundle, write_manifest
 from llmc.optimize import build
 from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.tensorrt.select import select_graph
-from llmc.runtime import cuda, engine_library
-from llmc.runtime.sessions import cuda as cuda_session
-from llmc.runtime.sessions import cuda_provider
-from llmc.runtime.sessions import tensorrt as tensorrt_session
-from llmc.runtime.sessions.tensorrt_engine import platform_name
+from llmc.runtime.host import cuda
+from llmc.runtime.sessions.onnxruntime import cuda as cuda_session
+from llmc.runtime.sessions.onnxruntime import cuda_provider
+from llmc.runtime.sessions.tensorrt import library as engine_library
+from llmc.runtime.sessions.tensorrt import session as tensorrt_session
+from llmc.runtime.sessions.tensorrt.engine import platform_name
 
 VERSION = "10.16.1.11"
 CANDIDATES = 16

@@ -7,9 +7,9 @@ import pytest
 from safetensors import safe_open
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, read_export
-from llmc.export.checkpoint import read_checkpoint
 from llmc.export.config import parameter_shapes
 from llmc.export.ops import cached_attention_function
+from llmc.export.sources.checkpoint import read_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +65,7 @@ def test_one_attention_node_per_layer_carries_the_geometry(case, model):
             f"past_key_values.{i}.key",
             f"past_key_values.{i}.value",
             "past_lengths",
-            "rotary_emb.inv_freq",
+            "rotary_emb.0.inv_freq",
         ]
         assert [value.name for value in node.outputs[1:]] == [f"present.{i}.key", f"present.{i}.value"]
 
@@ -169,8 +169,8 @@ def test_frequencies_are_the_only_computed_weight(model):
         for name, value in model.graph.initializers.items()
         if not isinstance(value.const_value, ir.ExternalTensor)
     }
-    assert {name for name in inline if not name.startswith("shape.")} == {"rotary_emb.inv_freq"}
-    assert inline["rotary_emb.inv_freq"].numpy().dtype == np.float32
+    assert {name for name in inline if not name.startswith("shape.")} == {"rotary_emb.0.inv_freq"}
+    assert inline["rotary_emb.0.inv_freq"].numpy().dtype == np.float32
 
 
 def test_module_and_parameter_list_agree(case):

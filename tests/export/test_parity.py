@@ -29,9 +29,12 @@ class Caller:
 
     def __init__(self, run: Run, geometry: Geometry, batch: int, capacity: int = CAPACITY) -> None:
         self.run = run
-        shape = (batch, geometry.kv_heads, capacity, geometry.head_dim)
-        names = [f"past_key_values.{i}.{part}" for i in range(geometry.layers) for part in ("key", "value")]
-        self.cache = {name: np.zeros(shape, np.float32) for name in names}
+        self.cache = {
+            f"past_key_values.{cache.name}.{part}": np.zeros((batch, heads, capacity, width), np.float32)
+            for cache in geometry.caches
+            for heads, width in [cache.shape]
+            for part in ("key", "value")
+        }
 
     def __call__(self, ids: np.ndarray, past: list[int], indices: np.ndarray) -> np.ndarray:
         feeds = {"input_ids": ids, "past_lengths": np.array(past, np.int64), "logit_indices": indices, **self.cache}
@@ -118,8 +121,8 @@ def test_eager_decoder_equals_the_graph(case, onnxruntime_run):
 def eager_run(folder: Path) -> Run:
     import torch
 
-    from llmc.export.checkpoint import read_checkpoint
     from llmc.export.decoder import load_decoder
+    from llmc.export.sources.checkpoint import read_checkpoint
 
     decoder = load_decoder(read_checkpoint(folder))
 
@@ -165,7 +168,7 @@ def window_off_by_one(model: ir.Model) -> None:
 
 
 def frequencies_off_by_a_thousandth(model: ir.Model) -> None:
-    value = model.graph.initializers["rotary_emb.inv_freq"]
+    value = model.graph.initializers["rotary_emb.0.inv_freq"]
     value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.001), name=value.name)
 
 

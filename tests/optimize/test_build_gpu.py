@@ -21,12 +21,13 @@ from llmc.bundle import Budget, EnginePlan, Manifest, read_bundle, verify_files
 from llmc.errors import BuildError, GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
-from llmc.optimize.calibration import CalibrationRequest
-from llmc.optimize.device_plan import device_plan
+from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.plan.device import device_plan
 from llmc.optimize.recipe import Request
-from llmc.runtime import cache, load
-from llmc.runtime.probe import Probe
+from llmc.runtime import load
+from llmc.runtime.host import disk_cache
+from llmc.runtime.host.probe import Probe
 from llmc.runtime.selftest import verify
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
@@ -51,8 +52,8 @@ def no_driver(*_: object, **__: object) -> None:
 def no_gpu() -> Iterator[None]:
     """Whatever machine this is, it has no GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmc.runtime.sessions.tensorrt.open_driver", no_driver)
-        patch.setattr("llmc.runtime.sessions.cuda.open_driver", no_driver)
+        patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
+        patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
         patch.setattr("llmc.optimize.engine.probe_driver", lambda: NO_GPU.driver)
         yield
 
@@ -375,7 +376,7 @@ def test_a_version_of_tensorrt_makes_the_form_that_it_knows_for_the_gpu_at_hand(
     assert (output / "engine.plan").read_bytes() == (output / "select.plan").read_bytes() == PLAN
     planned = device_plan(manifest.geometry, manifest.limits, manifest.recipe, form)
     assert manifest.device == dataclasses.replace(planned, weights=len(PLAN))
-    assert list((cache.cache_root() / "timing").glob(f"tensorrt-{version}*/timing.cache"))
+    assert list((disk_cache.cache_root() / "timing").glob(f"tensorrt-{version}*/timing.cache"))
 
 
 def test_stripped_and_other_options_reach_the_builder_and_the_manifest(

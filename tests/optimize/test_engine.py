@@ -31,8 +31,8 @@ from llmc.optimize.progress import silent
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.order import EngineOrder, EngineReport
 from llmc.publish import file_entries
-from llmc.runtime import cache
-from llmc.runtime.probe import Probe
+from llmc.runtime.host import disk_cache
+from llmc.runtime.host.probe import Probe
 
 LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)
 NATIVE = {"10.3": False, "10.13": False, "10.16": True, "11.4": True}
@@ -179,8 +179,7 @@ def test_gpus_are_named_by_their_compute_capability(rtx: Any):
     ("version", "asked", "message"),
     [
         ("10.3", {"form": "native"}, "form is 'native', expected one of primitives for tensorrt here"),
-        ("10.16", {"form": "lengths"}, "form is 'lengths', expected one of native, primitives for tensorrt here"),
-        ("11.4", {"form": "best"}, "form is 'best', expected one of native, lengths, primitives for tensorrt here"),
+        ("11.4", {"form": "best"}, "form is 'best', expected one of native, primitives for tensorrt here"),
         ("11.4", {"compute_capabilities": "8.9"}, "is '8.9', but tensorrt builds for the GPU it runs on"),
         ("11.4", {"hardware_compatibility": "all"}, "is 'all', expected one of none, ampere, same for tensorrt here"),
         ("10.3", {"hardware_compatibility": "same"}, "is 'same', expected one of none, ampere for tensorrt here"),
@@ -235,7 +234,7 @@ def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("untouchable")
-@pytest.mark.parametrize("form", [None, "native", "lengths", "primitives"])
+@pytest.mark.parametrize("form", [None, "native", "primitives"])
 def test_a_deferred_engine_may_have_any_form_and_touches_no_library(form: str | None):
     spec = resolve(deferred=True, form=form, hardware_compatibility="same")
     assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
@@ -247,7 +246,7 @@ def test_a_deferred_engine_may_have_any_form_and_touches_no_library(form: str | 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"form": "best"}, "form is 'best', expected one of native, lengths, primitives"),
+        ({"form": "best"}, "form is 'best', expected one of native, primitives"),
         ({"hardware_compatibility": "all"}, "hardware_compatibility is 'all', expected one of none, ampere, same"),
         ({"compute_capabilities": "8.6"}, "a deferred engine is for the GPU where it is built"),
         ({"workspace": 1}, "workspace is 1, expected"),
@@ -271,7 +270,7 @@ def test_measured_times_are_kept_apart_by_library_version_gpu_and_named_gpus(her
     found.append(spec(found[-1], compute_capabilities=("8.6", "8.9")))
     paths = [timing_cache(each) for each in found]
     assert len(set(paths)) == len(paths)
-    assert all(path.parents[2] == cache.cache_root() for path in paths)
+    assert all(path.parents[2] == disk_cache.cache_root() for path in paths)
     assert all(" " not in path.parent.name for path in paths)
     assert timing_cache(found[1]) == paths[1], "the same engine finds its times again"
 
@@ -280,7 +279,7 @@ def test_a_name_of_a_gpu_cannot_lead_out_of_the_cache(here: Callable[..., Any]):
     device = dataclasses.replace(H200.driver.devices[0], name="../../Graphics Device/1")
     here("11.4", dataclasses.replace(H200, driver=dataclasses.replace(H200.driver, devices=(device,))))
     path = timing_cache(resolve())
-    assert path.parents[2] == cache.cache_root()
+    assert path.parents[2] == disk_cache.cache_root()
     assert ".." not in path.parts
 
 

@@ -290,7 +290,7 @@ def test_another_kind_of_tokenizer_is_refused(target: Model, other: Other, metas
 
 
 def test_other_special_tokens_are_refused(target: Model, other: Other):
-    from llmc.runtime.tokenizer import Tokenizer
+    from llmc.runtime.text.tokenizer import Tokenizer
 
     other.tokenizer = Tokenizer.from_folder(target.folder)
     other.tokenizer.special_tokens["eos_token"] = "<|other|>"

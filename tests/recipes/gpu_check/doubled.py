@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "recipes")]
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 
 from gpu_check import determinism, kernels, machine, main, measure, models, reference
 

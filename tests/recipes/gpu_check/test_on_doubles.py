@@ -1,4 +1,4 @@
-"""The steps that need a GPU, on doubles of CUDA, ONNX Runtime's CUDA provider and TensorRT: alone, and as a whole run."""
+"""The steps that need a GPU, on doubles of CUDA, ONNX Runtime's CUDA provider and TensorRT: each, and a whole run."""
 
 import json
 import subprocess
@@ -120,26 +120,28 @@ class Inspector:
 
 
 def test_layers_of_an_engine_are_counted_by_kind(part: Part, asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
-    from llmc.runtime import engine_library
+    from llmc.runtime.sessions.tensorrt import library as tensorrt
 
-    with pytest.raises(part("steps").NotHereError, match=r"tensorrt 10.16.1.11 has no inspector"):
-        part("kernels").layers(*asked)
-    library = engine_library.load_library("tensorrt")
-    library.LayerInformationFormat = type("Form", (), {"JSON": "json"})
+    library = tensorrt.load_library("tensorrt")
+    form = type("Form", (), {"JSON": "json"})
+    monkeypatch.setattr(library, "LayerInformationFormat", form, raising=False)
     monkeypatch.setattr(Engine, "create_engine_inspector", lambda engine: Inspector(), raising=False)
     found = part("kernels").layers(*asked)
     assert found["layers"] == 4 and found["types"] == {"gemm": 1, "kgen": 2, "": 1}
     assert found["fused attention"] == {"count": 1, "names": ["_gemm_mha_v2 kgen"]}
     assert [found[kind]["count"] for kind in ("products", "slices and copies")] == [2, 1]
+    monkeypatch.setattr(library, "refuses", "another version")
+    with pytest.raises(part("steps").NotHereError, match="cannot be loaded"):
+        part("kernels").layers(*asked)
 
 
 def test_a_gpu_that_is_accepted_and_one_that_is_refused_are_both_a_result(
     part: Part, asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    from llmc.runtime import engine_library
+    from llmc.runtime.sessions.tensorrt import library as tensorrt
 
     assert part("kernels").refusal(*asked)["accepted"] is True
-    monkeypatch.setattr(engine_library.load_library("tensorrt"), "refuses", "unsupported compute capability 9.0")
+    monkeypatch.setattr(tensorrt.load_library("tensorrt"), "refuses", "unsupported compute capability 9.0")
     found = part("kernels").refusal(*asked)
     assert found["accepted"] is False and "unsupported compute capability 9.0" in found["said"]
 
@@ -171,9 +173,7 @@ def test_a_driver_copies_resizes_and_replays(small: Any, drivers: list[FakeDrive
         ("launch", "recorded copies, launched as A, B, A"),
     ],
 )
-def test_a_driver_that_forgets_work_is_found_out(
-    small: Any, monkeypatch: pytest.MonkeyPatch, broken: str, words: str
-):
+def test_a_driver_that_forgets_work_is_found_out(small: Any, monkeypatch: pytest.MonkeyPatch, broken: str, words: str):
     whole = FakeDriver.copy_2d
     if broken == "copy":  # which is made of the other
         monkeypatch.setattr(FakeDriver, "copy", lambda self, target, source, size, stream: whole(
@@ -188,7 +188,7 @@ def test_a_driver_that_forgets_work_is_found_out(
 
 def test_without_a_gpu_steps_that_need_one_are_not_run(part: Part, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from llmc.errors import GpuError
-    from llmc.runtime import cuda
+    from llmc.runtime.host import cuda
 
     def refuse() -> None:
         raise GpuError("no driver")

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from llmc.runtime.guided import Grammars, Guide
-from llmc.runtime.tokenizer import Tokenizer
+from llmc.runtime.guided import GrammarGuide, Grammars
+from llmc.runtime.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[3] / "recipes/tiny/checkpoint"
 PADDING = 13  # ids that the model has and the tokenizer has not; no multiple of 8
@@ -47,10 +47,10 @@ class Vocabulary:
         """For tests that need none of their own; reading a vocabulary takes a moment."""
         return self.grammars()
 
-    def ask(self, grammars: Grammars | None = None, **form: Any) -> Guide | None:
+    def ask(self, grammars: Grammars | None = None, **form: Any) -> GrammarGuide | None:
         return (grammars or self.shared).guide(Form(**form))
 
-    def start(self, grammars: Grammars | None = None, **form: Any) -> Guide:
+    def start(self, grammars: Grammars | None = None, **form: Any) -> GrammarGuide:
         guide = self.ask(grammars, **form)
         assert guide is not None
         return guide
@@ -71,18 +71,19 @@ class Vocabulary:
         fits = [token for token in tokens if self.spellings[token] and text.startswith(self.spellings[token] or b"?")]
         return max(fits, key=lambda token: len(self.spellings[token] or b""), default=-1)
 
-    def allowed(self, guide: Guide) -> set[int]:
+    def allowed(self, guide: GrammarGuide) -> set[int]:
         return set(np.flatnonzero(np.isfinite(guide.mask(np.zeros(self.size, np.float32)))).tolist())
 
-    def agrees(self, guide: Guide, expected: set[int]) -> bool:
+    def agrees(self, guide: GrammarGuide, expected: set[int]) -> bool:
         """Whether the mask allows what is expected, or, if all of that begins alike, just the forced token among it."""
-        found, forced = self.allowed(guide), guide.forced()
+        found = self.allowed(guide)
+        forced = [] if guide.finished else guide._matcher.compute_ff_tokens()
         if not forced:
             return found == expected
         beginnings = {(self.spellings[token] or b"")[:1] for token in expected}
         return found == {forced[0]} and found <= expected and len(beginnings) == 1
 
-    def reads(self, guide: Guide, text: str) -> bool:
+    def reads(self, guide: GrammarGuide, text: str) -> bool:
         """Whether the grammar allows ``text`` and then the end, taking the longest token allowed at every step."""
         rest = text.encode()
         while rest:
@@ -93,7 +94,7 @@ class Vocabulary:
             rest = rest[len(self.spellings[token] or b"") :]
         return self.allowed(guide) >= set(self.eos)
 
-    def walk(self, guide: Guide, seed: int, most: int = MOST_TOKENS) -> list[int]:
+    def walk(self, guide: GrammarGuide, seed: int, most: int = MOST_TOKENS) -> list[int]:
         """Tokens of the largest random logits under the mask, up to the end of the sequence."""
         random = np.random.default_rng(seed)
         tokens: list[int] = []

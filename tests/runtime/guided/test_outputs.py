@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmc.runtime import json_schema
+from llmc.runtime.guided import json_schema
 
 # ------------------------------------------------------------------------------------------------------------ oracles
 

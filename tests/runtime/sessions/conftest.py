@@ -9,14 +9,15 @@ import numpy as np
 import onnx
 import pytest
 from doubles.cuda import SERVER, FakeDriver
+from doubles.geometries import uniform
 from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 from onnx import numpy_helper, parser
 
-from llmc.bundle import EnginePlan, Geometry, Graph, Limits, Manifest, Profile, Target
-from llmc.runtime.cuda import DeviceInfo
-from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
-from llmc.runtime.sessions.tensorrt import TensorRTSession
-from llmc.runtime.sessions.tensorrt_engine import platform_name
+from llmc.bundle import EnginePlan, Graph, Limits, Manifest, Profile, Target
+from llmc.runtime.host.cuda import DeviceInfo
+from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
+from llmc.runtime.sessions.tensorrt.engine import platform_name
+from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
 LAYERS, HEADS, KV, WIDTH, VOCAB, HIDDEN = 2, 4, 2, 16, 97, 64
 MAX_BATCH, CAPACITY, CANDIDATES = 4, 64, 5
@@ -180,7 +181,7 @@ def bundle(graphs: Path, manifest: Manifest, tmp_path: Path) -> Callable[..., Se
 
 def with_engine(manifest: Manifest, plan: EnginePlan, compute: str) -> Manifest:
     """The manifest of a bundle of the small decoder."""
-    geometry = Geometry("llama", LAYERS, HIDDEN, 64, HEADS, KV, WIDTH, VOCAB, CAPACITY, False, (0,) * LAYERS)
+    geometry = uniform("llama", LAYERS, HIDDEN, 64, HEADS, KV, WIDTH, VOCAB, CAPACITY, False, (0,) * LAYERS)
     return replace(
         manifest,
         geometry=geometry,

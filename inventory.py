@@ -1,0 +1,188 @@
+"""The inventory of a decoder: its linears, norms, attentions, MLPs and caches, each listed once.
+
+Export derives the lists from a checkpoint's layers and writes them into ``export.json``; a build carries them into
+``llmc.json``. Counts of passes, memory estimates, packing, calibration and the runtime's cache read these lists and
+know no model family. Names are module paths of the checkpoint, ``model.layers.0.self_attn.q_proj``.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+CacheKind = Literal["kv", "state"]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product with a weight [outputs, inputs].
+
+    Attributes:
+        name: module path.
+        outputs, inputs: shape of the weight.
+        bias: whether a bias [outputs] is added.
+        reads: the module whose output it multiplies; linears that read the same module read the same tensor.
+        producer: the norm or linear whose output channels scale the inputs one by one, so that a factor per input can
+            be moved into its weight; empty where there is none.
+        layer: index of its layer, None for the head.
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    bias: bool
+    reads: str
+    producer: str
+    layer: int | None
+
+    @property
+    def size(self) -> int:
+        """Number of weights, the bias apart."""
+        return self.outputs * self.inputs
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation over runs of ``size`` values.
+
+    Attributes:
+        name: module path.
+        size: values that are normalised together, and length of the weight.
+        follows_residual: whether it reads the sum that ends a residual branch, as it stands.
+        layer: index of its layer, None for the one before the head.
+    """
+
+    name: str
+    size: int
+    follows_residual: bool
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention over a cache of its own.
+
+    Attributes:
+        name: module path.
+        layer: index of its layer.
+        heads, kv_heads, head_dim: of queries, of keys and values, and the width of each.
+        window: positions that a query sees, itself included; 0 for all.
+        rope: index of its rotary embedding, None where positions are not encoded.
+        projections: names of the linears that make queries, keys and values.
+        cache: name of its cache.
+    """
+
+    name: str
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    rope: int | None
+    projections: tuple[str, ...]
+    cache: str
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A feed-forward part: ``down(act(gate x) * up x)`` if gated, else ``down(act(up x))``, ``inner`` values wide."""
+
+    name: str
+    layer: int
+    inner: int
+    activation: str
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Memory that a layer keeps of the tokens before.
+
+    Attributes:
+        name: its part of the tensors' names, ``past_key_values.{name}.key``.
+        kind: ``kv`` holds a key and a value for each position, ``state`` holds one state whatever the length.
+        shape: of one position, [kv_heads, head_dim] for ``kv``; of the state of one row for ``state``.
+        window: positions that are ever read, 0 for all.
+    """
+
+    name: str
+    kind: CacheKind
+    shape: tuple[int, ...]
+    window: int
+
+    def bytes(self, positions: int, bytes_per_value: int) -> int:
+        """Bytes of one row with room for ``positions``."""
+        values = 2 * positions if self.kind == "kv" else 1
+        return values * prod(self.shape) * bytes_per_value
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a decoder, and its inventory.
+
+    Attributes:
+        model_type: the family.
+        layers: number of layers.
+        hidden_size: width of the values between layers.
+        vocab_size, max_positions: tokens that are known, and positions that it was made for.
+        tied_head: whether the head multiplies with the embedding's table.
+        linears: in the order of the computation, the head last.
+        norms, attentions, mlps, caches: in the order of the layers.
+    """
+
+    model_type: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    tied_head: bool
+    windows: tuple[int, ...]
+    linears: tuple[Linear, ...]
+    norms: tuple[Norm, ...]
+    attentions: tuple[Attention, ...]
+    mlps: tuple[Mlp, ...]
+    caches: tuple[Cache, ...]
+
+    @cached_property
+    def linear(self) -> dict[str, Linear]:
+        """The linears by name."""
+        return {linear.name: linear for linear in self.linears}
+
+    @property
+    def widest(self) -> int:
+        """The largest inner width of an MLP, or the hidden size where no layer has one."""
+        return max((mlp.inner for mlp in self.mlps), default=self.hidden_size)
+
+    def cache_bytes(self, positions: int, batch: int = 1, bytes_per_value: int = 4) -> int:
+        """Bytes of all caches: ``batch`` rows with room for ``positions`` each."""
+        return batch * sum(cache.bytes(positions, bytes_per_value) for cache in self.caches)
+
+    @property
+    def is_sound(self) -> bool:
+        """True if numbers and names fit together, as in everything that export writes."""
+        sizes = [self.layers, self.hidden_size, self.vocab_size, self.max_positions]
+        sizes += [size for linear in self.linears for size in (linear.outputs, linear.inputs)]
+        sizes += [size for item in self.attentions for size in (item.heads, item.kv_heads, item.head_dim)]
+        sizes += [size for cache in self.caches for size in cache.shape]
+        sizes += [norm.size for norm in self.norms] + [mlp.inner for mlp in self.mlps]
+        parts: list[Linear | Norm | Attention | Mlp] = [*self.linears, *self.norms, *self.attentions, *self.mlps]
+        caches = {cache.name: cache for cache in self.caches}
+        return (
+            0 < min(sizes) <= max(sizes) < LARGEST_SIZE
+            and all(part.layer is None or 0 <= part.layer < self.layers for part in parts)
+            and len({part.name for part in parts}) == len(parts)
+            and len(caches) == len(self.caches)
+            and all(cache.kind == "state" or len(cache.shape) == 2 for cache in self.caches)
+            and all(item.heads % item.kv_heads == 0 and item.window >= 0 for item in self.attentions)
+            and all(
+                item.cache in caches and caches[item.cache].shape == (item.kv_heads, item.head_dim)
+                for item in self.attentions
+            )
+        )
+
+
+LARGEST_SIZE = 1 << 31  # no decoder has a size beyond

@@ -1,0 +1,247 @@
+"""The text that calibration and evaluation read: the user's own, or the default one that comes with llmc.
+
+The default text was written for this project and is under its licence: prose, dialogue, instructions, arithmetic,
+tables, code and logs in English, with shorter parts in other languages and scripts. It holds no special tokens.
+"""
+
+import codecs
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import RequestError, UsageError
+from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.tokenizer import Tokenizer
+
+Ids = NDArray[np.int64]
+
+DEFAULT_TEXT = Path(__file__).with_name("data") / "calibration.txt"
+# Tokenizing takes about 170 bytes of memory per byte of text. This is half a million tokens; GPTQ's paper takes half.
+READ_AT_MOST = 2_000_000
+FEWEST_WINDOWS = 8
+DATE = "01 Jan 2025"  # templates in Llama's manner write today's date unless they are given one
+
+_REMEDY = "give a file of UTF-8 text, or of chats as .jsonl"
+_EXPECTED = '{"messages": [...]}, a list of messages, or {"text": "..."}'
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationSamples:
+    """Windows of text that calibration runs the model on.
+
+    Attributes:
+        ids: token ids, int64 [windows, length].
+        name: the file's name, or "default text".
+        sha256: of the whole file.
+        default: whether it is the text that comes with llmc.
+        tokens: tokens of the text, of which the windows are a part.
+    """
+
+    ids: Ids
+    name: str
+    sha256: str
+    default: bool
+    tokens: int
+
+
+def read_samples(
+    path: Path | None, model_folder: Path, *, samples: int, length: int, vocab_size: int, held_out: bool = False
+) -> CalibrationSamples:
+    """Cut a text into consecutive windows of tokens; of more windows than ``samples``, take some evenly spread.
+
+    A window begins as a prompt of plain text does, with BOS where the tokenizer puts one. A file called ``*.jsonl``
+    holds one conversation per line (``{"messages": [...]}``, which may have ``tools``, or the list alone), which the
+    model's chat template renders, or one text (``{"text": ...}``); they follow each other with the tokenizer's
+    end-of-sequence token between, and a window may begin within one. Any other file is UTF-8 text. Only the first
+    :data:`READ_AT_MOST` bytes of a file are used.
+
+    Args:
+        path: the text; None takes the default one.
+        model_folder: the tokenizer's and the chat template's.
+        samples: windows wanted, at least 1; a shorter text gives fewer.
+        length: tokens per window, at least 2.
+        vocab_size: of the model; ids beyond are refused.
+        held_out: of the default text take the part that quality is judged on, not the one for calibration.
+
+    Raises:
+        UsageError: the file cannot be read, is empty or not what its name says, or too short for
+            :data:`FEWEST_WINDOWS` windows (one of the default text; never more than ``samples``).
+        BundleError: the tokenizer or the chat template is missing or broken.
+    """
+    source = DEFAULT_TEXT if path is None else path
+    text, sha256 = _read(source)
+    text = _part(text, held_out) if path is None else text
+    tokenizer = Tokenizer.from_folder(model_folder)
+    if _is_jsonl(source):
+        prefix, ids = np.array([], np.int64), _conversations(text, source, model_folder, tokenizer)
+    else:
+        prefix, ids = _prefix(tokenizer)[: length - 1], _encode(tokenizer, text, str(source))
+    _check_vocabulary(np.append(prefix, ids), vocab_size, tokenizer, source)
+    step = length - len(prefix)
+    fewest = 1 if path is None else min(samples, FEWEST_WINDOWS)
+    _check_length(ids, fewest * step, source)
+    return CalibrationSamples(
+        ids=_windows(ids, step, samples, prefix),
+        name="default text" if path is None else path.name,
+        sha256=sha256,
+        default=path is None,
+        tokens=len(ids),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def _part(text: str, held_out: bool) -> str:
+    """Every fourth paragraph of the default text is held out: what calibration saw would judge too kindly."""
+    paragraphs = enumerate(text.split("\n\n"))
+    return "\n\n".join(paragraph for number, paragraph in paragraphs if (number % 4 == 3) == held_out)
+
+
+def _is_jsonl(path: Path) -> bool:
+    return path.suffix.lower() == ".jsonl"
+
+
+def _read(path: Path) -> tuple[str, str]:
+    """The beginning of a text, and the hash of the whole file."""
+    try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is not a regular file; {_REMEDY}")
+        with path.open("rb") as file:
+            data = file.read(READ_AT_MOST)
+            digest = hashlib.sha256(data)
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+            cut = file.tell() > len(data)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}); {_REMEDY}") from error
+    text = _decode(data, path, cut)
+    if cut:
+        log.warning("%s is large: only its first %d bytes are used", path, READ_AT_MOST)
+        text = _whole_lines(text, path) if _is_jsonl(path) else text
+    return text, digest.hexdigest()
+
+
+def _decode(data: bytes, path: Path, cut: bool) -> str:
+    """Decode UTF-8; where the file was cut, the last character may be incomplete and is dropped."""
+    end = len(data.partition(b"\0")[0])  # NUL is valid UTF-8, but text holds none
+    try:
+        text, _ = codecs.utf_8_decode(data[:end], "strict", not cut)
+    except UnicodeDecodeError as error:
+        end = error.start
+    if end < len(data):
+        raise UsageError(
+            f"{path} is not UTF-8 text: byte {end} is 0x{data[end]:02X}; convert it to UTF-8 if it is text at all"
+        )
+    text = text.removeprefix("\ufeff")  # the mark that some editors put first
+    if not text.strip():
+        raise UsageError(f"{path} is empty, expected text; {_REMEDY}")
+    return text
+
+
+def _whole_lines(text: str, path: Path) -> str:
+    end = text.rfind("\n")
+    if end < 0:
+        raise UsageError(f"{path}: line 1 is longer than {READ_AT_MOST} bytes, expected one conversation per line")
+    return text[:end]
+
+
+# ------------------------------------------------------------------------------------------------------- conversations
+
+
+def _conversations(text: str, path: Path, folder: Path, tokenizer: Tokenizer) -> Ids:
+    """Token ids of all lines, with the end of sequence between, if the tokenizer names one."""
+    eos = tokenizer.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
+    end = np.array([] if eos is None else [eos], np.int64)
+    template = cache(partial(ChatTemplate.from_folder, folder, tokenizer))  # read if a line needs it
+    parts: list[Ids] = []
+    for where, entry in _lines(text, path):
+        parts += [end] if parts else []
+        parts.append(_encode(tokenizer, _text_of(entry, where, template), where))
+    return np.concatenate([end[:0], *parts])  # blank lines may be all that was read
+
+
+def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each line is, and the value it holds; blank lines are skipped."""
+    for number, line in enumerate(text.split("\n"), 1):  # JSON may hold what str.splitlines takes for line ends
+        if not line.strip():
+            continue
+        where = f"{path}: line {number}"
+        try:
+            yield where, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where} is not JSON ({getattr(error, 'msg', error)}); expected {_EXPECTED}") from error
+
+
+def _text_of(entry: Any, where: str, template: Callable[[], ChatTemplate]) -> str:
+    messages, tools = entry if isinstance(entry, list) else None, None
+    if isinstance(entry, dict):
+        if isinstance(entry.get("text"), str) and "messages" not in entry:
+            return str(entry["text"])
+        messages, tools = entry.get("messages"), entry.get("tools")
+    if not messages:
+        raise UsageError(f"{where} holds {_described(entry)}, expected {_EXPECTED}")
+    try:
+        return template().render(messages, add_generation_prompt=False, tools=tools, date_string=DATE)
+    except (RequestError, UsageError) as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _described(entry: Any) -> str:
+    if entry and isinstance(entry, dict):
+        return f"an object with the keys {', '.join(map(repr, list(entry)[:5]))} and no messages"
+    return f"{entry!r:.40}"
+
+
+# -------------------------------------------------------------------------------------------------------------- tokens
+
+
+def _encode(tokenizer: Tokenizer, text: str, where: str) -> Ids:
+    try:
+        return np.array(tokenizer.encode(text, add_special_tokens=False), np.int64)
+    except RequestError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _prefix(tokenizer: Tokenizer) -> Ids:
+    """What the tokenizer puts before a prompt, BOS as a rule."""
+    plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return np.array(whole[: next(starts, 0)], np.int64)
+
+
+def _check_vocabulary(ids: Ids, vocab_size: int, tokenizer: Tokenizer, path: Path) -> None:
+    beyond = ids[ids >= vocab_size]
+    if len(beyond):
+        text = tokenizer.decode([int(beyond[0])], skip_special_tokens=False)
+        raise UsageError(
+            f"{path}: {text!r} is token {beyond[0]}, but the model's vocabulary ends at {vocab_size - 1}; "
+            "take it out of the text, or give the model the tokenizer it was trained with"
+        )
+
+
+def _check_length(ids: Ids, needed: int, path: Path) -> None:
+    if len(ids) < needed:
+        raise UsageError(
+            f"{path} is too short: {len(ids)} tokens, expected at least {needed}; "
+            "give a longer text, or ask for fewer tokens per window"
+        )
+
+
+def _windows(ids: Ids, step: int, samples: int, prefix: Ids) -> Ids:
+    """Non-overlapping windows [n, prefix + step], at most ``samples``, evenly spread over the text."""
+    found = len(ids) // step
+    wanted = min(samples, found)
+    chosen = np.arange(wanted) * found // wanted
+    parts = ids[: found * step].reshape(found, step)[chosen]
+    return np.concatenate([np.tile(prefix, (wanted, 1)), parts], axis=1)

@@ -1,0 +1,1 @@
+"""Memory of every stage, before anything is done."""

@@ -1,0 +1,95 @@
+"""Memory that a bundle takes on a GPU, from geometry and recipe alone. Nothing here was measured on a GPU yet."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from llmc.bundle import CACHE_BYTES, DeviceMemory, EnginePlan, Geometry, Limits, MemoryPlan, Recipe
+from llmc.optimize.lower.context import (
+    HEAD,
+    Computed,
+    Float8,
+    Float16,
+    QuantConfig,
+    Static,
+    WeightOnly,
+    embedding_config,
+    quant_configs,
+)
+from llmc.optimize.plan.memory import (
+    HOST,
+    INTERPRETER,
+    LOGITS_COPIES,
+    NARROW_ARRAYS,
+    TOKENIZER_FACTOR,
+    WIDE_ARRAYS,
+    Matrix,
+    matrices,
+)
+
+MB = 1_000_000
+# The driver's context and the libraries' kernels: 300 to 600 MB are usual.
+CONTEXT = 500 * MB
+# Scores of attention, and what a softmax makes of them.
+SCORES = 2
+# ONNX Runtime's CUDA kernels expand integer weights in pieces of at most so much where a call has several rows.
+EXPANDED = 256 * MB
+# Two buffers for the cache where the engine cannot update it in place.
+SWAPPED = 2
+
+
+def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
+    """What a process takes of the machine's memory whose model lies on a GPU."""
+    return MemoryPlan(
+        engine=INTERPRETER + HOST,
+        tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
+        weights=0,
+        embedding=0,
+        workspace=0,
+        workspace_per_token=0,
+        cache_per_token=0,
+        logits=LOGITS_COPIES * 4 * geometry.vocab_size,
+    )
+
+
+def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = "native") -> DeviceMemory:
+    """What loading and running a bundle takes on the GPU; ``form`` is the engine's, native for graphs."""
+    size = CACHE_BYTES[recipe.compute]
+    stored = next(iter(quant_configs(recipe).values()))
+    table = Matrix(HEAD, geometry.vocab_size, geometry.hidden_size)
+    embedding = embedding_config(stored, geometry.tied_head)
+    shared = geometry.tied_head and isinstance(stored.of(HEAD), Computed)  # the head reads the table, transposed
+    chunk = min(limits.prefill_chunk, limits.max_context)
+    activations = WIDE_ARRAYS * geometry.intermediate_size + NARROW_ARRAYS * geometry.hidden_size
+    scores = SCORES * geometry.heads * chunk * limits.max_context
+    blocked = recipe.phases == "shared" and recipe.block_size > 0
+    expanded = min(EXPANDED, size * max(matrix.size for matrix in matrices(geometry))) if blocked else 0
+    return DeviceMemory(
+        context=CONTEXT,
+        weights=sum(device_bytes(matrix, stored.of(matrix.module), size) for matrix in matrices(geometry))
+        + (0 if shared else device_bytes(table, embedding, size)),
+        workspace=size * (chunk * activations + scores) + expanded,
+        cache_per_token=geometry.cache_bytes(1, bytes_per_value=size) * (SWAPPED if form == "primitives" else 1),
+        logits=4 * geometry.vocab_size,
+    )
+
+
+def with_engine(plan: DeviceMemory, folder: Path, engine: EnginePlan | None) -> DeviceMemory:
+    """The plan with the weights that the engine really holds: it may keep a layout for each profile."""
+    if engine is None or not engine.file or engine.stripped:
+        return plan
+    return replace(plan, weights=(folder / engine.file).stat().st_size)
+
+
+def device_bytes(matrix: Matrix, form: QuantConfig, compute: int) -> int:
+    """Bytes of a matrix on the GPU; ``compute`` is the size of an activation's value, and of a scale."""
+    match form:
+        case WeightOnly(grid):
+            return matrix.size * grid.bits // 8 + matrix.outputs * grid.groups(matrix.inputs) * compute
+        case Static() | Float8():
+            return matrix.size + matrix.outputs * compute
+        case Float16():
+            return 2 * matrix.size
+        case Computed():
+            return compute * matrix.size
+        case _:
+            return 4 * matrix.size

@@ -1,0 +1,259 @@
+"""Memory of builds and of the bundles they make, from geometry and recipe alone, before anything is read.
+
+Every constant below was measured as resident memory on Linux x86-64, with onnxruntime 1.31 and Python 3.11, on the
+geometries of Qwen2.5-0.5B and Llama-3.2-1B; recipes/benchmarks/memory.py measures the whole again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
+from llmc.optimize.judge.evaluate import WINDOW
+from llmc.optimize.lower.context import (
+    HEAD,
+    PerToken,
+    QuantConfig,
+    QuantConfigs,
+    Static,
+    WeightOnly,
+    embedding_config,
+    quant_configs,
+)
+from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.recipe import needs_calibration
+from llmc.runtime.kv.budget import Plan
+
+MB = 1_000_000
+# Python, numpy, tokenizers, jinja2 and onnxruntime after their import and the first run: half of it pages of libraries.
+INTERPRETER = 72 * MB
+# Nodes, kernels, threads and buffers of an opened graph: 5 MB of a plain one, 11 MB of a compiled one.
+OPENED_GRAPH = 11 * MB
+# The tokenizers library keeps vocabulary and merges in hash maps: 10 ... 16 bytes for each of tokenizer.json's,
+# most in files without indentation.
+TOKENIZER_FACTOR = 13
+# MatMulNBits packs, beside the scales that stay mapped, a copy of them and the sum of each block, in float32 as well.
+BLOCK_COPIES = 3
+# Widest point of a layer: gate, up and their product, and residual, norm and attention's input and output. Twice, for
+# the engine's arena keeps what calls of another length have left.
+WIDE_ARRAYS, NARROW_ARRAYS = 2 * 3, 2 * 4
+# The engine's logits, and probabilities and their order while sampling.
+LOGITS_COPIES = 3
+
+# What a build adds: onnx, onnx-ir, the graphs, click and rich.
+BUILDER = 35 * MB
+TORCH = 260 * MB
+# The linears that stand for those that read the same activation.
+FIRST_READERS = ("q_proj", "o_proj", "gate_proj", "down_proj")
+# GPTQ inverts the widest moment: besides, it holds that reversed, a triangle, the triangle reversed and an identity.
+GPTQ_MATRICES = 5
+# Quantizing the largest matrix holds its integers (1 byte) in pieces, joined, and unpacked and packed again.
+QUANTIZING = 4
+# The allocator gives back only part of that; what remains stays resident beside the finished bundle.
+RETAINED = 1
+# A layer of the reference as the engine runs it: float32 weights folded from the stored type, and packed for kernels.
+REFERENCE_COPIES = 2
+# Opening a plain graph and saving it compiled holds its weights as stored, packed, and in part once more while written.
+COMPILING = 2.6
+# TensorRT-RTX 1.7's builder with its kernels, and what it holds of each byte of weights beside the mapped file: slopes
+# between one layer and three of an 8B model. Floats are laid out anew, nibbles unpacked.
+ENGINE_LIBRARY = 350 * MB
+# What the driver, the engine's library and its kernels take of the machine's own memory beside a GPU; not measured yet.
+HOST = 600 * MB
+ENGINE_COPIES = {"int8": 1.1, "fp8": 1.1, "int4": 2.0}
+ENGINE_FLOAT_COPIES = 1.7
+# A golden prompt and its answer; with a text, one of its windows.
+GOLDEN_TOKENS = 40
+# Logits of these tokens at a time: the reference's, the engine's, and a copy of each call's and of all calls'.
+LOGITS_HELD = 4
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear [outputs, inputs] by its module name."""
+
+    module: str
+    outputs: int
+    inputs: int
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return self.outputs * self.inputs
+
+
+def matrices(g: Geometry) -> Iterator[Matrix]:
+    """All linears of a decoder, the head last."""
+    queries, keys = g.heads * g.head_dim, g.kv_heads * g.head_dim
+    shapes = {
+        "self_attn.q_proj": (queries, g.hidden_size),
+        "self_attn.k_proj": (keys, g.hidden_size),
+        "self_attn.v_proj": (keys, g.hidden_size),
+        "self_attn.o_proj": (g.hidden_size, queries),
+        "mlp.gate_proj": (g.intermediate_size, g.hidden_size),
+        "mlp.up_proj": (g.intermediate_size, g.hidden_size),
+        "mlp.down_proj": (g.hidden_size, g.intermediate_size),
+    }
+    for layer in range(g.layers):
+        for name, (outputs, inputs) in shapes.items():
+            yield Matrix(f"model.layers.{layer}.{name}", outputs, inputs)
+    yield Matrix(HEAD, g.vocab_size, g.hidden_size)
+
+
+def stored_bytes(matrix: Matrix, config: QuantConfig, copies: int = 1) -> int:
+    """Bytes of a matrix in the bundle, or with :data:`BLOCK_COPIES` of its scales in the engine.
+
+    Float forms count as float32: that is what the engine makes of them.
+    """
+    match config:
+        case WeightOnly(grid):
+            return _blocked_bytes(matrix, grid, copies)
+        case PerToken() | Static():  # int8, a scale for each output
+            return matrix.size + 4 * matrix.outputs
+        case _:
+            return 4 * matrix.size
+
+
+def _blocked_bytes(matrix: Matrix, grid: Grid, copies: int) -> int:
+    blocks = -(-matrix.inputs // grid.block)
+    zeros = 0 if grid.symmetric else -(-blocks * grid.bits // 8)
+    return matrix.outputs * (blocks * grid.block * grid.bits // 8 + 4 * blocks * copies + zeros)
+
+
+def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[str, int]:
+    """Bytes of each graph's linears by phase, norms and biases left out: they are a thousandth."""
+    return {
+        phase: sum(stored_bytes(matrix, stored.of(matrix.module), copies) for matrix in matrices(geometry))
+        for phase, stored in quant_configs(recipe).items()
+    }
+
+
+def _embedding_bytes(geometry: Geometry, stored: QuantConfigs) -> int:
+    table = Matrix(HEAD, geometry.vocab_size, geometry.hidden_size)
+    return stored_bytes(table, embedding_config(stored, geometry.tied_head))
+
+
+def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int) -> MemoryPlan:
+    """What loading and running a bundle takes; ``tokenizer_bytes`` is the size of tokenizer.json.
+
+    The embedding's tables are counted whole for each graph: a page of a file (2 MiB, where the file lies in large ones)
+    is resident after one of its rows was read. That also covers the head as stored while the engine packs it.
+    """
+    graphs = quant_configs(recipe)
+    chunk = min(limits.prefill_chunk, limits.max_context)
+    return MemoryPlan(
+        engine=INTERPRETER + OPENED_GRAPH * len(graphs),
+        tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
+        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
+        embedding=sum(_embedding_bytes(geometry, stored) for stored in graphs.values()),
+        workspace=chunk * (WIDE_ARRAYS * geometry.intermediate_size + NARROW_ARRAYS * geometry.hidden_size) * 4,
+        # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
+        workspace_per_token=4 * (geometry.heads * chunk + geometry.head_dim * len(graphs)),
+        cache_per_token=geometry.cache_bytes(1, bytes_per_value=CACHE_BYTES[recipe.cache_type()]),
+        logits=LOGITS_COPIES * 4 * geometry.vocab_size,
+    )
+
+
+def plan_build(
+    geometry: Geometry,
+    recipe: Recipe,
+    limits: Limits,
+    tokenizer_bytes: int,
+    samples: int = 0,
+    length: int = 0,
+    judged: bool = False,
+    device: DeviceMemory | None = None,
+    one_memory: bool = False,
+) -> Plan:
+    """The peak of a build: the largest of calibrating, quantizing, compiling, and judging the finished bundle.
+
+    Args:
+        geometry: of the decoder.
+        recipe, limits: as resolved.
+        tokenizer_bytes: size of tokenizer.json.
+        samples, length: of the calibration text, if the recipe calibrates.
+        judged: whether quality is judged on a text.
+        device: of a bundle for a GPU, which is judged on the CPU only where that fits as well.
+        one_memory: whether the GPU that an engine is built on has no memory of its own.
+    """
+    if device is not None:
+        steps = [_quantizing(geometry), _engine(device, recipe, one_memory)]
+    else:
+        judging = _judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
+        steps = [_quantizing(geometry), _compiling(geometry, recipe), judging]
+    if needs_calibration(recipe):
+        steps.append(_calibrating(geometry, recipe, samples, length))
+    parts = max(steps, key=lambda step: sum(step.values()))
+    total = sum(parts.values())
+    # The context makes a bundle no larger to build, and neither does the batch.
+    return Plan("build", parts, limits.max_context, limits.max_batch, limits, lambda context, batch: total)
+
+
+def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> Plan:
+    """The peak of making a bundle's engine anew: nothing is calibrated this time; ``one_memory`` as above."""
+    recipe = replace(manifest.recipe, scheme="rtn", smoothing=0.0, sparsity="none", activations="none")
+    device = manifest.device
+    plan = plan_build(manifest.geometry, recipe, manifest.limits, 0, device=device, one_memory=one_memory)
+    return replace(plan, stage="rebuild")
+
+
+def _quantizing(geometry: Geometry) -> dict[str, int]:
+    return {"engine": INTERPRETER + BUILDER, "largest matrix": QUANTIZING * _largest(geometry)}
+
+
+def _compiling(geometry: Geometry, recipe: Recipe) -> dict[str, int]:
+    """The largest graph, opened plain and written compiled, one after the other."""
+    return {
+        "engine": INTERPRETER + BUILDER,
+        "left from quantizing": RETAINED * _largest(geometry),
+        "compiling the largest graph": round(COMPILING * max(weight_bytes(geometry, recipe).values())),
+    }
+
+
+def _engine(device: DeviceMemory, recipe: Recipe, one_memory: bool) -> dict[str, int]:
+    """An engine's builder; the pages of the weights that it maps go when they are needed.
+
+    On the GPU it holds the weights of the kernels that it times, at most all, and what a call of theirs takes: counted
+    so, not measured.
+    """
+    copies = ENGINE_COPIES.get(recipe.precision, ENGINE_FLOAT_COPIES)
+    host = {"engine": INTERPRETER + BUILDER + ENGINE_LIBRARY, "weights": round(copies * device.weights)}
+    if not one_memory:
+        return host
+    host["engine"] += HOST - ENGINE_LIBRARY
+    return {**host, "GPU context": device.context, "GPU weights": device.weights, "GPU workspace": device.workspace}
+
+
+def _largest(geometry: Geometry) -> int:
+    return max(matrix.size for matrix in matrices(geometry))
+
+
+def _judging(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_bytes: int, tokens: int) -> dict[str, int]:
+    """The finished bundle, loaded, beside what quantizing left, and the reference or its logits, which take turns."""
+    plan = memory_plan(geometry, limits, recipe, tokenizer_bytes)
+    run = plan.parts(min(limits.max_context, tokens))
+    layer = REFERENCE_COPIES * 4 * sum(matrix.size for matrix in _of_one_layer(geometry))
+    return {
+        **run,
+        "engine": run["engine"] + BUILDER,
+        "left from quantizing": RETAINED * _largest(geometry),
+        "reference": max(layer, LOGITS_HELD * 4 * tokens * geometry.vocab_size),
+    }
+
+
+def _of_one_layer(geometry: Geometry) -> list[Matrix]:
+    return [matrix for matrix in matrices(replace(geometry, layers=1)) if matrix.module != HEAD]
+
+
+def _calibrating(geometry: Geometry, recipe: Recipe, samples: int, length: int) -> dict[str, int]:
+    """torch, a layer in float32 and what it is decided with, and the activations between two layers."""
+    layer = _of_one_layer(geometry)
+    # Second moments of each linear's inputs, where the scheme looks at them; four activations of a layer are read.
+    moments = sum(matrix.inputs**2 for matrix in layer if matrix.module.endswith(FIRST_READERS))
+    widest = max(matrix.inputs for matrix in layer)
+    inverse = GPTQ_MATRICES * 4 * widest**2
+    return {
+        "engine": INTERPRETER + BUILDER + TORCH,
+        "layer": 2 * 4 * sum(matrix.size for matrix in layer),
+        "second moments": 4 * moments + inverse if recipe.scheme != "rtn" else 0,
+        "activations": 2 * 4 * samples * length * geometry.hidden_size,
+    }

@@ -1,0 +1,1 @@
+"""Speed on a machine, alone and under load, and what a machine can run."""

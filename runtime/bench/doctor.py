@@ -1,0 +1,195 @@
+"""A machine's diagnosis: what each target would do on it, what could be better, and whether a bundle runs here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmc.bundle import Manifest, build_command, read_bundle, unbuilt
+from llmc.errors import LlmcError, text_of
+from llmc.plans import version
+from llmc.runtime.host.jetson import Jetson
+from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
+from llmc.runtime.host.probe import Device, Probe
+from llmc.runtime.host.targets import ALL, NEEDS, REBUILD, RUN, Check, Facts, Outlook, Subject, issues, outlook, upgrade
+from llmc.runtime.kv.budget import check_load, next_capacity
+from llmc.runtime.sessions.onnxruntime.cpu import usable_graphs
+
+MB = 1_000_000
+DEFERRED = "it has no engine yet (--deferred)"
+REBUILT = f"{REBUILD} {{f.folder}}"
+# What a manifest may hold that no build writes shows itself as one of these.
+UNREADABLE = (LlmcError, ArithmeticError, LookupError, OSError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class BundleOutlook:
+    """One bundle on this machine: why it does not run, if so, and the one command (or deed) that mends it.
+
+    ``instead`` is what can be done without that: run a GPU's graph on the CPU; empty where that cannot be done either.
+    """
+
+    path: Path
+    target: str
+    reasons: tuple[str, ...]
+    remedy: str
+    instead: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """True if nothing speaks against it."""
+        return not self.reasons
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Processor and memory, as far as this process may use them."""
+
+    cpu: str
+    features: tuple[str, ...]
+    threads: int
+    memory: Available
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that is to be said of a machine; ``advice`` is for what works and could work better."""
+
+    machine: Machine
+    probe: Probe
+    targets: dict[str, Outlook]
+    advice: tuple[str, ...]
+    bundle: BundleOutlook | None
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    return Machine(cpu_model(), tuple(sorted(cpu_features())), usable_threads(), memory_here())
+
+
+def diagnose(probe: Probe, machine: Machine, bundle: Path | None = None) -> Diagnosis:
+    """Judge each target by what a probe found, and ``bundle`` if there is one."""
+    targets = {name: outlook(name, probe) for name in NEEDS}
+    judged = None if bundle is None else judge_bundle(bundle, probe, targets)
+    return Diagnosis(machine, probe, targets, tuple(_advice(probe.jetson)), judged)
+
+
+def _advice(jetson: Jetson | None) -> Iterator[str]:
+    """Ways to make a Jetson faster."""
+    if jetson is None:
+        return
+    fastest = next((mode for mode in jetson.power_modes if mode.name == "MAXN_SUPER"), None)
+    fastest = fastest or next((mode for mode in jetson.power_modes if mode.name.startswith("MAXN")), None)
+    if fastest is not None and jetson.power_mode is not None and jetson.power_mode != fastest:
+        yield (
+            f"power mode {jetson.power_mode.name or jetson.power_mode.number}: sudo nvpmodel -m {fastest.number} "
+            f"chooses {fastest.name}, the fastest"
+        )
+    yield "clocks follow the load: sudo jetson_clocks holds them at their highest while you measure"
+
+
+# -------------------------------------------------------------------------------------------------------------- bundles
+
+
+def judge_bundle(folder: Path, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
+    """Judge the bundle in ``folder`` by its manifest; nothing is loaded."""
+    try:
+        return _judged(folder, read_bundle(folder), probe, targets)
+    except UNREADABLE as error:
+        reason = str(error) if isinstance(error, LlmcError) else text_of(error)
+        rebuild = f"{REBUILD} {folder}" if _only_engine_damaged(folder) else None
+        remedy = rebuild or build_command(folder if unbuilt(folder) else "CHECKPOINT")
+        return BundleOutlook(folder, "", (reason,), remedy)
+
+
+def _only_engine_damaged(folder: Path) -> bool:
+    """True for a bundle that cannot be read and could be if its engine were made anew."""
+    try:
+        read_bundle(folder, engine_matters=False)
+    except UNREADABLE:
+        return False
+    try:
+        read_bundle(folder)
+    except UNREADABLE:
+        return True
+    return False
+
+
+class BundleFacts(Facts):
+    """A bundle on a machine: what the checks of a bundle ask."""
+
+    def __init__(self, folder: Path, manifest: Manifest, probe: Probe) -> None:
+        super().__init__(manifest.target.name, probe)
+        self.folder, self.made_for, plan = folder, manifest.target, manifest.engine
+        self.deferred = plan is not None and not plan.file
+        self.engine = None if self.deferred else plan
+        self.shortage = _shortage(manifest, self.device)
+        self.refusal = _refusal(folder, manifest)
+
+
+def _shortage(manifest: Manifest, device: Device | None) -> str:
+    """Words about a GPU in which one row with the cache that is taken first does not fit; nothing where it does."""
+    plan, engine = manifest.device, manifest.engine
+    if device is None or device.free_memory is None or plan is None:
+        return ""
+    positions = next_capacity(1, manifest.limits.max_context)
+    if engine is not None:
+        positions = engine.capacity or engine.buckets[0]
+    needed = plan.total(positions)
+    return (
+        f"it needs {needed // MB} MB of the GPU's memory for one row of {positions} positions, "
+        f"{device.free_memory // MB} MB of {device.name} are free"
+        if needed > device.free_memory
+        else ""
+    )
+
+
+def _refusal(folder: Path, manifest: Manifest) -> str:
+    """The reason why it cannot be loaded that no other check tells."""
+    try:
+        check_load(folder, manifest, manifest.limits.max_context)
+        if manifest.device is None:
+            usable_graphs(manifest)
+    except LlmcError as error:
+        return str(error)
+    return ""
+
+
+def _about(name: str) -> Subject:
+    return Subject(name, ALL, (RUN,))
+
+
+# fmt: off
+CHECKS: tuple[Check[BundleFacts], ...] = (
+    Check(_about("library"), lambda f: f.works and version(f.library.version) < version(f.made_for.engine_minimum),
+          "it needs {f.made_for.engine} {f.made_for.engine_minimum}, {f.library.version} is installed", upgrade),
+    Check(_about("deferred"), lambda f: f.deferred, DEFERRED, REBUILT),
+    Check(_about("platform"), lambda f: f.engine and f.engine.platform != f.probe.platform,
+          "its engine was built for {f.engine.platform}, this is {f.probe.platform}", REBUILT),
+    Check(_about("version"),
+          lambda f: f.engine and f.works and not f.engine.fits_version(f.library.version, f.made_for.engine_version),
+          "its engine was built by {f.made_for.engine} {f.made_for.engine_version}, {f.library.version} is installed",
+          REBUILT),
+    Check(_about("GPU"), lambda f: f.engine and f.capability and not f.engine.fits_gpu(f.capability),
+          "its engine is for compute capability {f.engine.gpus}, {f.device.name} has {f.capability}", REBUILT),
+    Check(_about("memory"), lambda f: f.shortage,
+          "{f.shortage}", "end what fills the GPU's memory, or build with a smaller precision or context"),
+    Check(_about("load"), lambda f: f.refusal, "{f.refusal}", "llmc plan {f.folder}"),
+)
+# fmt: on
+
+
+def _judged(folder: Path, manifest: Manifest, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
+    target = manifest.target.name
+    if target not in targets:
+        return BundleOutlook(folder, target, (f"its target {target!r} is unknown to this llmc",), "pip install -U llmc")
+    facts = BundleFacts(folder, manifest, probe)
+    blocking = [issue for issue in targets[target].obstacles if RUN in issue.blocks]
+    found = [*blocking, *issues(CHECKS, facts)]
+    remedy = found[0].remedy if found else ""
+    if blocking and facts.deferred:  # as where it was built for elsewhere
+        found.sort(key=lambda issue: issue.found != DEFERRED)
+        remedy += f", then {REBUILD} {folder}; or take it to the machine that is to run it, and rebuild it there"
+    reasons = tuple(f"{issue.found}: {issue.remedy}" for issue in found)
+    emulates = bool(found) and manifest.device is not None and facts.judges
+    instead = f"llmc run {folder} --emulate, which runs its graph on the CPU, slowly" if emulates else ""
+    return BundleOutlook(folder, target, reasons, remedy, instead)

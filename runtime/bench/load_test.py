@@ -1,0 +1,341 @@
+"""How an engine holds up when requests come whether or not it keeps pace: an open-loop benchmark.
+
+Requests arrive as a Poisson process: the gaps between them are drawn from an exponential distribution with a fixed
+seed, and no arrival waits for an answer. Latencies are measured from the moment at which a request was due, so a client
+that falls behind hides nothing (Tene, How NOT to Measure Latency,
+https://www.infoq.com/presentations/latency-response-time/). A closed loop, where the next request waits for the last
+answer, would slow down together with the engine and never see a queue
+(Schroeder et al., Open Versus Closed: A Cautionary Tale, NSDI 2006,
+https://www.usenix.org/legacy/event/nsdi06/tech/schroeder/schroeder.pdf).
+"""
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc import __version__
+from llmc.bundle import Limits, read_bundle
+from llmc.errors import LlmcError, QueueFullError, UsageError
+from llmc.runtime.api.handle import Handle
+from llmc.runtime.api.options import Determinism, row_limit
+from llmc.runtime.api.request import Request
+from llmc.runtime.api.results import Delta
+from llmc.runtime.bench.benchmark import energy
+from llmc.runtime.host.energy import EnergyMeter, Joules
+from llmc.runtime.host.machine import cpu_model, resident_bytes
+from llmc.runtime.model import Model, load
+from llmc.runtime.observe.metrics import RequestMetrics
+from llmc.runtime.sampling import SamplingParams
+
+PERCENTILES = (50, 95, 99)
+MAX_REQUESTS = 1_000_000  # every token's time is kept
+MIN_RATE = 1e-6  # one request in twelve days
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Seconds, interpolated between measurements as numpy does."""
+
+    p50_s: float
+    p95_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load test found.
+
+    Attributes:
+        concurrency: rows that ran at once at most (an even number with determinism ``batch``); the rest queued.
+        max_queue: requests that could wait; one more was rejected.
+        rate: requests per second that were meant to arrive; None if all arrived at once.
+        arrival_seed: what the gaps between arrivals, and the prompts, were drawn from.
+        arrived_rate: requests per second that did arrive, by the moments at which they were due; None for one request
+            or when all arrived at once.
+        completed: requests that were answered in full.
+        rejected: requests that were turned away because the queue was full.
+        failed: requests that ended with another error; ``failure`` is the first of them.
+        duration_s: from the first arrival to the last answer.
+        achieved_rate: completed requests per second of it.
+        output_tokens_per_s, total_tokens_per_s: of completed requests, without and with their prompts.
+        ttft: time to first token, from the moment at which the request was due.
+        tpot: time per output token after the first, the mean of each request.
+        itl: inter-token latency, every gap between two tokens; tokens that one step committed have gaps of 0.
+        e2e: from the moment at which the request was due to its last token.
+        queue: from that moment until the engine took the request up.
+        draft_acceptance: accepted drafts by proposed ones; None where nothing was proposed.
+        energy_joules, joules_per_token, energy_source: as in a :class:`llmc.runtime.bench.benchmark.BenchmarkReport`.
+    """
+
+    bundle: str
+    model: str
+    precision: str
+    concurrency: int
+    max_queue: int
+    rate: float | None
+    arrival_seed: int
+    requests: int
+    prompt_length: int
+    new_tokens: int
+    threads: int
+    determinism: str
+    draft: str | None
+    load_s: float
+    arrived_rate: float | None
+    completed: int
+    rejected: int
+    failed: int
+    failure: str | None
+    duration_s: float
+    achieved_rate: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft: Percentiles
+    tpot: Percentiles
+    itl: Percentiles
+    e2e: Percentiles
+    queue: Percentiles
+    draft_acceptance: float | None
+    rss_peak_bytes: int
+    energy_joules: float | None
+    joules_per_token: float | None
+    energy_source: str | None
+    llmc_version: str
+    engine: str
+    engine_version: str
+    python_version: str
+    cpu: str
+
+
+@dataclass(eq=False)
+class Visit:
+    """A request as its client sees it; times are those of ``time.monotonic``.
+
+    Attributes:
+        due: when it arrives.
+        sent: when it was handed to the engine, which is later if the client is late.
+        tokens: when each token came.
+        handle: the engine's, None if it turned the request away.
+        metrics: what the engine measured, None if the request was not answered.
+        error: why it was not answered.
+    """
+
+    due: float
+    sent: float = 0.0
+    tokens: list[float] = field(default_factory=list)
+    handle: Handle | None = None
+    metrics: RequestMetrics | None = None
+    error: LlmcError | None = None
+
+    def note(self, delta: Delta) -> None:
+        """Tokens came; called on the engine's thread."""
+        self.tokens += [time.monotonic()] * len(delta.token_ids)
+
+
+def load_test(
+    bundle: str | Path,
+    *,
+    concurrency: int | None = None,
+    rate: float | None = None,
+    requests: int = 64,
+    prompt_length: int = 128,
+    new_tokens: int = 64,
+    seed: int = 0,
+    threads: int | None = None,
+    **options: Any,
+) -> LoadReport:
+    """Load the bundle and let requests arrive, each with arbitrary tokens of its own, answered greedily.
+
+    Args:
+        bundle: the folder that ``llmc build`` wrote.
+        concurrency: rows that run at once; default and upper bound: what the bundle was built for.
+        rate: requests per second, from 1e-6; None lets all arrive at once.
+        requests: how many arrive, from 1 to 1,000,000.
+        prompt_length: tokens of each prompt, from 1.
+        new_tokens: tokens of each answer, from 2; the end-of-sequence token does not end it.
+        seed: of the arrivals and the prompts.
+        threads: threads for the model.
+        options: more fields of :class:`llmc.runtime.api.options.EngineOptions`.
+
+    Raises:
+        UsageError: an argument is out of range.
+        BundleError, ResourceError: the bundle cannot be loaded.
+        LlmcError: no request was answered; the first one's error.
+    """
+    folder = Path(bundle)
+    limits = read_bundle(folder).limits
+    # A strict engine keeps a position of its own.
+    room = limits.max_context - (options.get("determinism") == Determinism.STRICT)
+    rows = limits.max_batch if concurrency is None else concurrency
+    _check(rows, rate, requests, prompt_length, new_tokens, seed, limits, room)
+    start = time.perf_counter()
+    with load(folder, threads=threads, self_test=False, max_batch=rows, **options) as model:
+        load_s = time.perf_counter() - start
+        prompt = partial(_prompt, model.manifest.geometry.vocab_size, prompt_length, seed)
+        # The first calls allocate; they are not counted. A queue shorter than the rows may turn some of them away.
+        _visit(model, lambda index: prompt(requests + index), [0.0] * rows, 2)
+        with EnergyMeter() as meter:
+            visits = _visit(model, prompt, arrivals(requests, rate, seed), new_tokens)
+        return LoadReport(
+            bundle=str(folder),
+            model=model.manifest.source.name,
+            precision=model.manifest.recipe.precision,
+            rate=rate,
+            arrival_seed=seed,
+            requests=requests,
+            prompt_length=prompt_length,
+            new_tokens=new_tokens,
+            load_s=load_s,
+            **_setup(model),
+            **figures(visits, prompt_length, meter.joules),
+        )
+
+
+def arrivals(count: int, rate: float | None, seed: int) -> list[float]:
+    """Seconds from the first arrival to each; gaps of mean 1 / ``rate``, or all 0."""
+    if rate is None:
+        return [0.0] * count
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count - 1)
+    return [0.0, *np.cumsum(gaps).tolist()]
+
+
+def _check(
+    rows: int,
+    rate: float | None,
+    requests: int,
+    prompt_length: int,
+    new_tokens: int,
+    seed: int,
+    limits: Limits,
+    room: int,
+) -> None:
+    for name, value, low in (
+        ("concurrency", rows, 1),
+        ("requests", requests, 1),
+        ("prompt_length", prompt_length, 1),
+        ("new_tokens", new_tokens, 2),
+        ("seed", seed, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise UsageError(f"{name} is {value!r}, expected an integer of at least {low}")
+    if requests > MAX_REQUESTS:
+        raise UsageError(f"requests is {requests}, expected at most {MAX_REQUESTS:,}: the time of every token is kept")
+    if rate is not None and not MIN_RATE <= rate < float("inf"):
+        raise UsageError(
+            f"rate is {rate!r}, expected requests per second from {MIN_RATE:g}; leave it out, and all arrive at once"
+        )
+    if rows > limits.max_batch:
+        raise UsageError(
+            f"concurrency is {rows}, the bundle was built for {limits.max_batch}; build with a larger --max-batch"
+        )
+    if prompt_length + new_tokens > room:
+        raise UsageError(
+            f"prompt_length is {prompt_length} and new_tokens is {new_tokens}, expected together at most the "
+            f"bundle's context of {room} tokens"
+        )
+
+
+def _prompt(vocab_size: int, length: int, seed: int, index: int) -> list[int]:
+    """Tokens drawn evenly, so that no two prompts share a prefix worth caching."""
+    tokens: list[int] = np.random.default_rng([seed, 1, index]).integers(0, vocab_size, length).tolist()
+    return tokens
+
+
+def _submit(model: Model, visit: Visit, prompt: list[int], new_tokens: int) -> Handle:
+    params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+    return model.submit(Request(prompt, params, on_delta=visit.note))
+
+
+def _visit(model: Model, prompt: Callable[[int], list[int]], offsets: Sequence[float], new_tokens: int) -> list[Visit]:
+    """Send every request when it is due, then wait for all."""
+    visits = send(offsets, lambda index, visit: _submit(model, visit, prompt(index), new_tokens))
+    for visit in visits:
+        if visit.handle is None:
+            continue
+        try:
+            visit.metrics = visit.handle.result().metrics
+        except LlmcError as error:
+            visit.error = error
+    return visits
+
+
+def send(offsets: Sequence[float], submit: Callable[[int, Visit], Handle]) -> list[Visit]:
+    """Call ``submit`` for every request when it is due, late ones at once; its LlmcErrors are kept."""
+    start = time.monotonic()
+    visits = [Visit(start + offset) for offset in offsets]
+    for index, visit in enumerate(visits):
+        if (wait := visit.due - time.monotonic()) > 0:
+            time.sleep(wait)
+        visit.sent = time.monotonic()
+        try:
+            visit.handle = submit(index, visit)
+        except LlmcError as error:
+            visit.error = error
+    return visits
+
+
+def figures(visits: Sequence[Visit], prompt_length: int, joules: Joules | None) -> dict[str, Any]:
+    """The fields of a report that follow from what the clients saw.
+
+    Raises:
+        LlmcError: no request was answered.
+    """
+    done = [visit for visit in visits if visit.metrics is not None]
+    metrics = [visit.metrics for visit in visits if visit.metrics is not None]
+    errors = [visit.error for visit in visits if visit.error is not None]
+    failures = [error for error in errors if not isinstance(error, QueueFullError)]
+    if not done:
+        raise errors[0]
+    seconds = max(visit.tokens[-1] for visit in done) - visits[0].due
+    span = visits[-1].due - visits[0].due
+    gaps = [np.diff(visit.tokens) for visit in done]
+    tokens = sum(len(visit.tokens) for visit in done)
+    drafted = sum(own.drafted for own in metrics)
+    return {
+        "arrived_rate": (len(visits) - 1) / span if span > 0 else None,
+        "completed": len(done),
+        "rejected": len(errors) - len(failures),
+        "failed": len(failures),
+        "failure": str(failures[0]) if failures else None,
+        "duration_s": seconds,
+        "achieved_rate": len(done) / seconds,
+        "output_tokens_per_s": tokens / seconds,
+        "total_tokens_per_s": (tokens + prompt_length * len(done)) / seconds,
+        "ttft": _percentiles([visit.tokens[0] - visit.due for visit in done]),
+        "tpot": _percentiles([float(gap.mean()) for gap in gaps]),
+        "itl": _percentiles(np.concatenate(gaps).tolist()),
+        "e2e": _percentiles([visit.tokens[-1] - visit.due for visit in done]),
+        "queue": _percentiles(
+            [visit.sent - visit.due + (own.queue_s or 0.0) for visit, own in zip(done, metrics, strict=True)]
+        ),
+        "draft_acceptance": sum(own.accepted for own in metrics) / drafted if drafted else None,
+        **energy(joules, tokens),
+    }
+
+
+def _percentiles(seconds: list[float]) -> Percentiles:
+    return Percentiles(*(float(value) for value in np.percentile(seconds, PERCENTILES)))
+
+
+def _setup(model: Model) -> dict[str, Any]:
+    """The fields of a report that say what ran, and where."""
+    options = model.engine.options
+    return {
+        "concurrency": row_limit(model.manifest, options),
+        "max_queue": options.max_queue,
+        "threads": model.threads,
+        "determinism": options.determinism.value,
+        "draft": None if options.draft is None else str(options.draft),
+        "rss_peak_bytes": resident_bytes()[1],
+        "llmc_version": __version__,
+        "engine": model.manifest.target.engine,
+        "engine_version": model.engine_version,
+        "python_version": platform.python_version(),
+        "cpu": cpu_model(),
+    }

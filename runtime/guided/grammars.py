@@ -1,0 +1,144 @@
+"""Requests' grammars: read, checked, compiled, and the last ones kept."""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from llmc.errors import GrammarError, UsageError, require
+from llmc.runtime.guided.gbnf import without_long_escapes
+from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
+from llmc.runtime.guided.json_schema import LONGEST_REGEX, check_schema, schema_text
+from llmc.runtime.guided.vocabulary import Vocabulary, shortened
+from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.text.tokenizer import Tokenizer
+
+# Characters at most.
+_LONGEST = {"json_schema": 256 * 1024, "regex": LONGEST_REGEX, "grammar": 64 * 1024, "choice": 64 * 1024}
+_MOST_GRAMMARS = 64
+# One spelling for each character: with \u0061 for "a", a model could repeat a property under a name that the schema's
+# rules for "a" miss. Control characters without a short escape are thereby left out.
+_JSON_OPTIONS: dict[str, Any] = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "json_allowed_escapes": '"\\bfnrt',
+    # Bounded, since models at a loss write blanks without end; a line break and an indentation of 31 fit.
+    "whitespace_pattern": r"[ \n\r\t]{1,32}",
+}
+
+
+class Grammars:
+    """Compiles the grammars of one model's requests, and keeps the last 64 of them. Safe to share between threads.
+
+    Nothing is loaded before the first guide is asked for; the vocabulary is then read once (about a second for
+    150,000 tokens).
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: length of the model's logits. Ids without a token in the tokenizer are never allowed.
+        eos_token_ids: tokens that end an output; all are allowed where it is complete, and nowhere else.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[_Source, CompiledGrammar] = OrderedDict()
+
+    def guide(self, params: SamplingParams) -> GrammarGuide | None:
+        """A guide at the start of the output that ``params`` asks for; None if they ask for no form.
+
+        Of equal choices one counts.
+
+        Raises:
+            UsageError: a text is not valid Unicode, or a schema is not a JSON object.
+            GrammarError: the grammar is invalid, too complex, uses what cannot be enforced, or allows no token.
+            MissingExtraError: llguidance is not installed.
+        """
+        source = _Source.of(params)
+        return None if source is None else GrammarGuide(self._compile(source))
+
+    def _compile(self, source: "_Source") -> CompiledGrammar:
+        with self._lock:
+            if source in self._compiled:
+                self._compiled.move_to_end(source)
+                return self._compiled[source]
+            vocabulary = self._vocabulary
+        # Outside of the lock: it may take a second.
+        compiled = CompiledGrammar(source.kind, source.compile(vocabulary), vocabulary)
+        with self._lock:
+            self._compiled[source] = compiled
+            while len(self._compiled) > _MOST_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.load(self._tokenizer, self._vocab_size, self._eos_token_ids)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A request's grammar as written: the name of its parameter, and a text that tells it from others."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "_Source | None":
+        kind = next((kind for kind in _READ if getattr(params, kind) is not None), None)
+        if kind is None:
+            return None
+        text = _READ[kind](getattr(params, kind), kind)
+        if len(text) > _LONGEST[kind]:
+            raise GrammarError(f"{kind} has {len(text)} characters, expected at most {_LONGEST[kind]}")
+        return cls(kind, text)
+
+    def compile(self, vocabulary: Vocabulary) -> str:
+        """The grammar in the library's own format.
+
+        Raises:
+            GrammarError: it uses what cannot be enforced.
+        """
+        library = require("llguidance", "guided")
+        if self.kind == "choice":
+            return str(library.LLMatcher.grammar_from_lark(self._choice_grammar(vocabulary)))
+        try:
+            if self.kind == "json_schema":
+                check_schema(json.loads(self.text))
+                return str(library.LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON_OPTIONS))
+            return str(library.grammar_from(self.kind, without_long_escapes(self.kind, self.text)))
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"{self.kind} cannot be read: {shortened(str(error))}") from error
+
+    def _choice_grammar(self, vocabulary: Vocabulary) -> str:
+        choices = json.loads(self.text)
+        for choice in choices:
+            vocabulary.check_spelling(choice)
+        # One terminal, which the lexer follows in a table, instead of a rule with many.
+        literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+        return f"start: CHOICE\nCHOICE: {literals}\n"
+
+
+def _plain_text(value: str, name: str) -> str:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} is not valid Unicode: character {error.start} is a lone surrogate") from error
+    return value
+
+
+def _choice_text(value: Sequence[str], name: str) -> str:
+    return json.dumps(list(dict.fromkeys(_plain_text(item, "an entry of choice") for item in value)))
+
+
+_READ: dict[str, Callable[[Any, str], str]] = {
+    "json_schema": schema_text,
+    "regex": _plain_text,
+    "grammar": _plain_text,
+    "choice": _choice_text,
+}

@@ -1,0 +1,92 @@
+"""The tokens that a model can write, as the grammar library and its masks see them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from llmc.errors import GrammarError, require
+from llmc.runtime.text.tokenizer import Tokenizer, return_freed_memory
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+Bits = npt.NDArray[np.uint8]
+_REASON_LENGTH = 300
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens that a model can write.
+
+    Args:
+        tokens: the library's view of the tokenizer, which may have more ids than the model or fewer.
+        size: length of the model's logits, V.
+        eos_token_ids: those of the model that have a token, at least one.
+        eos: the same as bits (token i is bit i % 8 of byte i // 8).
+        writable: all other ids that have a token, as bits.
+    """
+
+    tokens: "LLTokenizer"
+    size: int
+    eos_token_ids: tuple[int, ...]
+    eos: Bits
+    writable: Bits
+
+    @classmethod
+    def load(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> "Vocabulary":
+        library = require("llguidance", "guided")
+        backend = tokenizer._backend
+        ids = np.fromiter(backend.get_vocab(with_added_tokens=True).values(), np.int64)
+        exists = np.zeros(max(vocab_size, int(ids.max(initial=-1)) + 1), np.bool_)
+        exists[ids] = True
+        known = tuple(token for token in eos_token_ids if 0 <= token < vocab_size and exists[token])
+        if not known:
+            raise GrammarError(
+                f"none of the model's end-of-sequence tokens {list(eos_token_ids)} is in its tokenizer; a guided "
+                "output needs one to end with"
+            )
+        try:
+            tokens = library.LLTokenizer(backend.to_str(), n_vocab=exists.size, eos_token=list(known))
+        except ValueError as error:
+            raise GrammarError(f"guided decoding does not support the tokenizer: {shortened(str(error))}") from error
+        return_freed_memory()
+        eos = np.zeros(vocab_size, np.bool_)
+        eos[list(known)] = True
+        writable = exists[:vocab_size] & ~eos
+        return cls(tokens, vocab_size, known, *(np.packbits(flags, bitorder="little") for flags in (eos, writable)))
+
+    @cached_property
+    def spellings(self) -> frozenset[bytes]:
+        """The texts of all tokens that the model can write."""
+        ids: list[int] = np.flatnonzero(np.unpackbits(self.writable, bitorder="little")).tolist()
+        return frozenset(self.tokens.decode_bytes([token]) for token in ids if not self.tokens.is_special_token(token))
+
+    @cached_property
+    def longest_spelling(self) -> int:
+        return max(map(len, self.spellings), default=0)
+
+    def check_spelling(self, text: str) -> None:
+        """Refuse a text that no sequence of tokens spells.
+
+        Raises:
+            GrammarError: there is none.
+        """
+        content = text.encode()
+        reached = [True] + [False] * len(content)
+        for end in range(1, len(content) + 1):
+            starts = range(max(0, end - self.longest_spelling), end)
+            reached[end] = any(reached[start] and content[start:end] in self.spellings for start in starts)
+        if not reached[-1]:
+            raise GrammarError(f"choice: no tokens of the model's vocabulary spell {shortened(repr(text))}")
+
+
+def shortened(text: str) -> str:
+    """The reason in an error message of the library, without the state and the source that follow it."""
+    for end in ("<state>", "<non-verbose/>", "⟦"):
+        text = text.partition(end)[0]
+    text = " ".join(text.split())
+    return text if len(text) <= _REASON_LENGTH else text[:_REASON_LENGTH] + "..."

@@ -1,0 +1,273 @@
+"""The machine to run a model on: driver, GPUs, engine libraries, Jetson.
+
+A broken driver or library can end the process that touches it, or hold it for ever. So each is examined by a process of
+its own (:mod:`llmc.runtime.host.probe_steps`), and what becomes of that process is a finding. Nothing is imported here.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar, cast
+
+from llmc.errors import BundleError
+from llmc.runtime.host.jetson import ROOT, Jetson, read_jetson
+from llmc.strict import decode
+
+# A first use of a GPU takes seconds on a small machine: libraries of hundreds of megabytes are read.
+TIMEOUT_S = 20.0
+# Reading a library from a slow disk for the first time is not to be taken for hanging.
+IMPORT_TIMEOUT_S = 60.0
+# A process in an uninterruptible call of a driver cannot be ended; nobody waits longer for it.
+GRACE_S = 1.0
+STEPS_FILE = Path(__file__).with_name("probe_steps.py")
+# Steps see the modules that this process sees, and no others: not those of the folder that it was started in.
+STEP_CODE = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+)
+LIBRARIES = ("cuda-bindings", "onnxruntime", "tensorrt", "tensorrt-rtx")
+# What building needs beside an engine, what exporting needs beside that, and what all bundles need.
+PACKAGES = ("numpy", "tokenizers", "onnx", "onnx-ir", "ml_dtypes", "torch", "safetensors", "transformers")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU as the CUDA driver describes it; bytes, and ``free_memory`` only of the first one.
+
+    ``integrated`` tells that its memory is the machine's, as on a Jetson.
+    """
+
+    index: int
+    name: str
+    compute_capability: str
+    total_memory: int
+    free_memory: int | None
+    integrated: bool
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The CUDA driver: the CUDA ``version`` that it serves, and its GPUs. For ``state`` see :class:`Library`."""
+
+    state: str
+    problem: str
+    version: str = ""
+    devices: tuple[Device, ...] = ()
+
+
+@dataclass(frozen=True)
+class Library:
+    """An engine's library, or the Python side of the driver.
+
+    Attributes:
+        state: ok, missing (not installed), failed (raised an error), crashed (ended its process) or hung.
+        problem: what went wrong, in the library's words where it has any; an ok library may have one too.
+        version: its own.
+        cuda: major version of the CUDA that it was built for, empty if unknown or none.
+        abilities: what it can do here: ``initialised`` (cuda-bindings), the providers and ``cuda`` where that one can
+            be loaded (onnxruntime), ``native``, ``runtime`` and ``builder`` (tensorrt, tensorrt-rtx).
+    """
+
+    state: str
+    problem: str
+    version: str = ""
+    cuda: str = ""
+    abilities: tuple[str, ...] = ()
+
+
+Found = TypeVar("Found", Driver, Library)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """All findings.
+
+    Attributes:
+        platform: operating system and processor, as linux-x86_64.
+        python: this interpreter's version.
+        kernel_module: version of NVIDIA's module in the kernel, None where none is loaded.
+        libraries: by name: cuda-bindings, onnxruntime, tensorrt, tensorrt-rtx.
+        packages: version of each Python package that exporting, building or running needs and that is installed.
+        system_tensorrt: Pythons, as 3.10, for which the system's own packages have TensorRT's module.
+        jetson: None where this is none.
+        seconds: what probing took.
+    """
+
+    platform: str
+    python: str
+    kernel_module: str | None
+    driver: Driver
+    libraries: dict[str, Library]
+    packages: dict[str, str]
+    system_tensorrt: tuple[str, ...]
+    jetson: Jetson | None
+    seconds: float
+
+
+def probe(
+    timeout_s: float = TIMEOUT_S, root: Path = ROOT, commands: Mapping[str, Sequence[str]] | None = None
+) -> Probe:
+    """Examine this machine; takes a second or two, and never more than about twice ``timeout_s``.
+
+    Args:
+        timeout_s: seconds after which a step counts as hung.
+        root: folder in place of /, for files of the system.
+        commands: what each step runs; default: :func:`step_commands`.
+    """
+    started = time.monotonic()
+    wanted = dict(step_commands() if commands is None else commands)
+    # The driver first, and alone: libraries take memory of the GPU while they are tried.
+    answers = run_steps({"driver": wanted.pop("driver")}, timeout_s)
+    answers |= run_steps(wanted, timeout_s)
+    return Probe(
+        platform=f"{sys.platform}-{platform.machine()}",
+        python=platform.python_version(),
+        kernel_module=_kernel_module(root),
+        driver=_finding(Driver, answers["driver"]),
+        libraries={name: _finding(Library, answers[name]) for name in LIBRARIES},
+        packages={name: version for name in PACKAGES if (version := _package(name))},
+        system_tensorrt=_system_tensorrt(root),
+        jetson=read_jetson(root),
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+def probe_driver(timeout_s: float = TIMEOUT_S) -> Driver:
+    """Only the driver and its GPUs; takes a tenth of a second where there is none."""
+    return _finding(Driver, run_steps({"driver": step_commands()["driver"]}, timeout_s)["driver"])
+
+
+def try_import(module: str, timeout_s: float = IMPORT_TIMEOUT_S) -> Library:
+    """Import a module in a process of its own, with this one's ``sys.path``, and say what became of it.
+
+    Takes about as long as the import. ``state`` is failed too where no process can be started.
+    """
+    command = [*_step_start(), "import", module]
+    try:
+        return _finding(Library, run_steps({module: command}, timeout_s)[module])
+    except OSError as error:
+        return Library("failed", f"no process could be started: {error}")
+
+
+def _finding(kind: type[Found], answer: dict[str, Any]) -> Found:
+    defaults = json.loads(json.dumps(asdict(kind("", ""))))
+    try:
+        return cast(Found, decode(kind, defaults | answer))
+    except BundleError as error:
+        return kind("failed", f"the probe's answer makes no sense: {error}")
+
+
+def _kernel_module(root: Path) -> str | None:
+    """``NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 ...``."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text(errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)*)\s", text)
+    return match[1] if match else None
+
+
+def _package(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _system_tensorrt(root: Path) -> tuple[str, ...]:
+    """The folder names its Python, or where it serves all of Python 3 the extension module does."""
+    found = set()
+    for path in (root / "usr/lib").glob("python3*/dist-packages/tensorrt/tensorrt*.so"):
+        tag = re.search(r"cpython-(\d)(\d+)", path.name)
+        folder = re.search(r"python(\d)\.(\d+)$", path.parents[2].name)
+        found |= {f"{match[1]}.{match[2]}" for match in (tag, folder) if match}
+    return tuple(sorted(found))
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+class _Started(NamedTuple):
+    process: subprocess.Popen[bytes]
+    out: IO[bytes]
+    err: IO[bytes]
+
+
+def step_commands() -> dict[str, list[str]]:
+    """The command of each step."""
+    return {name: [*_step_start(), name] for name in ("driver", *LIBRARIES)}
+
+
+def _step_start() -> list[str]:
+    return [sys.executable, "-c", STEP_CODE, json.dumps([path for path in sys.path if path]), str(STEPS_FILE)]
+
+
+def run_steps(commands: Mapping[str, Sequence[str]], timeout_s: float) -> dict[str, dict[str, Any]]:
+    """The answer of each command, all run at the same time; one that gives none is described in its place."""
+    deadline = time.monotonic() + timeout_s
+    with ExitStack() as files:
+        started = {name: _start(command, files) for name, command in commands.items()}
+        return {name: _answer(step, deadline, timeout_s) for name, step in started.items()}
+
+
+def _start(command: Sequence[str], files: ExitStack) -> _Started:
+    # Files and not pipes: a process that cannot be ended would hold a pipe, and whoever reads it.
+    out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))  # noqa: SIM115
+    environment = {**os.environ, "ORT_DISABLE_TELEMETRY": "1"}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
+    )
+    files.callback(_end, process)  # of one that is still there, where the caller is interrupted
+    return _Started(process, out, err)
+
+
+def _answer(step: _Started, deadline: float, timeout_s: float) -> dict[str, Any]:
+    try:
+        code = step.process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        _end(step.process)
+        return {"state": "hung", "problem": _said(f"no answer within {timeout_s:g} s", step.err)}
+    end = f"ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    step.out.seek(0)
+    try:
+        answer = dict(json.loads(step.out.read()))
+    except (TypeError, ValueError):
+        return {"state": "crashed", "problem": _said(end, step.err)}
+    if code:  # after it had answered, as some libraries do when they are unloaded
+        answer["problem"] = "; ".join(part for part in (str(answer.get("problem", "")), end) if part)
+    return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is not None:
+        return
+    process.kill()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.returncode = -signal.SIGKILL  # it goes when the driver lets it; Popen must not complain until then
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _said(what: str, err: IO[bytes]) -> str:
+    """What happened, and the last line that the process wrote on stderr."""
+    err.seek(0)
+    lines = err.read().decode(errors="replace").strip().splitlines()
+    return f"{what}; last it said: {lines[-1][:300]}" if lines else what

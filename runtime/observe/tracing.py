@@ -1,0 +1,206 @@
+"""Logs that machines read, and spans of requests for OpenTelemetry.
+
+A log line is one JSON object; a module writes it with :func:`event`, an application formats it with
+:class:`JsonFormatter`. Spans are made once a request has ended, from its timeline, so nothing is paid while it runs;
+and only where the application has configured a tracer provider (the extra ``tracing`` and an SDK). llmc itself
+configures none, and sends nothing anywhere.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from llmc.runtime.observe.metrics import RequestTimeline
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span, Tracer
+
+AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
+
+_FIELDS = "llmc_fields"  # attribute of a log record, unlike any that logging or others set
+_RESERVED = frozenset({"time", "level", "logger", "message", "exception"})
+# Reasons to end that are the request's own; any other marks its span as failed.
+_SUCCESSES = frozenset({"stop", "length"})
+_NANOSECONDS = 1_000_000_000
+
+
+# ---------------------------------------------------------------------------------------------------------------- logs
+
+
+def event(logger: logging.Logger, name: str, /, *, level: int = logging.INFO, **fields: object) -> None:
+    """Log an event by name with its data; costs one comparison where the level is off.
+
+    Args:
+        name: what happened, in a word or two; becomes the message.
+        level: of the logging module.
+        **fields: data, for JsonFormatter to write beside the message; other formatters leave it out.
+    """
+    if logger.isEnabledFor(level):
+        logger.log(level, name, extra={_FIELDS: fields}, stacklevel=2)
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one line of JSON (RFC 8259, ASCII only).
+
+    Keys: ``time`` (ISO 8601, UTC, microseconds), ``level``, ``logger``, ``message``, the fields of the event, and
+    ``exception`` where there is one. A field of one of these names gets an underscore behind it. Values that JSON does
+    not know become lists and numbers (NumPy) or else text; so do infinity and NaN.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="microseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name, value in getattr(record, _FIELDS, {}).items():
+            line[f"{name}_" if name in _RESERVED else name] = value
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        try:
+            return _dumps(line)
+        except (TypeError, ValueError, RecursionError):
+            return _dumps({name: _writable(value) for name, value in line.items()})
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, allow_nan=False, default=_plain)
+
+
+def _plain(value: object) -> object:
+    """Numbers and lists of NumPy as Python's, anything else as text."""
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else str(value)
+
+
+def _writable(value: object) -> object:
+    """The value itself where JSON can hold it, else its text."""
+    try:
+        _dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
+    return value
+
+
+# --------------------------------------------------------------------------------------------------------------- spans
+
+
+def current_context() -> "Context | None":
+    """The caller's trace, to be kept with its request and handed to :func:`record_spans`; None without OpenTelemetry.
+
+    Called in the client's thread, for the engine's thread knows nothing of it.
+    """
+    api = sys.modules.get("opentelemetry.context")
+    return None if api is None else api.get_current()
+
+
+def record_spans(
+    timeline: RequestTimeline,
+    *,
+    model: str,
+    request_id: str | None = None,
+    operation: str = "text_completion",
+    parent: "Context | None" = None,
+    attributes: Mapping[str, AttributeValue] | None = None,
+) -> bool:
+    """Make the spans of a request that has ended: the request, and in it ``queue``, ``prefill`` and ``decode``.
+
+    Names and attributes follow the semantic conventions for generative AI
+    (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/). A phase that the request did not reach has no
+    span; one in which it ended lasts until then.
+
+    Args:
+        model: name of the model, ``gen_ai.request.model``.
+        request_id: ``gen_ai.response.id``.
+        operation: ``chat`` or ``text_completion``.
+        parent: from :func:`current_context`; None for the context that the calling thread is in.
+        attributes: more of them, such as ``gen_ai.request.temperature``.
+
+    Returns:
+        Whether spans were made: not without a configured tracer provider, nor before the request has ended.
+    """
+    tracer = _tracer()
+    if tracer is None or timeline.ended is None:
+        return False
+    own = _attributes(timeline, model, request_id, operation)
+    span = _start(tracer, f"{operation} {model}", timeline, timeline.queued, parent, {**own, **(attributes or {})})
+    _children(tracer, span, timeline)
+    if timeline.finish_reason not in _SUCCESSES:
+        _fail(span, str(timeline.finish_reason))
+    span.end(_unix_ns(timeline, timeline.ended))
+    return True
+
+
+def _tracer() -> "Tracer | None":
+    """A tracer of the provider that the application has configured; without importing what it has not imported."""
+    api = sys.modules.get("opentelemetry.trace")
+    if api is None:
+        return None
+    provider = api.get_tracer_provider()
+    if isinstance(provider, (api.ProxyTracerProvider, api.NoOpTracerProvider)):
+        return None
+    tracer: Tracer = provider.get_tracer("llmc")
+    return tracer
+
+
+def _attributes(
+    timeline: RequestTimeline, model: str, request_id: str | None, operation: str
+) -> dict[str, AttributeValue]:
+    metrics = timeline.metrics()
+    values: dict[str, AttributeValue | None] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "llmc",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.id": request_id,
+        "gen_ai.response.finish_reasons": [str(metrics.finish_reason)],
+        "gen_ai.response.time_to_first_chunk": metrics.ttft_s,
+        "gen_ai.usage.input_tokens": metrics.prompt_tokens,
+        "gen_ai.usage.output_tokens": metrics.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": metrics.cached_tokens,
+        "llmc.draft.proposed_tokens": metrics.drafted or None,
+        "llmc.draft.accepted_tokens": metrics.accepted if metrics.drafted else None,
+        "llmc.context_overflows": metrics.overflows or None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _children(tracer: "Tracer", span: "Span", timeline: RequestTimeline) -> None:
+    from opentelemetry.trace import set_span_in_context
+
+    context = set_span_in_context(span)
+    starts = (("queue", timeline.queued), ("prefill", timeline.admitted), ("decode", timeline.first_token))
+    marks = [(name, at) for name, at in starts if at is not None]
+    ends = [*(at for _, at in marks[1:]), timeline.ended]
+    for (name, start), end in zip(marks, ends, strict=True):
+        assert end is not None
+        _start(tracer, name, timeline, start, context, {}).end(_unix_ns(timeline, end))
+
+
+def _start(
+    tracer: "Tracer",
+    name: str,
+    timeline: RequestTimeline,
+    at: float,
+    context: "Context | None",
+    attributes: Mapping[str, Any],
+) -> "Span":
+    # INTERNAL is the convention's kind for a model that runs in the caller's process.
+    return tracer.start_span(name, context=context, attributes=attributes, start_time=_unix_ns(timeline, at))
+
+
+def _fail(span: "Span", reason: str) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_attribute("error.type", reason)
+    span.set_status(Status(StatusCode.ERROR, reason))
+
+
+def _unix_ns(timeline: RequestTimeline, at: float) -> int:
+    return timeline.queued_unix_ns + round((at - timeline.queued) * _NANOSECONDS)

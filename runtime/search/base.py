@@ -1,0 +1,133 @@
+"""The protocol of a lockstep strategy, and the arithmetic that strategies share."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import LlmcError, ProcessorError, RequestError, text_of
+from llmc.runtime.sampling import Logits, Processor
+
+Floats = NDArray[np.float32]
+FinishReason = Literal["stop", "length"]
+# True if these new tokens (without the prompt) are a finished output.
+StopCriterion = Callable[[Sequence[int]], bool]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One row of the next step: row ``parent`` of this step, continued with ``token``."""
+
+    parent: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished output.
+
+    Attributes:
+        token_ids: the new tokens, with the end-of-sequence token that ended them, if one did.
+        score: what the strategy ranks by; its docstring says what that is.
+        finish_reason: "stop" (an end-of-sequence token or a stopping criterion) or "length".
+    """
+
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
+
+
+class Strategy(Protocol):
+    """Chooses rows and tokens step by step; one object serves one request.
+
+    Attributes:
+        width: most rows that a step has.
+        prompt_chunk_outputs: true if ``start`` needs the hidden states of every position of the prompt.
+    """
+
+    width: int
+    prompt_chunk_outputs: bool
+
+    def start(self, prompt: Sequence[int], logits: Floats, hidden: Floats | None) -> list[Branch]:
+        """The first rows, from the logits after the prompt [V] and its hidden states [len(prompt), H]; parents are 0.
+
+        A row with children that is not beyond the end of the new ones keeps one child in its place. So few rows of the
+        cache are copied, and none that is still to be copied from is written over. This holds for ``step`` too.
+        """
+
+    def step(self, logits: Floats, hidden: Floats | None) -> list[Branch]:
+        """The next rows, from the logits [rows, V] and hidden states [rows, H] of the last ones; none: finished."""
+
+    def outputs(self) -> list[Hypothesis]:
+        """The outputs finished by now, best first."""
+
+
+class Ending:
+    """When an output is finished.
+
+    Args:
+        max_tokens: new tokens at most, from 1.
+        eos_token_ids: tokens that end an output.
+        stops: asked about the new tokens of an output that goes on otherwise.
+    """
+
+    def __init__(self, max_tokens: int, eos_token_ids: Collection[int], stops: StopCriterion | None) -> None:
+        self.max_tokens = max_tokens
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self.kinds = max(1, len(self._eos_token_ids))
+        self._stops = stops
+
+    def reason(self, tokens: Sequence[int]) -> FinishReason | None:
+        """Why the new ``tokens`` are a finished output, or None.
+
+        Raises:
+            ProcessorError: the stopping criterion raised.
+        """
+        if tokens[-1] in self._eos_token_ids or self._stopped(tokens):
+            return "stop"
+        return "length" if len(tokens) >= self.max_tokens else None
+
+    def _stopped(self, tokens: Sequence[int]) -> bool:
+        stops = self._stops
+        return stops is not None and guarded("the stopping criterion", lambda: bool(stops(tokens)))
+
+
+Result = TypeVar("Result")
+
+
+def guarded(what: str, function: Callable[..., Result], *arguments: object) -> Result:
+    """Call a function that came with the request.
+
+    Raises:
+        ProcessorError: it raised.
+    """
+    try:
+        return function(*arguments)
+    except LlmcError:
+        raise
+    except BaseException as error:  # SystemExit too ends the request, not the engine
+        raise ProcessorError(f"{what} raised {text_of(error)}; mend it, or leave it out") from error
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """Logarithms of the probabilities of each row, a new array of the shape of ``logits`` [rows, V].
+
+    Raises:
+        RequestError: a row holds NaN or +inf, or nothing but -inf.
+    """
+    peaks = logits.max(axis=-1, keepdims=True)
+    if not np.isfinite(peaks).all():
+        raise RequestError("the model's logits are not finite numbers; check the bundle with: llmc verify BUNDLE")
+    shifted: Floats = logits - peaks
+    totals = np.exp(shifted).sum(axis=-1, keepdims=True)
+    shifted -= np.log(totals)
+    return shifted
+
+
+def processed(processors: Sequence[Processor], tokens: Sequence[int], scores: Logits) -> Logits:
+    """The scores [V] of the sequence ``tokens`` after its processors, in order; they may change ``scores`` itself."""
+    for processor in processors:
+        scores = processor(tokens, scores)
+    return scores

@@ -1,0 +1,223 @@
+"""TensorRT and TensorRT-RTX as libraries: imported on first use, with one logger each.
+
+Both have the same Python interface. TensorRT keeps one logger per process (a second one is ignored), so messages go to
+one object whose listeners come and go.
+"""
+
+import hashlib
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llmc.errors import GpuError, MissingExtraError, UsageError, require, text_of
+from llmc.runtime.host.disk_cache import entry, published
+from llmc.runtime.host.probe import IMPORT_TIMEOUT_S, try_import
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Library:
+    module: str
+    minimum: tuple[int, int]
+    install: str
+
+
+_RTX_INSTALL = "pip install '.[tensorrt-rtx]' in llmc's folder"
+_INSTALL = (
+    "on a Jetson it comes with JetPack (apt install python3-libnvinfer, and a virtual environment made with "
+    "--system-site-packages); elsewhere pip install --extra-index-url https://pypi.nvidia.com tensorrt-cu13"
+)
+LIBRARIES = {
+    "tensorrt": _Library("tensorrt", (10, 3), _INSTALL),  # JetPack 6.2's
+    "tensorrt-rtx": _Library("tensorrt_rtx", (1, 7), _RTX_INSTALL),
+}
+# What every version has; the remains of a broken installation do not.
+NAMES = ("Builder", "Runtime", "OnnxParser", "ILogger", "Logger", "HardwareCompatibilityLevel", "DataType")
+IMPORTED = "imported"  # the cache's kind of libraries that were imported without harm
+_DRIVER = "install NVIDIA's driver, or free the GPU if it is out of memory; llmc doctor tells what is there"
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a library logged; ``severity`` is INTERNAL_ERROR, ERROR or WARNING."""
+
+    severity: str
+    text: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the library calls it an error."""
+        return self.severity != "WARNING"
+
+
+class Log:
+    """The logger that a library is given, once per process: ``native`` is the library's own object."""
+
+    def __init__(self, library: Any) -> None:
+        def receive(_: Any, severity: Any, text: str) -> None:
+            self.receive(severity.name, text)
+
+        self._listeners: list[list[Message]] = []
+        self.native = type("Log", (library.ILogger,), {"log": receive})()
+
+    def receive(self, severity: str, text: str) -> None:
+        """Hand a message on, to whoever collects and to Python's logging; what is less than a warning is for debugging.
+
+        The library calls this from threads of its own, so it must not raise.
+        """
+        if severity not in ("INTERNAL_ERROR", "ERROR", "WARNING"):
+            log.debug("%s", text)
+            return
+        for listener in self._listeners:
+            listener.append(Message(severity, text))
+        log.info("%s: %s", severity.lower(), text)
+
+    @contextmanager
+    def collected(self) -> Iterator[list[Message]]:
+        """A list that receives every warning and error until the block ends, in order."""
+        messages: list[Message] = []
+        self._listeners.append(messages)
+        try:
+            yield messages
+        finally:
+            self._listeners[:] = [each for each in self._listeners if each is not messages]
+
+
+@cache
+def logger(library: Any) -> Log:
+    """The library's logger, the same one at every call."""
+    return Log(library)
+
+
+def library_version(library: Any) -> str:
+    """Version of the installed library, for example 10.3.0."""
+    return str(library.__version__)
+
+
+def load_library(engine: str) -> Any:
+    """Import the library of an engine, tensorrt or tensorrt-rtx. No GPU is touched.
+
+    Raises:
+        UsageError: the engine is none of those.
+        MissingExtraError: the library is not installed.
+        GpuError: it is too old, its files are incomplete, or importing it ends or holds a process.
+    """
+    if engine not in LIBRARIES:
+        raise UsageError(f"engine {engine!r} has no library of TensorRT's kind; expected {' or '.join(LIBRARIES)}")
+    wanted = LIBRARIES[engine]
+    library = _imported(wanted, engine)
+    found = str(getattr(library, "__version__", ""))
+    if not found:
+        raise _broken(wanted, f"{_place(library)} has no __version__")
+    if _numbers(found) < wanted.minimum:
+        needed = ".".join(map(str, wanted.minimum))
+        raise GpuError(f"{wanted.module} {found} is installed, llmc needs {needed} or later: {wanted.install}")
+    lacking = [name for name in NAMES if not hasattr(library, name)]
+    if lacking:
+        raise _broken(wanted, f"{_place(library)} has no {', '.join(lacking)}")
+    return library
+
+
+def _imported(wanted: _Library, engine: str) -> Any:
+    _try_apart(wanted)
+    try:
+        return require(wanted.module, engine)
+    except MissingExtraError as error:
+        hollow = sys.modules.get(wanted.module)
+        if hollow is not None and getattr(hollow, "__file__", None) is None:  # a folder, taken for a package
+            raise _broken(wanted, f"{_place(hollow)} holds no code") from error
+        raise MissingExtraError(
+            f"{wanted.module} is not installed: {wanted.install}; without it llmc verify, run and eval --emulate "
+            "compute on the CPU, and llmc build of an export --deferred leaves the engine to a machine that has it"
+        ) from error
+    except Exception as error:  # a broken installation raises anything
+        raise _broken(wanted, text_of(error)) from error
+
+
+def _broken(wanted: _Library, why: str) -> GpuError:
+    return GpuError(
+        f"{wanted.module} is installed and cannot be loaded ({why}): uninstall all packages of that library, remove "
+        f"the folder {wanted.module} if one is left, then install it: {wanted.install}"
+    )
+
+
+def _place(library: Any) -> str:
+    """Where a module was found: its file, or its folders where it has no file."""
+    places = (getattr(library, "__file__", None), *getattr(library, "__path__", ()))
+    return next((str(place) for place in places if place), "it")
+
+
+def _try_apart(wanted: _Library) -> None:
+    """Import the library in a process of its own first, once per installed file, for it may end a process or hold it.
+
+    Raises:
+        GpuError: it did.
+    """
+    identity = _identity(wanted.module)
+    if wanted.module in sys.modules or not identity:
+        return
+    tried = entry(IMPORTED, identity)
+    if tried.is_dir():
+        return
+    found = try_import(wanted.module, IMPORT_TIMEOUT_S)
+    if found.state in ("crashed", "hung"):
+        raise _broken(wanted, f"importing it {found.state}: {found.problem}")
+    if found.state == "ok":
+        with suppress(OSError), published(tried):
+            pass
+
+
+def _identity(module: str) -> str:
+    """A name for the file that an import would begin with; empty where there is none."""
+    try:
+        spec = find_spec(module)
+        if spec is None or spec.origin is None:
+            return ""
+        file = Path(spec.origin).stat()
+    except (ImportError, OSError, ValueError):
+        return ""
+    facts = (sys.executable, spec.origin, file.st_size, file.st_mtime_ns)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def make_builder(library: Any) -> Any:
+    """A builder of engines. TensorRT needs a GPU for it, TensorRT-RTX does not.
+
+    Raises:
+        GpuError: the library cannot start, mostly for want of a driver.
+    """
+    return _made(library, library.Builder)
+
+
+def make_runtime(library: Any) -> Any:
+    """What engines are loaded with.
+
+    Raises:
+        GpuError: the library cannot start, mostly for want of a driver.
+    """
+    return _made(library, library.Runtime)
+
+
+def _made(library: Any, make: Any) -> Any:
+    """``make`` a thing of the library's, or say what the library logged when it could not."""
+    native = logger(library)
+    with native.collected() as messages:
+        try:
+            return make(native.native)
+        except (TypeError, RuntimeError) as error:  # the binding turns a null pointer into a TypeError
+            said = "; ".join(dict.fromkeys(message.text for message in messages)) or str(error)
+            version = f"{library.__name__} {library_version(library)}"
+            raise GpuError(f"{version} cannot use a GPU here ({said}); {_DRIVER}") from error

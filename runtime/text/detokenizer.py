@@ -1,0 +1,107 @@
+"""Text out of a stream of tokens: whole characters only, and nothing of a stop string."""
+
+from collections.abc import Sequence
+
+from llmc.runtime.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """Turns one request's tokens into pieces of text that are final once returned.
+
+    All pieces together equal ``tokenizer.decode`` of all tokens, up to the first stop string to be completed (of two
+    completed by the same character, the longer one). The cost of a token does not grow with those before it.
+
+    Args:
+        tokenizer: of the model that wrote the tokens. Special tokens give no text.
+        stop: texts that end the stream; none of them, nor their beginnings, are ever returned and taken back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._decoder = _IncrementalDecoder(tokenizer)
+        self._stop = tuple(stop)
+        self._held = ""
+        self._stopping = True
+        self.stopped: str | None = None
+        """The stop string that ended the stream."""
+
+    def push(self, token_id: int, stopping: bool = True) -> str:
+        """Take the next token and return the text that has become certain, often none.
+
+        Without ``stopping`` nothing ends the stream and nothing is held back for a stop string: all text up to here is
+        returned, and a stop string found later lies wholly behind it. (vLLM, which looks for stop strings from
+        ``min_tokens`` on as well, also takes one that begins before and ends after.)
+        """
+        if self.stopped is not None:
+            return ""
+        self._stopping = stopping
+        return self._until_stop(self._held + self._decoder.push(token_id))
+
+    def finish(self) -> str:
+        """End the stream and return the rest; an incomplete character becomes U+FFFD."""
+        if self.stopped is not None:
+            return ""
+        text = self._until_stop(self._held + self._decoder.finish())
+        rest, self._held = self._held, ""
+        return text + rest
+
+    def _until_stop(self, text: str) -> str:
+        """The part of ``text`` that no stop string can claim any more; the rest is held."""
+        stops = self._stop if self._stopping else ()
+        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+        if found:
+            end, _, self.stopped = min(found)
+            self._held = ""
+            return text[: end - len(self.stopped)]
+        certain = len(text) - max((_overlap(text, stop) for stop in stops), default=0)
+        self._held = text[certain:]
+        return text[:certain]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` with which ``stop`` begins."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return len(text) - start if start >= 0 else 0
+
+
+class _IncrementalDecoder:
+    """Decodes over a short window of the last tokens.
+
+    Two things make a token's text depend on its neighbours, and both are met without reading everything again. A
+    decoder may treat the first token differently (Metaspace and Strip drop a space), so the window keeps some tokens
+    whose text was returned already. And a character may be spread over tokens: byte-level tokens are joined before
+    UTF-8 is decoded, where what is incomplete shows as one U+FFFD at the end, so that one is held back. Byte-fallback
+    tokens are stricter: one bad byte turns a whole run of them into U+FFFD, so a run waits for its end.
+    """
+
+    # An incomplete character has at most 3 bytes, hence 3 tokens; one more stands before them.
+    _KEPT = 4
+    _LONGEST = 12
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._returned = 0  # characters of the window's text
+
+    def push(self, token_id: int) -> str:
+        if self._tokenizer.is_silent(token_id):
+            return ""
+        self._window.append(token_id)
+        if self._tokenizer.is_byte(token_id):
+            return ""
+        text = self._tokenizer.decode(self._window)
+        open_end = text.endswith(_REPLACEMENT)
+        certain = len(text) - open_end
+        delta, self._returned = text[self._returned : certain], certain
+        if len(self._window) > self._LONGEST:
+            del self._window[: -self._KEPT]
+            self._returned = len(self._tokenizer.decode(self._window)) - open_end
+        return delta
+
+    def finish(self) -> str:
+        text = self._tokenizer.decode(self._window)
+        delta, self._returned = text[self._returned :], len(text)
+        return delta

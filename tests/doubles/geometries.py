@@ -1,0 +1,32 @@
+"""Geometries of decoders whose layers are all alike, for tests that need no checkpoint."""
+
+from llmc.bundle import Geometry
+from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, NormConfig, Rope
+
+
+def uniform(
+    model_type: str,
+    layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    max_positions: int,
+    tied_head: bool,
+    windows: tuple[int, ...],
+) -> Geometry:
+    """What export would write for such a decoder."""
+    assert len(windows) == layers
+    attentions = (AttentionConfig(heads, kv_heads, head_dim, window) for window in windows)
+    return DecoderConfig(
+        model_type=model_type,
+        layers=tuple(Layer(attention, MlpConfig(intermediate_size)) for attention in attentions),
+        ropes=(Rope(head_dim, 10_000.0),),
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        norm=NormConfig(1e-6),
+        tied_head=tied_head,
+    ).geometry

@@ -1,0 +1,131 @@
+"""The benchmark's figures follow from what it timed, and its arguments are checked before anything is loaded."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from llmc import __version__
+from llmc.bundle import read_bundle
+from llmc.errors import BundleError, UsageError
+from llmc.runtime.bench import benchmark as module
+from llmc.runtime.bench import roofline
+from llmc.runtime.bench.benchmark import BenchmarkReport, benchmark
+from llmc.runtime.host.energy import Joules
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bandwidth loop reads 1 MiB instead of 256."""
+    monkeypatch.setattr(roofline, "BYTES_PER_THREAD", 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def report(tiny_bundle: Path) -> BenchmarkReport:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roofline, "BYTES_PER_THREAD", 1 << 20)
+        return benchmark(tiny_bundle, prompt_length=20, new_tokens=8, repeats=2, threads=1)
+
+
+def test_the_report_says_what_was_run_and_where(tiny_bundle: Path, report: BenchmarkReport):
+    manifest = read_bundle(tiny_bundle)
+    assert (report.bundle, report.model, report.precision) == (str(tiny_bundle), manifest.source.name, "int8")
+    assert (report.prompt_length, report.new_tokens, report.repeats, report.threads) == (20, 8, 2, 1)
+    assert (report.llmc_version, report.engine) == (__version__, "onnxruntime")
+    assert all((report.engine_version, report.python_version, report.cpu))
+    assert report.weight_bytes_per_token == manifest.graphs["decode"].step_weight_bytes
+
+
+def test_the_figures_are_plausible(report: BenchmarkReport):
+    assert 0 < report.load_s < 60
+    assert 0 < report.ttft_p50_s <= report.ttft_p95_s
+    assert 0 < report.tpot_p50_s <= report.tpot_p95_s
+    assert report.prefill_tokens_per_s == pytest.approx(20 / report.ttft_p50_s)
+    assert report.decode_tokens_per_s > 0
+    assert 1 << 20 < report.rss_after_load_bytes <= report.rss_peak_bytes
+    assert report.read_bandwidth > 0
+    assert 0 < report.roofline_fraction <= 1
+
+
+def test_the_report_is_plain_data(report: BenchmarkReport):
+    assert BenchmarkReport(**json.loads(json.dumps(dataclasses.asdict(report)))) == report
+
+
+def test_the_figures_follow_from_the_times(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first of four runs is not counted, and memory is so slow that the fastest step sets the limit."""
+    timed: list[tuple[int, int]] = []
+    runs = iter([(9.0, [9.0]), (0.5, [0.01, 0.02]), (0.1, [0.03, 0.04]), (0.2, [0.05, 0.06])])
+
+    def time_request(model: Any, prompt_length: int, new_tokens: int) -> tuple[float, list[float]]:
+        timed.append((prompt_length, new_tokens))
+        return next(runs)
+
+    monkeypatch.setattr(module, "_time_request", time_request)
+    monkeypatch.setattr(module, "read_bandwidth", lambda threads: 1.0)
+    report = benchmark(tiny_bundle, prompt_length=10, new_tokens=3, repeats=3, threads=1)
+    assert timed == [(10, 2), (10, 3), (10, 3), (10, 3)]
+    assert (report.ttft_p50_s, report.ttft_p95_s) == pytest.approx((0.2, 0.47))
+    assert (report.tpot_p50_s, report.tpot_p95_s) == pytest.approx((0.035, 0.0575))
+    assert (report.prefill_tokens_per_s, report.decode_tokens_per_s) == pytest.approx((50, 6 / 0.21))
+    assert report.read_bandwidth == pytest.approx(report.weight_bytes_per_token / 0.01)
+    assert report.roofline_fraction == pytest.approx(0.01 / 0.035)
+
+
+class FakeMeter:
+    """Has measured 12 joules of a package and a GPU, or nothing."""
+
+    joules: Joules | None = Joules(12.0, 3.0, {"rapl": 8.0, "nvml": 4.0})
+
+    def __enter__(self) -> "FakeMeter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("joules", "expected"), [(FakeMeter.joules, (12.0, 12 / (2 * 4), "rapl+nvml")), (None, (None, None, None))]
+)
+def test_energy_is_per_generated_token_of_the_timed_runs_and_absent_where_none_is_exposed(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, joules: Joules | None, expected: tuple[object, ...]
+):
+    monkeypatch.setattr(FakeMeter, "joules", joules)
+    monkeypatch.setattr(module, "EnergyMeter", FakeMeter)
+    report = benchmark(tiny_bundle, prompt_length=10, new_tokens=4, repeats=2, threads=1)
+    assert (report.energy_joules, report.joules_per_token, report.energy_source) == expected
+
+
+def test_the_whole_context_may_be_used(tiny_bundle: Path):
+    context = read_bundle(tiny_bundle).limits.max_context
+    report = benchmark(tiny_bundle, prompt_length=context - 2, new_tokens=2, repeats=1, threads=1)
+    assert report.prompt_length == context - 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"prompt_length": 0}, {"new_tokens": 1}, {"repeats": 0}, {"prompt_length": 2048}, {"new_tokens": 1921}],
+)
+def test_an_argument_out_of_range_is_refused_before_loading(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, int]
+):
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("the bundle was loaded")
+
+    monkeypatch.setattr(module, "load", refuse)
+    ((name, value),) = arguments.items()
+    with pytest.raises(UsageError, match=rf"{name} {value}.*: expected at least 1, 2 and 1, .* context of 2048 tokens"):
+        benchmark(tiny_bundle, **arguments)
+
+
+def test_threads_and_bundle_are_checked_by_loading(tiny_bundle: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match="threads is 0"):
+        benchmark(tiny_bundle, threads=0)
+    with pytest.raises(BundleError, match="llmc build"):
+        benchmark(tmp_path)
+
+
+def test_bandwidth_counts_what_all_threads_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(roofline, "_timed_pass", lambda pool, arrays: 0.5)
+    assert roofline.read_bandwidth(3) == 3 * (1 << 20) / 0.5

@@ -1,0 +1,473 @@
+"""The diagnosis of recorded machines: what each target would do there, why not, and what mends a bundle."""
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doubles.machines import GB, GB10, H200, MISSING, NO_GPU, ORIN, RTX_4090, RTX_5090, THOR
+from doubles.plans import PLAN
+
+from llmc import bundle
+from llmc.optimize.targets import TARGETS
+from llmc.plans import DeviceMemory, EnginePlan
+from llmc.publish import file_entries
+from llmc.runtime.bench.doctor import Diagnosis, Machine, diagnose, this_machine
+from llmc.runtime.host.machine import Available
+from llmc.runtime.host.probe import Driver, Library, Probe
+from llmc.runtime.host.targets import NEEDS, Outlook, outlook
+
+MACHINE = Machine("A processor", ("vnni",), 4, Available(16 * GB, "machine"))
+
+
+def states(probe: Probe) -> dict[str, str]:
+    return {target: outlook(target, probe).state for target in NEEDS}
+
+
+def found(given: Outlook) -> str:
+    return " | ".join(f"{obstacle.found}: {obstacle.remedy}" for obstacle in given.obstacles)
+
+
+def with_library(probe: Probe, name: str, library: Library) -> Probe:
+    return replace(probe, libraries=probe.libraries | {name: library})
+
+
+# ------------------------------------------------------------------------------------------------------------- machines
+
+
+@pytest.mark.parametrize(
+    ("probe", "cpu", "cuda", "tensorrt", "tensorrt_rtx"),
+    [
+        (NO_GPU, "ready", "can build, not run", "can build with --deferred", "can build, not run"),
+        (H200, "ready", "ready", "ready", "can build, not run"),
+        (RTX_4090, "ready", "ready", "ready", "ready"),
+        (RTX_5090, "ready", "ready", "ready", "ready"),
+        (GB10, "ready", "can build, not run", "ready", "ready"),
+        (ORIN, "can run, not build", "not possible", "can run and rebuild", "not possible"),
+        (THOR, "ready", "can build, not run", "ready", "can build with --deferred"),
+    ],
+    ids=["no GPU", "H200", "RTX 4090", "RTX 5090", "GB10", "Orin", "Thor"],
+)
+def test_each_machine_has_its_targets(probe: Probe, cpu: str, cuda: str, tensorrt: str, tensorrt_rtx: str):
+    assert states(probe) == {"cpu": cpu, "cuda": cuda, "tensorrt": tensorrt, "tensorrt-rtx": tensorrt_rtx}
+
+
+def test_every_target_of_the_compiler_is_judged_by_the_same_minimum():
+    assert {name: target.engine_minimum for name, target in TARGETS.items()} == {
+        name: needs.minimum for name, needs in NEEDS.items()
+    }
+
+
+def test_without_a_gpu_tensorrt_rtx_builds_ahead_of_time():
+    given = outlook("tensorrt-rtx", NO_GPU)
+    assert "there is no NVIDIA driver" in found(given)
+    assert any(note.startswith("builds ahead of time for GPUs of compute capability 7.5, 8.0") for note in given.notes)
+
+
+def test_without_a_gpu_tensorrt_defers_the_engine():
+    assert "builds with --deferred: the engine is compiled where it is to run" in outlook("tensorrt", NO_GPU).notes
+
+
+@pytest.mark.parametrize(
+    ("probe", "capability"), [(H200, "9.0 (NVIDIA H200)"), (ORIN, "8.7 (Orin)"), (THOR, "11.0 (NVIDIA Thor)")]
+)
+def test_tensorrt_rtx_names_the_gpus_that_it_does_not_list(probe: Probe, capability: str):
+    assert f"tensorrt-rtx does not list compute capability {capability}" in found(outlook("tensorrt-rtx", probe))
+
+
+@pytest.mark.parametrize(("capability", "listed"), [("7.5", True), ("10.0", False), ("12.1", True), ("13.0", True)])
+def test_tensorrt_rtx_lists_gpus_and_later_ones(capability: str, listed: bool):
+    assert NEEDS["tensorrt-rtx"].supports(capability) == listed
+
+
+@pytest.mark.parametrize(
+    ("capability", "listed"), [("7.0", False), ("7.5", True), ("8.7", True), ("10.0", False), ("12.1", True)]
+)
+def test_onnxruntime_has_code_for_some_architectures(capability: str, listed: bool):
+    assert NEEDS["cuda"].supports(capability) == listed
+
+
+def test_an_old_gpu_is_left_to_the_cpu():
+    old = replace(H200.driver.devices[0], compute_capability="7.0", name="Tesla V100")
+    given = outlook("tensorrt", replace(H200, driver=replace(H200.driver, devices=(old,))))
+    assert found(given) == "tensorrt does not list compute capability 7.0 (Tesla V100): use the target cpu"
+
+
+# -------------------------------------------------------------------------------------------------------------- drivers
+
+
+def test_a_driver_too_old_for_a_library_is_told_with_both_versions():
+    old = replace(H200, kernel_module="535.183.01", driver=replace(H200.driver, version="12.2"))
+    assert (
+        "tensorrt 11.4.0.106 is for CUDA 13, the driver (driver 535.183.01) serves 12.2: install the driver 580 or"
+    ) in found(outlook("tensorrt", old))
+    assert "cuda-bindings 13.5.0 is for CUDA 13, the driver serves CUDA 12.2: pip install 'cuda-bindings<13'" in (
+        found(outlook("tensorrt", old))
+    )
+
+
+def test_a_newer_driver_serves_older_libraries():
+    library = Library("ok", "", "10.16.1.11", "12", ("native", "runtime", "builder"))
+    assert outlook("tensorrt", with_library(H200, "tensorrt", library)).state == "ready"
+
+
+@pytest.mark.parametrize(
+    ("problem", "remedy"),
+    [
+        ("cuInit: CUDA_ERROR_NO_DEVICE (100)", "CUDA_VISIBLE_DEVICES"),
+        ("cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)", "restart the machine"),
+        ("cuInit: CUDA_ERROR_SYSTEM_NOT_READY (802)", "nvidia-fabricmanager"),
+        ("cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY (2)", "end what fills the GPU's memory"),
+        ("cuInit: CUDA_ERROR_UNKNOWN (999)", "restart the machine, then see that nvidia-smi works"),
+    ],
+)
+def test_a_failing_driver_comes_with_what_to_do(problem: str, remedy: str):
+    given = outlook("tensorrt", replace(H200, driver=Driver("failed", problem)))
+    assert given.state == "can build with --deferred"
+    assert f"the CUDA driver failed: {problem}: " in found(given) and remedy in found(given)
+
+
+@pytest.mark.parametrize("state", ["crashed", "hung"])
+def test_a_driver_that_crashes_or_hangs_blocks_gpus_and_not_the_cpu(state: str):
+    broken = replace(H200, driver=Driver(state, "ended by SIGSEGV"))
+    assert states(broken) == states(NO_GPU)
+    assert f"the CUDA driver {state}: ended by SIGSEGV" in found(outlook("cuda", broken))
+
+
+def test_a_driver_that_sees_no_gpu_is_an_obstacle():
+    assert "the CUDA driver sees no GPU" in found(outlook("cuda", replace(H200, driver=Driver("ok", "", "13.0"))))
+
+
+def test_a_container_without_its_gpus_is_recognised():
+    inside = replace(H200, driver=NO_GPU.driver)
+    expected = "there is NVIDIA's module 580.95.05, but no libcuda.so.1: start the container with --runtime nvidia"
+    assert expected in found(outlook("cuda", inside))
+    board = replace(ORIN, driver=NO_GPU.driver, kernel_module=None)
+    assert "there is a Jetson, but no libcuda.so.1" in found(outlook("tensorrt", board))
+
+
+def test_cuda_bindings_that_cannot_start_are_an_obstacle():
+    broken = with_library(H200, "cuda-bindings", Library("ok", "cuInit: CUDA_ERROR_UNKNOWN", "13.5.0", "13", ()))
+    assert "cuda-bindings cannot be used: cuInit: CUDA_ERROR_UNKNOWN" in found(outlook("tensorrt", broken))
+    absent = with_library(H200, "cuda-bindings", MISSING)
+    assert "cuda-bindings is not installed: pip install '.[tensorrt-rtx]'" in found(outlook("tensorrt-rtx", absent))
+
+
+# ------------------------------------------------------------------------------------------------------------ libraries
+
+
+def test_the_package_without_cuda_is_to_be_exchanged():
+    given = outlook("cuda", with_library(H200, "onnxruntime", NO_GPU.libraries["onnxruntime"]))
+    assert "onnxruntime 1.31.1 is the package without CUDA: pip uninstall -y onnxruntime; pip install '.[gpu]'" in (
+        found(given)
+    )
+    assert given.state == "can build, not run"
+
+
+@pytest.mark.parametrize("probe", [GB10, THOR, with_library(GB10, "onnxruntime", MISSING)])
+def test_arm_machines_hear_that_no_wheel_exists(probe: Probe):
+    assert "PyPI has onnxruntime-gpu for x86-64 only: use the target tensorrt" in found(outlook("cuda", probe))
+
+
+def test_a_cuda_provider_that_does_not_load_is_told_with_its_reason():
+    library = Library("ok", "libcublasLt.so.13 is missing", "1.31.1", "13", ("CUDAExecutionProvider",))
+    given = outlook("cuda", with_library(H200, "onnxruntime", library))
+    assert "ONNX Runtime cannot load its CUDA provider: libcublasLt.so.13 is missing" in found(given)
+
+
+def test_python_3_10_has_no_onnxruntime_for_cuda():
+    given = outlook("cuda", replace(with_library(H200, "onnxruntime", MISSING), python="3.10.12"))
+    assert "use Python 3.11 or newer: onnxruntime-gpu 1.28 has no wheel for 3.10" in found(given)
+    exchanged = outlook(
+        "cuda", replace(with_library(H200, "onnxruntime", NO_GPU.libraries["onnxruntime"]), python="3.10.1")
+    )
+    assert "use Python 3.11 or newer: onnxruntime-gpu 1.28 has no wheel for 3.10" in found(exchanged)
+
+
+@pytest.mark.parametrize(
+    ("target", "library", "command"),
+    [
+        ("cpu", "onnxruntime", "pip install '.[cpu]'"),
+        ("cuda", "onnxruntime", "pip install '.[gpu]'"),
+        ("tensorrt-rtx", "tensorrt-rtx", "pip install '.[tensorrt-rtx]'"),
+        ("tensorrt", "tensorrt", "tensorrt-cu13"),
+    ],
+)
+def test_a_missing_library_comes_with_its_command(target: str, library: str, command: str):
+    given = outlook(target, with_library(H200, library, MISSING))
+    assert given.obstacles[0].found == f"{library} is not installed"
+    assert command in given.obstacles[0].remedy
+
+
+def test_tensorrt_is_installed_for_the_cuda_of_the_driver():
+    old = with_library(replace(H200, driver=replace(H200.driver, version="12.8")), "tensorrt", MISSING)
+    assert outlook("tensorrt", old).obstacles[0].remedy.endswith("tensorrt-cu12")
+
+
+@pytest.mark.parametrize("state", ["failed", "crashed", "hung"])
+def test_a_broken_library_blocks_its_target_only(state: str):
+    broken = with_library(H200, "tensorrt", Library(state, "ended by SIGSEGV"))
+    assert states(broken) == states(H200) | {"tensorrt": "can build with --deferred"}
+    assert f"tensorrt {state}: ended by SIGSEGV: uninstall it, then pip install" in found(outlook("tensorrt", broken))
+
+
+def test_a_library_that_is_too_old_is_told_with_the_oldest():
+    old = with_library(H200, "tensorrt", Library("ok", "", "10.0.1", "12", ("runtime", "builder")))
+    assert "tensorrt is 10.0.1, 10.3 is the oldest for this target: pip install -U" in found(outlook("tensorrt", old))
+    jetson = with_library(ORIN, "tensorrt", Library("ok", "", "8.6.2", "", ("runtime", "builder")))
+    assert "install JetPack 6.2 or newer" in found(outlook("tensorrt", jetson))
+
+
+def test_a_library_that_can_make_nothing_here_is_an_obstacle():
+    broken = Library("ok", "Builder: factory function returned nullptr", "11.4.0.106", "13", ("native", "runtime"))
+    given = outlook("tensorrt", with_library(H200, "tensorrt", broken))
+    assert given.state == "can run, and build with --deferred"
+    assert "tensorrt 11.4.0.106 cannot make a builder here: Builder: factory function returned nullptr" in found(given)
+
+
+def test_a_driver_that_is_too_old_explains_why_nothing_can_be_made():
+    silent = with_library(H200, "tensorrt", replace(H200.libraries["tensorrt"], abilities=("native",)))
+    given = outlook("tensorrt", replace(silent, driver=replace(H200.driver, version="12.2")))
+    assert given.obstacles[0].remedy.startswith("install the driver 580 or newer")
+    assert "cannot make" not in found(given)
+
+
+def test_building_needs_packages_that_running_does_not():
+    bare = replace(H200, packages={"numpy": "2.4.6", "tokenizers": "0.23.3"})
+    assert set(states(bare).values()) == {"can run, not build", "not possible"}
+    assert "building needs onnx, onnx-ir, ml_dtypes: pip install '.[build]'" in found(outlook("cpu", bare))
+
+
+@pytest.mark.parametrize("target", ["cpu", "tensorrt", "tensorrt-rtx"])
+def test_what_judges_is_installed_where_it_can_be(target: str):
+    bare = with_library(NO_GPU, "onnxruntime", MISSING)
+    assert "which judges; none is installed: pip install '.[cpu]' in llmc's folder" in found(outlook(target, bare))
+    old = replace(bare, python="3.10.12")
+    assert "which judges; none is installed: pip" not in found(outlook(target, old))
+
+
+def test_what_judges_and_has_cuda_stays_the_package_with_cuda():
+    bare = with_library(H200, "onnxruntime", MISSING)
+    assert "none is installed: pip install '.[gpu]' in llmc's folder" in found(outlook("cuda", bare))
+    old = with_library(H200, "onnxruntime", replace(H200.libraries["onnxruntime"], version="1.27.0"))
+    assert "which judges; 1.27.0 is installed: pip install -U onnxruntime-gpu" in found(outlook("tensorrt", old))
+
+
+def test_what_judges_is_installed_again_where_it_is_broken():
+    broken = with_library(NO_GPU, "onnxruntime", Library("failed", "no attribute"))
+    expected = "which judges; the one installed failed: uninstall it, then pip install '.[cpu]'"
+    assert expected in found(outlook("tensorrt", broken))
+
+
+def test_without_what_judges_engines_are_still_rebuilt():
+    bare = with_library(NO_GPU, "onnxruntime", MISSING)
+    assert states(bare) == {
+        "cpu": "not possible",
+        "cuda": "not possible",
+        "tensorrt": "not possible",
+        "tensorrt-rtx": "can rebuild, not run",
+    }
+    assert outlook("tensorrt", bare).notes == ()
+
+
+# -------------------------------------------------------------------------------------------------------------- Jetsons
+
+
+def test_jetpack_6_gets_primitives_and_7_the_native_form():
+    assert "engines of the form primitives: TensorRT 10.3.0 has no cache update and no attention" in (
+        outlook("tensorrt", ORIN).notes
+    )
+    assert "engines of the form native: the cache is updated in place" in outlook("tensorrt", THOR).notes
+
+
+def test_orin_has_no_fp8_and_thor_has():
+    notes = " ".join(outlook("tensorrt", ORIN).notes)
+    assert "no fp8: it needs compute capability 8.9, Orin has 8.7" in notes
+    assert "fp8" not in " ".join(outlook("tensorrt", THOR).notes)
+
+
+def test_python_3_10_rebuilds_what_another_machine_began():
+    assert "--deferred on another machine, then llmc build --rebuild BUNDLE" in found(outlook("tensorrt", ORIN))
+    assert "use Python 3.11 or newer and pip install -U onnxruntime" in found(outlook("cpu", ORIN))
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({}, "python3.10 -m venv --system-site-packages"),
+        ({"python": "3.11.9"}, "TensorRT's module is for Python 3.10, this is 3.11"),
+        ({"system_tensorrt": ()}, "sudo apt-get install python3-libnvinfer"),
+        ({"jetson": replace(ORIN.jetson, jetpack=THOR.jetson.jetpack), "system_tensorrt": ()}, "is for Python 3.12"),
+    ],
+)
+def test_a_jetson_hears_how_its_systems_tensorrt_is_reached(changes: dict[str, object], remedy: str):
+    hidden = replace(with_library(ORIN, "tensorrt", MISSING), **changes)
+    assert remedy in outlook("tensorrt", hidden).obstacles[0].remedy
+
+
+def test_an_old_jetpack_is_to_be_replaced():
+    from llmc.runtime.host.jetson import JETPACKS
+
+    old = replace(with_library(ORIN, "tensorrt", MISSING), jetson=replace(ORIN.jetson, jetpack=JETPACKS[36, 2]))
+    assert "JetPack 6.0 has TensorRT 8.6: install JetPack 6.2" in outlook("tensorrt", old).obstacles[0].remedy
+
+
+def test_a_slower_power_mode_is_told_with_the_command():
+    advice = diagnose(ORIN, MACHINE).advice
+    assert advice[0] == "power mode 25W: sudo nvpmodel -m 2 chooses MAXN_SUPER, the fastest"
+    fastest = replace(ORIN, jetson=replace(ORIN.jetson, power_mode=ORIN.jetson.power_modes[2]))
+    assert not any("nvpmodel" in line for line in diagnose(fastest, MACHINE).advice)
+    assert diagnose(H200, MACHINE).advice == ()
+
+
+def test_this_machine_is_described():
+    machine = this_machine()
+    assert machine.cpu and machine.threads >= 1 and machine.memory.bytes > 0
+
+
+# -------------------------------------------------------------------------------------------------------------- bundles
+
+MEMORY = DeviceMemory(context=400, weights=1000, workspace=64, cache_per_token=16, logits=30)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "engine.plan").write_bytes(b"engine")
+    (tmp_path / "decode.onnx").write_bytes(b"graph")
+    return tmp_path
+
+
+def write(folder: Path, manifest: bundle.Manifest, plan: EnginePlan | None = PLAN, **changes: object) -> Path:
+    """A bundle for TensorRT 11.4 on an RTX 4090, with ``changes`` to its manifest."""
+    made = dataclasses.replace(
+        manifest,
+        files=file_entries(folder, ["engine.plan", "decode.onnx"]),
+        compiled=None,
+        target=bundle.Target("tensorrt", "tensorrt", "11.4.0.106", "10.3"),
+        engine=plan,
+        device=MEMORY,
+        cache="float16",
+    )
+    bundle.write_manifest(dataclasses.replace(made, **changes), folder)  # type: ignore[arg-type]
+    return folder
+
+
+def judged(folder: Path, probe: Probe = RTX_4090) -> tuple[str, str]:
+    """Reasons and remedy."""
+    given = diagnose(probe, MACHINE, folder).bundle
+    assert given is not None
+    return " | ".join(given.reasons), given.remedy
+
+
+def test_a_bundle_for_this_machine_runs(folder: Path, manifest: bundle.Manifest):
+    given: Diagnosis = diagnose(RTX_4090, MACHINE, write(folder, manifest))
+    assert given.bundle is not None
+    assert (given.bundle.runs, given.bundle.reasons, given.bundle.remedy) == (True, (), "")
+
+
+@pytest.mark.parametrize(
+    ("probe", "reason"),
+    [
+        (RTX_5090, "its engine is for compute capability 8.9, NVIDIA GeForce RTX 5090 has 12.0"),
+        (
+            with_library(RTX_4090, "tensorrt", replace(H200.libraries["tensorrt"], version="11.3.0.99")),
+            "its engine was built by tensorrt 11.4.0.106, 11.3.0.99 is installed",
+        ),
+        (replace(RTX_4090, platform="linux-aarch64"), "its engine was built for linux-x86_64, this is linux-aarch64"),
+    ],
+)
+def test_an_engine_of_another_machine_is_rebuilt(folder: Path, manifest: bundle.Manifest, probe: Probe, reason: str):
+    reasons, remedy = judged(write(folder, manifest), probe)
+    assert reasons == f"{reason}: llmc build --rebuild {folder}"
+    assert remedy == f"llmc build --rebuild {folder}"
+
+
+def test_a_deferred_engine_is_compiled_first(folder: Path, manifest: bundle.Manifest):
+    reasons, remedy = judged(write(folder, manifest, replace(PLAN, file="", compute_capabilities=())))
+    assert reasons.startswith("it has no engine yet (--deferred)")
+    assert remedy == f"llmc build --rebuild {folder}"
+
+
+def test_a_deferred_engine_for_another_machine_is_named_first_and_compiled_there(
+    folder: Path, manifest: bundle.Manifest
+):
+    reasons, remedy = judged(write(folder, manifest, replace(PLAN, file="", compute_capabilities=())), NO_GPU)
+    assert reasons.startswith(f"it has no engine yet (--deferred): llmc build --rebuild {folder} | tensorrt is not")
+    assert remedy.startswith("pip install --extra-index-url")
+    assert f"cu13, then llmc build --rebuild {folder}; or take it to the machine that is to run it, and" in remedy
+
+
+def test_what_the_machine_lacks_comes_before_the_engine(folder: Path, manifest: bundle.Manifest):
+    reasons, remedy = judged(write(folder, manifest), with_library(RTX_5090, "tensorrt", MISSING))
+    assert reasons.startswith("tensorrt is not installed")
+    assert remedy.startswith("pip install") and "tensorrt-cu13" in remedy
+
+
+def test_too_little_memory_on_the_gpu_is_told(folder: Path, manifest: bundle.Manifest):
+    heavy = replace(MEMORY, weights=30 * GB)
+    reasons, _ = judged(write(folder, manifest, device=heavy))
+    assert "it needs 30000 MB of the GPU's memory for one row of 512 positions, 24000 MB of NVIDIA GeForce" in reasons
+
+
+def test_an_engine_library_that_is_too_old_for_the_bundle_is_told(folder: Path, manifest: bundle.Manifest):
+    later = bundle.Target("tensorrt", "tensorrt", "11.4.0.106", "12.0")
+    reasons, remedy = judged(write(folder, manifest, target=later))
+    assert "it needs tensorrt 12.0, 11.4.0.106 is installed" in reasons
+    assert remedy.startswith("pip install -U")
+
+
+def test_a_bundle_for_the_cpu_is_judged_by_its_features(
+    folder: Path, manifest: bundle.Manifest, monkeypatch: pytest.MonkeyPatch
+):
+    cpu = bundle.Target("cpu", "onnxruntime", "1.31.1", "1.23")
+    write(folder, manifest, None, target=cpu, device=None, cache="float32")
+    monkeypatch.setattr("llmc.runtime.sessions.onnxruntime.cpu.cpu_features", lambda: frozenset({"vnni"}))
+    assert judged(folder, NO_GPU) == ("", "")
+    monkeypatch.setattr("llmc.runtime.sessions.onnxruntime.cpu.cpu_features", frozenset)
+    reasons, _ = judged(folder, NO_GPU)
+    assert "vnni" in reasons
+
+
+def test_a_corrupt_bundle_is_a_reason_and_no_failure(folder: Path, manifest: bundle.Manifest):
+    write(folder, manifest)
+    (folder / "engine.plan").write_bytes(b"short")
+    reasons, remedy = judged(folder)
+    assert "engine.plan has 5 bytes, 6 expected" in reasons
+    assert remedy == f"llmc build --rebuild {folder}"
+    (folder / "decode.onnx").write_bytes(b"no")
+    reasons, remedy = judged(folder)
+    assert remedy == "llmc build CHECKPOINT -o BUNDLE"
+
+
+@pytest.mark.parametrize("error", [OverflowError("int too large"), ValueError("odd"), PermissionError(13, "denied")])
+def test_whatever_reading_a_bundle_raises_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch):
+    def fail(folder: Path, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("llmc.runtime.bench.doctor.read_bundle", fail)
+    reasons, remedy = judged(Path("bundle"))
+    assert reasons == f"{type(error).__name__}: {error}"
+    assert remedy == "llmc build CHECKPOINT -o BUNDLE"
+
+
+def test_whatever_judging_a_bundle_raises_is_a_reason(
+    folder: Path, manifest: bundle.Manifest, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*arguments: object) -> None:
+        raise OverflowError("int too large")
+
+    monkeypatch.setattr("llmc.runtime.bench.doctor.check_load", fail)
+    assert judged(write(folder, manifest)) == ("OverflowError: int too large", "llmc build CHECKPOINT -o BUNDLE")
+
+
+def test_a_bundle_that_cannot_run_here_can_be_emulated(folder: Path, manifest: bundle.Manifest):
+    write(folder, manifest)
+    given = [diagnose(probe, MACHINE, folder).bundle for probe in (NO_GPU, ORIN, RTX_4090)]
+    assert given[0] is not None and given[0].instead.startswith(f"llmc run {folder} --emulate, which")
+    assert [each is not None and each.instead for each in given[1:]] == ["", ""]  # an old ONNX Runtime; it runs
+
+
+def test_a_target_of_a_later_llmc_is_named(folder: Path, manifest: bundle.Manifest):
+    target = bundle.Target("npu", "npu", "1.0", "1.0")
+    reasons, remedy = judged(write(folder, manifest, target=target))
+    assert (reasons, remedy) == ("its target 'npu' is unknown to this llmc", "pip install -U llmc")

@@ -1,0 +1,155 @@
+"""Speculation, prefixes and saved conversations through a real engine: the same tokens, with less work."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from doubles.clocks import even_costs
+
+from llmc.errors import DraftError, RequestError, UsageError
+from llmc.optimize.build import build
+from llmc.optimize.recipe import Request as Recipe
+from llmc.runtime import GenerationResult, Model, load
+
+LENGTH = 40
+SETTINGS = ({"temperature": 0}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.0, "top_k": 20, "seed": 6})
+# Text that repeats itself, and text that does not.
+PROMPTS = ("import os\n" * 6, "def area(width, height):\n    return ", "class Stack:\n    def push(self, item):\n")
+
+
+@pytest.fixture(scope="module")
+def int4_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tiny_export, tmp_path_factory.mktemp("draft") / "int4", precision="int4").output
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_bundle: Path) -> list[tuple[int, ...]]:
+    """Every prompt under every setting, one by one, without speculation."""
+    with load(tiny_bundle, determinism="strict", self_test=False) as model:
+        return [result.token_ids for result in results(model)]
+
+
+def results(model: Model) -> list[GenerationResult]:
+    return [model.generate(prompt, max_tokens=LENGTH, **how) for prompt in PROMPTS for how in SETTINGS]
+
+
+def together(model: Model) -> list[GenerationResult]:
+    handles = [model.stream(prompt, max_tokens=LENGTH, **how) for prompt in PROMPTS for how in SETTINGS]
+    return [handle.result(120) for handle in handles]
+
+
+@pytest.fixture(scope="module", params=["lookup", "model"])
+def drafting(request: pytest.FixtureRequest, tiny_bundle: Path, int4_bundle: Path) -> Iterator[Model]:
+    draft = "lookup" if request.param == "lookup" else int4_bundle
+    options = {"determinism": "strict", "draft": draft, "self_test": False}
+    with pytest.MonkeyPatch.context() as patch, load(tiny_bundle, **options) as model:
+        even_costs(patch)
+        yield model
+
+
+def test_drafts_are_accepted_and_change_no_token(drafting: Model, plain: Sequence[tuple[int, ...]]):
+    found = results(drafting)
+    assert [result.token_ids for result in found] == plain
+    assert sum(result.metrics.accepted for result in found) > 0
+
+
+def test_drafts_change_no_token_in_a_shared_batch(drafting: Model, plain: Sequence[tuple[int, ...]]):
+    assert [result.token_ids for result in together(drafting)] == plain
+
+
+def test_a_request_may_decline_drafts(drafting: Model):
+    result = drafting.generate(PROMPTS[0], max_tokens=LENGTH, temperature=0, speculate=False)
+    assert result.metrics.drafted == 0
+
+
+def test_a_draft_with_another_tokenizer_is_refused_by_name(tiny_bundle: Path, int4_bundle: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(int4_bundle, other)
+    path = other / "tokenizer.json"
+    before = path.read_bytes()
+    content = json.loads(before)
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    after = json.dumps(content).encode().ljust(len(before))  # as long as the manifest says
+    path.write_bytes(after)
+    manifest = other / "llmc.json"
+    old, new = (hashlib.sha256(data).hexdigest() for data in (before, after))
+    manifest.write_text(manifest.read_text().replace(old, new))
+    with pytest.raises(DraftError, match="tokenizer"):
+        load(tiny_bundle, draft=other, self_test=False)
+
+
+def test_drafts_are_refused_where_only_batches_are_promised(tiny_bundle: Path):
+    with pytest.raises(UsageError, match="'batch'"):
+        load(tiny_bundle, draft="lookup", determinism="batch")
+
+
+# ------------------------------------------------------------------------------------------------- prefixes, sessions
+
+
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def bundle(
+    request: pytest.FixtureRequest, tiny_bundle: Path, tiny_export: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A bundle with each kind of KV cache."""
+    if request.param == "float32":
+        return tiny_bundle
+    from llmc.export.streaming import StreamedDecoder
+    from llmc.optimize.calibrate.request import CalibrationRequest
+
+    calibration = CalibrationRequest(StreamedDecoder, samples=4, length=64)
+    output = tmp_path_factory.mktemp("int8-cache") / "bundle"
+    return build(tiny_export, output, recipe=Recipe(cache="int8"), calibration=calibration).output
+
+
+LONG = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        print(name)\n" * 8
+
+
+@pytest.mark.parametrize("level", ["fast", "batch", "strict"])
+def test_a_prefix_comes_back_after_a_restart_and_changes_no_token(bundle: Path, tmp_path: Path, level: str):
+    how = {"max_tokens": 12, "temperature": 0}
+    with load(bundle, determinism=level, prefix_cache_folder=tmp_path, self_test=False) as model:
+        cold = model.generate(LONG, **how)
+        warm = model.generate(LONG, **how)
+    with load(bundle, determinism=level, prefix_cache_folder=tmp_path, self_test=False) as model:
+        restarted = model.generate(LONG, **how)
+    assert cold.usage.cached_tokens == 0
+    assert warm.usage.cached_tokens == restarted.usage.cached_tokens > cold.usage.prompt_tokens - 34
+    assert cold.token_ids == warm.token_ids == restarted.token_ids
+
+
+def test_a_conversation_is_saved_and_goes_on_elsewhere(bundle: Path, tmp_path: Path):
+    with load(bundle, self_test=False) as model:
+        ids = model.tokenizer.encode(LONG)
+        first = model.generate(ids, max_tokens=64, temperature=0)
+        whole = [*ids, *first.token_ids]
+        saved = model.engine.save(tmp_path / "talk", whole)
+        here = model.generate(whole, max_tokens=12, temperature=0)
+    assert len(whole) - 34 < saved <= len(whole)
+    with load(bundle, self_test=False) as model:
+        assert model.engine.restore(tmp_path / "talk") == whole
+        there = model.generate(whole, max_tokens=12, temperature=0)
+    assert there.usage.cached_tokens == here.usage.cached_tokens > len(ids)
+    assert there.token_ids == here.token_ids
+
+
+def test_what_was_never_said_cannot_be_saved(tiny_bundle: Path, tmp_path: Path):
+    with load(tiny_bundle, self_test=False) as model, pytest.raises(RequestError, match="prefix cache"):
+        model.engine.save(tmp_path / "talk", list(range(10, 100)))
+    with (
+        load(tiny_bundle, prefix_cache_bytes=0, self_test=False) as model,
+        pytest.raises(UsageError, match="no prefix"),
+    ):
+        model.engine.save(tmp_path / "talk", list(range(10, 100)))
+
+
+def test_a_conversation_of_another_model_is_refused(tiny_bundle: Path, int4_bundle: Path, tmp_path: Path):
+    with load(tiny_bundle, self_test=False) as model:
+        ids = model.tokenizer.encode(LONG)
+        model.generate(ids, max_tokens=1)
+        model.engine.save(tmp_path / "talk", ids)
+    with load(int4_bundle, self_test=False) as model, pytest.raises(RequestError, match="another model"):
+        model.engine.restore(tmp_path / "talk")

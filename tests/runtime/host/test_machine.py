@@ -1,0 +1,155 @@
+"""What this process may use: processors, memory and CPU features, as Linux tells them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llmc.runtime.host import machine
+from llmc.runtime.host.machine import available_memory, cpu_features, cpu_model, resident_bytes, usable_threads
+
+MB = 1_000_000
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in place of the cgroup file system."""
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def four_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 4, 6}, raising=False)
+
+
+@pytest.fixture
+def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file in place of /proc/cpuinfo."""
+    path, lines = tmp_path / "cpuinfo", machine._lines
+    monkeypatch.setattr(machine, "_lines", lambda at: lines(path if at == Path("/proc/cpuinfo") else at))
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------- processors
+
+
+@pytest.mark.usefixtures("four_processors")
+@pytest.mark.parametrize(
+    ("quota", "threads"),
+    [
+        ("max 100000", 4),
+        ("100000 100000", 1),
+        ("50000 100000", 1),
+        ("150000 100000", 2),
+        ("200000 100000", 2),
+        ("1600000 100000", 4),
+        ("30000 10000", 3),
+        ("max", 4),
+        ("", 4),
+    ],
+)
+def test_threads_are_the_affinity_mask_cut_by_the_quota(cgroup: Path, quota: str, threads: int):
+    (cgroup / "cpu.max").write_text(quota + "\n")
+    assert usable_threads() == threads
+
+
+@pytest.mark.usefixtures("four_processors", "cgroup")
+def test_without_a_cgroup_the_affinity_mask_decides():
+    assert usable_threads() == 4
+
+
+@pytest.mark.usefixtures("cgroup")
+def test_without_an_affinity_mask_the_processors_are_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert usable_threads() == 6
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert usable_threads() == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine itself has 1,000 MB left."""
+    monkeypatch.setattr(machine, "_meminfo_available", lambda: 1000 * MB)
+
+
+def write_memory(cgroup: Path, limit: str, current: int, statistics: str = "") -> None:
+    (cgroup / "memory.max").write_text(f"{limit}\n")
+    (cgroup / "memory.current").write_text(f"{current}\n")
+    (cgroup / "memory.stat").write_text(statistics)
+
+
+@pytest.mark.usefixtures("free")
+def test_the_cgroup_limits_memory_and_pages_of_files_count_as_free(cgroup: Path):
+    write_memory(cgroup, str(500 * MB), 300 * MB, f"anon 5\nfile {100 * MB}\ninactive_file {40 * MB}\nslab 7\n")
+    assert available_memory() == 240 * MB
+
+
+@pytest.mark.usefixtures("free")
+def test_memory_is_never_less_than_nothing(cgroup: Path):
+    write_memory(cgroup, str(500 * MB), 501 * MB)
+    assert available_memory() == 0
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("limit", ["max", "", str(9000 * MB)])
+def test_without_a_tighter_limit_the_machine_decides(cgroup: Path, limit: str):
+    write_memory(cgroup, limit, 300 * MB)
+    assert available_memory() == 1000 * MB
+
+
+@pytest.mark.usefixtures("free", "cgroup")
+def test_without_a_cgroup_the_machine_decides():
+    assert available_memory() == 1000 * MB
+
+
+@pytest.mark.usefixtures("cgroup")
+def test_the_machine_tells_what_is_free():
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 10 * MB < available_memory() < physical
+
+
+def test_resident_memory_is_now_and_at_its_peak():
+    now, peak = resident_bytes()
+    assert 10 * MB < now <= peak
+
+
+# ---------------------------------------------------------------------------------------------------------- features
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "features"),
+    [
+        ("x86_64", "fpu sse avx2 avx512_vnni", {"vnni"}),
+        ("x86_64", "fpu sse avx2 avx_vnni", {"vnni"}),
+        ("AMD64", "avx_vnni", {"vnni"}),
+        ("x86_64", "fpu sse avx2 avx512f avx512_vnnix", set()),
+        ("x86_64", "", set()),
+        ("aarch64", "asimd asimddp avx_vnni", set()),
+    ],
+)
+def test_vnni_is_found_by_the_flags_of_x86(
+    cpuinfo: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, flags: str, features: set[str]
+):
+    cpuinfo.write_text(f"processor\t: 0\nmodel name\t: A processor\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
+    monkeypatch.setattr("platform.machine", lambda: architecture)
+    assert cpu_features.__wrapped__() == features
+
+
+def test_without_cpuinfo_there_are_no_features(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert not cpuinfo.exists()
+    assert cpu_features.__wrapped__() == frozenset()
+
+
+def test_the_processor_has_a_name(cpuinfo: Path, monkeypatch: pytest.MonkeyPatch):
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: A processor @ 2.0 GHz\n")
+    assert cpu_model() == "A processor @ 2.0 GHz"
+    cpuinfo.write_text("processor\t: 0\n")
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert cpu_model() == "riscv64"

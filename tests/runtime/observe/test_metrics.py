@@ -1,0 +1,345 @@
+"""What a request and an engine cost: timelines, counters, and reading them while another thread writes."""
+
+import gc
+import sys
+import threading
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.runtime.observe.histogram import Histogram
+from llmc.runtime.observe.metrics import OUTCOMES, EngineMetrics, EngineSnapshot, Gauges, RequestTimeline
+
+# A token is recorded with ten calls; this leaves room for another figure, and none for an algorithm whose cost grows
+# with what has been recorded.
+TOKEN_CALLS = 20
+EXACT = 1e-12  # differences of a few doubles near 100
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def engine(clock: Clock) -> EngineMetrics:
+    return EngineMetrics(clock)
+
+
+def served(engine: EngineMetrics, clock: Clock, gaps: list[float], reason: str = "stop") -> RequestTimeline:
+    """A request of 10 prompt tokens, 4 of them cached: 1 s in the queue, 2 s of prefill, then a token per gap."""
+    timeline = engine.timeline(10)
+    clock.after(1)
+    timeline.admit(cached_tokens=4)
+    clock.after(2)
+    timeline.token()
+    for gap in gaps:
+        clock.after(gap)
+        timeline.token()
+    clock.after(0.5)
+    timeline.finish(reason)
+    return timeline
+
+
+# ------------------------------------------------------------------------------------------------------------ timelines
+
+
+def test_a_request_is_measured_from_its_submission(engine: EngineMetrics, clock: Clock):
+    gaps = [0.1, 0.2, 0.3, 0.4, 5.0]
+    metrics = served(engine, clock, gaps).metrics()
+    assert metrics.queue_s == pytest.approx(1.0, abs=EXACT)
+    assert metrics.ttft_s == pytest.approx(3.0, abs=EXACT)
+    assert metrics.tpot_s == pytest.approx(6.0 / 5, abs=EXACT)
+    assert metrics.itl_p50_s == pytest.approx(np.percentile(gaps, 50), abs=EXACT)
+    assert metrics.itl_p95_s == pytest.approx(np.percentile(gaps, 95), abs=EXACT)
+    assert metrics.itl_max_s == pytest.approx(5.0, abs=EXACT)
+    assert metrics.e2e_s == pytest.approx(9.5, abs=EXACT)
+    assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.output_tokens) == (10, 4, 6)
+    assert metrics.finish_reason == "stop"
+
+
+def test_a_time_that_starts_at_admission_is_noticed(engine: EngineMetrics, clock: Clock):
+    timeline = served(engine, clock, [0.1])
+    timeline.queued = timeline.admitted
+    assert timeline.metrics().ttft_s != pytest.approx(3.0, abs=EXACT)
+
+
+def test_what_has_not_happened_is_none(clock: Clock):
+    timeline = EngineMetrics(clock).timeline(3)
+    waiting = timeline.metrics()
+    assert (waiting.queue_s, waiting.ttft_s, waiting.tpot_s, waiting.itl_p50_s, waiting.e2e_s) == (None,) * 5
+    assert (waiting.finish_reason, waiting.acceptance) == (None, None)
+    timeline.admit()
+    timeline.token()
+    begun = timeline.metrics()
+    assert (begun.queue_s, begun.ttft_s) == (0.0, 0.0)
+    assert (begun.tpot_s, begun.itl_max_s, begun.e2e_s) == (None, None, None)
+
+
+def test_tokens_of_one_step_share_its_time(engine: EngineMetrics, clock: Clock):
+    timeline = engine.timeline(1)
+    timeline.token()
+    clock.after(0.3)
+    timeline.token(count=3)
+    metrics = timeline.metrics()
+    assert metrics.output_tokens == 4
+    assert metrics.itl_p50_s == 0.0
+    assert metrics.itl_max_s == pytest.approx(0.3, abs=EXACT)
+    assert metrics.tpot_s == pytest.approx(0.1, abs=EXACT)
+    itl = engine.snapshot().itl
+    assert (itl.count, itl.counts[0]) == (3, 2)
+
+
+def test_a_first_step_of_many_tokens_counts_one_first_token(engine: EngineMetrics):
+    engine.timeline(1).token(count=4)
+    snapshot = engine.snapshot()
+    assert (snapshot.ttft.count, snapshot.itl.count, snapshot.output_tokens) == (1, 3, 4)
+
+
+def test_gaps_are_measured_within_each_output(engine: EngineMetrics, clock: Clock):
+    timeline = engine.timeline(1)
+    clock.after(1)
+    for _ in range(4):
+        for output in range(3):
+            timeline.token(output=output)
+        clock.after(0.2)
+    timeline.finish("stop")
+    metrics, snapshot = timeline.metrics(), engine.snapshot()
+    assert (metrics.output_tokens, snapshot.output_tokens) == (12, 12)
+    assert (metrics.itl_p50_s, metrics.tpot_s) == (pytest.approx(0.2, abs=EXACT), pytest.approx(0.2, abs=EXACT))
+    assert (snapshot.ttft.count, snapshot.itl.count) == (1, 9)
+    assert snapshot.itl.mean == pytest.approx(0.2, abs=EXACT)
+
+
+def test_outputs_that_are_taken_for_one_are_noticed(engine: EngineMetrics, clock: Clock):
+    timeline = engine.timeline(1)
+    for _ in range(4):
+        for _ in range(3):
+            timeline.token()
+        clock.after(0.2)
+    assert timeline.metrics().tpot_s != pytest.approx(0.2, abs=EXACT)
+
+
+def test_events_may_be_recorded_after_they_happened(clock: Clock):
+    timeline = EngineMetrics(clock).timeline(1)
+    clock.after(10)
+    timeline.admit(now=101.0)
+    timeline.token(now=102.0)
+    timeline.token(now=104.0)
+    timeline.finish("length", now=105.0)
+    assert timeline.token_times() == [102.0, 104.0]
+    assert timeline.first_token == 102.0
+    metrics = timeline.metrics()
+    assert (metrics.queue_s, metrics.ttft_s, metrics.tpot_s, metrics.e2e_s) == (1.0, 2.0, 2.0, 5.0)
+
+
+def test_a_request_ends_once(engine: EngineMetrics, clock: Clock):
+    timeline = served(engine, clock, [])
+    clock.after(7)
+    timeline.finish("cancelled")
+    assert timeline.metrics().finish_reason == "stop"
+    assert timeline.metrics().e2e_s == pytest.approx(3.5, abs=EXACT)
+    assert engine.snapshot().requests == {**dict.fromkeys(OUTCOMES, 0), "stop": 1}
+
+
+def test_metrics_do_not_change_with_their_timeline(engine: EngineMetrics, clock: Clock):
+    timeline = engine.timeline(1)
+    before = timeline.metrics()
+    timeline.token()
+    assert before.output_tokens == 0
+    with pytest.raises(FrozenInstanceError):
+        before.output_tokens = 1
+
+
+# --------------------------------------------------------------------------------------------------------------- engine
+
+
+def test_an_engine_counts_what_its_requests_do(engine: EngineMetrics, clock: Clock):
+    timelines = [served(engine, clock, [0.1] * n, reason) for n, reason in ((3, "stop"), (1, "length"), (0, "stop"))]
+    timelines[0].draft(8, 6)
+    timelines[1].draft(2, 0)
+    timelines[1].overflow()
+    engine.refuse()
+    snapshot = engine.snapshot()
+    assert snapshot.requests == {**dict.fromkeys(OUTCOMES, 0), "stop": 2, "length": 1, "refused": 1}
+    assert (snapshot.prompt_tokens, snapshot.output_tokens) == (30, 7)
+    assert (snapshot.prefix_hit_tokens, snapshot.prefix_miss_tokens, snapshot.prefix_hit_rate) == (12, 18, 0.4)
+    assert (snapshot.draft_proposed, snapshot.draft_accepted, snapshot.draft_acceptance) == (10, 6, 0.6)
+    assert snapshot.overflows == 1
+    counts = [getattr(snapshot, name).count for name in ("queue", "ttft", "itl", "tpot", "e2e")]
+    assert counts == [3, 3, 4, 2, 3]
+    assert snapshot.ttft.mean == pytest.approx(3.0)
+    assert snapshot.queue.mean == pytest.approx(1.0)
+    assert snapshot.tpot.mean == pytest.approx(0.1)
+    assert snapshot.e2e.sum == pytest.approx(3 * 3.5 + 0.4)
+    assert snapshot.uptime_s == pytest.approx(3 * 3.5 + 0.4)
+
+
+def test_an_outcome_of_its_own_is_listed_once_it_happened(engine: EngineMetrics):
+    engine.timeline(1).finish("grammar")
+    assert engine.snapshot().requests == {**dict.fromkeys(OUTCOMES, 0), "grammar": 1}
+
+
+def test_a_snapshot_does_not_follow_its_engine(engine: EngineMetrics):
+    before = engine.snapshot()
+    engine.refuse()
+    engine.timeline(1).token()
+    engine.step("verify", 0.1, 1)
+    assert (before.requests["refused"], before.output_tokens, set(before.step)) == (0, 0, {"prefill", "decode"})
+
+
+def test_calls_are_counted_by_phase(engine: EngineMetrics):
+    engine.step("prefill", 0.5, rows=1)
+    engine.step("decode", 0.01, rows=8)
+    engine.step("decode", 0.02, rows=7)
+    engine.step("verify", 0.03, rows=2)
+    snapshot = engine.snapshot()
+    assert {phase: step.count for phase, step in snapshot.step.items()} == {"prefill": 1, "decode": 2, "verify": 1}
+    assert snapshot.step["decode"].sum == pytest.approx(0.03)
+    assert snapshot.batch_size.mean == 4.5
+
+
+def test_energy_is_absent_until_it_is_measured(engine: EngineMetrics):
+    assert (engine.snapshot().energy_joules, engine.snapshot().joules_per_token) == (None, None)
+    engine.timeline(1).token(count=4)
+    engine.add_energy(1.5)
+    engine.add_energy(0.5)
+    assert (engine.snapshot().energy_joules, engine.snapshot().joules_per_token) == (2.0, 0.5)
+
+
+def test_gauges_are_as_set_last(engine: EngineMetrics):
+    assert engine.snapshot().gauges == Gauges()
+    gauges = Gauges(waiting=3, running=2, kv_reserved_bytes=4096, kv_used_bytes=1024, prefix_cache_bytes=512)
+    engine.gauges = gauges
+    assert engine.snapshot().gauges == gauges
+
+
+def test_a_summary_is_flat_and_has_no_figure_for_what_did_not_happen(engine: EngineMetrics, clock: Clock):
+    empty = engine.snapshot().summary()
+    assert {name for name, value in empty.items() if value is not None} == {
+        "requests", "prompt_tokens", "output_tokens"
+    }  # fmt: skip
+    served(engine, clock, [0.1, 0.1])
+    summary = engine.snapshot().summary()
+    assert summary["requests"] == 1
+    assert 2 < summary["ttft_p50_s"] <= 3.0
+    assert {type(value) for value in summary.values()} <= {int, float, type(None)}
+
+
+# -------------------------------------------------------------------------------------------------------------- threads
+
+
+def contradictions(snapshot: EngineSnapshot) -> list[str]:
+    """Of what must hold in every snapshot, what does not."""
+    rules = {
+        "every token is a first or a later one": snapshot.ttft.count + snapshot.itl.count == snapshot.output_tokens,
+        "accepted drafts were proposed": snapshot.draft_accepted * 2 == snapshot.draft_proposed,
+        "every admitted request has a prompt": snapshot.queue.count * 10 == snapshot.prompt_tokens,
+        "every end is an outcome": snapshot.e2e.count == sum(snapshot.requests.values()),
+    }
+    return [rule for rule, holds in rules.items() if not holds]
+
+
+def write(engine: EngineMetrics, requests: int) -> None:
+    for _ in range(requests):
+        timeline = engine.timeline(10)
+        timeline.admit(cached_tokens=3)
+        for _ in range(20):
+            timeline.token(count=2)
+            timeline.draft(2, 1)
+            engine.step("decode", 0.001, 4)
+        timeline.metrics()
+        timeline.finish("stop")
+
+
+def test_no_event_is_lost_or_half_seen_with_many_writers_and_a_reader():
+    engine = EngineMetrics()
+    writers = [threading.Thread(target=write, args=(engine, 60)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    seen = []
+    while any(writer.is_alive() for writer in writers):
+        seen += contradictions(engine.snapshot())
+    assert seen == []
+    snapshot = engine.snapshot()
+    assert (snapshot.output_tokens, snapshot.draft_proposed, snapshot.requests["stop"]) == (9600, 9600, 240)
+    assert snapshot.step["decode"].count == 4800
+
+
+def test_a_lost_token_is_noticed(engine: EngineMetrics, clock: Clock):
+    served(engine, clock, [0.1])
+    snapshot = engine.snapshot()
+    assert contradictions(snapshot) == []
+    assert contradictions(replace(snapshot, output_tokens=snapshot.output_tokens - 1))
+
+
+def test_a_timeline_may_be_read_while_it_grows():
+    timeline = EngineMetrics().timeline(1)
+    done = threading.Event()
+
+    def grow() -> None:
+        for _ in range(20_000):
+            timeline.token()
+        done.set()
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    counts = [0]
+    while not done.is_set():
+        metrics = timeline.metrics()
+        assert metrics.itl_max_s is None or metrics.itl_max_s >= 0
+        counts.append(metrics.output_tokens)
+    writer.join()
+    assert counts == sorted(counts)
+    assert timeline.metrics().output_tokens == 20_000
+
+
+def calls_per_token(engine: EngineMetrics) -> list[int]:
+    """Functions that are called for each of a thousand tokens, those of Python's own included."""
+    timeline, calls = engine.timeline(1), []
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        calls[-1] += event in ("call", "c_call")
+
+    gc.disable()  # what it calls is not the token's
+    try:
+        for _ in range(1000):
+            calls.append(0)
+            sys.setprofile(count)
+            timeline.token()
+            sys.setprofile(None)
+    finally:
+        gc.enable()
+    return calls
+
+
+def test_recording_a_token_takes_a_few_calls_late_as_early():
+    calls = calls_per_token(EngineMetrics())
+    assert 2 < max(calls) < TOKEN_CALLS
+    assert calls[-1] == calls[10]
+
+
+def test_a_token_that_costs_more_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    observe = Histogram.observe
+
+    def sorting(self: Histogram, value: float, times: int = 1) -> None:
+        sorted(range(2000), key=lambda i: -i)
+        observe(self, value, times)
+
+    monkeypatch.setattr(Histogram, "observe", sorting)
+    assert max(calls_per_token(EngineMetrics())) > TOKEN_CALLS

@@ -1,0 +1,176 @@
+"""Beam search on models so small that every output can be listed."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from llmc.errors import ProcessorError, RequestError
+from llmc.runtime.sampling import SamplingParams, build_processors
+from llmc.runtime.search import BeamSearch, Branch
+
+PROMPT = [1, 2]
+VOCABULARY, LENGTH, EOS = 4, 4, 0
+# A float32 sum of four logarithms against a float64 one.
+SCORE_TOLERANCE = 1e-5
+
+
+def all_outputs(model, penalty: float) -> list[tuple[float, tuple[int, ...]]]:
+    """Every output that ends with EOS or has LENGTH tokens, with its score in float64, best first."""
+    found = []
+    for length in range(1, LENGTH + 1):
+        for tokens in itertools.product(range(VOCABULARY), repeat=length):
+            if EOS in tokens[:-1] or (tokens[-1] != EOS and length < LENGTH):
+                continue
+            score = 0.0
+            for i, token in enumerate(tokens):
+                logits = model.logits([*PROMPT, *tokens[:i]])
+                score += logits[token] - np.log(np.exp(logits).sum())
+            found.append((score / length**penalty, tokens))
+    return sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, -0.5, 2.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_with_room_for_all_outputs_it_finds_the_best(penalty, seed, made_up, decode):
+    model = made_up(VOCABULARY, seed)
+    everything = VOCABULARY**LENGTH
+    search = BeamSearch(
+        num_beams=everything, max_tokens=LENGTH, eos_token_ids=[EOS], num_return_sequences=10, length_penalty=penalty
+    )
+    wanted = all_outputs(model, penalty)[:10]
+    outputs = decode(search, PROMPT, model)
+    assert [output.token_ids for output in outputs] == [tokens for _, tokens in wanted]
+    errors = np.abs([output.score - score for output, (score, _) in zip(outputs, wanted, strict=True)])
+    assert errors.max() < SCORE_TOLERANCE
+    assert np.abs(errors + 2e-5).max() > SCORE_TOLERANCE
+
+
+def test_it_finds_what_greedy_search_misses(decode):
+    """Token 1 looks best at first and leads nowhere."""
+
+    class Garden:
+        def start(self, prompts):
+            self.rows = [[]]
+            return self.logits(), None
+
+        def step(self, parents, tokens):
+            self.rows = [[*self.rows[parent], token] for parent, token in zip(parents, tokens, strict=True)]
+            return self.logits(), None
+
+        def logits(self):
+            first, after_1, after_2 = [0.1, 0.5, 0.4], [0.33, 0.33, 0.34], [0.05, 0.05, 0.9]
+            rows = [first if not row else after_1 if row[0] == 1 else after_2 for row in self.rows]
+            return np.log(np.array(rows, np.float32))
+
+    greedy = decode(BeamSearch(num_beams=1, max_tokens=2), PROMPT, Garden())
+    beams = decode(BeamSearch(num_beams=2, max_tokens=2), PROMPT, Garden())
+    assert greedy[0].token_ids == (1, 2)
+    assert beams[0].token_ids == (2, 2)
+    assert math.isclose(math.exp(beams[0].score * 2), 0.36, rel_tol=1e-5)
+
+
+def test_one_beam_is_greedy(made_up, decode):
+    model = made_up(50)
+    (output,) = decode(BeamSearch(num_beams=1, max_tokens=9), PROMPT, model)
+    tokens = list(PROMPT)
+    for _ in range(9):
+        tokens.append(int(np.argmax(model.logits(tokens))))
+    assert list(output.token_ids) == tokens[2:]
+    assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_row_with_children_keeps_one_in_its_place(groups, made_up):
+    """So rows can be copied one after another, and no row is overwritten that another child still needs."""
+    model = made_up(30, seed=3)
+    search = BeamSearch(num_beams=6, max_tokens=30, eos_token_ids=[0, 1, 2], num_beam_groups=groups)
+    logits, _ = model.start([PROMPT])
+    branches = search.start(PROMPT, logits[0])
+    moved = steps = 0
+    while branches:
+        parents = [branch.parent for branch in branches]
+        for row in set(parents):
+            assert row >= len(branches) or parents[row] == row
+        moved += sum(parent != row for row, parent in enumerate(parents))
+        steps += 1
+        logits, _ = model.step(parents, [branch.token for branch in branches])
+        branches = search.step(logits)
+    assert steps > 5
+    assert 0 < moved < 6 * steps / 2
+
+
+def test_the_first_branches_all_come_from_the_prompt(made_up):
+    model = made_up(30)
+    branches = BeamSearch(num_beams=3, max_tokens=5).start(PROMPT, model.start([PROMPT])[0][0])
+    best = np.argsort(-model.logits(PROMPT))[:3].tolist()
+    assert branches == [Branch(0, token) for token in best]
+
+
+def test_a_stopping_criterion_ends_outputs_like_an_end_token(made_up, decode):
+    options = {"num_beams": 3, "max_tokens": 8, "num_return_sequences": 3, "length_penalty": -1.0}
+    end = int(np.argsort(made_up(20).logits(PROMPT))[-2])
+    by_token = decode(BeamSearch(**options, eos_token_ids=[end]), PROMPT, made_up(20))
+    by_criterion = decode(BeamSearch(**options, stops=lambda tokens: tokens[-1] == end), PROMPT, made_up(20))
+    assert by_criterion == by_token
+    assert (end,) in {output.token_ids for output in by_token if output.finish_reason == "stop"}
+
+
+def test_processors_see_prompt_and_new_tokens_of_their_beam(made_up, decode):
+    seen = []
+
+    def record(tokens, scores):
+        seen.append(tuple(tokens))
+        return scores
+
+    model = made_up(20)
+    plain = decode(BeamSearch(num_beams=2, max_tokens=3), PROMPT, made_up(20))
+    assert decode(BeamSearch(num_beams=2, max_tokens=3, processors=[record]), PROMPT, model) == plain
+    assert seen[0] == (1, 2)
+    assert [len(tokens) for tokens in seen] == [2, 3, 3, 4, 4]
+    assert plain[0].token_ids[:2] in {tokens[2:] for tokens in seen[-2:]}
+
+
+def test_where_processors_allow_fewer_tokens_than_beams_there_are_fewer_outputs(made_up, decode):
+    def only_two(tokens, scores):
+        allowed = scores[[3, 4]].copy()
+        scores[:] = -np.inf
+        scores[[3, 4]] = allowed
+        return scores
+
+    search = BeamSearch(num_beams=8, max_tokens=2, num_return_sequences=8, processors=[only_two])
+    outputs = decode(search, PROMPT, made_up(20))
+    assert {output.token_ids for output in outputs} == set(itertools.product([3, 4], repeat=2))
+    assert all(math.isfinite(output.score) for output in outputs)
+
+
+def test_processors_that_forbid_everything_are_an_error(made_up, decode):
+    search = BeamSearch(num_beams=2, max_tokens=2, processors=[lambda tokens, scores: scores - np.inf])
+    with pytest.raises(RequestError, match="forbid every token"):
+        decode(search, PROMPT, made_up(20))
+
+
+def test_outputs_that_ended_before_everything_was_forbidden_are_kept(made_up, decode):
+    def end_then_nothing(tokens, scores):
+        return scores if len(tokens) == len(PROMPT) else scores - np.inf
+
+    first = int(np.argmax(made_up(20).logits(PROMPT)))
+    search = BeamSearch(num_beams=2, max_tokens=5, eos_token_ids=[first], processors=[end_then_nothing])
+    assert [output.token_ids for output in decode(search, PROMPT, made_up(20))] == [(first,)]
+
+
+def test_a_processor_that_fails_is_an_error_of_the_request(made_up, decode):
+    steps = build_processors(SamplingParams(), 20, len(PROMPT), processors=[lambda tokens, scores: scores * np.nan])
+    search = BeamSearch(num_beams=2, max_tokens=2, processors=steps)
+    with pytest.raises(ProcessorError, match="NaN"):
+        decode(search, PROMPT, made_up(20))
+
+
+def test_logits_are_left_as_they_are(made_up):
+    logits = made_up(20).start([PROMPT])[0]
+    before = logits.copy()
+    search = BeamSearch(num_beams=2, max_tokens=3, processors=[lambda tokens, scores: np.negative(scores, out=scores)])
+    search.start(PROMPT, logits[0])
+    search.step(np.concatenate([logits, logits]))
+    assert (logits == before).all()

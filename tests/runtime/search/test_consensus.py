@@ -1,0 +1,76 @@
+"""Minimum Bayes risk chooses what the candidates agree on."""
+
+import numpy as np
+import pytest
+
+from llmc.errors import ProcessorError
+from llmc.runtime.search import SIMILARITIES, expected_similarities, token_f1
+
+TEXTS = [
+    "the train leaves at nine",
+    "bananas are yellow",
+    "the train leaves at ten past nine",
+    "a train leaves at nine",
+    "the train leaves at nine",
+    "no",
+]
+# Float64 means of a handful of numbers, added up in another order.
+TOLERANCE = 1e-12
+
+
+def expected_gains(texts, similarity) -> np.ndarray:
+    """argmax_h E_r[u(h, r)], Eikema and Aziz, with every text as a reference."""
+    return np.array([[similarity(hypothesis, reference) for reference in texts] for hypothesis in texts]).mean(axis=1)
+
+
+def best(texts, similarity) -> int:
+    """The index of the text that the others agree with most, the first of equals."""
+    return int(np.argmax(expected_similarities(texts, similarity)))
+
+
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_scores_are_expected_similarities(name):
+    similarity = SIMILARITIES[name]
+    found = np.array(expected_similarities(TEXTS, similarity))
+    assert np.abs(found - expected_gains(TEXTS, similarity)).max() < TOLERANCE
+    other = expected_gains(TEXTS, lambda a, b: similarity(a, b) + 1e-6)
+    assert np.abs(found - other).max() > TOLERANCE
+
+
+def test_the_text_that_others_resemble_is_chosen_and_the_outlier_is_not():
+    assert best(TEXTS, token_f1) == 0
+
+
+def test_the_hypothesis_comes_first():
+    """A similarity that only counts the hypothesis decides alone."""
+    assert best(["aa", "b", "cccc"], lambda hypothesis, reference: float(len(hypothesis))) == 2
+
+
+def test_the_first_of_equals_wins():
+    assert best(["x", "y", "y", "x"], token_f1) == 0
+
+
+def test_one_candidate_is_chosen():
+    assert best(["only"], token_f1) == 0
+
+
+def test_equal_candidates_are_compared_once():
+    calls = []
+
+    def counted(first: str, second: str) -> float:
+        calls.append((first, second))
+        return token_f1(first, second)
+
+    expected_similarities(["a", "b", "a", "a"], counted)
+    assert len(calls) == len(set(calls)) == 4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "much", [1.0]], ids=str)
+def test_a_similarity_that_is_no_number_is_an_error_of_the_request(value):
+    with pytest.raises(ProcessorError, match=r"similarity returned .* expected a finite number"):
+        expected_similarities(["a", "b"], lambda first, second: value)
+
+
+def test_a_similarity_that_raises_is_an_error_of_the_request():
+    with pytest.raises(ProcessorError, match="similarity raised KeyError"):
+        expected_similarities(["a", "b"], lambda first, second: {}[first])

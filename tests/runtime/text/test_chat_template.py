@@ -1,0 +1,342 @@
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmc.errors import BundleError, RequestError, UsageError
+from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.tokenizer import Tokenizer
+
+CHATML = """\
+{%- if messages[0].role != 'system' %}
+    {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+{%- endif %}
+{% for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content }}{% endgeneration %}
+    {%- else %}
+        {{- message.content | trim }}
+    {%- endif %}
+    {{- '<|im_end|>' + '\\n' }}
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}
+{% endif %}
+"""
+
+LLAMA = """\
+{{- bos_token }}
+{%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start|>system<|stop|>\\n\\nToday: " + date_string + "\\n\\n" + system_message + "<|eot|>" }}
+{%- for message in messages %}
+    {%- if loop.index0 > 5 %}{% break %}{% endif %}
+    {%- if not message.content %}{% continue %}{% endif %}
+    {{- '<|start|>' + message['role'] + '<|stop|>\\n\\n' + message['content'] | trim + '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|stop|>\\n\\n' }}{% endif %}
+"""
+
+MISTRAL = """\
+{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{% endif %}
+{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
+{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token }}
+{% endif %}{% endfor %}"""
+
+TOOLS = """\
+{%- set ns = namespace(last=-1, seen=dict(system=0)) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == 'user' and ns.last < 0 %}{% set ns.last = messages | length - 1 - loop.index0 %}{% endif %}
+{%- endfor %}
+{%- if tools %}
+Tools ({{ tools | length }}):
+    {% for tool in tools %}
+{{ tool | tojson }}
+{{ tool.function.parameters | tojson(indent=2, sort_keys=true) }}
+    {% endfor %}
+{%- endif %}
+{% for message in messages %}
+    {%- if loop.index0 == ns.last %}(last) {% endif %}
+    {{- message.role }}: {% if message.content is string %}{{ message.content }}{% else %}
+        {%- for part in message.content %}{{ part.text if part.type == 'text' else '<image>' }}{% endfor %}
+    {%- endif %}
+    {%- for call in message.tool_calls or [] %}
+<call>{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}</call>
+    {%- endfor %}
+    {%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+    {%- if 'name' in message %}[{{ message.name }}]{% endif %}
+
+{% endfor %}
+{%- for document in documents or [] %}{{ document.title }}: {{ document.text }}
+{% endfor %}"""
+
+DIALOGUE = [
+    {"role": "user", "content": "  Hi <b>there</b> & 'you'\n"},
+    {"role": "assistant", "content": "Hello! 🎉"},
+    {"role": "user", "content": "北京?\n\n"},
+]
+WITH_SYSTEM = [{"role": "system", "content": "Be brief."}, *DIALOGUE]
+WITH_TOOLS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "Weather?"}, {"type": "image"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "I should look.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "n": 1.5}}}
+        ],
+    },
+    {"role": "tool", "name": "weather", "content": "<sunny>"},
+]
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+def chat_folder(source: Path, target: Path, template: str | list[dict[str, str]] | None, as_file: bool = False) -> Path:
+    if source != target:
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    config = json.loads((target / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if isinstance(template, str) and as_file:
+        (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+    elif template is not None:
+        config["chat_template"] = template
+    (target / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return target
+
+
+def load(folder: Path) -> ChatTemplate:
+    return ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder))
+
+
+def of(source: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, {"bos_token": "<s>"})
+
+
+def assert_parity(folder: Path, messages: list[dict[str, Any]], **variables: Any) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for prompt in (True, False):
+        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **variables)
+        assert load(folder).render(messages, add_generation_prompt=prompt, **variables) == expected
+        assert expected.strip()
+
+
+class TestParity:
+    @pytest.mark.parametrize("messages", [DIALOGUE, WITH_SYSTEM], ids=["dialogue", "system"])
+    @pytest.mark.parametrize("template", [CHATML, LLAMA], ids=["chatml", "llama"])
+    def test_with_transformers(
+        self, metaspace_folder: Path, tmp_path: Path, template: str, messages: list[dict[str, Any]]
+    ) -> None:
+        folder = chat_folder(metaspace_folder, tmp_path, template, as_file=True)
+        assert_parity(folder, messages)
+        assert_parity(folder, messages, enable_thinking=False, date_string="26 Jul 2024")
+
+    def test_of_roles_that_alternate(self, metaspace_folder: Path, tmp_path: Path) -> None:
+        assert_parity(chat_folder(metaspace_folder, tmp_path, MISTRAL), DIALOGUE)
+
+    def test_of_tools_documents_and_reasoning(self, metaspace_folder: Path, tmp_path: Path) -> None:
+        folder = chat_folder(metaspace_folder, tmp_path, TOOLS)
+        assert_parity(folder, WITH_TOOLS)
+        assert_parity(folder, WITH_TOOLS, tools=[WEATHER, WEATHER], documents=[{"title": "a", "text": "b"}])
+
+    def test_of_named_templates(self, metaspace_folder: Path, tmp_path: Path) -> None:
+        named = [{"name": "tool_use", "template": TOOLS}, {"name": "default", "template": CHATML}]
+        folder = chat_folder(metaspace_folder, tmp_path, named)
+        assert_parity(folder, DIALOGUE)
+        assert_parity(folder, DIALOGUE, tools=[WEATHER])
+
+    def test_of_the_file_before_the_configuration(self, metaspace_folder: Path, tmp_path: Path) -> None:
+        folder = chat_folder(metaspace_folder, tmp_path, LLAMA)
+        assert_parity(chat_folder(folder, tmp_path, CHATML, as_file=True), DIALOGUE)
+
+    def test_of_the_small_model(self, tiny_checkpoint: Path) -> None:
+        assert_parity(tiny_checkpoint, DIALOGUE)
+
+    def test_of_the_small_models_tokens(self, tiny_checkpoint: Path) -> None:
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(tiny_checkpoint)
+        expected = theirs.apply_chat_template(DIALOGUE, add_generation_prompt=True, return_dict=False)
+        tokenizer = Tokenizer.from_folder(tiny_checkpoint)
+        prompt = load(tiny_checkpoint).render(DIALOGUE)
+        assert tokenizer.encode(prompt, add_special_tokens=False) == expected
+
+
+class TestMissingTemplates:
+    def test_say_how_to_go_on(self, metaspace_folder: Path) -> None:
+        with pytest.raises(RequestError, match="no chat template; pass a prompt instead"):
+            load(metaspace_folder)
+
+    def test_without_a_default_say_what_there_is(self, metaspace_folder: Path, tmp_path: Path) -> None:
+        folder = chat_folder(metaspace_folder, tmp_path, [{"name": "rag", "template": CHATML}])
+        with pytest.raises(RequestError, match=r"templates \(rag\) is the default"):
+            load(folder)
+
+    @pytest.mark.parametrize("content", ["3", '["a"]', '[{"name": "default"}]', '{"default": "x"}'])
+    def test_of_another_shape_are_refused(self, metaspace_folder: Path, tmp_path: Path, content: str) -> None:
+        folder = chat_folder(metaspace_folder, tmp_path, json.loads(content))
+        with pytest.raises(BundleError, match="chat_template is neither text nor a list of named texts"):
+            load(folder)
+
+    def test_that_cannot_be_read_are_refused(self, metaspace_folder: Path, tmp_path: Path) -> None:
+        folder = chat_folder(metaspace_folder, tmp_path, None)
+        (folder / "chat_template.jinja").write_bytes(b"\xff")
+        with pytest.raises(BundleError, match=r"chat_template\.jinja cannot be read"):
+            load(folder)
+
+
+class TestFailingTemplates:
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            (MISTRAL, "refuses the messages: Conversation roles must alternate user/assistant"),
+            ("{{ messages[0].content + 1 }}", "failed: TypeError"),
+            ("{{ missing.name }}", "refuses the messages: 'missing' is undefined"),
+            ("{{ 1 // 0 }}", "failed: ZeroDivisionError"),
+            ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "failed: RecursionError"),
+            ("{{ range(10 ** 9) }}", "failed: OverflowError"),
+        ],
+    )
+    def test_name_what_they_say(self, source: str, message: str) -> None:
+        with pytest.raises(RequestError, match="chat template") as caught:
+            of(source).render([{"role": "assistant", "content": "a"}])
+        assert message in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "source", ["{% if %}", "{% for x in messages %}", "{% generation %}", "{% nosuchtag %}", "{{"]
+    )
+    def test_that_are_not_valid_are_refused(self, source: str) -> None:
+        with pytest.raises(RequestError, match=r"chat template is not valid: .* \(line 1\)"):
+            of(source)
+
+
+class TestSandbox:
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "{{ ''['__class__']['__mro__'] }}",
+            "{{ ('' | attr('__class__')).__mro__ }}",
+            "{{ messages.__class__.__init__.__globals__ }}",
+            "{{ raise_exception.__globals__.__builtins__.open('/etc/passwd') }}",
+            "{{ strftime_now.__globals__['__builtins__'] }}",
+            "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+            "{{ self.__init__.__globals__ }}",
+            "{{ namespace.__init__.__globals__.jinja2 }}",
+            "{{ dict.__class__.__base__.__subclasses__() }}",
+            "{{ '{0.__class__.__mro__}'.format('') }}",
+            "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+            "{% set ns = namespace(__self__=1) %}",
+            "{% set x = messages.append({}) %}",
+            "{% set x = messages[0].update(role='system') %}",
+            "{% set x = messages[0].clear() %}",
+            "{% include '/etc/passwd' %}",
+            "{% import 'os' as os %}",
+        ],
+    )
+    def test_refuses_every_way_out(self, source: str) -> None:
+        messages = [{"role": "user", "content": "a"}]
+        with pytest.raises(RequestError, match="chat template"):
+            of(source).render(messages)
+        assert messages == [{"role": "user", "content": "a"}]
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ messages.__class__ }}",
+            "{{ messages | attr('__class__') }}",
+            "{{ '{0.__class__}'.format(messages) }}",
+            "{{ ('{0.__class__}' | attr('format'))(messages) }}",
+            "{% set f = '{x.__class__}'.format_map %}{{ f({'x': messages}) }}",
+            "{{ namespace(a=1).__init__ }}",
+            "{{ dict.__call__ }}{{ raise_exception.__code__ }}{{ strftime_now.__globals__ }}",
+        ],
+    )
+    def test_shows_nothing_of_what_is_inside(self, source: str) -> None:
+        assert of(source).render([{"role": "user", "content": "a"}]) == ""
+
+    def test_shows_plain_copies_only(self) -> None:
+        class Text(str):
+            def secret(self) -> str:
+                return "secret"
+
+            def __str__(self) -> str:
+                return "other"
+
+        messages = [{"role": Text("user"), "content": Text("a")}]
+        template = of("{{ messages[0].content }}{{ messages[0].content.secret is defined }}")
+        assert template.render(messages) == "aFalse"
+
+    def test_does_not_hand_out_the_types_it_offers(self) -> None:
+        assert of("{{ dict(a=1).a }}{{ dict([('b', 2)]).b }}").render([{"role": "user", "content": ""}]) == "12"
+        assert of("{{ dict.fromkeys is defined }}").render([{"role": "user", "content": ""}]) == "False"
+
+
+class TestMessages:
+    @pytest.mark.parametrize(
+        ("messages", "message"),
+        [
+            ("Hello", "messages is a str, expected a list of mappings with role and content"),
+            ({"role": "user", "content": "a"}, "messages is a dict, expected a list"),
+            ([], "messages is empty, expected a list"),
+            (None, "messages is a NoneType, expected a list"),
+            (["Hello"], r"messages\[0\] is a str, expected a mapping"),
+            ([{"content": "a"}], r"messages\[0\] has the role None"),
+            ([{"role": 3, "content": "a"}], r"messages\[0\] has the role 3"),
+            ([{"role": "user"}], r"messages\[0\] has the content None"),
+            ([*DIALOGUE, {"role": "user", "content": 3}], r"messages\[3\] has the content 3, expected text or a list"),
+            (
+                [{"role": "user", "content": [{"image": b"x"}]}],
+                r"messages\[0\]\.content\[0\]\.image is a bytes, expected",
+            ),
+        ],
+    )
+    def test_that_are_malformed_are_refused(self, messages: Any, message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            of("{{ messages }}").render(messages)
+
+    def test_are_left_as_they_are(self) -> None:
+        before = json.dumps(WITH_TOOLS)
+        of(TOOLS).render(WITH_TOOLS, tools=[WEATHER])
+        assert json.dumps(WITH_TOOLS) == before
+
+    def test_may_be_a_tuple_with_nothing_but_tool_calls(self) -> None:
+        messages = ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},)
+        assert of("{{ messages[0].tool_calls[0].function.name }}").render(messages) == "f"
+
+    def test_come_with_variables_that_go_before_special_tokens(self) -> None:
+        messages = [{"role": "user", "content": "a"}]
+        template = of("{{ bos_token }}{{ tools is none }}{{ add_generation_prompt }}{{ flag }}")
+        assert template.render(messages, add_generation_prompt=False, flag=[1]) == "<s>TrueFalse[1]"
+        assert template.render(messages, bos_token="", flag=1) == "TrueTrue1"
+
+    def test_take_no_function_for_a_tool(self) -> None:
+        with pytest.raises(UsageError, match=r"tools\[0\] is a function, expected text"):
+            of("").render([{"role": "user", "content": "a"}], tools=[lambda: None])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("expression", ["'x' * 10**10", "[1] * 10**9", "9**99999"])
+def test_a_template_cannot_take_all_memory(tmp_path, expression):
+    (tmp_path / "chat_template.jinja").write_text("{{ " + expression + " }}")
+    with pytest.raises(RequestError, match="more than"):
+        ChatTemplate.from_folder(tmp_path, SimpleNamespace(special_tokens={})).render([{"role": "user", "content": ""}])

@@ -1,0 +1,209 @@
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llmc.errors import BundleError, RequestError, UsageError
+from llmc.runtime.text.tokenizer import Tokenizer
+
+# Texts that are encoded until another thread has had a turn: it may be long in coming where all processors are busy.
+ATTEMPTS = 200
+ENDLESS_S = 1000.0
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "  leading and trailing  ",
+    "runs      of\t\ttabs\n\n\n and\r\nline  ends\n",
+    "the quick brown fox, don't you think? 1234567890 3.14159 1e-9",
+    "def f(x):\n\treturn {'a': [x, 'b']}  # comment\n",
+    "العربية עברית हिन्दी বাংলা ไทย ភាសាខ្មែរ ქართული ελληνικά Русский 中文 日本語 한국어 ትግርኛ",
+    "𝕌𝕟𝕚𝕔𝕠𝕕𝕖 𓀀 𐍈 Ⅷ ½ ﷽ ﬁ ｆｕｌｌ",
+    "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷🇯🇵 🎉🎉🎉 #️⃣",
+    "e\u0301 n\u0303 Z\u0351\u036b\u0343 a\u0308\u0323 \u1100\u1161",
+    "zero\u200bwidth\ufeff \u00a0nbsp \u2003em \u202eright-to-left\u202c",
+    "control \x00 \x01 \x1b[31m \x7f \x85 \u2028",
+    "<s> <|end|> </s> <think> <0x41> ▁ Ġ � <unk>",
+    "x" * 3000,
+    "aé北🎉" * 300,
+    "\U0010ffff \ue000 \ufffd \ufffe",
+]
+
+
+@pytest.fixture(params=["byte_level_folder", "metaspace_folder", "tiny_checkpoint"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
+def transformers_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def changed(folder: Path, target: Path, **config: Any) -> Path:
+    """A copy of a tokenizer's folder with other settings in tokenizer_config.json."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    file = target / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **config}), encoding="utf-8")
+    return target
+
+
+def assert_parity(folder: Path, texts: list[str]) -> None:
+    ours, theirs = Tokenizer.from_folder(folder), transformers_tokenizer(folder)
+    for text in texts:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special)
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+class TestParity:
+    def test_of_ids_and_text_with_transformers(self, folder: Path) -> None:
+        assert_parity(folder, TEXTS)
+
+    def test_of_any_ids(self, folder: Path) -> None:
+        ours, theirs = Tokenizer.from_folder(folder), transformers_tokenizer(folder)
+        for start in range(0, ours.vocab_size, 97):
+            ids = [(start + 31 * step) % (ours.vocab_size + 5) for step in range(40)]
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"add_bos_token": True, "bos_token": "<|turn|>"},
+            {"bos_token": "<think>", "sep_token": "fox"},
+            {"additional_special_tokens": ["<think>", "<new>", "the"]},
+            {"extra_special_tokens": {"image_token": "<image>"}},
+            {"added_tokens_decoder": {"900": {"content": "<late>", "special": False}}, "pad_token": "<pad>"},
+            {"clean_up_tokenization_spaces": True},
+            {"added_tokens_decoder": {}, "unk_token": {"content": "<unk>", "__type": "AddedToken"}},
+        ],
+        ids=str,
+    )
+    def test_of_what_the_configuration_adds(self, byte_level_folder: Path, tmp_path: Path, config: Any) -> None:
+        texts = [*TEXTS[:4], "a<think>b <new>c", "<image> <late>x<pad> , <unk> ."]
+        assert_parity(changed(byte_level_folder, tmp_path, **config), texts)
+
+    def test_of_the_older_file_of_special_tokens(self, byte_level_folder: Path, tmp_path: Path) -> None:
+        folder = changed(byte_level_folder, tmp_path)
+        content = {"bos_token": {"content": "<|turn|>", "lstrip": False}, "sep_token": "<sep>"}
+        (folder / "special_tokens_map.json").write_text(json.dumps(content), encoding="utf-8")
+        assert_parity(folder, ["a<sep>b<|turn|>"])
+        assert Tokenizer.from_folder(folder).special_tokens["bos_token"] == "<|turn|>"
+
+
+def lets_others_run(work: Callable[[], object]) -> bool:
+    """Whether another thread ran during ``work``, by whose leave alone it can: nobody else takes Python's lock away."""
+    interval, go, ran = sys.getswitchinterval(), threading.Lock(), []
+    other = threading.Thread(target=lambda: ran.append(go.acquire()))
+    sys.setswitchinterval(ENDLESS_S)
+    try:
+        go.acquire()
+        other.start()
+        go.release()
+        work()
+        return bool(ran)
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+
+
+class TestTokenizer:
+    def test_lets_other_threads_run_while_it_encodes(self, byte_level_folder: Path) -> None:
+        tokenizer, text = Tokenizer.from_folder(byte_level_folder), "the quick brown fox\n" * 10_000
+        assert any(lets_others_run(lambda: tokenizer.encode(text)) for _ in range(ATTEMPTS))
+        assert not any(lets_others_run(lambda: tokenizer._backend.encode(text)) for _ in range(3))  # holds the lock
+        assert tokenizer.encode(text) == tokenizer._backend.encode(text).ids
+
+    def test_round_trip_keeps_every_text_of_normal_form(self, byte_level_folder: Path) -> None:
+        tokenizer = Tokenizer.from_folder(byte_level_folder)
+        text = "naïve 北京 👩‍👩‍👧‍👦\n\t  x"
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(text=st.text(st.characters(codec="utf-8"), max_size=40))
+    def test_any_text_can_be_encoded(self, folder: Path, text: str) -> None:
+        tokenizer = Tokenizer.from_folder(folder)
+        assert all(0 <= token < tokenizer.vocab_size for token in tokenizer.encode(text))
+
+    def test_knows_its_special_tokens(self, byte_level_folder: Path, metaspace_folder: Path) -> None:
+        one, other = Tokenizer.from_folder(byte_level_folder), Tokenizer.from_folder(metaspace_folder)
+        assert one.special_tokens == {"eos_token": "<|end|>", "pad_token": "<|end|>"}
+        assert other.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        assert other.token_to_id("</s>") == 2 and other.token_to_id("no such token") is None
+
+    def test_does_not_truncate_or_pad_whatever_the_file_says(self, byte_level_folder: Path, tmp_path: Path) -> None:
+        folder = changed(byte_level_folder, tmp_path)
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+        tokenizer = Tokenizer.from_folder(folder)
+        assert tokenizer.decode(tokenizer.encode("x" * 100)) == "x" * 100
+
+    def test_works_without_a_configuration(self, byte_level_folder: Path, tmp_path: Path) -> None:
+        shutil.copy(byte_level_folder / "tokenizer.json", tmp_path)
+        tokenizer = Tokenizer.from_folder(tmp_path)
+        assert tokenizer.special_tokens == {} and tokenizer.decode(tokenizer.encode("fox<|end|>")) == "fox"
+
+
+class TestBadInput:
+    def test_undecodable_bytes_are_refused(self, folder: Path) -> None:
+        text = b"abc\xff".decode("utf-8", "surrogateescape")
+        with pytest.raises(RequestError, match=r"character 3 is the lone surrogate U\+DCFF"):
+            Tokenizer.from_folder(folder).encode(text)
+
+    def test_anything_but_text_is_refused(self, byte_level_folder: Path) -> None:
+        with pytest.raises(UsageError, match="the text is bytes, expected str"):
+            Tokenizer.from_folder(byte_level_folder).encode(b"abc")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("ids", [[-1], [1.5], ["a"]])
+    def test_ids_that_are_none_are_refused(self, byte_level_folder: Path, ids: Any) -> None:
+        with pytest.raises(UsageError, match="token ids are integers of at least 0"):
+            Tokenizer.from_folder(byte_level_folder).decode(ids)
+
+    def test_a_missing_file_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(BundleError, match=r"tokenizer\.json is missing"):
+            Tokenizer.from_folder(tmp_path)
+
+    @pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"model": {"type": "BPE"}}'])
+    def test_a_broken_file_is_refused(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
+        with pytest.raises(BundleError, match=r"tokenizer\.json is broken"):
+            Tokenizer.from_folder(tmp_path)
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            "{",
+            "[]",
+            '{"bos_token": 3}',
+            '{"added_tokens_decoder": {"1": "a"}}',
+            '{"added_tokens_decoder": [1]}',
+            '{"extra_special_tokens": 3}',
+        ],
+    )
+    def test_a_broken_configuration_is_refused(self, byte_level_folder: Path, tmp_path: Path, content: str) -> None:
+        shutil.copy(byte_level_folder / "tokenizer.json", tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text(content, encoding="utf-8")
+        with pytest.raises(BundleError, match=r"tokenizer_config\.json"):
+            Tokenizer.from_folder(tmp_path)
+
+    def test_spaces_are_not_cleaned_up(self, tmp_path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import models
+
+        Backend(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text('{"clean_up_tokenization_spaces": true}', encoding="utf-8")
+        with pytest.raises(BundleError, match="clean_up_tokenization_spaces is true for a WordLevel tokenizer"):
+            Tokenizer.from_folder(tmp_path)
