@@ -49,15 +49,15 @@ def asked(part: Part, made: Path, drivers: list[FakeDriver], monkeypatch: pytest
         ("measure", "NEW_TOKENS", 4),
         ("measure", "STEPS", 2),
         ("measure", "ROUNDS", 2),
-        ("determinism", "NEW_TOKENS", 4),
-        ("reference", "LONG_PROMPT", 40),
+        ("correctness", "NEW_TOKENS", 4),
+        ("correctness", "LONG_PROMPT", 40),
     ]:
         monkeypatch.setattr(part(module), name, value)
     return "tensorrt", "tiny", "fp32", part("steps").Options(made, None)
 
 
 def test_an_engine_is_verified(part: Part, asked: tuple[Any, ...], drivers: list[FakeDriver]):
-    found = part("verify").verify(*asked)
+    found = part("correctness").verify(*asked)
     assert found["problems"] == [] and found["golden"]["equal_tokens"] == found["golden"]["tokens"] > 0
     assert found["engine_version"] == gpu.VERSION
     assert found["reference"].keys() == {"prefill", "decode"} and 0 < found["reference"]["decode"] < found["limit"]
@@ -67,7 +67,7 @@ def test_an_engine_is_verified(part: Part, asked: tuple[Any, ...], drivers: list
 def test_captured_steps_are_compared_with_plain_ones(
     part: Part, asked: tuple[Any, ...], drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch
 ):
-    determinism, launched = part("determinism"), []
+    determinism, launched = part("correctness"), []
     compare = determinism.graphs_apart
 
     def counted(*arguments: Any) -> Any:

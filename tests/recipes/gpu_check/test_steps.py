@@ -148,7 +148,7 @@ def test_a_build_that_was_cut_off_is_not_waited_for_again(part, monkeypatch, opt
 
 
 def test_planted_mistakes_are_beyond_the_limits(part, tiny_bundle):
-    limits, worst = part("verify").LIMITS, part("reference").worst
+    limits, worst = part("correctness").LIMITS, part("correctness").worst
     ids = np.random.default_rng(5).integers(10, 4000, 40).tolist()
     with load(tiny_bundle, self_test=False) as model:
         logits = model.runner.logits(ids)
@@ -159,7 +159,7 @@ def test_planted_mistakes_are_beyond_the_limits(part, tiny_bundle):
 
 
 def test_distances_are_relative_and_leave_constants_out(part):
-    worst = part("reference").worst
+    worst = part("correctness").worst
     logits = np.random.default_rng(0).standard_normal((3, 1000))
     assert worst(logits + 3.0, logits) < CLOSE
     assert worst(logits * 1.1, logits) == pytest.approx(0.1, rel=CLOSE)
@@ -167,7 +167,7 @@ def test_distances_are_relative_and_leave_constants_out(part):
 
 
 def test_what_differs_from_the_reference_is_a_problem(part):
-    problems = part("verify").problems
+    problems = part("correctness").mistakes
     assert problems({"trouble": None}, {"prefill": 0.01, "decode": 0.02}, 0.02) == []
     assert problems({"trouble": None}, {}, 0.02) == []
     found = problems({"trouble": "logits differ"}, {"prefill": float("nan"), "decode": 0.5}, 0.02)
@@ -175,7 +175,7 @@ def test_what_differs_from_the_reference_is_a_problem(part):
 
 
 def test_cases_of_the_reference_are_read_as_they_were_written(part, tmp_path):
-    reference = part("reference")
+    reference = part("correctness")
     cases = [([1, 2], np.ones((2, 3))), ([3], np.zeros((1, 3)))]
     reference.save(cases, tmp_path / "x.npz")
     for (ids, logits), (wanted_ids, wanted) in zip(reference.read(tmp_path / "x.npz"), cases, strict=True):
@@ -188,7 +188,7 @@ def tiny(part, tmp_path, tiny_export, monkeypatch):
     """Folders with the small model's export, of which a short prompt is asked."""
     (tmp_path / "exports").mkdir()
     (tmp_path / "exports" / "tiny").symlink_to(tiny_export)
-    monkeypatch.setattr(part("reference"), "LONG_PROMPT", 40)
+    monkeypatch.setattr(part("correctness"), "LONG_PROMPT", 40)
     return part("steps").Options(tmp_path, None)
 
 
@@ -203,13 +203,13 @@ def missing(name: str) -> Any:
 
 
 def test_both_references_say_the_same_of_the_small_model(part, tiny):
-    found = part("reference").reference("tiny", tiny)
+    found = part("correctness").reference("tiny", tiny)
     assert (found["source"], found["missing"], found["problems"]) == ("by_transformers", [], [])
-    assert 0 < found["difference_of_both"] <= part("reference").SAME_MODEL
+    assert 0 < found["difference_of_both"] <= part("correctness").SAME_MODEL
 
 
 def test_without_transformers_the_portable_graph_is_the_reference(part, monkeypatch, tiny):
-    reference = part("reference")
+    reference = part("correctness")
     monkeypatch.setattr(reference, "by_transformers", missing("transformers"))
     found = reference.reference("tiny", tiny)
     assert (found["source"], found["problems"], found["difference_of_both"]) == ("by_portable_graph", [], None)
@@ -218,7 +218,7 @@ def test_without_transformers_the_portable_graph_is_the_reference(part, monkeypa
 
 
 def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny):
-    reference = part("reference")
+    reference = part("correctness")
     for name in ("transformers", "portable_graph"):
         monkeypatch.setattr(reference, f"by_{name}", missing(name))
     with pytest.raises(part("steps").NotHereError) as caught:
@@ -230,19 +230,19 @@ def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny):
 def test_verifying_without_any_reference_still_replays_the_golden_prompts(part, monkeypatch, tiny, tiny_bundle):
     (tiny.work / "cpu-tiny-int8").symlink_to(tiny_bundle)
     for name in ("transformers", "portable_graph"):
-        monkeypatch.setattr(part("reference"), f"by_{name}", missing(name))
-    found = part("verify").verify("cpu", "tiny", "int8", tiny)
+        monkeypatch.setattr(part("correctness"), f"by_{name}", missing(name))
+    found = part("correctness").verify("cpu", "tiny", "int8", tiny)
     assert found["problems"] == [] and found["golden"]["equal_tokens"] == found["golden"]["tokens"] > 0
     assert found["reference"] == {} and "no transformers" in found["missing"]
 
 
 def test_references_that_differ_are_a_problem(part):
-    reference = part("reference")
+    reference = part("correctness")
     limit = reference.SAME_MODEL
     one, other = (scale * np.arange(6.0).reshape(2, 3) for scale in (1.0, 1.1))
-    assert reference.problems(None) == reference.problems(limit) == []
-    assert len(reference.problems(reference.worst(other, one))) == 1
-    assert len(reference.problems(float("nan"))) == 1
+    assert reference.disagreement(None) == reference.disagreement(limit) == []
+    assert len(reference.disagreement(reference.worst(other, one))) == 1
+    assert len(reference.disagreement(float("nan"))) == 1
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
@@ -273,27 +273,27 @@ class Disturbed:
 
 
 def test_disturbed_rows_and_replays_are_found(part, tiny_bundle):
-    determinism = part("determinism")
+    determinism = part("correctness")
     prompts = [list(range(20 + i, 40 + 2 * i)) for i in range(3)]
     with load(tiny_bundle, self_test=False) as model:
         session = model.runner.session
         assert determinism.rows_apart(session, prompts) <= determinism.ROUNDING
         same = determinism.graphs_apart(session, prompts)
-        assert same == {"graph A": 0.0, "graph B": 0.0, "graph A again": 0.0} and determinism.problems(same) == []
+        assert same == {"graph A": 0.0, "graph B": 0.0, "graph A again": 0.0} and determinism.differences(same) == []
         apart = {"batch": determinism.rows_apart(Disturbed(session, second=1.0), prompts)}
         count = determinism.STEPS
         for name, number in {"graph A": 1, "graph B": count + 2, "graph A again": 3 * count - 1}.items():
             found = determinism.graphs_apart(Disturbed(session, steps=[number]), prompts)
             assert [where for where, distance in found.items() if distance > 0] == [name]
             apart |= {name: found[name]}
-    assert len(determinism.problems(apart)) == 4
+    assert len(determinism.differences(apart)) == 4
 
 
 def test_differences_within_rounding_are_figures_and_no_failure(part):
-    determinism = part("determinism")
+    determinism = part("correctness")
     limit = determinism.ROUNDING
-    assert determinism.problems({"graph A": limit, "batch": limit / 2, "prefill again": 0.0}) == []
-    found = determinism.problems({"graph A": 2 * limit, "prefill again": float("nan")})
+    assert determinism.differences({"graph A": limit, "batch": limit / 2, "prefill again": 0.0}) == []
+    found = determinism.differences({"graph A": 2 * limit, "prefill again": float("nan")})
     assert found == [
         f"graph A: logits are 0.2 apart (relative), at most {limit} is expected",
         f"prefill again: logits are nan apart (relative), at most {limit} is expected",
