@@ -232,7 +232,7 @@ def graphs_apart(session: Any, prompts: Sequence[Sequence[int]]) -> dict[str, fl
 
 def fed(session: Any, prompts: Sequence[Sequence[int]]) -> None:
     """Put each prompt but its last token into its row."""
-    session.reserve(len(prompts), max(map(len, prompts)) + 1)
+    session.cache.reserve(len(prompts), max(map(len, prompts)) + 1)
     for row, ids in enumerate(prompts):
         indices = np.zeros((1, 0), np.int64)
         session.run(Batch(Phase.PREFILL, np.array([ids[:-1]], np.int64), np.zeros(1, np.int64), indices, row))

@@ -71,7 +71,7 @@ def stepped(folder: Path, runtime: Any) -> dict[str, float]:
     zero = np.zeros((1, 1), np.int64)
     call = Batch(Phase.DECODE, zero + 10, np.array([past], np.int64), zero, 0)
     with contextlib.closing(cuda.CudaSession(folder, manifest, 1, runtime=runtime)) as session:
-        session.reserve(1, past + 1)
+        session.cache.reserve(1, past + 1)
         session.run(call)
         return spread([seconds_of(lambda: session.run(call)) for _ in range(STEPS)])
 

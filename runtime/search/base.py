@@ -65,7 +65,7 @@ class Strategy(Protocol):
 
 
 class Ending:
-    """When an output is finished.
+    """The ways in which an output ends.
 
     Args:
         max_tokens: new tokens at most, from 1.
@@ -80,7 +80,7 @@ class Ending:
         self._stops = stops
 
     def reason(self, tokens: Sequence[int]) -> FinishReason | None:
-        """Why the new ``tokens`` are a finished output, or None.
+        """The reason why the new ``tokens`` are a finished output, or None.
 
         Raises:
             ProcessorError: the stopping criterion raised.

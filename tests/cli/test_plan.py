@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmc.bundle import Limits
-from llmc.cli.plan import Stage, refusal
+from llmc.optimize.plan.stages import Stage, refusal
 from llmc.runtime.host.machine import Available
 from llmc.runtime.kv.budget import Plan
 

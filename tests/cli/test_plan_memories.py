@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from doubles.machines import NO_GPU, ORIN, RTX_4090
 
-from llmc.cli.plan import ONE_MEMORY, Memories, memories
 from llmc.errors import UsageError
 from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
+from llmc.optimize.plan.stages import ONE_MEMORY, Memories, memories
 from llmc.runtime.host.machine import Available
 from llmc.runtime.host.probe import Probe
 

@@ -13,7 +13,7 @@ from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 
 from llmc.bundle import FileEntry, read_bundle, write_manifest
 from llmc.optimize import build
-from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.tensorrt.select import select_graph
 from llmc.runtime.host import cuda
 from llmc.runtime.sessions.onnxruntime import cuda as cuda_session

@@ -32,7 +32,6 @@ CIRCULAR["items"] = CIRCULAR
 
 USAGE = [
     ({"regex": "a\ud800"}, "character 1 is a lone surrogate"),
-    ({"json_schema": 3}, "json_schema is int"),
     ({"json_schema": "{"}, "no JSON: Expecting property name"),
     ({"json_schema": "[1]"}, "JSON of type list, expected an object"),
     ({"json_schema": '{"a":' * 100_000}, "no JSON: maximum recursion depth"),

@@ -30,11 +30,11 @@ def test_without_its_cpu_features_prefill_runs_on_the_decode_graph(
     manifest = read_bundle(tiny_bundle)
     wanting = replace(manifest.graphs["prefill"], cpu_features=("vnni",))  # on Arm the builder asks for nothing
     manifest = replace(manifest, graphs=manifest.graphs | {"prefill": wanting})
-    monkeypatch.setattr(module, "cpu_features", frozenset)
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", frozenset)
     with caplog.at_level(logging.WARNING):
         session = open_session(tiny_bundle, manifest, 1)
     assert "lacks vnni: the prefill graph is not used" in caplog.text
-    session.reserve(1, 256)
+    session.cache.reserve(1, 256)
     ids = np.array([PROMPT])
     found = session.run(batch(Phase.PREFILL, ids, [0], [36])).copy()
     assert np.array_equal(found, session.run(batch(Phase.DECODE, ids, [0], [36])))
@@ -47,14 +47,14 @@ def graph(file: str, *features: str) -> Graph:
 
 def test_each_phase_uses_its_graph_where_the_cpu_can_run_it(manifest: Manifest, monkeypatch: pytest.MonkeyPatch):
     graphs = {"prefill": graph("p.onnx", "vnni"), "decode": graph("d.onnx")}
-    monkeypatch.setattr(module, "cpu_features", lambda: frozenset({"vnni", "more"}))
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", lambda: frozenset({"vnni", "more"}))
     assert usable_graphs(replace(manifest, graphs=graphs)) == {Phase.PREFILL: "p.onnx", Phase.DECODE: "d.onnx"}
-    monkeypatch.setattr(module, "cpu_features", frozenset)
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", frozenset)
     assert usable_graphs(replace(manifest, graphs=graphs)) == {Phase.PREFILL: "d.onnx", Phase.DECODE: "d.onnx"}
 
 
 def test_a_bundle_without_a_usable_graph_is_refused(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "cpu_features", frozenset)
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", frozenset)
     graphs = {"prefill": graph("p", "vnni"), "decode": graph("d", "amx")}
     with pytest.raises(BundleError, match="this CPU lacks amx, vnni; build the bundle for it"):
         open_session(tiny_bundle, replace(read_bundle(tiny_bundle), graphs=graphs), 1)
@@ -91,10 +91,10 @@ def test_an_unknown_engine_is_refused_by_name(tiny_bundle: Path):
 
 def test_closing_twice_is_allowed_and_frees_the_cache(tiny_bundle: Path):
     session = open_session(tiny_bundle, read_bundle(tiny_bundle), 1)
-    session.reserve(1, 256)
+    session.cache.reserve(1, 256)
     session.close()
     session.close()
-    assert session.capacity == 0
+    assert session.cache.capacity == 0
 
 
 def test_telemetry_is_off_before_the_library_is_imported():
