@@ -11,7 +11,6 @@ from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, read_export
 from llmc.cli import output as show
 from llmc.cli.build import PRECISIONS, chosen_precision
 from llmc.cli.options import EXISTING_FOLDER, SectionCommand, debug_option, json_option, memory_option, size
-from llmc.cli.summary import refuse_others
 from llmc.errors import LlmcError, ResourceError
 
 if TYPE_CHECKING:
@@ -72,6 +71,8 @@ def _geometry(path: Path) -> Geometry | None:
     Raises:
         LlmcError: the folder is none of llmc's, or broken.
     """
+    from llmc.cli.summary import refuse_others
+
     refuse_others(path)
     if (path / BUNDLE_MANIFEST).exists():
         return None
@@ -79,7 +80,7 @@ def _geometry(path: Path) -> Geometry | None:
         return read_export(path).geometry
     from llmc.export.sources.checkpoint import read_checkpoint
 
-    return read_checkpoint(path).config.geometry
+    return read_checkpoint(path).geometry
 
 
 def check_export(checkpoint: Path, memory: int | None = None) -> None:
@@ -93,7 +94,7 @@ def check_export(checkpoint: Path, memory: int | None = None) -> None:
     from llmc.runtime.kv.budget import usable_memory
 
     try:
-        plan = export_plan(read_checkpoint(checkpoint).config.geometry)
+        plan = export_plan(read_checkpoint(checkpoint).geometry)
     except LlmcError:
         return
     if problem := refusal([Stage(plan, plan.verdict(usable_memory(0, memory)))]):
