@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmc.bundle import CACHE_BYTES, EngineConfig, Geometry, Manifest
+from llmc.bundle import EngineConfig, Geometry, Manifest
 from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.host.cuda import DeviceInfo
 from llmc.runtime.kv.cache import tensors_of
