@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from llmc.inventory import Attention, Cache, Geometry, Linear, Mlp, Norm
+from llmc.inventory import EMBEDDING, HEAD, Attention, Cache, Geometry, Linear, Mlp, Norm
 
 RopeType = Literal["default", "linear", "llama3"]
 Activation = Literal["silu"]
@@ -114,7 +114,7 @@ class DecoderConfig:
         )
 
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+FINAL_NORM = "model.norm"
 
 
 def linears(config: DecoderConfig) -> tuple[Linear, ...]:
