@@ -168,8 +168,8 @@ class _Layer:
     def decide(self, hidden: Tensor) -> tuple[dict[str, NDArray[Any]], Tensor]:
         """Results by their names in the store, and the activations [n, length, hidden] after the quantized layer."""
         observed = self._observe(hidden)
-        # All foldings come before any integer, for they change linears of earlier points too; and from the last mapping
-        # to the first, so that scales are searched for weights that no later one changes.
+        # All foldings come before any integer, for they change linears of earlier mappings too; and from the last
+        # one to the first, so that scales are searched for weights that no later one changes.
         folded = {mapping: self._folded(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
         for mapping in self.mappings:
             for name in mapping.linears:
@@ -178,7 +178,7 @@ class _Layer:
         return self.arrays, self._advance(hidden)
 
     def _folded(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
-        """Fold what the recipe asks for into the point's linears; return the statistics of the scaled activation."""
+        """Fold what the recipe asks for into the mapping's linears; return the statistics of the scaled activation."""
         if not mapping.producer:
             return statistics
         if self.recipe.smoothing:

@@ -235,7 +235,7 @@ def scales_of_another_block(lowering: Lowered) -> None:
 
 
 def positions_one_too_far(lowering: Lowered) -> None:
-    for name in ("rotary_emb.cos", "rotary_emb.sin"):
+    for name in ("rotary_emb.0.cos", "rotary_emb.0.sin"):
         value = lowering.graph.initializers[name]
         turned = np.concatenate([value.const_value.numpy()[:1], value.const_value.numpy()[:-1]])
         value.const_value = ir.tensor(turned, name=name)
