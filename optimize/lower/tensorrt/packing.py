@@ -22,8 +22,8 @@ def pack_linears(graph: ir.Graph, context: LoweringContext) -> int:
     nodes = {node.name: node for node in nodes_of(graph, "Linear", LLMC)}
     count = 0
     for group in context.geometry.readers:
-        parts = [Linear.of(nodes[linear.name]) for linear in group]
-        if len(parts) > 1 and _belong_together(parts, context):
+        parts = [Linear.of(nodes[linear.name]) for linear in group if linear.name in nodes]
+        if len(parts) == len(group) > 1 and _belong_together(parts, context):
             pack(parts)
             count += 1
     return count
