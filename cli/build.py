@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import llmc
 from llmc.bundle import CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
 from llmc.cli import output as show
 from llmc.cli.inspect import engine_of, engine_rows
@@ -24,7 +23,7 @@ from llmc.cli.options import (
     memory_option,
 )
 from llmc.cli.stopping import cleanly_stopped
-from llmc.errors import UsageError, require
+from llmc.errors import require
 from llmc.publish import refuse_to_overwrite, room
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_com
 @click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
 @click.option("--plot", type=NEW_FILE, help="With --auto: draw speed against quality into this PNG file.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
-@click.option("--form", help="TensorRT: native, lengths (unproven) or primitives.  [default: what the library knows]")
+@click.option("--form", help="TensorRT: native or primitives.  [default: what the library knows]")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--hardware-compatibility", help="TensorRT: none, ampere or same.  [default: none]")
 @click.option("--version-compatible", is_flag=True, default=None, help="TensorRT: newer libraries may run the engine.")
@@ -98,6 +97,7 @@ def build_command(
     from llmc.optimize.auto.search import AutoReport, automatic
     from llmc.optimize.build import build
     from llmc.optimize.engine_request import EngineRequest
+    from llmc.optimize.recipe import find_recipe
 
     limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
     precision = chosen_precision(tuple(choices.pop(name) for name in PRECISIONS))
@@ -167,16 +167,6 @@ def calibration_request(text: Path | None, samples: int | None, length: int | No
         return StreamedDecoder(export, device)
 
     return CalibrationRequest(decoder, text, samples, length)
-
-
-def find_recipe(name: str | None) -> Path | None:
-    """The recipe file called ``name``: a path, or one of those that come with llmc, without its suffix."""
-    if name is None or Path(name).is_file():
-        return None if name is None else Path(name)
-    shipped = {path.stem: path for path in (Path(llmc.__path__[0]) / "recipes").glob("*.toml")}
-    if name not in shipped:
-        raise UsageError(f"no recipe {name!r}: neither a file nor one of {', '.join(sorted(shipped)) or 'none'}")
-    return shipped[name]
 
 
 def chosen_precision(flags: tuple[bool, ...]) -> str | None:

@@ -12,16 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmc.cli.answering import (
+    describe,
+    is_one,
+    loading,
+    max_context_option,
+    refuse_unseen,
+    self_test_option,
+    stats_option,
+)
 from llmc.cli.keys import Interrupts, interrupts
 from llmc.cli.options import (
     EXISTING_FILE,
-    SAMPLING_NAMES,
     SectionCommand,
     bundle_argument,
     debug_option,
     engine_options,
     memory_option,
-    sampling_options,
     take,
     threads_option,
     with_flags,
@@ -36,6 +43,7 @@ from llmc.cli.run import (
     self_test_option,
     stats_option,
 )
+from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
 from llmc.cli.saved import (
     Message,
     check_replaceable,

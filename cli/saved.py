@@ -60,7 +60,7 @@ def check_replaceable(path: Path, state: Path) -> None:
 
 
 def _is_state(path: Path) -> bool:
-    from llmc.runtime.cache_file import MAGIC
+    from llmc.runtime.kv.cache_file import MAGIC
 
     if os.path.islink(path) or not os.path.isfile(path):
         return False

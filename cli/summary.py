@@ -1,4 +1,4 @@
-"""What a checkpoint, an export or a bundle holds, read without an engine: the library half of ``llmc inspect``."""
+"""A checkpoint, an export or a bundle, read without an engine: the library half of ``llmc inspect``."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +8,7 @@ from llmc.bundle import Geometry, Manifest, Source
 from llmc.errors import BundleError, UsageError
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.sources.safetensors import DTYPE_NAMES, Shard, read_shards
-from llmc.runtime.kv_cache import rounded_up
-from llmc.runtime.memory import plan_load
+from llmc.runtime.kv.budget import plan_load, rounded_up
 
 CONFIG_FILE = "config.json"
 
@@ -58,17 +57,23 @@ def summarize(path: Path, context: int | None = None, batch: int = 1) -> Summary
         BundleError, CheckpointError: the folder is none of these, or broken.
         UsageError: ``context`` or ``batch`` is beyond what it can run with.
     """
-    for name, read in (
-        (bundle.BUNDLE_MANIFEST, _of_bundle),
-        (bundle.EXPORT_MANIFEST, _of_export),
-        (CONFIG_FILE, _of_checkpoint),
-    ):
-        if (path / name).exists():
-            return read(path, context, batch)
-    raise BundleError(
-        f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor {CONFIG_FILE} "
-        "(a Hugging Face checkpoint) is here"
-    )
+    refuse_others(path)
+    if (path / bundle.BUNDLE_MANIFEST).exists():
+        return _of_bundle(path, context, batch)
+    return (_of_export if (path / bundle.EXPORT_MANIFEST).exists() else _of_checkpoint)(path, context, batch)
+
+
+def refuse_others(path: Path) -> None:
+    """Refuse a folder that is neither a bundle, nor an export, nor a checkpoint.
+
+    Raises:
+        BundleError: with the files that tell.
+    """
+    if not any((path / name).exists() for name in (bundle.BUNDLE_MANIFEST, bundle.EXPORT_MANIFEST, CONFIG_FILE)):
+        raise BundleError(
+            f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
+            f"{CONFIG_FILE} (a Hugging Face checkpoint) is here"
+        )
 
 
 def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:

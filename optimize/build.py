@@ -65,11 +65,11 @@ from llmc.optimize.targets import Capabilities, capabilities
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.publish import file_entries, staged
 from llmc.runtime import Model, load
-from llmc.runtime.compiled import compile_bundle
 from llmc.runtime.host import disk_cache
-from llmc.runtime.memory import usable_memory
+from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES
-from llmc.runtime.sessions.onnxruntime import import_onnxruntime
+from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
+from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 
 if TYPE_CHECKING:
     from llmc.optimize.engine import EngineSpec

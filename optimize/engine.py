@@ -17,19 +17,18 @@ from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, Options
 from llmc.optimize.tensorrt.select import build_select
 from llmc.plans import version
-from llmc.runtime.engine_library import library_version, load_library, make_builder
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.probe import Device, probe_driver
-from llmc.runtime.sessions.tensorrt_engine import platform_name as platform_name
+from llmc.runtime.sessions.tensorrt.engine import platform_name as platform_name
+from llmc.runtime.sessions.tensorrt.library import library_version, load_library, make_builder
 
 T = TypeVar("T")
 
 ENGINE_FILE = "engine.plan"
 SELECT_FILE = "select.plan"
 INSPECTOR_FILE = "engine.json"
-# Graph forms by preference; the lengths form computes less and is unproven, so it is only made when asked for.
+# Graph forms by preference.
 FORMS = ("native", "primitives")
-ALL_FORMS = ("native", "lengths", "primitives")
 # The first bucket, and the largest of what follows: each doubles, so at most half of what attention looks at is empty.
 FIRST_BUCKET = 256
 BLOCK = 64
@@ -122,13 +121,12 @@ def resolve_engine(
 
 def _form(asked: str | None, library: Any, target: Capabilities, lowered: Path | None) -> str:
     """The form that was asked for, or the best that the library knows; without a library all are possible."""
-    possible = ALL_FORMS if library is None else abilities(library).forms
-    form = asked or next(form for form in FORMS if form in possible)
-    if form not in possible and lowered is not None:  # native and lengths are made of one graph, primitives of another
-        other = next(form for form in ALL_FORMS if form in possible)
+    possible = FORMS if library is None else abilities(library).forms
+    form = asked or possible[0]
+    if form not in possible and lowered is not None:
         raise BuildError(
             f"{lowered} holds a graph of the form {form}, {target.engine} here takes {', '.join(possible)}; build the "
-            f"bundle again from its export with --form {other}"
+            f"bundle again from its export with --form {possible[0]}"
         )
     if form not in possible:
         raise UsageError(f"form is {form!r}, expected one of {', '.join(possible)} for {target.engine} here")

@@ -8,7 +8,7 @@ class EngineRequest:
     """How an engine is to be compiled; None leaves it to llmc.
 
     Attributes:
-        form: native, lengths (unproven) or primitives; default: native where the library has what it takes.
+        form: native or primitives; default: native where the library has what it takes.
         compute_capabilities: of the GPUs to build for, with commas between them, as "8.6,8.9"; TensorRT-RTX only.
         hardware_compatibility: none (default), ampere (all from 8.0 on) or same (same compute capability).
         version_compatible: whether newer versions of the library may run it (default false).

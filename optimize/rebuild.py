@@ -27,7 +27,7 @@ from llmc.optimize.progress import Progress, silent
 from llmc.optimize.targets import capabilities
 from llmc.publish import file_entries, refuse_to_overwrite, staged
 from llmc.runtime import load
-from llmc.runtime.memory import usable_memory
+from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import replay
 
 log = logging.getLogger(__name__)

@@ -12,17 +12,17 @@ from typing import Any
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import EngineClosedError, UsageError
-from llmc.runtime.engine import Engine
-from llmc.runtime.handle import Handle
+from llmc.runtime.api.handle import Handle
+from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
+from llmc.runtime.api.request import Request
+from llmc.runtime.api.results import GenerationResult
+from llmc.runtime.engine.engine import Engine
+from llmc.runtime.engine.input_processor import token_ids
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
-from llmc.runtime.intake import token_ids
-from llmc.runtime.memory import check_load
-from llmc.runtime.options import Determinism, EngineOptions, row_limit
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.prefix_store import PrefixStore
-from llmc.runtime.request import Request
-from llmc.runtime.results import GenerationResult
-from llmc.runtime.runner import Runner
+from llmc.runtime.kv.budget import check_load
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
+from llmc.runtime.runner.prefill import Runner
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import emulated, open_session
 from llmc.runtime.speculation import Drafter, ModelDrafter, PromptLookup
@@ -56,7 +56,7 @@ def load(
         memory: bytes that this process may take, in which the whole of ``max_context`` must fit; default: what is
             available, and the cache is held against it as it grows.
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
-        options: fields of :class:`llmc.runtime.options.EngineOptions`.
+        options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
         GpuError: GPU, driver or engine library are missing, unsupported or fail.
@@ -162,7 +162,7 @@ class Model:
             return self._engine
 
     def submit(self, request: Request) -> Handle:
-        """:meth:`llmc.runtime.engine.Engine.submit`; the handle keeps the model."""
+        """:meth:`llmc.runtime.engine.engine.Engine.submit`; the handle keeps the model."""
         if not isinstance(request, Request):
             raise UsageError(f"submit takes a Request, not {request!r:.60}; stream and generate take prompts")
         handle = self.engine.submit(request)
@@ -174,7 +174,7 @@ class Model:
 
         Args:
             sampling: fields of :class:`llmc.runtime.sampling.SamplingParams`, where what is left out comes from the
-                checkpoint's generation defaults, and those of :class:`llmc.runtime.request.Request`.
+                checkpoint's generation defaults, and those of :class:`llmc.runtime.api.request.Request`.
 
         Raises:
             RequestError: the prompt is empty or too long, or is not valid text.
@@ -201,7 +201,7 @@ class Model:
 
         Args:
             arguments: fields of :class:`llmc.runtime.sampling.SamplingParams` and of
-                :class:`llmc.runtime.request.Request`.
+                :class:`llmc.runtime.api.request.Request`.
 
         Raises:
             RequestError: the prompt is not valid text.

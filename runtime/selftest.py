@@ -13,9 +13,9 @@ import numpy as np
 
 from llmc.bundle import GoldenPrompt, read_bundle, verify_files
 from llmc.errors import BundleError
-from llmc.runtime.compiled import cached_entry, environment
 from llmc.runtime.host import disk_cache
 from llmc.runtime.model import Model, load
+from llmc.runtime.sessions.onnxruntime.compiled import cached_entry, environment
 
 log = logging.getLogger(__name__)
 

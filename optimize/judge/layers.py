@@ -22,7 +22,7 @@ from llmc.optimize.judge.reference import Float, Ids, Reference, empty_caches, o
 from llmc.optimize.lower.rewrite import MICROSOFT, nodes_of
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.runtime.sessions import Phase
-from llmc.runtime.sessions.onnxruntime import translated, usable_graphs
+from llmc.runtime.sessions.onnxruntime.cpu import translated, usable_graphs
 
 # The decode path takes one call per token and layer, and one window is enough to tell layers apart.
 WINDOWS = 1

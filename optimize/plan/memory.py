@@ -20,7 +20,7 @@ from llmc.optimize.lower.context import (
 )
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import needs_calibration
-from llmc.runtime.memory import Plan
+from llmc.runtime.kv.budget import Plan
 
 MB = 1_000_000
 # Python, numpy, tokenizers, jinja2 and onnxruntime after their import and the first run: half of it pages of libraries.

@@ -1,13 +1,13 @@
 """What an installed TensorRT or TensorRT-RTX can do, asked from its interface and never from its version.
 
 What the interface has, was seen in the bindings of 10.3, 10.13, 10.16 and 11.4 and of TensorRT-RTX 1.7
-(``tests/data/tensorrt_api``): native caches and attention since 10.15, lengths since 11.
+(``tests/data/tensorrt_api``): native caches and attention since 10.15.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-NATIVE, LENGTHS, PRIMITIVES = "native", "lengths", "primitives"
+NATIVE, PRIMITIVES = "native", "primitives"
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,6 @@ class Abilities:
     Attributes:
         native_cache: caches that are updated in place (KV_CACHE_UPDATE).
         native_attention, rotary, rms_norm: attention, rotary embedding and RMS norm as layers of their own.
-        attention_lengths: attention takes the lengths of keys and a mask aligned to the lower right.
         int4, fp8, fp4, bf16: data types.
         strongly_typed: types come from the graph alone; libraries without the switch know nothing else.
         strip, refit: engines without weights, and engines whose weights can be set again.
@@ -35,7 +34,6 @@ class Abilities:
     native_attention: bool
     rotary: bool
     rms_norm: bool
-    attention_lengths: bool
     int4: bool
     fp8: bool
     fp4: bool
@@ -55,8 +53,7 @@ class Abilities:
     def forms(self) -> tuple[str, ...]:
         """Forms of the lowered graph that this library builds, the preferred one first."""
         native = self.native_cache and self.native_attention and self.rotary and self.rms_norm
-        forms = [(NATIVE, native), (LENGTHS, native and self.attention_lengths), (PRIMITIVES, True)]
-        return tuple(form for form, possible in forms if possible)
+        return (NATIVE, PRIMITIVES) if native else (PRIMITIVES,)
 
 
 def abilities(library: Any) -> Abilities:
@@ -76,9 +73,6 @@ def abilities(library: Any) -> Abilities:
         native_attention=has("INetworkDefinition.add_attention") and has("LayerType.ATTENTION_INPUT"),
         rotary=has("INetworkDefinition.add_rotary_embedding"),
         rms_norm=has("INetworkDefinition.add_normalization_v2"),
-        attention_lengths=has("IAttention.key_value_lengths")
-        and has("CausalMaskKind.LOWER_RIGHT")
-        and has("INetworkDefinition.add_attention_v2"),
         int4=has("DataType.INT4"),
         fp8=has("DataType.FP8"),
         fp4=has("DataType.FP4"),

@@ -11,7 +11,7 @@ int8 and 2.0 in int4, and 0.3 GB besides; :class:`~llmc.optimize.tensorrt.order.
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,13 @@ from typing import Any
 from llmc.errors import BuildError, GpuError, ResourceError, UsageError
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.tensorrt import timing_cache
-from llmc.optimize.tensorrt.abilities import LENGTHS, Abilities, abilities
+from llmc.optimize.tensorrt.abilities import Abilities, abilities
 from llmc.optimize.tensorrt.inspector import Engine, inspect_engine, write_inspector
 from llmc.optimize.tensorrt.messages import dropped, failure, remarks
 from llmc.optimize.tensorrt.monitor import STEP, MemoryWatch, Monitor, Writer
-from llmc.optimize.tensorrt.network import ATTENDED, Network, profile_shapes, read_graph
+from llmc.optimize.tensorrt.network import Network, profile_shapes, read_graph
 from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, EngineReport, Options, Ranges
-from llmc.runtime.engine_library import Message, library_version, logger, make_builder
+from llmc.runtime.sessions.tensorrt.library import Message, library_version, logger, make_builder
 
 PARSING = "reading the graph"
 
@@ -42,14 +42,13 @@ class _Work:
     output: Path
     profiles: Sequence[Ranges]
     options: Options
-    shapes_only: tuple[str, ...]
 
 
 def build_engine(library: Any, graph: Path, order: EngineOrder, *, progress: Progress = silent) -> EngineReport:
     """Build a decoder's engine with its two profiles and write it, or write nothing.
 
     Args:
-        library: the module tensorrt or tensorrt_rtx, see :func:`llmc.runtime.engine_library.load_library`.
+        library: the module tensorrt or tensorrt_rtx, see :func:`llmc.runtime.sessions.tensorrt.library.load_library`.
         graph: lowered ONNX file; its weights lie beside it.
         order: what to build, and where to.
         progress: called with how far the build is.
@@ -61,13 +60,6 @@ def build_engine(library: Any, graph: Path, order: EngineOrder, *, progress: Pro
         ResourceError: memory or disk does not suffice.
         KeyboardInterrupt: Ctrl-C stopped the build.
     """
-
-    def prepare(network: Network) -> None:
-        if order.form == LENGTHS:
-            network.attend_by_lengths()
-        network.allow_decomposition()
-
-    shapes_only = (ATTENDED,) if order.form == LENGTHS else ()
     return build_graph(
         library,
         graph,
@@ -75,8 +67,6 @@ def build_engine(library: Any, graph: Path, order: EngineOrder, *, progress: Pro
         order.profiles,
         order.options,
         capacity=order.capacity,
-        prepare=prepare,
-        shapes_only=shapes_only,
         inspector=order.inspector,
         progress=progress,
     )
@@ -90,15 +80,10 @@ def build_graph(
     options: Options,
     *,
     capacity: int | None = None,
-    prepare: Callable[[Network], None] = lambda network: None,
-    shapes_only: tuple[str, ...] = (),
     inspector: Path | None = None,
     progress: Progress = silent,
 ) -> EngineReport:
-    """Build any graph with one profile for each of ``profiles``; ``prepare`` may change the network before.
-
-    ``shapes_only`` names inputs of which only the shape counts. Errors are those of :func:`build_engine`.
-    """
+    """Build any graph with one profile for each of ``profiles``. Errors are those of :func:`build_engine`."""
     start = time.perf_counter()
     can = abilities(library)
     _check(library, can, options)
@@ -106,8 +91,8 @@ def build_graph(
     model = read_graph(graph, capacity)
     builder = make_builder(library)
     network = Network(library, builder, graph, model)
-    prepare(network)
-    work = _Work(library, can, builder, network, output, profiles, options, shapes_only)
+    network.allow_decomposition()
+    work = _Work(library, can, builder, network, output, profiles, options)
     memory = MemoryWatch()
     messages = _build(work, memory, progress)
     engine = inspect_engine(library, output) if can.inspector else None
@@ -155,7 +140,7 @@ def _build(work: _Work, memory: MemoryWatch, progress: Progress) -> list[Message
     try:
         with native.collected() as messages, memory:
             built = monitor.watch(partial(_serialize, work, config, staged))
-        lost = dropped(messages, work.shapes_only)
+        lost = dropped(messages)
         if not built or any(message.severity == "INTERNAL_ERROR" for message in messages):
             raise failure(f"building {work.output.name}", messages)
         if lost:

@@ -13,12 +13,12 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from llmc.errors import BuildError
-from llmc.optimize.tensorrt.abilities import LENGTHS, abilities
+from llmc.optimize.tensorrt.abilities import abilities
 from llmc.optimize.tensorrt.messages import dropped
 from llmc.optimize.tensorrt.order import Layer, Ranges
-from llmc.runtime.engine_library import logger
+from llmc.runtime.sessions.tensorrt.library import logger
 
-CAPACITY, ATTENDED = "capacity", "cache_slots"
+CAPACITY = "capacity"
 INTEGERS = {"INT32", "INT64", "BOOL"}
 NAMED_AT_MOST = 4
 
@@ -128,78 +128,12 @@ class Network:
 
     # ------------------------------------------------------------------------------------------------- attention
 
-    def allow_decomposition(self) -> int:
-        """Let attention run as several kernels where no fused one fits, as in float32; return how many there are."""
-        found = 0
-        for layer in self._attentions():
-            layer.attention.decomposable = True
-            found += 1
-        return found
-
-    def attend_by_lengths(self) -> None:
-        """Give attention the lengths of keys instead of a mask: the form ``lengths``. Not run on a GPU yet.
-
-        ``past_lengths`` plus the new tokens is how many keys each row has; a mask aligned to the lower right then
-        lets token i of S see the keys up to ``length - S + i``.
-
-        Raises:
-            BuildError: the library's attention takes no lengths, the network has no attention, or one with a mask that
-                lengths cannot say (a sliding window).
-        """
-        if LENGTHS not in abilities(self.library).forms:
-            raise BuildError("this library's attention takes no lengths of keys; build the form native")
-        attentions = list(self._attentions())
-        if not attentions:
-            raise BuildError("the form lengths was asked for, and the network has no attention layer to change")
-        for layer in attentions:
-            self._check_causal(layer.attention)
-        lengths = self._lengths()
-        for layer in attentions:
-            self._replace_by_lengths(layer.attention, lengths)
-
-    def _check_causal(self, attention: Any) -> None:
-        """Lengths say what the mask ``cache_slots <= position`` says, and no more."""
-        mask = attention.mask.name if attention.mask is not None else ""
-        maker = next((node for node in self.graph.node if mask and mask in node.output), None)
-        if maker is None or maker.op_type != "LessOrEqual" or maker.input[0] != ATTENDED:
-            found = f"{maker.op_type} {maker.name}" if maker else "nothing"
-            raise BuildError(
-                f"{attention.name}: the form lengths cannot replace a mask that {found} makes, as of a sliding window; "
-                "build the form native"
-            )
-
-    def _replace_by_lengths(self, old: Any, lengths: Any) -> None:
-        """Put attention without a mask in the place of ``old``: a mask cannot be taken away again."""
-        tensors = [old.get_input(i) for i in range(3)]  # queries, keys, values
-        kind = self.library.CausalMaskKind.LOWER_RIGHT
-        new = self.native.add_attention_v2(*tensors, old.norm_op, kind)
-        new.name = f"{old.name}.lengths"
-        new.key_value_lengths = lengths
-        output = old.get_output(0)
-        for reader in self.layers():
-            for index in range(reader.num_inputs):
-                tensor = reader.get_input(index)
-                if tensor is not None and tensor.name == output.name:
-                    reader.set_input(index, new.get_output(0))
-
-    def _attentions(self) -> Iterator[Any]:
-        if not abilities(self.library).native_attention:
-            return
+    def allow_decomposition(self) -> None:
+        """Let attention run as several kernels where no fused one fits, as in float32."""
         for layer in self.layers():
-            if layer.type == self.library.LayerType.ATTENTION_INPUT:
+            if layer.type.name == "ATTENTION_INPUT":
                 layer.__class__ = self.library.IAttentionInputLayer  # the documented way to downcast
-                yield layer
-
-    def _lengths(self) -> Any:
-        """Valid keys of each row, int32 [batch]."""
-        inputs = {tensor.name: tensor for tensor in self.inputs()}
-        network, library = self.native, self.library
-        shape = network.add_shape(inputs["input_ids"]).get_output(0)
-        tokens = network.add_slice(shape, (1,), (1,), (1,)).get_output(0)
-        both = network.add_elementwise(inputs["past_lengths"], tokens, library.ElementWiseOperation.SUM)
-        lengths = network.add_cast(both.get_output(0), library.DataType.INT32)
-        lengths.name = "key_value_lengths"
-        return lengths.get_output(0)
+                layer.attention.decomposable = True
 
     # --------------------------------------------------------------------------------------------------- summary
 

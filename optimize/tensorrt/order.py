@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmc.errors import UsageError
-from llmc.optimize.tensorrt.abilities import LENGTHS, NATIVE, PRIMITIVES
+from llmc.optimize.tensorrt.abilities import NATIVE, PRIMITIVES
 from llmc.plans import Profile
 
-FORMS = (NATIVE, LENGTHS, PRIMITIVES)
+FORMS = (NATIVE, PRIMITIVES)
 OPTIMIZATION_LEVELS = range(6)
 # What a bundle calls them, and the library's names.
 HARDWARE_COMPATIBILITY = {"none": "NONE", "ampere": "AMPERE_PLUS", "same": "SAME_COMPUTE_CAPABILITY"}
@@ -61,7 +61,7 @@ class EngineOrder:
         output: the engine's file; its folder must be there.
         buckets: numbers of cache positions that attention may look at, ascending.
         decode, prefill: the largest calls of the optimisation profiles 0 and 1.
-        form: native, lengths or primitives, see :class:`llmc.plans.EnginePlan`.
+        form: native or primitives, see :class:`llmc.plans.EnginePlan`.
         capacity: positions of the cache, made static; None where they vary with the bucket (primitives).
         inspector: file for the summary of the layers; None writes none.
     """

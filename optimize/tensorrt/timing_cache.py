@@ -5,8 +5,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llmc.runtime.engine_library import logger
 from llmc.runtime.host.disk_cache import written
+from llmc.runtime.sessions.tensorrt.library import logger
 
 log = logging.getLogger(__name__)
 

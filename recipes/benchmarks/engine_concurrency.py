@@ -22,7 +22,7 @@ from engine_measures import (
 )
 
 from llmc.runtime import Delta, Model, Request, SamplingParams, load
-from llmc.runtime.engine import Engine
+from llmc.runtime.engine.engine import Engine
 
 MIN_GAIN = {"int8": 3.0, "int4": 2.0}  # 8 requests together, by precision
 MAX_SLOWDOWN = 2.0  # 95th percentile of gaps beside a prefill
@@ -51,7 +51,7 @@ class Throughput:
 
     @property
     def gain(self) -> float:
-        """How many times sooner they are done together."""
+        """Time one after another over time together."""
         return median_ratio(self.serial_s, self.together_s)
 
 

@@ -23,7 +23,7 @@ from python_overhead import engine_runs
 from sampling import SETTINGS, peaked
 
 from llmc.runtime import Model, Request, SamplingParams, load
-from llmc.runtime.engine import Engine
+from llmc.runtime.engine.engine import Engine
 from llmc.runtime.sessions import Batch
 
 MAX_SHARE = 0.1  # of the time inside ONNX Runtime

@@ -96,7 +96,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Task:
-    """What every system is measured on; ``reference`` is float32 [windows, length, V], files go into ``folder``."""
+    """The text and reference of all systems; ``reference`` is float32 [windows, length, V], files go to ``folder``."""
 
     windows: NDArray[np.int64]
     reference: NDArray[np.float32]

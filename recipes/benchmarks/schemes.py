@@ -1,4 +1,4 @@
-"""What each quantization scheme costs in quality: build the small model with it, and judge both paths of the bundle.
+"""Cost of each quantization scheme in quality: build the small model with it, and judge both paths of the bundle.
 
     python schemes.py [NAME ...] [--windows 16]
 

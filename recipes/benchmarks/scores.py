@@ -1,4 +1,4 @@
-"""How far logits are from reference logits of the same positions, and how sure the figures are."""
+"""Distance of logits from reference logits of the same positions, with standard errors."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ import numpy as np
 from engine_measures import Check, OtherLoad, Report, arguments, engine_on, print_rows, tokens
 
 from llmc.runtime import GenerationResult, Model, Request, SamplingParams, load
-from llmc.runtime.engine import Engine
+from llmc.runtime.engine.engine import Engine
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.speculation import LENGTHS, Drafter, PromptLookup
 
@@ -58,7 +58,7 @@ class OracleDraft:
         self._whole: dict[tuple[int, ...], list[int]] = {}
 
     def learn(self, prompt: Sequence[int], new: Sequence[int]) -> None:
-        """What follows ``prompt``."""
+        """Remember the continuation of ``prompt``."""
         corrupted = [
             (token + 1) % self._vocab_size if self._generator.random() < self._wrong else token for token in new
         ]

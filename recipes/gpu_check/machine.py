@@ -127,7 +127,7 @@ def opened_driver() -> Any:
         NotHereError: there is none, or it has no GPU.
     """
     from llmc.errors import GpuError
-    from llmc.runtime.cuda import open_driver
+    from llmc.runtime.host.cuda import open_driver
 
     try:
         return open_driver()
@@ -170,7 +170,7 @@ def library(target: str, emulate: bool) -> dict[str, Any]:
 
 
 def _onnxruntime(target: str) -> dict[str, Any]:
-    from llmc.runtime.sessions.onnxruntime import import_onnxruntime
+    from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 
     runtime = import_onnxruntime("0")
     return {
@@ -189,7 +189,7 @@ def _onnxruntime_cuda(target: str) -> dict[str, Any]:
 
 def _tensorrt(target: str) -> dict[str, Any]:
     from llmc.errors import GpuError
-    from llmc.runtime.engine_library import library_version, load_library
+    from llmc.runtime.sessions.tensorrt.library import library_version, load_library
 
     try:
         found = load_library(target)

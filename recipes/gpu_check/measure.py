@@ -51,7 +51,7 @@ def driver(on_device: bool) -> Iterator[Any]:
     if not on_device:
         yield None
         return
-    from llmc.runtime.cuda import open_driver
+    from llmc.runtime.host.cuda import open_driver
 
     gpu = open_driver()
     try:

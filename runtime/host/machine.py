@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from llmc.bundle import Graph, Manifest
+
 CGROUP = Path("/sys/fs/cgroup")
 # Linux's names of the instructions that multiply uint8 by int8 and accumulate in 32 bits without saturating.
 VNNI_FLAGS = {"avx512_vnni", "avx_vnni"}
@@ -44,6 +46,12 @@ def cpu_features() -> frozenset[str]:
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
     return frozenset({"vnni"}) if VNNI_FLAGS & _cpu_flags() else frozenset()
+
+
+def computable(manifest: Manifest) -> dict[str, Graph]:
+    """The graphs of a bundle by name that compute correctly on this CPU."""
+    here = cpu_features()
+    return {name: graph for name, graph in manifest.graphs.items() if here.issuperset(graph.cpu_features)}
 
 
 def cpu_model() -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from llmc.errors import UsageError
-from llmc.runtime.costs import StepCosts
+from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sessions.base import Phase
 
 LENGTHS = (1, 3, 5, 7, 11, 15)

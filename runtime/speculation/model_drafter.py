@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from llmc.bundle import TOKENIZER_FILE, Manifest
 from llmc.errors import DraftError, ResourceError
 from llmc.runtime.host.machine import available_memory
-from llmc.runtime.kv_cache import next_capacity
-from llmc.runtime.memory import MB
-from llmc.runtime.runner import Runner, batch, chunks
+from llmc.runtime.kv.budget import MB, next_capacity
+from llmc.runtime.runner.prefill import Runner, batch, chunks
 from llmc.runtime.sessions.base import Phase
 from llmc.runtime.text.tokenizer import Tokenizer
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from llmc.runtime.costs import StepCosts
+from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sessions.base import Phase
 from llmc.runtime.speculation.control import LENGTHS, TRIAL, DraftLength, Ledger
 from llmc.runtime.speculation.drafters import Drafter

@@ -116,11 +116,11 @@ def test_target_and_precision_reach_the_library(
 
 
 def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: FakeLibrary, export_folder: Path):
-    options = ["--form", "lengths", "--compute-capabilities", "8.6,8.9", "--hardware-compatibility", "ampere"]
+    options = ["--form", "native", "--compute-capabilities", "8.6,8.9", "--hardware-compatibility", "ampere"]
     options += ["--version-compatible", "--stripped", "--deferred"]
     assert llmc("build", export_folder, "-o", "out", "--target", "tensorrt-rtx", *options).code == 0
     assert library.built[0]["engine"] == EngineRequest(
-        form="lengths",
+        form="native",
         compute_capabilities="8.6,8.9",
         hardware_compatibility="ampere",
         version_compatible=True,
@@ -153,7 +153,7 @@ def test_a_flag_that_is_not_given_leaves_the_choice_to_the_recipe(llmc: Any, lib
             ["--target", "tensorrt", "--deferred", "--hardware-compatibility", "any"],
             "expected one of none, ampere, same",
         ),
-        (["--target", "tensorrt", "--deferred", "--form", "fast"], "expected one of native, lengths, primitives"),
+        (["--target", "tensorrt", "--deferred", "--form", "fast"], "expected one of native, primitives"),
     ],
 )
 def test_contradictions_exit_with_2_and_one_sentence(
@@ -292,7 +292,7 @@ def test_layers_of_16_bits_are_not_looked_into(
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: Available(64_000 * MB, "cgroup"))
+    monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: Available(64_000 * MB, "cgroup"))
     return lambda probe: monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: probe)
 
 

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 from llmc import errors
-from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, calls, intake, model
+from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, model
+from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK
+from llmc.runtime.engine import input_processor
+from llmc.runtime.engine.scheduler import ARRIVALS_PER_PRIORITY
 from llmc.runtime.guided import grammars, json_schema
+from llmc.runtime.kv.prefix_cache import BLOCK
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.prometheus import EngineCollector
-from llmc.runtime.prefix_cache import BLOCK
+from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAPH_FROM
 from llmc.runtime.sampling import STEPS
-from llmc.runtime.scheduler import ARRIVALS_PER_PRIORITY, DECODE_STEPS_PER_CHUNK
+from llmc.runtime.sampling.params import PARAMETERS
 from llmc.runtime.speculation import LENGTHS, control
 
 TABLE = re.compile(r"^\|(?P<head>[^\n]+)\|\n\|[-:| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n)+)", re.M)
@@ -25,8 +29,8 @@ MB = 1_000_000
 IN_WORDS = [
     f"a step of priority is worth {ARRIVALS_PER_PRIORITY} arrivals",
     f"Blocks of {BLOCK} tokens",
-    f"`sink` keeps the first {intake.SINK_TOKENS} tokens",
-    f"in chunks of {calls.CHUNK_WITH_ALL_LOGITS} tokens, without the prefix cache",
+    f"`sink` keeps the first {input_processor.SINK_TOKENS} tokens",
+    f"in chunks of {CHUNK_WITH_ALL_LOGITS} tokens, without the prefix cache",
     f"at most {model.PENDING_BYTES // MB} MB waiting",
     f"at most {model.PREFIX_BYTES // MB} MB |",
     f"({', '.join(map(str, LENGTHS[:-1]))} or {LENGTHS[-1]}, at most",
@@ -41,7 +45,7 @@ IN_WORDS = [
     f"The last {grammars._MOST_GRAMMARS} grammars",
     f"with {DECODE_STEPS_PER_CHUNK} decode steps",
     f"in blocks of {BLOCK} tokens",
-    f"from {calls.PREFILL_GRAPH_FROM['int8']} rows (int8) or {calls.PREFILL_GRAPH_FROM['int4']} (int4) on",
+    f"from {PREFILL_GRAPH_FROM['int8']} rows (int8) or {PREFILL_GRAPH_FROM['int4']} (int4) on",
 ]
 
 
@@ -102,6 +106,29 @@ def test_tables_list_every_field_with_its_default(readme: str, column: str, kind
     assert {name: type(value) for name, value in listed.items() if isinstance(value, bool)} == {
         name: type(value) for name, value in real.items() if isinstance(value, bool)
     }
+
+
+def parameter_tables() -> dict[str, str]:
+    """The tables of parameters by their heading, from what SamplingParams states."""
+    rows: dict[str, list[list[str]]] = {}
+    for field in fields(SamplingParams):
+        stated = PARAMETERS[field.name]
+        meaning = "; ".join(filter(None, (stated.meaning, stated.range.note))) + stated.more
+        cells = [f"`{field.name}`", stated.short or stated.range.short, f"`{field.default!r}`", meaning, stated.source]
+        rows.setdefault(stated.section, []).append(cells)
+    return {section: table(listed) for section, listed in rows.items()}
+
+
+def table(rows: list[list[str]]) -> str:
+    width = 5 if any(row[4] for row in rows) else 4
+    lines = [["parameter", "range", "default", "meaning", "source"], ["---"] * 5, *rows]
+    text = ["| " + " | ".join(line[:width]) + " |" for line in lines]
+    return re.sub(r"(?<=\|) +(?=\|)", " ", "\n".join(text)).replace("| --- ", "|---").replace("--- |", "---|") + "\n"
+
+
+@pytest.mark.parametrize("section", parameter_tables())
+def test_tables_of_parameters_are_those_that_the_fields_state(readme: str, section: str):
+    assert f"### {section}\n\n{parameter_tables()[section]}\n" in readme
 
 
 def test_a_wrong_default_or_a_missing_row_would_be_seen(readme: str):

@@ -14,10 +14,10 @@ def ticking() -> SimpleNamespace:
 
 def even_costs(patch: pytest.MonkeyPatch) -> None:
     """Every call of a session takes a second and drafting none, so drafts pay as soon as one of them is right."""
-    patch.setattr("llmc.runtime.calls.time", ticking())
+    patch.setattr("llmc.runtime.runner.model_runner.time", ticking())
     patch.setattr("llmc.runtime.speculation.speculator.perf_counter", lambda: 0.0)
 
 
 def even_pace(patch: pytest.MonkeyPatch) -> None:
     """A chunk of a prompt takes an engine as long as a step of decoding, so none has to be paid back by many."""
-    patch.setattr("llmc.runtime.continuous.time", ticking())
+    patch.setattr("llmc.runtime.engine.continuous.time", ticking())

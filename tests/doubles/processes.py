@@ -7,7 +7,7 @@ from pathlib import Path
 _SLOW = """
 import sys, time
 from llmc.cli.main import main
-from llmc.runtime.engine import Engine
+from llmc.runtime.engine.engine import Engine
 
 step = Engine.step
 

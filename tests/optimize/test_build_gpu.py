@@ -52,8 +52,8 @@ def no_driver(*_: object, **__: object) -> None:
 def no_gpu() -> Iterator[None]:
     """Whatever machine this is, it has no GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmc.runtime.sessions.tensorrt.open_driver", no_driver)
-        patch.setattr("llmc.runtime.sessions.cuda.open_driver", no_driver)
+        patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
+        patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
         patch.setattr("llmc.optimize.engine.probe_driver", lambda: NO_GPU.driver)
         yield
 

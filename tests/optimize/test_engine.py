@@ -179,8 +179,7 @@ def test_gpus_are_named_by_their_compute_capability(rtx: Any):
     ("version", "asked", "message"),
     [
         ("10.3", {"form": "native"}, "form is 'native', expected one of primitives for tensorrt here"),
-        ("10.16", {"form": "lengths"}, "form is 'lengths', expected one of native, primitives for tensorrt here"),
-        ("11.4", {"form": "best"}, "form is 'best', expected one of native, lengths, primitives for tensorrt here"),
+        ("11.4", {"form": "best"}, "form is 'best', expected one of native, primitives for tensorrt here"),
         ("11.4", {"compute_capabilities": "8.9"}, "is '8.9', but tensorrt builds for the GPU it runs on"),
         ("11.4", {"hardware_compatibility": "all"}, "is 'all', expected one of none, ampere, same for tensorrt here"),
         ("10.3", {"hardware_compatibility": "same"}, "is 'same', expected one of none, ampere for tensorrt here"),
@@ -235,7 +234,7 @@ def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("untouchable")
-@pytest.mark.parametrize("form", [None, "native", "lengths", "primitives"])
+@pytest.mark.parametrize("form", [None, "native", "primitives"])
 def test_a_deferred_engine_may_have_any_form_and_touches_no_library(form: str | None):
     spec = resolve(deferred=True, form=form, hardware_compatibility="same")
     assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
@@ -247,7 +246,7 @@ def test_a_deferred_engine_may_have_any_form_and_touches_no_library(form: str | 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"form": "best"}, "form is 'best', expected one of native, lengths, primitives"),
+        ({"form": "best"}, "form is 'best', expected one of native, primitives"),
         ({"hardware_compatibility": "all"}, "hardware_compatibility is 'all', expected one of none, ampere, same"),
         ({"compute_capabilities": "8.6"}, "a deferred engine is for the GPU where it is built"),
         ({"workspace": 1}, "workspace is 1, expected"),

@@ -17,7 +17,7 @@ from doubles.clocks import even_costs
 
 from llmc.errors import CancelledError, UsageError
 from llmc.runtime import Delta, Output, Request, SamplingParams, load
-from llmc.runtime.engine import Engine
+from llmc.runtime.engine.engine import Engine
 
 # Sums of a few float64 in another order.
 CLOSE = 1e-12

@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers.processors import TemplateProcessing
 
 from llmc.bundle import Invariance, Limits, Manifest
-from llmc.runtime.engine import Engine
-from llmc.runtime.options import EngineOptions
-from llmc.runtime.prefix_cache import PrefixCache
+from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.engine.engine import Engine
+from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.sampling import SamplingParams, make_sampler
 from llmc.runtime.sessions import Batch
 from llmc.runtime.text import tokenizer as llmc_tokenizer

@@ -19,7 +19,7 @@ from llmc.errors import BundleError, GpuError, ResourceError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load
 from llmc.runtime.sessions import EMULATED_BYTES, Batch, Phase, emulated
-from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
+from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
 # Largest difference of logits in float32: the same sums in another order. Found: 2e-5. A length that is off by one is
 # noticed, see below.
@@ -53,7 +53,7 @@ def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
             recipe = Request(precision="fp32", prefill_chunk=CHUNK, max_context=CONTEXT, max_batch=ROWS)
             output = tmp_path_factory.mktemp(kind) / "bundle"
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("llmc.runtime.sessions.cuda.open_driver", no_driver)
+                patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
                 made[kind] = build(tiny_export, output, target=target, recipe=recipe, engine=engine).output
         return made[kind]
 

@@ -14,8 +14,8 @@ import pytest
 from llmc.bundle import Manifest
 from llmc.errors import RequestError, UsageError
 from llmc.runtime import Model, load
-from llmc.runtime.options import EngineOptions
-from llmc.runtime.runner import Runner
+from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.runner.prefill import Runner
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -221,7 +221,7 @@ NEITHER: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("prompt", NEITHER, ids=repr)
+@pytest.mark.parametrize("prompt", NEITHER, ids=lambda prompt: repr(prompt).partition(" at ")[0])
 def test_what_is_neither_text_nor_integers_is_refused_and_never_converted(scripted: Callable[..., Model], prompt: Any):
     model = scripted()
     with pytest.raises(UsageError, match=r"(?s)the prompt is .*, expected text or a list of token ids \(integers\)"):

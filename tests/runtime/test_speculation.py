@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from llmc.runtime.costs import StepCosts
+from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sampling import Sampler, SamplingParams, make_sampler, uniform
 from llmc.runtime.sessions import Phase
 from llmc.runtime.speculation import Drafter, PromptLookup, Speculator, verify

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmc.errors import UsageError
-from llmc.runtime.costs import StepCosts
+from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sessions import Phase
 from llmc.runtime.speculation import DraftLength, Ledger
 from llmc.runtime.speculation.control import LENGTHS

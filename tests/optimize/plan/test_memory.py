@@ -17,7 +17,7 @@ from llmc.optimize.plan.memory import BLOCK_COPIES, memory_plan, plan_build, sto
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
-from llmc.runtime.memory import plan_load
+from llmc.runtime.kv.budget import plan_load
 
 # Norms, biases and constants are left out of a plan; in the small model they are up to two thousandths of the weights.
 LEFT_OUT = 0.005

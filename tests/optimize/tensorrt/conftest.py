@@ -12,7 +12,7 @@ from onnx import StringStringEntryProto, TensorProto, parser
 
 from llmc.optimize.tensorrt.order import EngineOrder
 from llmc.plans import Profile
-from llmc.runtime.engine_library import load_library
+from llmc.runtime.sessions.tensorrt.library import load_library
 
 EXTERNAL = TensorProto.EXTERNAL
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, CAPACITY = 96, 32, 4, 2, 16, 32

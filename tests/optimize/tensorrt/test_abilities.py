@@ -17,7 +17,7 @@ NATIVE_PARTS = ("native_cache", "native_attention", "rotary", "rms_norm")
         ("10.3", ("primitives",)),
         ("10.13", ("primitives",)),
         ("10.16", ("native", "primitives")),
-        ("11.4", ("native", "lengths", "primitives")),
+        ("11.4", ("native", "primitives")),
     ],
 )
 def test_forms_follow_the_interface(version: str, forms: tuple[str, ...]):
@@ -26,7 +26,7 @@ def test_forms_follow_the_interface(version: str, forms: tuple[str, ...]):
 
 def test_tensorrt_rtx_knows_all_forms_and_builds_for_gpus_by_name(rtx: Any):
     can = abilities(rtx)
-    assert can.forms == ("native", "lengths", "primitives")
+    assert can.forms == ("native", "primitives")
     assert can.compute_capabilities
     assert not can.timing_cache
 
@@ -45,13 +45,12 @@ def test_what_came_later_is_missing_before():
     found = {version: asdict(abilities(RecordedLibrary(version))) for version in VERSIONS}
     since = {
         ability: next(version for version in VERSIONS if found[version][ability])
-        for ability in ("stream_writer", "initializer_streaming", "fp4", "attention_lengths", *NATIVE_PARTS)
+        for ability in ("stream_writer", "initializer_streaming", "fp4", *NATIVE_PARTS)
     }
     assert since == {
         "stream_writer": "10.13",
         "initializer_streaming": "10.13",
         "fp4": "10.13",
-        "attention_lengths": "11.4",
         **dict.fromkeys(NATIVE_PARTS, "10.16"),
     }
 
@@ -61,9 +60,3 @@ def test_one_missing_layer_leaves_primitives(part: str, monkeypatch: pytest.Monk
     library = RecordedLibrary("11.4")
     monkeypatch.delattr(library.INetworkDefinition, part)
     assert abilities(library).forms == ("primitives",)
-
-
-def test_lengths_need_an_aligned_mask(monkeypatch: pytest.MonkeyPatch):
-    library = RecordedLibrary("11.4")
-    monkeypatch.delattr(library, "CausalMaskKind")
-    assert abilities(library).forms == ("native", "primitives")

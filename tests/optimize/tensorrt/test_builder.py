@@ -67,18 +67,6 @@ def test_engines_are_built_for_other_gpus(rtx: Any, decoder: Path, order: Engine
     assert report.size > 10_000
 
 
-def test_the_lengths_form_replaces_the_mask(rtx: Any, decoder: Path, order: EngineOrder):
-    report = build_engine(rtx, decoder, replace(order, form="lengths"))
-    assert attention(report.layers) == ["n.mixed.lengths_AttentionInput"]
-    assert not [layer for layer in report.layers if layer.name.startswith("n.mask")]
-
-
-def test_the_lengths_form_needs_attention(rtx: Any, save: Callable[..., Path], order: EngineOrder):
-    path = save('<ir_version: 10, opset_import: ["" : 21]> g (float16[batch] x) => (float16[batch] y) {y = Neg(x)}')
-    with pytest.raises(BuildError, match="form lengths was asked for, and the network has no attention"):
-        build_engine(rtx, path, replace(order, form="lengths"))
-
-
 # --------------------------------------------------------------------------------------- graphs that are not built
 
 
@@ -268,7 +256,7 @@ def test_memory_is_unknown_where_the_system_does_not_tell(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"form": "magic"}, "form 'magic' is unknown; expected one of native, lengths, primitives"),
+        ({"form": "magic"}, "form 'magic' is unknown; expected one of native, primitives"),
         ({"buckets": ()}, "expected ascending numbers of cache positions"),
         ({"buckets": (16, 8)}, "expected ascending numbers of cache positions"),
         ({"capacity": None}, "only primitives go without one"),

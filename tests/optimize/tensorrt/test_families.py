@@ -11,7 +11,6 @@ import onnx_ir as ir
 import pytest
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
-from llmc.errors import BuildError
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.lower.context import Computed, LoweringContext, QuantConfig, QuantConfigs, Static, WeightOnly
 from llmc.optimize.passes import lower
@@ -41,9 +40,9 @@ WEIGHTS: dict[str, QuantConfig] = {
 }
 # Quantized ones are packed: query, key and value, output, gate and up, down.
 LINEARS_PER_LAYER = {"fp16": 7, "int8": 4, "int4": 4}
-PASSES = {"native": "tensorrt", "lengths": "tensorrt", "primitives": "tensorrt-primitives"}
+PASSES = {"native": "tensorrt", "primitives": "tensorrt-primitives"}
 # Opset and IR version that the build declares for each form.
-DECLARED = {"native": (24, 11), "lengths": (24, 11), "primitives": (21, 10)}
+DECLARED = {"native": (24, 11), "primitives": (21, 10)}
 
 
 class Ranges(Calibrated):
@@ -161,20 +160,6 @@ def test_engines_are_cross_compiled(name: str, built: Callable[..., Built]):
     engine = built(name, WEIGHTS["int4"], options=Options(compute_capabilities=("8.6", "8.9")))
     check_native(engine)
     assert engine.report.size > 10_000
-
-
-@pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied-bf16"])
-def test_the_lengths_form_has_one_attention_without_a_mask_per_layer(name: str, built: Callable[..., Built]):
-    engine = built(name, WEIGHTS["fp16"], form="lengths")
-    names = [layer.name for layer in engine.report.layers if layer.type == "ATTENTION_INPUT"]
-    assert len(names) == engine.geometry.layers
-    assert all(".lengths" in name for name in names)
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "window" in name])
-def test_the_lengths_form_is_refused_for_sliding_windows(name: str, built: Callable[..., Built]):
-    with pytest.raises(BuildError, match=r"lengths cannot replace a mask that And \S+ makes, as of a sliding window"):
-        built(name, WEIGHTS["fp16"], form="lengths")
 
 
 @pytest.mark.parametrize(

@@ -147,22 +147,6 @@ def test_the_engine_is_written_in_pieces_where_the_builder_can(basic: Path, prim
         assert ("build_serialized_network_to_stream" in library.names("Builder")) is not whole
 
 
-def test_the_lengths_form_aligns_the_mask_to_the_lower_right(decoder: Path, order: EngineOrder):
-    library = RecordedLibrary("11.4")
-    report = build_engine(library, decoder, replace(order, form="lengths"))
-    ((*_, kind),) = library.arguments("INetworkDefinition", "add_attention_v2")
-    assert kind.name == "LOWER_RIGHT"
-    ((lengths,),) = library.arguments("IAttention", "key_value_lengths=")
-    assert lengths.dtype.name == "INT32"
-    assert "n.mask" not in [layer.name for layer in report.layers]
-
-
-@pytest.mark.parametrize("version", ["10.3", "10.13", "10.16"])
-def test_the_lengths_form_is_refused_where_attention_takes_none(version: str, basic: Path, order: EngineOrder):
-    with pytest.raises(BuildError, match="attention takes no lengths"):
-        build_engine(RecordedLibrary(version), basic, replace(order, form="lengths"))
-
-
 def test_a_native_graph_is_refused_by_an_older_parser_with_its_nodes(decoder: Path, order: EngineOrder):
     with pytest.raises(BuildError, match=r"n.normed \(RMSNormalization\): no importer registered; n.q_turned"):
         build_engine(RecordedLibrary("10.13"), decoder, order)

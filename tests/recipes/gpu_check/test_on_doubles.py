@@ -15,8 +15,8 @@ from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 from llmc.bundle import FileEntry, Manifest, read_bundle, write_manifest
 from llmc.optimize.tensorrt.select import select_graph
 from llmc.runtime import model
-from llmc.runtime.sessions.tensorrt import TensorRTSession
-from llmc.runtime.sessions.tensorrt_engine import platform_name
+from llmc.runtime.sessions.tensorrt.engine import platform_name
+from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
 VERSION = "10.16.1.11"
 CANDIDATES, ROWS, CONTEXT = 16, 8, 512
@@ -100,7 +100,7 @@ def test_an_engine_is_timed_alone_in_a_batch_and_by_bucket(
     part: Part, bundle: Path, drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch
 ):
     measure, here = part("measure"), FakeDriver()
-    monkeypatch.setattr("llmc.runtime.cuda.open_driver", lambda: here)
+    monkeypatch.setattr("llmc.runtime.host.cuda.open_driver", lambda: here)
     for name, value in {"PROMPTS": (8, 40), "NEW_TOKENS": 4, "STEPS": 2}.items():
         monkeypatch.setattr(measure, name, value)
     found = measure.measure(str(bundle), False, True, 1)

@@ -282,7 +282,7 @@ def test_bandwidth_counts_what_is_read_and_what_is_written(part, monkeypatch):
 def test_bandwidth_of_a_device_is_that_of_copies_on_it(part, monkeypatch):
     machine, driver = part("machine"), FakeDriver()
     monkeypatch.setattr(machine, "COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("llmc.runtime.cuda.open_driver", lambda: driver)
+    monkeypatch.setattr("llmc.runtime.host.cuda.open_driver", lambda: driver)
     found = machine.bandwidth(True)
     assert (found["kind"], found["device"]["name"], found["buffer_bytes"]) == ("device", SERVER.name, 1 << 16)
     assert driver.copied == {("device", "device"): (1 << 16) * machine.COPIES * (machine.ROUNDS + 1)}
@@ -293,14 +293,14 @@ def test_without_a_gpu_nothing_is_measured_on_one(part, monkeypatch):
     def refuse() -> None:
         raise GpuError("no driver")
 
-    monkeypatch.setattr("llmc.runtime.cuda.open_driver", refuse)
+    monkeypatch.setattr("llmc.runtime.host.cuda.open_driver", refuse)
     with pytest.raises(part("work").NotHereError, match="no driver"):
         part("machine").bandwidth(True)
 
 
 def test_a_gpu_gives_back_what_measuring_took(part, monkeypatch, tiny_bundle):
     measure, driver = part("measure"), FakeDriver()
-    monkeypatch.setattr("llmc.runtime.cuda.open_driver", lambda: driver)
+    monkeypatch.setattr("llmc.runtime.host.cuda.open_driver", lambda: driver)
     monkeypatch.setattr(measure, "PROMPTS", (8,))
     monkeypatch.setattr(measure, "NEW_TOKENS", 4)
     found = measure.measure(str(tiny_bundle), False, True, 1)

@@ -421,9 +421,9 @@ def test_a_bundle_for_the_cpu_is_judged_by_its_features(
 ):
     cpu = bundle.Target("cpu", "onnxruntime", "1.31.1", "1.23")
     write(folder, manifest, None, target=cpu, device=None, cache="float32")
-    monkeypatch.setattr("llmc.runtime.sessions.onnxruntime.cpu_features", lambda: frozenset({"vnni"}))
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", lambda: frozenset({"vnni"}))
     assert judged(folder, NO_GPU) == ("", "")
-    monkeypatch.setattr("llmc.runtime.sessions.onnxruntime.cpu_features", frozenset)
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", frozenset)
     reasons, _ = judged(folder, NO_GPU)
     assert "vnni" in reasons
 

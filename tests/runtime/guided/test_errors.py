@@ -31,15 +31,7 @@ CIRCULAR: dict[str, Any] = {"type": "array"}
 CIRCULAR["items"] = CIRCULAR
 
 USAGE = [
-    ({"regex": "a", "choice": ("a",)}, "regex and choice are given together"),
-    ({"choice": ()}, "one or more texts"),
-    ({"choice": ("a", "")}, "none of them empty"),
-    ({"choice": "abc"}, "choice is str, expected a tuple"),
-    ({"choice": ("a", 3)}, "choice is int, expected str"),
-    ({"regex": 3}, "regex is int, expected str"),
     ({"regex": "a\ud800"}, "character 1 is a lone surrogate"),
-    ({"grammar": b"start: A"}, "grammar is bytes, expected str"),
-    ({"json_schema": 3}, "json_schema is int"),
     ({"json_schema": "{"}, "no JSON: Expecting property name"),
     ({"json_schema": "[1]"}, "JSON of type list, expected an object"),
     ({"json_schema": '{"a":' * 100_000}, "no JSON: maximum recursion depth"),

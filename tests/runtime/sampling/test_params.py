@@ -8,7 +8,7 @@ import pytest
 from llmc.bundle import Generation
 from llmc.errors import UsageError
 from llmc.runtime.sampling import SamplingParams
-from llmc.runtime.sampling.params import _RULES
+from llmc.runtime.sampling.params import PARAMETERS
 
 GREEDY_CHECKPOINT = Generation((2,), 1, False, None, None, None, None)
 SAMPLING_CHECKPOINT = Generation((2,), 1, True, 0.7, 20, 0.8, 0.05)
@@ -163,7 +163,7 @@ class TestRanges:
             SamplingParams(processor_order=order)
 
     def test_exist_for_every_parameter(self) -> None:
-        assert list(_RULES) == [field.name for field in fields(SamplingParams)]
+        assert list(PARAMETERS) == [field.name for field in fields(SamplingParams)]
 
 
 class TestCombinations:

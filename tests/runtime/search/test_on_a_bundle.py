@@ -10,7 +10,7 @@ from llmc import bundle
 from llmc.optimize.build import build
 from llmc.runtime.search import BeamSearch
 from llmc.runtime.sessions import Batch, Phase
-from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
+from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
 NEW_TOKENS = 16
 BEAMS = 4

@@ -14,10 +14,10 @@ from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 from onnx import numpy_helper, parser
 
 from llmc.bundle import EnginePlan, Graph, Limits, Manifest, Profile, Target
-from llmc.runtime.cuda import DeviceInfo
-from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
-from llmc.runtime.sessions.tensorrt import TensorRTSession
-from llmc.runtime.sessions.tensorrt_engine import platform_name
+from llmc.runtime.host.cuda import DeviceInfo
+from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
+from llmc.runtime.sessions.tensorrt.engine import platform_name
+from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
 LAYERS, HEADS, KV, WIDTH, VOCAB, HIDDEN = 2, 4, 2, 16, 97, 64
 MAX_BATCH, CAPACITY, CANDIDATES = 4, 64, 5

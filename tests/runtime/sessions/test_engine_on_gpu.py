@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from llmc.errors import EngineClosedError, GpuError, LlmcError
-from llmc.runtime.engine import Engine
-from llmc.runtime.options import EngineOptions
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.request import Request
+from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.api.request import Request
+from llmc.runtime.engine.engine import Engine
+from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.text.tokenizer import Tokenizer
 

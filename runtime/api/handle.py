@@ -1,0 +1,252 @@
+"""A request's other end: wait for it, read it as it comes, or cancel it, from any thread or event loop."""
+
+import asyncio
+import copy
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import suppress
+from typing import Any
+
+from llmc.errors import UsageError
+from llmc.runtime.api.results import Delta, GenerationResult
+
+_SERVING = threading.local()
+
+
+def mark_serving() -> None:
+    """This thread serves requests: whoever waits for one on it would wait for ever."""
+    _SERVING.on = True
+
+
+def is_serving() -> bool:
+    """Whether this thread was marked."""
+    return getattr(_SERVING, "on", False)
+
+
+class Mailbox:
+    """What passes from the engine's thread to whoever reads: pieces, then a result or an error."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._deltas: deque[Delta] = deque()
+        self._wakers: list[Callable[[], None]] = []
+        self._end_wakers: list[Callable[[], None]] = []
+        self.result: GenerationResult | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will be put in."""
+        return self.result is not None or self.error is not None
+
+    def put(self, delta: Delta) -> None:
+        """Add a piece."""
+        with self._changed:
+            self._deltas.append(delta)
+            self._wake()
+
+    def end(self, result: GenerationResult | None, error: BaseException | None = None) -> None:
+        """Close with a result or an error; the first one counts."""
+        with self._changed:
+            if not self.ended:
+                self.result, self.error = result, error
+                self._wakers += self._end_wakers
+                self._wake()
+
+    def take(self, timeout: float | None = None) -> Delta | None:
+        """The next piece, waited for; None at the end.
+
+        Raises:
+            TimeoutError: nothing came within ``timeout`` seconds.
+        """
+        with self._changed:
+            if not self._waited(lambda: bool(self._deltas) or self.ended, timeout):
+                raise TimeoutError(f"nothing came within {timeout} s; the request goes on")
+            return self._deltas.popleft() if self._deltas else None
+
+    def poll(self) -> Delta | None:
+        """The next piece if there is one."""
+        with self._changed:
+            return self._deltas.popleft() if self._deltas else None
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait for the end.
+
+        Raises:
+            TimeoutError: it did not come within ``timeout`` seconds.
+        """
+        with self._changed:
+            if not self._waited(lambda: self.ended, timeout):
+                raise TimeoutError(f"the request did not end within {timeout} s; it goes on")
+
+    def call_on_change(self, waker: Callable[[], None]) -> None:
+        """Call ``waker`` once, at the next change, or now if something waits to be read."""
+        with self._changed:
+            self._wakers.append(waker)
+            if self._deltas or self.ended:
+                self._wake()
+
+    def call_at_end(self, waker: Callable[[], None]) -> None:
+        """Call ``waker`` once, when the request ends, or now if it has."""
+        with self._changed:
+            self._end_wakers.append(waker)
+            if self.ended:
+                self._wakers.append(waker)
+                self._wake()
+
+    def _waited(self, holds: Callable[[], bool], timeout: float | None) -> bool:
+        if is_serving() and not holds():
+            raise UsageError(
+                "a function that came with a request waits for a request, on the engine's own thread, where it would "
+                "wait for ever; wait in another thread"
+            )
+        endless = timeout is not None and timeout > threading.TIMEOUT_MAX
+        return self._changed.wait_for(holds, None if endless else timeout)
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        wakers, self._wakers = self._wakers, []
+        for waker in wakers:
+            waker()
+
+
+class Handle:
+    """A submitted request. Any thread may use it; reading it in several threads deals the pieces out among them.
+
+    Iterating gives text as it becomes final; ``events()`` gives every piece of every output; ``result()`` waits for the
+    whole. All three exist for ``async for`` and ``await`` too. Whoever drops the handle before the end cancels the
+    request, unless it has an ``on_delta``.
+    """
+
+    def __init__(self, mailbox: Mailbox, cancel: Callable[[], None], outputs: int, keep: bool) -> None:
+        self._mailbox = mailbox
+        self._cancel = cancel
+        self._cancelled = False
+        self.owner: object = None
+        """What must live as long as someone reads: the model."""
+        self._outputs = outputs
+        self._tokens: list[int] = []
+        self._finalizer = None if keep else weakref.finalize(self, cancel)
+        if self._finalizer is not None:
+            self._finalizer.atexit = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the request ended, in whichever way."""
+        return self._mailbox.ended
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the first output that were read so far."""
+        return self._tokens
+
+    def cancel(self) -> bool:
+        """Stop the request; its cache row is free after the engine's present step. False if it had ended already."""
+        if self._cancelled or self._mailbox.ended:
+            return False
+        self._cancelled = True
+        self._cancel()
+        return True
+
+    close = cancel
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Wait for the end.
+
+        Raises:
+            CancelledError, DeadlineError, EngineClosedError, ProcessorError, GrammarError: why the request failed.
+            TimeoutError: it takes longer than ``timeout`` seconds; it goes on.
+        """
+        self._mailbox.wait(timeout)
+        return self._ended()
+
+    def events(self, timeout: float | None = None) -> Iterator[Delta]:
+        """Every piece of every output, as it comes.
+
+        Raises:
+            what :meth:`result` raises; TimeoutError if a piece takes longer than ``timeout`` seconds.
+        """
+        while (delta := self._mailbox.take(timeout)) is not None:
+            yield self._noted(delta)
+        self._ended()
+
+    def __iter__(self) -> Iterator[str]:
+        self._single()
+        return self
+
+    def __next__(self) -> str:
+        while (delta := self._mailbox.take()) is not None:
+            if self._noted(delta).text:
+                return delta.text
+        self._ended()
+        raise StopIteration
+
+    async def events_async(self) -> AsyncIterator[Delta]:
+        """:meth:`events` for an event loop."""
+        while True:
+            while (delta := self._mailbox.poll()) is not None:
+                yield self._noted(delta)
+            if self._mailbox.ended:
+                if (delta := self._mailbox.poll()) is None:
+                    break
+                yield self._noted(delta)
+                continue
+            await self._changed()
+        self._ended()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        self._single()
+        async for delta in self.events_async():
+            if delta.text:
+                yield delta.text
+
+    def __await__(self) -> Generator[Any, None, GenerationResult]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> GenerationResult:
+        while not self._mailbox.ended:
+            await self._changed(pieces=False)
+        return self._ended()
+
+    async def _changed(self, pieces: bool = True) -> None:
+        """Wait for the mailbox to change; a cancelled task cancels the request."""
+        loop = asyncio.get_running_loop()
+        changed = loop.create_future()
+
+        def wake() -> None:
+            def resolve() -> None:
+                if not changed.done():
+                    changed.set_result(None)
+
+            with suppress(RuntimeError):  # the loop was closed, maybe just now, and nobody waits any more
+                loop.call_soon_threadsafe(resolve)
+
+        if pieces:
+            self._mailbox.call_on_change(wake)
+        else:
+            self._mailbox.call_at_end(wake)
+        try:
+            await changed
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def _noted(self, delta: Delta) -> Delta:
+        if delta.index == 0:
+            self._tokens.extend(delta.token_ids)
+        return delta
+
+    def _single(self) -> None:
+        if self._outputs > 1:
+            raise UsageError(f"the request has {self._outputs} outputs, whose texts would mix; iterate over events()")
+
+    def _ended(self) -> GenerationResult:
+        if self._finalizer is not None:  # it holds the request, whose error's traceback holds this handle
+            self._finalizer.detach()
+        error = self._mailbox.error
+        if error is not None:  # a copy each time: tracebacks of many readers would pile up in one
+            raise copy.copy(error) from error.__cause__
+        assert self._mailbox.result is not None
+        return self._mailbox.result

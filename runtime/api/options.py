@@ -1,0 +1,148 @@
+"""How an engine is set up."""
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from llmc.bundle import Manifest
+from llmc.errors import UsageError
+from llmc.runtime.host.machine import computable
+
+# Decode steps between two chunks of one prompt while others stream. One step in 29 is slow then, so that the 95th
+# percentile of the time between tokens does not see the chunks; a smaller share of larger chunks also feeds the prompt
+# faster than many small ones, for a chunk of one token costs almost as much as one of 32.
+DECODE_STEPS_PER_CHUNK = 28
+
+
+class Determinism(str, Enum):
+    """What the tokens of a request may depend on, beside its prompt, its parameters and its seed.
+
+    FAST: on the requests that share its batches, on prefixes cached while tokens were generated, and on speculation. A
+        request alone, without speculation, gives the same tokens every time. The fastest kernels run.
+    BATCH: on nothing; speculation is refused. Costs up to a fifth of a lone request's speed (README, "Determinism").
+    STRICT: on nothing, with speculation or without. Requests run one by one, so that batches gain nothing.
+    """
+
+    FAST = "fast"
+    BATCH = "batch"
+    STRICT = "strict"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Arguments of :func:`llmc.runtime.load` that concern the engine.
+
+    Args:
+        max_batch: rows that run at once; default and upper bound: what the bundle was built for.
+        max_queue: requests that may wait, from 1; one more is refused.
+        determinism: ``fast``, ``batch`` or ``strict``, see :class:`Determinism`.
+        decode_steps_per_chunk: steps between two chunks of a long prompt while others stream; 0 feeds prompts as fast
+            as possible, whatever that does to those who stream.
+        prefix_cache_bytes: memory for prefixes of former requests; 0 is none; default: an eighth of what is available,
+            at most 256 MB.
+        prefix_cache_folder: a folder that keeps prefixes across restarts; None keeps none.
+        prefix_cache_disk_bytes: what that folder may hold.
+        draft: ``"lookup"`` guesses tokens from what was said before, a path names a bundle with the same tokenizer that
+            guesses; None speculates not.
+        max_draft_tokens: guesses per step at most, from 1 to 15.
+        sampling_threads: threads that choose tokens. One is as fast as two where our own code chooses (an operation on
+            152k logits takes about as long as passing Python's lock on); more help functions and grammars of requests
+            that take milliseconds without the lock.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    max_batch: int | None = None
+    max_queue: int = 256
+    determinism: Determinism = Determinism.FAST
+    decode_steps_per_chunk: int = DECODE_STEPS_PER_CHUNK
+    prefix_cache_bytes: int | None = None
+    prefix_cache_folder: str | Path | None = None
+    prefix_cache_disk_bytes: int = 4 << 30
+    draft: str | Path | None = None
+    max_draft_tokens: int = 7
+    sampling_threads: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "determinism", _level(self.determinism))
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is None and name in ("max_batch", "prefix_cache_bytes"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise UsageError(f"{name} is {value!r}, expected {low} ... {high}")
+        for name in ("draft", "prefix_cache_folder"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str | os.PathLike) or str(value) in ("", ".")):
+                raise UsageError(f"{name} is {value!r}, expected a path or None")
+        if self.prefix_cache_folder is not None and self.prefix_cache_bytes == 0:
+            raise UsageError("prefix_cache_folder needs prefix_cache_bytes above 0: prefixes pass through memory")
+        if self.draft is not None and self.determinism is Determinism.BATCH:
+            raise UsageError(
+                "draft is set and determinism is 'batch', which cannot promise the same tokens with speculation as "
+                "without; use 'strict', or 'fast'"
+            )
+
+
+_RANGES = (
+    ("max_batch", 1, 1024),
+    ("max_queue", 1, 1_000_000),
+    ("decode_steps_per_chunk", 0, 1_000_000),
+    ("prefix_cache_bytes", 0, 1 << 50),
+    ("prefix_cache_disk_bytes", 0, 1 << 50),
+    ("max_draft_tokens", 1, 15),
+    ("sampling_threads", 1, 1024),
+)
+
+
+def _level(value: object) -> Determinism:
+    try:
+        return Determinism(value)
+    except ValueError as error:
+        known = ", ".join(level.value for level in Determinism)
+        raise UsageError(f"determinism is {value!r}, expected one of {known}") from error
+
+
+def check_level(manifest: Manifest, level: Determinism) -> None:
+    """Refuse a promise that the bundle's arithmetic was not seen to keep, when it was built.
+
+    Raises:
+        UsageError: with what is missing.
+    """
+    if level is Determinism.FAST:
+        return
+    decode = manifest.graphs["decode"].invariance
+    graph = computable(manifest).get("prefill")
+    prefill = decode if graph is None else graph.invariance  # decode's graph stands in
+    kept = {"chunks of prompts": prefill.tokens > 0}
+    if level is Determinism.BATCH:
+        kept["rows of a batch"] = decode.rows > 0 or manifest.limits.max_batch == 1
+    else:
+        kept |= {"tokens of a call": decode.tokens > 0, "outputs of a call": decode.outputs > 0}
+    missing = [what for what, holds in kept.items() if not holds]
+    if missing:
+        raise UsageError(
+            f"determinism is {level.value!r}, but the build saw results depend on the number of {', '.join(missing)}; "
+            "build the bundle on this kind of machine, or with --fp32, or use determinism 'fast'"
+        )
+
+
+def row_limit(manifest: Manifest, options: EngineOptions) -> int:
+    """Rows that may run at once; even where rows are run in pairs, for the last one needs a neighbour.
+
+    Raises:
+        UsageError: more than the bundle was built for, or a level of determinism that it cannot keep.
+    """
+    check_level(manifest, options.determinism)
+    most = manifest.limits.max_batch
+    rows = most if options.max_batch is None else options.max_batch
+    if rows > most:
+        raise UsageError(f"max_batch is {rows}, the bundle was built for {most}; build with a larger --max-batch")
+    return rows - rows % 2 if in_pairs(manifest, options.determinism) and rows > 1 else rows
+
+
+def in_pairs(manifest: Manifest, level: Determinism) -> bool:
+    """Whether batches must have an even number of rows."""
+    return level is Determinism.BATCH and manifest.graphs["decode"].invariance.rows == 2

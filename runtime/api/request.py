@@ -1,0 +1,63 @@
+"""What a client asks of the engine."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from llmc.errors import UsageError
+from llmc.runtime.api.results import Delta
+from llmc.runtime.sampling import Processor, SamplingParams
+
+LONGEST_DEADLINE = 10**9  # seconds
+# Ends an output: called with its new tokens and the text so far after every token; true means stop.
+StoppingCriterion = Callable[[Sequence[int], str], bool]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and everything about how to answer it.
+
+    Args:
+        prompt: text, or token ids taken as they are.
+        params: how tokens are chosen, and when to stop.
+        logits_processors: called as ``f(tokens, logits)`` before every choice, in this order, from the engine's
+            threads; they return float32 logits [vocab], edited in place or not.
+        stopping_criteria: called as ``f(new_tokens, text)`` after every token.
+        similarity: ``f(text, text)``, for ``params.consensus``, in place of the built-in ones.
+        priority: lower is sooner. A step of one is worth ``scheduler.ARRIVALS_PER_PRIORITY`` arrivals, so nobody waits
+            for ever.
+        deadline_s: seconds from the submission after which the request fails; None waits.
+        on_delta: called with every :class:`llmc.runtime.api.results.Delta` on the engine's thread; be quick.
+        add_special_tokens: whether the tokenizer puts its own tokens, such as BOS, around a text prompt.
+    """
+
+    prompt: str | Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    logits_processors: tuple[Processor, ...] = ()
+    stopping_criteria: tuple[StoppingCriterion, ...] = ()
+    similarity: Callable[[str, str], float] | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    on_delta: Callable[[Delta], None] | None = None
+    add_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise UsageError(f"params is {self.params!r:.80}, expected SamplingParams")
+        for name in ("logits_processors", "stopping_criteria"):
+            listed = getattr(self, name)
+            if not isinstance(listed, list | tuple):
+                raise UsageError(f"{name} is {listed!r:.80}, expected a list of functions")
+            object.__setattr__(self, name, tuple(listed))
+            if not all(callable(item) for item in listed):
+                raise UsageError(f"{name} holds {listed!r:.80}, expected functions")
+        for name in ("similarity", "on_delta"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise UsageError(f"{name} is {getattr(self, name)!r:.80}, expected a function or None")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > 1000:
+            raise UsageError(f"priority is {self.priority!r}, expected an integer from -1000 to 1000 (lower is sooner)")
+        seconds = self.deadline_s
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 < seconds <= LONGEST_DEADLINE):
+            raise UsageError(
+                f"deadline_s is {seconds!r:.80}, expected seconds above 0, up to {LONGEST_DEADLINE}, or None"
+            )

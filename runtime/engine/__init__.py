@@ -1,0 +1,1 @@
+"""From a request to its tokens: input processor, scheduler, output processor."""

@@ -1,0 +1,246 @@
+"""From a request to a job: tokens, parameters, context, samplers; what can be refused is refused here."""
+
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from llmc.bundle import Manifest
+from llmc.errors import RequestError, UsageError
+from llmc.runtime.api.handle import Mailbox
+from llmc.runtime.api.request import Request
+from llmc.runtime.api.results import Output
+from llmc.runtime.engine.sequence import Job, Sample
+from llmc.runtime.guided import Grammars
+from llmc.runtime.observe.metrics import EngineMetrics
+from llmc.runtime.sampling import Processor, SamplingParams, build_processors, make_sampler
+from llmc.runtime.search import BeamSearch, Contrastive, Hypothesis, Strategy
+from llmc.runtime.search.base import StopCriterion
+from llmc.runtime.text.detokenizer import TextStream
+from llmc.runtime.text.tokenizer import Tokenizer
+
+# Tokens at the start of the context that stay when the window slides: attention rests on them.
+# Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453
+SINK_TOKENS = 4
+# Below it, the half of the context that stays would hardly be more than the sinks.
+SHORTEST_SLIDING = 4 * SINK_TOKENS
+
+
+# Characters that no usual token exceeds: runs of spaces are the longest. Text beyond it is not even tokenized.
+LONGEST_TOKEN = 256
+
+
+class Intake:
+    """Prepares requests for a model.
+
+    Args:
+        max_context: longest sequence.
+        max_rows: rows that one request may hold at once.
+        drafts: whether there is anything to speculate with.
+    """
+
+    def __init__(
+        self, manifest: Manifest, tokenizer: Tokenizer, max_context: int, max_rows: int, drafts: bool = False
+    ) -> None:
+        self._drafts = drafts
+        self.max_context = max_context
+        self.max_rows = max_rows
+        self._tokenizer = tokenizer
+        self._vocab_size = manifest.geometry.vocab_size
+        self._eos = tuple(manifest.generation.eos_token_ids)
+        self._grammars = Grammars(tokenizer, self._vocab_size, self._eos)
+
+    def job(self, request: Request, mailbox: Mailbox, metrics: EngineMetrics) -> Job:
+        """Everything that can be refused is refused here.
+
+        Raises:
+            RequestError, UsageError, GrammarError: the request cannot be served.
+        """
+        params = self._seeded(request.params)
+        self._check(request)
+        ids = self._ids(request)
+        prompt, cut = fit_prompt(ids, params, self.max_context)
+        if width(params) > self.max_rows:
+            raise RequestError(
+                f"{width(params)} rows are needed at once (beams or candidates), the engine has {self.max_rows}; "
+                "ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
+            )
+        self._grammars.guide(params)  # compiled, or refused, here
+        job = Job(request, params, prompt, mailbox, metrics.timeline(len(prompt)))
+        job.truncated_tokens = cut
+        job.width = width(params)
+        return job
+
+    def sample(self, job: Job, index: int) -> Sample:
+        """The ``index``-th sample of a job."""
+        params = job.params
+        guide = self._grammars.guide(params)
+        sampler = make_sampler(
+            params,
+            self._vocab_size,
+            prompt_length=len(job.prompt),
+            eos_token_ids=self._eos,
+            processors=job.request.logits_processors,
+            guide=guide,
+            breakers=self._breakers(params),
+            index=index,
+        )
+        return Sample(job, index, sampler, TextStream(self._tokenizer, params.stop), self._ends(params), guide)
+
+    def strategy(self, job: Job) -> Strategy | None:
+        """Beam search or contrastive search, where the job asks for one."""
+        params, ends = job.params, self._ends(job.params)
+        if params.num_beams > 1:
+            return BeamSearch(
+                num_beams=params.num_beams,
+                num_beam_groups=params.num_beam_groups,
+                diversity_penalty=params.diversity_penalty,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                num_return_sequences=params.num_return_sequences or 1,
+                max_tokens=params.max_tokens,
+                eos_token_ids=ends,
+                processors=self._processors(job),
+                stops=self._stops(job),
+            )
+        if params.penalty_alpha is not None:
+            return Contrastive(
+                top_k=params.top_k,
+                penalty_alpha=params.penalty_alpha,
+                max_tokens=params.max_tokens,
+                eos_token_ids=ends,
+                processors=self._processors(job),
+                stops=self._stops(job),
+            )
+        return None
+
+    def _check(self, request: Request) -> None:
+        """Refuse what the request's parts ask for together and cannot have."""
+        params = request.params
+        if request.similarity is not None and (params.n == 1 or params.best_of is not None):
+            raise UsageError("similarity compares the n samples of a request: ask for n above 1, and not for best_of")
+        if params.speculate and not self._drafts:
+            raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
+
+    def _stops(self, job: Job) -> StopCriterion | None:
+        """The request's stopping criteria as strategies see them: of the new tokens."""
+        criteria = job.request.stopping_criteria
+        if not criteria:
+            return None
+        return lambda tokens: any(criterion(tokens, self._tokenizer.decode(tokens)) for criterion in criteria)
+
+    def output(self, job: Job, index: int, found: Hypothesis) -> Output:
+        """A finished hypothesis as the client sees it."""
+        tokens, ends = found.token_ids, self._ends(job.params)
+        text = self._tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in ends else tokens)
+        return Output(index, text, tokens, found.finish_reason, score=found.score)
+
+    def _processors(self, job: Job) -> list[Processor]:
+        return build_processors(
+            job.params,
+            self._vocab_size,
+            prompt_length=len(job.prompt),
+            eos_token_ids=self._eos,
+            processors=job.request.logits_processors,
+            breakers=self._breakers(job.params),
+        )
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self._eos))
+
+    def _ids(self, request: Request) -> list[int]:
+        prompt = request.prompt
+        if isinstance(prompt, str) and request.params.on_overflow == "refuse":
+            most = self.max_context * LONGEST_TOKEN
+            if len(prompt) > most:
+                raise RequestError(
+                    f"the prompt has {len(prompt)} characters, a context of {self.max_context} tokens holds "
+                    f"fewer than {most}; shorten the prompt, or set on_overflow"
+                )
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        else:
+            ids = token_ids(prompt)
+        if not ids:
+            raise RequestError("the prompt is empty: it has no tokens; give at least one character")
+        check_tokens("the prompt holds", ids, self._vocab_size)
+        for name in ("stop_token_ids", "banned_tokens", "allowed_tokens"):
+            check_tokens(f"{name} holds", getattr(request.params, name) or (), self._vocab_size)
+        check_tokens("logit_bias holds", [token for token, _ in request.params.logit_bias], self._vocab_size)
+        return ids
+
+    def _breakers(self, params: SamplingParams) -> set[int]:
+        """Tokens that end one of the texts across which DRY's repetitions may not reach."""
+        texts = params.dry_sequence_breakers if params.dry_multiplier else ()
+        return {ids[-1] for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))}
+
+    @staticmethod
+    def _seeded(params: SamplingParams) -> SamplingParams:
+        return replace(params, seed=secrets.randbits(64)) if params.seed is None and draws(params) else params
+
+
+def draws(params: SamplingParams) -> bool:
+    """Whether anything is left to chance."""
+    return params.num_beams == 1 and params.penalty_alpha is None and (params.temperature > 0 or params.mirostat > 0)
+
+
+def width(params: SamplingParams) -> int:
+    """Rows that are needed at once."""
+    return params.top_k if params.penalty_alpha is not None else params.num_beams
+
+
+def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tuple[list[int], int]:
+    """The prompt as it will be fed, and how many tokens were left out, by ``params.on_overflow``.
+
+    Raises:
+        RequestError: prompt and new tokens exceed the context, and nothing may be left out.
+    """
+    room = max_context - params.max_tokens
+    if len(ids) <= room:
+        return ids, 0
+    if params.on_overflow == "truncate_left" and room > 0:
+        return ids[-room:], len(ids) - room
+    if params.on_overflow == "sink" and max_context >= SHORTEST_SLIDING:
+        if len(ids) < max_context:
+            return ids, 0
+        kept = max_context // 2
+        return [*ids[:SINK_TOKENS], *ids[len(ids) - kept + SINK_TOKENS :]], len(ids) - kept
+    rest = max_context - len(ids)
+    if rest <= 0:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens, which leaves no room in a context of {max_context}; shorten it, set "
+            "on_overflow to truncate_left or sink, or build with a larger --max-context if the model allows it"
+        )
+    raise RequestError(
+        f"the prompt has {len(ids)} tokens and {params.max_tokens} new ones are asked for, but the context holds "
+        f"{max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with a larger "
+        "--max-context if the model allows it"
+    )
+
+
+def token_ids(prompt: object) -> list[int]:
+    """Token ids as plain integers.
+
+    Raises:
+        UsageError: anything else, such as floats, which numpy would convert without a word.
+    """
+    if isinstance(prompt, bytes | bytearray):
+        raise UsageError("the prompt is bytes, expected text or token ids; decode it first")
+    listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, memoryview)
+    ids: list[Any] = list(prompt) if listed else [None]  # type: ignore[call-overload]
+    if not all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in ids):
+        raise UsageError(f"the prompt is {prompt!r:.60}, expected text or a list of token ids (integers)")
+    return [int(token) for token in ids]
+
+
+def check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Raises:
+        UsageError: with the first such id.
+    """
+    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise UsageError(f"{where} token id {wrong}, which is out of range, expected 0 ... {vocab_size - 1}")

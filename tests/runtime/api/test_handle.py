@@ -1,0 +1,284 @@
+"""A request's other end: read and awaited from threads and event loops, cancelled, timed out, dropped."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from doubles.brakes import Brake
+
+from llmc.errors import CancelledError, ProcessorError, RequestError, UsageError
+from llmc.runtime.api.handle import Handle, Mailbox
+from llmc.runtime.api.request import Request
+from llmc.runtime.api.results import Delta
+from llmc.runtime.sampling import SamplingParams
+
+PATIENCE = 120
+SOON = 0.02  # seconds after which a wait for what does not come ends
+PROMPT = [11, 12, 13, 14]
+PARAMS = SamplingParams(max_tokens=10, temperature=1.0, seed=3, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
+RESULT: Any = object()
+
+
+class Pieces:
+    """A mailbox and its handle; counts how often the request is cancelled."""
+
+    def __init__(self, outputs: int = 1, keep: bool = False) -> None:
+        self.mailbox = Mailbox()
+        self.cancelled = 0
+        self.handle: Handle | None = Handle(self.mailbox, self._cancel, outputs, keep)
+
+    def _cancel(self) -> bool:
+        self.cancelled += 1
+        self.mailbox.end(None, CancelledError("cancelled"))
+        return self.cancelled == 1
+
+    def put(self, *texts: str) -> None:
+        for number, text in enumerate(texts):
+            self.mailbox.put(Delta(0, text, (number,)))
+
+
+def later(*actions: Callable[[], object]) -> threading.Timer:
+    timer = threading.Timer(SOON, lambda: [action() for action in actions])
+    timer.start()
+    return timer
+
+
+# ----------------------------------------------------------------------------------------------------------- in order
+
+
+def test_iterating_gives_the_texts_that_are_not_empty_and_collects_every_token():
+    pieces = Pieces()
+    pieces.put("a", "", "b")
+    pieces.mailbox.end(RESULT)
+    assert list(pieces.handle) == ["a", "b"]
+    assert pieces.handle.token_ids == [0, 1, 2]
+    assert list(pieces.handle) == []
+    assert pieces.handle.result() is RESULT
+
+
+def test_events_give_every_piece_of_every_output():
+    pieces = Pieces(outputs=2)
+    deltas = [Delta(0, "a", (1,)), Delta(1, "x", (2,)), Delta(0, "", (3,))]
+    for delta in deltas:
+        pieces.mailbox.put(delta)
+    pieces.mailbox.end(RESULT)
+    assert list(pieces.handle.events()) == deltas
+    assert pieces.handle.token_ids == [1, 3]
+
+
+def test_texts_of_several_outputs_are_not_mixed():
+    handle = Pieces(outputs=2).handle
+    with pytest.raises(UsageError, match=r"has 2 outputs, whose texts would mix; iterate over events\(\)"):
+        iter(handle)
+
+    async def read() -> None:
+        async for _ in handle:
+            pass
+
+    with pytest.raises(UsageError, match="2 outputs"):
+        asyncio.run(read())
+
+
+def test_pieces_come_before_the_error_that_ended_the_request():
+    pieces = Pieces()
+    pieces.put("a")
+    pieces.mailbox.end(None, ProcessorError("mine"))
+    assert next(pieces.handle) == "a"
+    for wait in (lambda: next(pieces.handle), pieces.handle.result, lambda: list(pieces.handle.events())):
+        with pytest.raises(ProcessorError, match="mine"):
+            wait()
+
+
+def test_the_first_end_counts():
+    mailbox = Mailbox()
+    mailbox.end(RESULT)
+    mailbox.end(None, RequestError("too late"))
+    assert (mailbox.result, mailbox.error, mailbox.ended) == (RESULT, None, True)
+
+
+# ------------------------------------------------------------------------------------------------------------- waiting
+
+
+def test_a_wait_that_takes_too_long_ends_and_the_request_goes_on():
+    pieces = Pieces()
+    with pytest.raises(TimeoutError, match=r"did not end within 0\.02 s; it goes on"):
+        pieces.handle.result(SOON)
+    with pytest.raises(TimeoutError, match=r"nothing came within 0\.02 s; the request goes on"):
+        next(pieces.handle.events(SOON))
+    assert (pieces.cancelled, pieces.handle.done) == (0, False)
+    pieces.put("a")
+    pieces.mailbox.end(RESULT)
+    assert list(pieces.handle) == ["a"]
+
+
+def test_any_number_of_threads_may_wait_for_the_result():
+    pieces = Pieces()
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(pieces.handle.result, PATIENCE) for _ in range(8)]
+        pieces.mailbox.end(RESULT)
+        assert [future.result(PATIENCE) for future in waiting] == [RESULT] * 8
+
+
+def test_threads_that_read_together_share_the_pieces_out(make_engine: Any, alone: Any):
+    handle = make_engine().submit(Request(PROMPT, LONG))
+    with ThreadPoolExecutor(4) as pool:
+        read = [
+            pool.submit(lambda: [t for delta in handle.events(PATIENCE) for t in delta.token_ids]) for _ in range(4)
+        ]
+        tokens = [token for future in read for token in future.result(PATIENCE)]
+    assert sorted(tokens) == sorted(alone(PROMPT, LONG))
+
+
+# ------------------------------------------------------------------------------------------------------------- dropped
+
+
+@pytest.mark.parametrize(("ended", "keep", "cancelled"), [(False, False, 1), (True, False, 1), (False, True, 0)])
+def test_a_dropped_handle_cancels_unless_someone_else_listens(ended: bool, keep: bool, cancelled: int):
+    """After the end the cancellation finds nothing to do; that is the engine's business."""
+    pieces = Pieces(keep=keep)
+    if ended:
+        pieces.mailbox.end(RESULT)
+    pieces.handle = None
+    gc.collect()
+    assert pieces.cancelled == cancelled
+    assert pieces.mailbox.result is (RESULT if ended else None)
+
+
+def test_a_handle_that_is_read_is_not_dropped():
+    pieces = Pieces()
+    reader = pieces.handle.events(PATIENCE)
+    pieces.handle = None
+    gc.collect()
+    pieces.put("a")
+    assert next(reader).text == "a"
+    assert pieces.cancelled == 0
+    reader.close()
+    del reader
+    gc.collect()
+    assert pieces.cancelled == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- asyncio
+
+
+def test_an_event_loop_reads_and_awaits(make_engine: Any, alone: Any):
+    engine = make_engine()
+
+    async def client(seed: int) -> tuple[str, Any, list[int]]:
+        params = SamplingParams(max_tokens=10, temperature=1.0, seed=seed, ignore_eos=True)
+        handle = engine.submit(Request(PROMPT, params))
+        text = "".join([piece async for piece in handle])
+        return text, await handle, alone(PROMPT, params)
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*map(client, range(8)))
+
+    for text, result, tokens in asyncio.run(main()):
+        assert (result.text, list(result.token_ids)) == (text, tokens)
+
+
+def test_an_event_loop_reads_every_piece_of_every_output(make_engine: Any, alone: Any):
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, n=3, ignore_eos=True)
+
+    async def main() -> dict[int, list[int]]:
+        tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        async for delta in make_engine().submit(Request(PROMPT, params)).events_async():
+            tokens[delta.index] += delta.token_ids
+        return tokens
+
+    assert asyncio.run(main()) == {index: alone(PROMPT, params, index) for index in range(3)}
+
+
+def test_what_comes_from_another_thread_wakes_the_loop():
+    pieces = Pieces()
+
+    async def main() -> tuple[list[str], Any]:
+        timer = later(lambda: pieces.put("a", "b"))
+        read = [await anext(pieces.handle.events_async())]
+        timer.join()
+        waiting = asyncio.ensure_future(asyncio.wait_for(pieces.handle, PATIENCE))
+        await asyncio.sleep(SOON)
+        later(lambda: pieces.put("c"), lambda: pieces.mailbox.end(RESULT)).join()
+        result = await waiting
+        return [*(delta.text for delta in read), *[piece async for piece in pieces.handle]], result
+
+    assert asyncio.run(main()) == (["a", "b", "c"], RESULT)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_cancelling_a_task_cancels_its_request(make_engine: Any, remembering: Any, read: bool):
+    engine = make_engine(remembering())
+    brake = Brake(3)
+
+    async def client(handle: Handle, reading: asyncio.Event) -> None:
+        async for _ in handle.events_async():
+            reading.set()
+            if not read:
+                break
+        await handle
+
+    async def main() -> None:
+        reading = asyncio.Event()
+        handle = engine.submit(Request(PROMPT, LONG, stopping_criteria=[brake]))
+        task = asyncio.ensure_future(client(handle, reading))
+        await reading.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        brake.let_go()
+        with pytest.raises(CancelledError):
+            await handle
+
+    asyncio.run(main())
+    assert engine.metrics.snapshot().requests["cancelled"] == 1
+
+
+def test_a_wait_with_a_timeout_cancels_the_request():
+    pieces = Pieces()
+
+    async def main() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(pieces.handle, SOON)
+
+    asyncio.run(main())
+    assert pieces.cancelled == 1
+
+
+def test_a_loop_that_is_gone_does_not_disturb_who_ends_the_request(monkeypatch: pytest.MonkeyPatch):
+    pieces = Pieces(keep=True)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(pieces.handle._wait_async())
+        await asyncio.sleep(0)
+        monkeypatch.setattr(asyncio.get_running_loop(), "is_closed", lambda: False)  # it closes right after the check
+        pieces.handle._cancel = lambda: False
+        task.cancel()
+
+    asyncio.run(main())
+    pieces.put("a")
+    pieces.mailbox.end(RESULT)
+    assert pieces.handle.result() is RESULT
+
+
+def test_on_delta_hears_every_token_in_order_and_the_handle_too(make_engine: Any, alone: Any):
+    heard: list[int] = []
+    handle = make_engine().submit(Request(PROMPT, PARAMS, on_delta=lambda delta: heard.extend(delta.token_ids)))
+    read = [token for delta in handle.events(PATIENCE) for token in delta.token_ids]
+    assert heard == read == alone(PROMPT, PARAMS)
+
+
+def test_on_delta_may_submit_and_cancel(make_engine: Any, alone: Any):
+    engine = make_engine()
+    more: list[Handle] = []
+
+    def chain(_: Delta) -> None:
+        if not more:
+            more.append(engine.submit(Request([*PROMPT, 15], PARAMS)))
+
+    engine.submit(Request(PROMPT, PARAMS, on_delta=chain)).result(PATIENCE)
+    assert list(more[0].result(PATIENCE).token_ids) == alone([*PROMPT, 15], PARAMS)

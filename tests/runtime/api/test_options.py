@@ -1,0 +1,109 @@
+"""How an engine may be set up: ranges, what does not go together, and what a bundle can promise."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmc.bundle import Invariance, Manifest
+from llmc.errors import UsageError
+from llmc.runtime import load
+from llmc.runtime.api.options import Determinism, EngineOptions, check_level, in_pairs, row_limit
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 0}, r"max_batch is 0, expected 1 \.\.\. 1024"),
+        ({"max_batch": True}, "max_batch is True"),
+        ({"max_batch": 2.0}, r"max_batch is 2\.0"),
+        ({"max_queue": 0}, r"max_queue is 0, expected 1 \.\.\. 1000000"),
+        ({"max_queue": None}, "max_queue is None"),
+        ({"decode_steps_per_chunk": -1}, r"decode_steps_per_chunk is -1, expected 0 \.\.\."),
+        ({"prefix_cache_bytes": -1}, "prefix_cache_bytes is -1"),
+        ({"prefix_cache_disk_bytes": None}, "prefix_cache_disk_bytes is None"),
+        ({"max_draft_tokens": 16}, r"max_draft_tokens is 16, expected 1 \.\.\. 15"),
+        ({"sampling_threads": 0}, "sampling_threads is 0"),
+        ({"determinism": "exact"}, "determinism is 'exact', expected one of fast, batch, strict"),
+        ({"draft": 5}, "draft is 5, expected a path or None"),
+        ({"draft": ""}, "draft is '', expected a path or None"),
+        ({"prefix_cache_folder": b"x"}, "prefix_cache_folder is b'x'"),
+        ({"prefix_cache_folder": "x", "prefix_cache_bytes": 0}, "prefixes pass through memory"),
+        (
+            {"draft": "lookup", "determinism": "batch"},
+            "draft is set and determinism is 'batch'.*; use 'strict', or 'fast'",
+        ),
+    ],
+)
+def test_what_is_out_of_range_or_contradicts_is_refused_by_name(options: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=message):
+        EngineOptions(**options)
+
+
+def test_a_level_may_be_named_or_given():
+    assert EngineOptions(determinism="strict").determinism is Determinism.STRICT
+    assert EngineOptions(determinism=Determinism.BATCH).determinism is Determinism.BATCH
+    assert EngineOptions().determinism is Determinism.FAST
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones(tiny_bundle: Any):
+    with pytest.raises(
+        UsageError, match="load has no argument 'max_batches'; the engine's options are max_batch, max_"
+    ):
+        load(tiny_bundle, max_batches=4)
+
+
+def seen(manifest: Manifest, **found: Any) -> Manifest:
+    """The manifest of a bundle whose build measured this."""
+    graphs = {"decode": replace(manifest.graphs["decode"], invariance=Invariance(**found))}
+    return replace(manifest, graphs=graphs, limits=replace(manifest.limits, max_batch=7))
+
+
+@pytest.mark.parametrize(
+    ("level", "found", "missing"),
+    [
+        ("batch", {}, "chunks of prompts, rows of a batch"),
+        ("batch", {"tokens": 2}, "rows of a batch"),
+        ("batch", {"rows": 1, "outputs": 1}, "chunks of prompts"),
+        ("strict", {"rows": 1}, "chunks of prompts, tokens of a call, outputs of a call"),
+        ("strict", {"tokens": 1}, "outputs of a call"),
+    ],
+)
+def test_a_level_that_the_build_did_not_see_kept_is_refused(
+    manifest: Manifest, level: str, found: dict[str, Any], missing: str
+):
+    with pytest.raises(
+        UsageError, match=f"'{level}', but the build saw results depend on the number of {missing}; build"
+    ):
+        check_level(seen(manifest, **found), Determinism(level))
+
+
+def test_a_level_that_the_build_saw_kept_is_accepted(manifest: Manifest):
+    check_level(manifest, Determinism.FAST)
+    check_level(seen(manifest, rows=2, tokens=2), Determinism.BATCH)
+    check_level(seen(manifest, tokens=2, outputs=1), Determinism.STRICT)
+
+
+def test_a_graph_that_this_cpu_cannot_use_decides_nothing(manifest: Manifest, monkeypatch: pytest.MonkeyPatch):
+    kept = seen(manifest, rows=2, tokens=2)
+    other = replace(kept.graphs["decode"], invariance=Invariance(), cpu_features=("vnni",))
+    both = replace(kept, graphs={**kept.graphs, "prefill": other})
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", frozenset)
+    check_level(both, Determinism.BATCH)
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", lambda: frozenset({"vnni"}))
+    with pytest.raises(UsageError, match="chunks of prompts"):
+        check_level(both, Determinism.BATCH)
+
+
+def test_rows_are_those_of_the_bundle_or_fewer_and_even_where_they_go_in_pairs(manifest: Manifest):
+    pairs, free = seen(manifest, rows=2, tokens=2), seen(manifest, rows=1, tokens=1)
+    assert row_limit(pairs, EngineOptions()) == 7
+    assert row_limit(pairs, EngineOptions(determinism="batch")) == 6
+    assert row_limit(pairs, EngineOptions(determinism="batch", max_batch=5)) == 4
+    assert row_limit(pairs, EngineOptions(determinism="batch", max_batch=1)) == 1
+    assert row_limit(free, EngineOptions(determinism="batch")) == 7
+    assert (in_pairs(pairs, Determinism.BATCH), in_pairs(pairs, Determinism.STRICT)) == (True, False)
+    with pytest.raises(
+        UsageError, match=r"max_batch is 8, the bundle was built for 7; build with a larger --max-batch"
+    ):
+        row_limit(pairs, EngineOptions(max_batch=8))

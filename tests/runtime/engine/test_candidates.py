@@ -1,0 +1,345 @@
+"""A session that brings the largest logits only: the same tokens, and all logits where they are needed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.bundle import EnginePlan, Manifest, Profile
+from llmc.errors import RequestError
+from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.api.request import Request
+from llmc.runtime.engine.engine import Engine
+from llmc.runtime.engine.sequence import Sample
+from llmc.runtime.sampling import Processor, SamplingParams, make_sampler, suffice
+from llmc.runtime.sessions import Batch, Phase
+
+PATIENCE = 120
+VOCAB = 4096
+CANDIDATES = 32
+PROMPT = [5, 17, 300, 41]
+OTHERS = [[9, 8, 7], [100, 200, 300, 400, 500]]
+ENGINE = EnginePlan(
+    file="engine.plan",
+    form="native",
+    compute="float16",
+    capacity=512,
+    buckets=(256, 512),
+    decode=Profile(8, 1, 1),
+    prefill=Profile(1, 128, 8),
+    select="select.plan",
+    candidates=CANDIDATES,
+    platform="linux-x86_64",
+    compute_capabilities=("8.7",),
+    version_compatible=False,
+    hardware_compatibility="none",
+    stripped=False,
+    verified="cpu",
+    inspector="engine.json",
+)
+
+
+class Reducing:
+    """A session in front of another one: where candidates are asked for, it leaves all other logits out.
+
+    Attributes:
+        whole: how often all logits of a call were asked for after it.
+        asked: candidates of every decode step.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._all = np.empty(0, np.float32)
+        self.whole = 0
+        self.asked: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def run(self, batch: Batch) -> np.ndarray:
+        self._all = self._inner.run(batch)
+        if batch.phase is Phase.DECODE:
+            self.asked.append(batch.candidates)
+        return reduced(self._all, batch.candidates) if batch.candidates else self._all
+
+    def full_logits(self) -> np.ndarray:
+        self.whole += 1
+        return self._all
+
+
+def reduced(logits: np.ndarray, count: int) -> np.ndarray:
+    """The ``count`` largest of every row, of equals any, and -inf elsewhere."""
+    found = np.full_like(logits, -np.inf)
+    order = np.argsort(logits, axis=-1)[..., ::-1][..., :count]
+    np.put_along_axis(found, order, np.take_along_axis(logits, order, -1), -1)
+    return found
+
+
+def coarse(inner: Any, step: float) -> Any:
+    """``inner`` with logits that are multiples of ``step``, so that many are equal."""
+    logits = inner.logits
+    inner.logits = lambda tokens: np.round(logits(tokens) / step) * np.float32(step)
+    return inner
+
+
+# More than the candidates, all of them in a prompt.
+FAVOURITES = list(range(3, 3 + CANDIDATES + 8))
+
+
+def favouring(inner: Any) -> Any:
+    """``inner`` with logits that make every candidate a favourite."""
+    logits = inner.logits
+
+    def favoured(tokens: list[int]) -> np.ndarray:
+        found = logits(tokens)
+        found[FAVOURITES] += 30
+        return found
+
+    inner.logits = favoured
+    return inner
+
+
+@pytest.fixture
+def serve(remembering: Any, served: Manifest, tiny_tokenizer: Any) -> Callable[..., list[list[int]]]:
+    """Serves requests on a session, and gives each one's tokens, of all of its outputs."""
+
+    def tokens_of(session: Any, requests: Sequence[Request], **options: Any) -> list[list[int]]:
+        engine = Engine(
+            session,
+            replace(served, engine=ENGINE),
+            tiny_tokenizer,
+            max_context=256,
+            prefill_chunk=32,
+            options=EngineOptions(**options),
+            memory=1 << 40,
+        )
+        try:
+            handles: list[Any] = []
+            engine.call(lambda: handles.extend(engine.submit(request) for request in requests))
+            results = [handle.result(PATIENCE) for handle in handles]
+        finally:
+            engine.close()
+        return [[token for output in result.outputs for token in output.token_ids] for result in results]
+
+    return tokens_of
+
+
+def halved(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+    logits[: VOCAB // 2] = -np.inf
+    return logits
+
+
+# What candidates decide, and how many of them.
+FEW: dict[str, tuple[dict[str, Any], int]] = {
+    "greedy": ({"temperature": 0.0}, 1),
+    "greedy whatever the cuts": ({"temperature": 0.0, "top_p": 0.5, "typical_p": 0.5}, 1),
+    "top_k": ({"top_k": 8}, 8),
+    "top_k, top_p, min_p": ({"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.7}, 20),
+    "one less than there are": ({"top_k": CANDIDATES - 1, "temperature": 1.5}, CANDIDATES - 1),
+    "several outputs": ({"top_k": 5, "n": 3}, 5),
+    "top_k, then other cuts": ({"top_k": 12, "typical_p": 0.8, "xtc_probability": 0.5}, 12),
+    "top_k before the rest": (
+        {"top_k": 12, "repetition_penalty": 1.3, "processor_order": ("top_k", "repetition_penalty")},
+        12,
+    ),
+    "top_k before temperature": (
+        {"top_k": 12, "temperature": 0.6, "processor_order": ("top_k", "temperature"), "top_n_sigma": 1.0},
+        12,
+    ),
+    "greedy with stops": ({"temperature": 0.0, "stop_token_ids": (4095,), "stop": ("never said",)}, 1),
+}
+# What all logits decide.
+ALL: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.05},
+    "typical_p": {"typical_p": 0.7},
+    "epsilon": {"epsilon_cutoff": 0.001},
+    "eta": {"eta_cutoff": 0.001},
+    "top_n_sigma": {"top_n_sigma": 1.0},
+    "xtc": {"xtc_probability": 0.5},
+    "mirostat 1": {"mirostat": 1},
+    "mirostat 2": {"mirostat": 2},
+    "dynamic temperature": {"temperature": 0.8, "dynatemp_range": 0.3, "top_k": 8},
+    "temperature rounds before a cut": {"temperature": 0.8, "top_k": 8, "typical_p": 0.8},
+    "as many as there are": {"top_k": CANDIDATES},
+    "more than there are": {"top_k": CANDIDATES + 1},
+    "all of the vocabulary": {"top_k": VOCAB},
+    "logprobs": {"temperature": 0.0, "logprobs": 2},
+    "best_of": {"top_k": 8, "n": 1, "best_of": 2},
+    "repetition penalty": {"temperature": 0.0, "repetition_penalty": 1.5},
+    "presence penalty": {"top_k": 8, "presence_penalty": 1.0},
+    "frequency penalty": {"top_k": 8, "frequency_penalty": 1.0},
+    "dry": {"temperature": 0.0, "dry_multiplier": 1.0},
+    "no n-gram twice": {"temperature": 0.0, "no_repeat_ngram_size": 2},
+    "bias": {"temperature": 0.0, "logit_bias": ((7, 50.0),)},
+    "banned": {"temperature": 0.0, "banned_tokens": (7, 8)},
+    "allowed": {"temperature": 0.0, "allowed_tokens": tuple(range(100, 120))},
+    "min_tokens": {"temperature": 0.0, "min_tokens": 4, "ignore_eos": False},
+    "choice": {"temperature": 0.0, "choice": ("yes", "no"), "ignore_eos": False},
+    "beams": {"num_beams": 3},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+}
+
+
+def asked(params: dict[str, Any], prompt: Sequence[int] = PROMPT, processors: Sequence[Processor] = ()) -> Request:
+    return Request(
+        list(prompt), SamplingParams(**{"max_tokens": 12, "seed": 3, "ignore_eos": True, **params}), tuple(processors)
+    )
+
+
+@pytest.mark.parametrize("params", [params for params, _ in FEW.values()], ids=list(FEW))
+def test_what_candidates_decide_is_the_same_without_all_logits(
+    serve: Callable[..., Any], remembering: Any, params: dict[str, Any]
+):
+    session = Reducing(remembering())
+    requests = [asked(params, prompt) for prompt in (PROMPT, *OTHERS)]
+    assert serve(session, requests) == serve(remembering(), requests)
+    assert set(session.asked) == {CANDIDATES}
+    assert session.whole == 0
+
+
+@pytest.mark.parametrize("params", list(ALL.values()), ids=list(ALL))
+def test_what_needs_all_logits_gets_them(serve: Callable[..., Any], remembering: Any, params: dict[str, Any]):
+    session = Reducing(remembering())
+    requests = [asked(params, prompt) for prompt in (PROMPT, *OTHERS)]
+    assert serve(session, requests) == serve(remembering(), requests)
+    assert set(session.asked) <= {0}
+    assert session.whole == 0
+
+
+def test_a_requests_own_processor_sees_all_logits(serve: Callable[..., Any], remembering: Any):
+    session = Reducing(remembering())
+    requests = [asked({"temperature": 0.0}, processors=[halved])]
+    assert serve(session, requests) == serve(remembering(), requests)
+    assert set(session.asked) == {0}
+
+
+def test_one_request_that_needs_all_logits_has_them_brought_for_its_batch(serve: Callable[..., Any], remembering: Any):
+    session = Reducing(remembering())
+    requests = [
+        asked({"temperature": 0.0, "max_tokens": 12}),
+        asked({"temperature": 0.0, "repetition_penalty": 1.5, "max_tokens": 6}, OTHERS[0]),
+    ]
+    assert serve(session, requests) == serve(remembering(), requests)
+    assert session.asked.count(0) == 5 and session.asked[-1] == CANDIDATES  # the other one's first is its prompt's
+
+
+@pytest.mark.parametrize("params", [params for params, _ in FEW.values()], ids=list(FEW))
+def test_ties_at_the_border_have_all_logits_fetched(
+    serve: Callable[..., Any], remembering: Any, params: dict[str, Any]
+):
+    """Of about 4,096 logits with a deviation of 3 in steps of 4, hundreds are equal to the 32nd largest."""
+    session = Reducing(coarse(remembering(), 4.0))
+    requests = [asked(params, prompt) for prompt in (PROMPT, *OTHERS)]
+    assert serve(session, requests) == serve(coarse(remembering(), 4.0), requests)
+    assert session.whole > 0
+
+
+@pytest.mark.parametrize("level", ["batch", "strict"])
+def test_other_levels_of_determinism_give_the_same_tokens(serve: Callable[..., Any], remembering: Any, level: str):
+    session = Reducing(remembering())
+    requests = [asked({"top_k": 8}, prompt) for prompt in (PROMPT, *OTHERS)]
+    assert serve(session, requests, determinism=level) == serve(remembering(), requests)
+    assert set(session.asked) == ({CANDIDATES} if level == "batch" else {0})
+
+
+def test_without_candidates_in_the_bundle_none_are_asked_for(make_engine: Any, remembering: Any):
+    session = Reducing(remembering())
+    make_engine(session).submit(asked({"temperature": 0.0})).result(PATIENCE)
+    assert set(session.asked) == {0}
+
+
+def test_nan_among_the_logits_fails_its_request_as_without_candidates(serve: Callable[..., Any], remembering: Any):
+    inner = remembering()
+    inner.spoil = lambda tokens: len(tokens) == len(PROMPT) + 3
+    session = Reducing(inner)
+    with pytest.raises(Exception, match="the model's logits hold NaN"):
+        serve(session, [asked({"top_k": 8})])
+    assert session.whole == 1
+
+
+# ------------------------------------------------------------------------------------------------------ planted errors
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 0.0, "repetition_penalty": 100.0}, ALL["bias"], ALL["allowed"], {"temperature": 2.0}],
+    ids=["repetition penalty", "bias", "allowed", "no cut"],
+)
+def test_a_request_classified_too_loosely_draws_other_tokens_or_none(
+    serve: Callable[..., Any], remembering: Any, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+):
+    """Were such a setting said to need but one logit, the tests above would see it."""
+    requests = [asked(params, FAVOURITES)]
+    wanted = serve(favouring(remembering()), requests)
+    made = Sample.__init__
+
+    def loosened(self: Any, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
+        self.needs = 1
+
+    monkeypatch.setattr(Sample, "__init__", loosened)
+    try:
+        got = serve(Reducing(favouring(remembering())), requests)
+    except RequestError as error:
+        assert "leave no token" in str(error)
+    else:
+        assert got != wanted
+
+
+def test_ties_that_nobody_looks_at_draw_other_tokens(
+    serve: Callable[..., Any], remembering: Any, monkeypatch: pytest.MonkeyPatch
+):
+    requests = [asked({"top_k": 8, "max_tokens": 30}, prompt) for prompt in (PROMPT, *OTHERS)]
+    wanted = serve(coarse(remembering(), 4.0), requests)
+    monkeypatch.setattr("llmc.runtime.runner.model_runner.suffice", lambda logits, needs: True)
+    assert serve(Reducing(coarse(remembering(), 4.0)), requests) != wanted
+
+
+# ------------------------------------------------------------------------------------------------------------- samplers
+
+
+@pytest.mark.parametrize(("params", "needs"), list(FEW.values()), ids=list(FEW))
+def test_a_sampler_says_how_many_logits_it_needs(params: dict[str, Any], needs: int):
+    assert make_sampler(SamplingParams(**params), VOCAB, prompt_length=4).needs == needs
+
+
+@pytest.mark.parametrize(
+    ("logits", "needs", "enough"),
+    [
+        ([1, 5, 3, 4], 4, True),  # nothing was left out
+        ([-np.inf, 5, 3, -np.inf], 1, True),
+        ([-np.inf, 5, 5, -np.inf], 1, False),  # a third one may have been left out
+        ([-np.inf, 5, 5, 4], 1, True),
+        ([-np.inf, 5, 5, 4], 2, True),
+        ([-np.inf, 5, 4, 4], 2, False),
+        ([-np.inf, 5, 4, 3], 3, False),  # not one more than needed
+        ([-np.inf, -np.inf, -np.inf, 3], 1, False),
+        ([-np.inf, -np.inf, -np.inf, -np.inf], 1, False),
+        ([-np.inf, np.nan, 4, 3], 1, False),
+        ([-np.inf, np.nan, np.nan, np.nan], 1, False),
+        ([-np.inf, np.inf, 4, 3], 1, True),  # which the sampler refuses
+    ],
+)
+def test_candidates_suffice_while_the_last_needed_one_is_larger_than_the_least(
+    logits: list[float], needs: int, enough: bool
+):
+    assert suffice(np.array(logits, np.float32), needs) is enough
+
+
+def test_candidates_suffice_only_where_they_choose_what_all_logits_would():
+    """Random logits of few values: whenever candidates are said to be enough, top-k keeps the same tokens."""
+    numbers, seen = np.random.default_rng(0), [0, 0]
+    for _ in range(2000):
+        logits = numbers.integers(0, 12, 24).astype(np.float32)
+        k = int(numbers.integers(1, 8))
+        few = reduced(logits, 8)
+        bound = np.sort(logits)[-k]
+        same = bool(np.array_equal(np.flatnonzero(logits >= bound), np.flatnonzero(few >= bound)))
+        enough = suffice(few, k)
+        assert same or not enough
+        seen[enough] += 1
+    assert min(seen) > 100

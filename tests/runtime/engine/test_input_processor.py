@@ -1,0 +1,119 @@
+"""From a request to a job: what is filled in, and what is refused before it waits."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmc.errors import UsageError
+from llmc.runtime.api.handle import Mailbox
+from llmc.runtime.api.request import Request
+from llmc.runtime.engine.input_processor import Intake, draws, fit_prompt, token_ids, width
+from llmc.runtime.observe.metrics import EngineMetrics
+from llmc.runtime.sampling import SamplingParams
+
+IDS = list(range(10, 20))
+VOCAB = 4096
+
+
+@pytest.fixture
+def intake(served: Any, tiny_tokenizer: Any) -> Intake:
+    return Intake(served, tiny_tokenizer, 64, 4)
+
+
+def job(intake: Intake, prompt: Any = IDS, *, max_tokens: int = 4, request: Any = None, **params: Any) -> Any:
+    asked = Request(prompt, SamplingParams(max_tokens=max_tokens, **params), **(request or {}))
+    return intake.job(asked, Mailbox(), EngineMetrics())
+
+
+@pytest.mark.parametrize(
+    ("params", "chance"),
+    [
+        ({}, True),
+        ({"temperature": 0.0}, False),
+        ({"mirostat": 2}, True),
+        ({"num_beams": 2}, False),
+        ({"penalty_alpha": 0.5, "top_k": 2}, False),
+    ],
+)
+def test_a_seed_is_taken_where_anything_is_left_to_chance(intake: Intake, params: dict[str, Any], chance: bool):
+    made = job(intake, **params)
+    assert draws(made.request.params) is chance
+    assert (made.params.seed is not None) is chance
+    assert made.params == replace(made.request.params, seed=made.params.seed)
+    assert not chance or job(intake, **params).params.seed != made.params.seed
+
+
+def test_a_seed_that_is_given_is_kept(intake: Intake):
+    assert job(intake, seed=0).params.seed == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "rows", "samples"),
+    [
+        ({}, 1, 1),
+        ({"n": 3}, 1, 3),
+        ({"n": 2, "best_of": 5}, 1, 5),
+        ({"num_beams": 4}, 4, 1),
+        ({"penalty_alpha": 0.5, "top_k": 3}, 3, 1),
+    ],
+)
+def test_rows_are_what_must_run_at_once_and_samples_may_follow(
+    intake: Intake, params: dict[str, Any], rows: int, samples: int
+):
+    made = job(intake, **params)
+    assert (width(made.params), made.width, made.draws) == (rows, rows, samples)
+
+
+def test_text_is_encoded_with_or_without_special_tokens(intake: Intake, tiny_tokenizer: Any):
+    assert job(intake, "import os").prompt == tiny_tokenizer.encode("import os")
+    plain = job(intake, "import os", request={"add_special_tokens": False})
+    assert plain.prompt == tiny_tokenizer.encode("import os", add_special_tokens=False)
+
+
+def test_a_prompt_is_copied(intake: Intake):
+    mine = list(IDS)
+    made = job(intake, mine)
+    mine.append(99)
+    assert made.prompt == IDS
+
+
+@pytest.mark.parametrize(
+    ("params", "more", "message"),
+    [
+        ({}, {"similarity": lambda *_: 1.0}, "similarity compares the n samples of a request: ask for n above 1"),
+        ({"n": 2, "best_of": 3}, {"similarity": lambda *_: 1.0}, "similarity compares .* not for best_of"),
+        ({"speculate": True}, {}, "speculate is True, but the engine has no drafts"),
+        ({"banned_tokens": (5000,)}, {}, r"banned_tokens holds token id 5000, .* expected 0 \.\.\. 4095"),
+        ({"allowed_tokens": (4096,)}, {}, "allowed_tokens holds token id 4096"),
+        ({"logit_bias": ((4096, 1.0),)}, {}, "logit_bias holds token id 4096"),
+    ],
+)
+def test_what_the_parts_of_a_request_cannot_have_together_is_refused_at_the_door(
+    intake: Intake, params: dict[str, Any], more: dict[str, Any], message: str
+):
+    with pytest.raises(UsageError, match=message):
+        job(intake, request=more, **params)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**70])
+def test_a_token_outside_the_vocabulary_is_refused_by_name(intake: Intake, token: int):
+    with pytest.raises(UsageError, match=rf"prompt holds token id {token}, .* expected 0 \.\.\. {VOCAB - 1}"):
+        job(intake, [5, token, 6])
+
+
+def test_the_first_and_the_last_token_of_the_vocabulary_are_accepted(intake: Intake):
+    assert job(intake, [0, VOCAB - 1]).prompt == [0, VOCAB - 1]
+
+
+def test_a_prompt_that_just_fits_is_left_as_it_is():
+    params = SamplingParams(max_tokens=4)
+    for policy in ("refuse", "truncate_left", "sink"):
+        assert fit_prompt(IDS, replace(params, on_overflow=policy), 14) == (IDS, 0)
+
+
+def test_token_ids_become_plain_integers():
+    import numpy as np
+
+    assert all(type(token) is int for token in token_ids(np.array([1, 2], np.int32)))
+    assert token_ids(range(3)) == [0, 1, 2]

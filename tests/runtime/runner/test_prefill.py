@@ -1,0 +1,278 @@
+"""Prefill in chunks, steps, and a cache that grows: none of it shows in the tokens.
+
+Most tests run on a double whose logits depend on every token fed, so a lost, doubled or misplaced one shows.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.bundle import Manifest, read_bundle
+from llmc.errors import RequestError, ResourceError, UsageError
+from llmc.runtime.runner.model_runner import ATTENTION_TILE
+from llmc.runtime.runner.prefill import Runner, chunks
+from llmc.runtime.sessions import Batch, Phase, Session, open_session
+
+# float32 sums over other shapes of call round otherwise: 2e-6 was seen on logits with a deviation of about 1.
+FP32_TOLERANCE = 1e-4
+VOCAB = 320
+PROMPT = [(7 * i) % VOCAB for i in range(100)]
+LONG = np.random.default_rng(0).integers(3, 4096, 300).tolist()
+
+
+class Remembering:
+    """A session without a model: its logits are a hash of the tokens in the cache, up to the position asked for."""
+
+    engine_version = "0"
+    substitutes = False
+    device_memory = None
+
+    def __init__(self) -> None:
+        self.cache = np.zeros((0, 0), np.int64)
+        self.calls: list[tuple[str, int, int, int]] = []
+        """Phase, new tokens, past and logits of each call."""
+        self.reserved: list[int] = []
+
+    @property
+    def rows(self) -> int:
+        return self.cache.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.cache.shape[1]
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        grown = np.zeros((rows, capacity), np.int64)
+        grown[: self.cache.shape[0], : self.cache.shape[1]] = self.cache
+        self.cache = grown
+        self.reserved.append(capacity)
+
+    def run(self, batch: Batch) -> np.ndarray:
+        past, new = int(batch.past_lengths[0]), batch.input_ids[0]
+        self.calls.append((batch.phase.value, len(new), past, batch.logit_indices.shape[1]))
+        assert past + len(new) <= self.capacity
+        self.cache[0, past : past + len(new)] = new
+        rows = [hashed(self.cache[0, : past + index + 1]) for index in batch.logit_indices[0]]
+        return np.array(rows, np.float32).reshape(1, len(rows), VOCAB)
+
+    def close(self) -> None:
+        self.cache = self.cache[:0, :0]
+
+
+def hashed(tokens: np.ndarray) -> np.ndarray:
+    return np.random.default_rng(zlib.crc32(tokens.astype(np.int64).tobytes())).normal(size=VOCAB)
+
+
+@pytest.fixture
+def session() -> Remembering:
+    return Remembering()
+
+
+@pytest.fixture
+def runner(session: Remembering, manifest: Manifest) -> Runner:
+    return Runner(session, manifest, max_context=512, prefill_chunk=32)
+
+
+@pytest.fixture(scope="session")
+def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from llmc.optimize.build import build
+
+    return build(tiny_export, tmp_path_factory.mktemp("engine") / "fp32", precision="fp32").output
+
+
+@pytest.fixture(scope="module", params=["tiny_bundle", "tiny_bundle without its prefill graph", "fp32_bundle"])
+def opened(request: pytest.FixtureRequest) -> Iterator[tuple[str, Session, Manifest]]:
+    """Both precisions, and weight-only prefill, on their real engine: precision, session, manifest."""
+    fixture, _, decode_only = request.param.partition(" ")
+    folder = request.getfixturevalue(fixture)
+    manifest = read_bundle(folder)
+    if decode_only:
+        manifest = replace(manifest, graphs=dict.fromkeys(("prefill", "decode"), manifest.graphs["decode"]))
+    session = open_session(folder, manifest, 1)
+    yield manifest.recipe.precision, session, manifest
+    session.close()
+
+
+def generated(runner: Runner, prompt: Sequence[int], count: int) -> list[int]:
+    """The most probable token after ``prompt``, and so on, ``count`` of them."""
+    logits, tokens = runner.prefill(prompt), []
+    for position in range(len(prompt), len(prompt) + count):
+        tokens.append(int(logits[0, -1].argmax()))
+        logits = runner.step(tokens[-1], position)
+    return tokens
+
+
+# ------------------------------------------------------------------------------------------------------------- chunks
+
+
+def test_a_prompt_is_fed_in_chunks_and_only_the_last_gives_logits(runner: Runner, session: Remembering):
+    logits = runner.prefill(PROMPT)
+    assert session.calls == [*(("prefill", 32, start, 0) for start in (0, 32, 64)), ("prefill", 4, 96, 1)]
+    assert np.array_equal(logits[0, 0], hashed(np.array(PROMPT)).astype(np.float32))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 49, 50, 99, 100, 101, 512])
+def test_any_chunk_size_gives_the_same_tokens(manifest: Manifest, chunk: int):
+    runner = Runner(Remembering(), manifest, 512, chunk)
+    assert generated(runner, PROMPT, 20) == generated(Runner(Remembering(), manifest, 512, 512), PROMPT, 20)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 64, 65, 66, 512])
+def test_chunks_follow_one_another_and_none_is_of_a_length_that_rounds_otherwise(size: int):
+    """Kernels round otherwise for one token, the odd one of pairs and the one after tiles of 64 queries."""
+    assert chunks(1, size) == [(0, 1)]
+    for length in range(2, 200):
+        parts = chunks(length, size)
+        assert [token for start, end in parts for token in range(start, end)] == list(range(length))
+        assert all((end - start) % 2 == 0 for start, end in parts[:-1])
+        assert all(2 <= end - start <= max(2, size) + 1 for start, end in parts)
+        assert all((end - start) % ATTENTION_TILE != 1 for start, end in parts)
+
+
+@pytest.mark.parametrize("chunk", [299, 256, 100, 99, 66, 23, 17, 2, 1])
+def test_the_real_engine_gives_the_same_logits_for_any_chunk_size(opened: tuple[str, Session, Manifest], chunk: int):
+    """W8A8 is exact per token, so int8 is equal bit by bit, and so is MatMulNBits where even chunks come first.
+
+    65 and 129 tokens in one call would leave one query after tiles of 64: logits of int8 then differ by up to 0.09.
+    """
+    precision, session, manifest = opened
+    for length in (65, 129, 300):
+        whole = Runner(session, manifest, 512, 512).prefill(LONG[:length]).copy()
+        chunked = Runner(session, manifest, 512, chunk).prefill(LONG[:length])
+        difference = float(np.abs(chunked - whole).max())
+        assert difference <= (0.0 if precision == "int8" else FP32_TOLERANCE), length
+
+
+def test_the_tolerance_for_chunks_notices_a_token_fed_twice(fp32_bundle: Path):
+    manifest = read_bundle(fp32_bundle)
+    session = open_session(fp32_bundle, manifest, 1)
+    runner = Runner(session, manifest, 512, 512)
+    right = runner.prefill(LONG).copy()
+    wrong = runner.prefill([*LONG[:100], LONG[99], *LONG[100:]])
+    session.close()
+    assert np.abs(wrong - right).max() > 10 * FP32_TOLERANCE
+
+
+def test_evaluation_logits_are_those_of_the_steps(opened: tuple[str, Session, Manifest]):
+    _, session, manifest = opened
+    runner = Runner(session, manifest, 512, 16)
+    ids = LONG[:40]
+    every = {phase: runner.logits(ids, phase) for phase in Phase}
+    # The head sees 16 rows instead of one, and adds in another order.
+    assert np.abs(every[Phase.PREFILL][-1] - runner.prefill(ids)[0, 0]).max() <= FP32_TOLERANCE
+    stepped = [runner.step(token, position)[0, 0].copy() for position, token in enumerate(ids)]
+    assert np.array_equal(every[Phase.DECODE], np.array(stepped))
+    assert {logits.shape for logits in every.values()} == {(40, manifest.geometry.vocab_size)}
+
+
+# -------------------------------------------------------------------------------------------------------------- cache
+
+
+def test_the_cache_grows_in_steps_and_never_beyond_the_context(manifest: Manifest):
+    session = Remembering()
+    runner = Runner(session, manifest, 600, 512)
+    generated(runner, PROMPT, 500)
+    assert session.reserved == [256, 512, 600]
+    generated(runner, PROMPT, 500)
+    assert session.reserved == [256, 512, 600]
+
+
+def test_a_session_that_makes_more_room_than_it_is_asked_for_is_asked_once(manifest: Manifest):
+    class Fixed(Remembering):
+        def reserve(self, rows: int, capacity: int) -> None:
+            super().reserve(max(rows, 2), 1024)
+
+    fixed = Fixed()
+    runner = Runner(fixed, manifest, max_context=512, prefill_chunk=32)
+    roomy = Runner(Remembering(), manifest, max_context=512, prefill_chunk=32)
+    assert generated(runner, PROMPT, 300) == generated(roomy, PROMPT, 300)
+    assert fixed.reserved == [1024]
+    with pytest.raises(RequestError, match="position 513 is asked for, the context holds 512"):
+        runner.reserve(513)
+
+
+def test_growth_keeps_what_the_cache_holds(manifest: Manifest):
+    grown, roomy = (Runner(Remembering(), manifest, 512, 512) for _ in range(2))
+    roomy.reserve(512)
+    assert generated(grown, PROMPT, 300) == generated(roomy, PROMPT, 300)
+
+
+def test_crossing_a_growth_step_equals_all_room_from_the_start(tiny_bundle: Path):
+    manifest = read_bundle(tiny_bundle)
+    logits, capacities = [], []
+    for up_front in (1, manifest.limits.max_context):
+        session = open_session(tiny_bundle, manifest, 1)
+        runner = Runner(session, manifest, manifest.limits.max_context, 512)
+        runner.reserve(up_front)
+        runner.prefill(LONG[:250])
+        logits.append([runner.step(token, 250 + i)[0, 0].copy() for i, token in enumerate(LONG[250:262])])
+        capacities.append(session.capacity)
+        session.close()
+    assert capacities == [512, manifest.limits.max_context]
+    assert np.array_equal(*logits)
+
+
+def test_what_an_earlier_request_left_in_the_cache_is_never_read(tiny_bundle: Path):
+    """Not even times zero: NaN would show."""
+    manifest = read_bundle(tiny_bundle)
+    session = open_session(tiny_bundle, manifest, 1)
+    runner = Runner(session, manifest, 512, 16)
+    clean = generated(runner, LONG[:40], 8)
+    for tensor in session._cache:
+        tensor.fill(np.nan)
+    assert generated(runner, LONG[:40], 8) == clean
+    session.close()
+
+
+def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(
+    runner: Runner, session: Remembering, monkeypatch: pytest.MonkeyPatch
+):
+    want = generated(runner, PROMPT, 5)
+    monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 100)
+    with pytest.raises(ResourceError, match="cache for 512 tokens"):
+        generated(runner, PROMPT, 200)
+    assert session.reserved == [256]
+    assert generated(runner, PROMPT, 5) == want
+
+
+# -------------------------------------------------------------------------------------------------------- generation
+
+
+def test_a_token_costs_one_step(runner: Runner, session: Remembering):
+    generated(runner, PROMPT[:10], 4)
+    assert session.calls == [("prefill", 10, 0, 1), *(("decode", 1, 10 + i, 1) for i in range(4))]
+
+
+def test_a_sequence_that_was_left_shows_no_trace_in_the_next(runner: Runner):
+    want = generated(runner, PROMPT[:10], 8)
+    generated(runner, PROMPT, 2)
+    assert generated(runner, PROMPT[:10], 8) == want
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_nothing_goes_further_than_the_context(runner: Runner, session: Remembering):
+    with pytest.raises(RequestError, match="position 513 is asked for, the context holds 512"):
+        runner.step(5, 512)
+    for call in (runner.logits, runner.prefill):
+        with pytest.raises(RequestError, match="position 600 is asked for, the context holds 512"):
+            call(PROMPT * 6)
+    assert session.calls == []
+
+
+def test_a_refused_prompt_does_not_reach_the_session(tiny_bundle: Path, manifest: Manifest):
+    from llmc.runtime.model import Model
+    from llmc.runtime.text.tokenizer import Tokenizer
+
+    session = Remembering()
+    runner = Runner(session, manifest, 512, 32)
+    model = Model(tiny_bundle, manifest, Tokenizer.from_folder(tiny_bundle), runner, 1)
+    for prompt in ([], "", [VOCAB], [-1], PROMPT * 6):
+        with pytest.raises((RequestError, UsageError)):
+            model.generate(prompt, max_tokens=1)
+    assert session.calls == []
