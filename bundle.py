@@ -81,7 +81,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ExportManifest:
-    """``export.json``: what the portable decoder in this folder is."""
+    """``export.json``: what the portable decoder in this folder is.
+
+    ``notes`` are sentences about what of the checkpoint's settings was left out on purpose.
+    """
 
     schema_version: int
     llmc_version: str
@@ -89,6 +92,7 @@ class ExportManifest:
     geometry: Geometry
     source: Source
     generation: Generation
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -275,7 +279,8 @@ class Manifest:
 
     ``cache`` is the type of the KV cache's values. ``compiled`` is None where the recipe wants no compiled graphs.
     ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. ``engine`` is there
-    for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every target with a GPU.
+    for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every target with a GPU. ``notes``
+    are those of the export.
     """
 
     schema_version: int
@@ -284,6 +289,7 @@ class Manifest:
     geometry: Geometry
     source: Source
     generation: Generation
+    notes: tuple[str, ...]
     target: Target
     recipe: Recipe
     limits: Limits

@@ -56,6 +56,7 @@ def print_summary(summary: Summary) -> None:
         memory_row("memory", summary.memory, apart),
         *([memory_row("GPU memory", device)] if device else []),
         *((name, show.size(count)) for name, count in summary.files.items()),
+        *(("note", note) for note in summary.notes),
     ]
     show.print_rows(rows)
 

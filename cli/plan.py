@@ -79,7 +79,7 @@ def _geometry(path: Path) -> Geometry | None:
         return read_export(path).geometry
     from llmc.export.sources.checkpoint import read_checkpoint
 
-    return read_checkpoint(path).config.geometry
+    return read_checkpoint(path).geometry
 
 
 def check_export(checkpoint: Path, memory: int | None = None) -> None:
@@ -93,7 +93,7 @@ def check_export(checkpoint: Path, memory: int | None = None) -> None:
     from llmc.runtime.kv.budget import usable_memory
 
     try:
-        plan = export_plan(read_checkpoint(checkpoint).config.geometry)
+        plan = export_plan(read_checkpoint(checkpoint).geometry)
     except LlmcError:
         return
     if problem := refusal([Stage(plan, plan.verdict(usable_memory(0, memory)))]):

@@ -6,7 +6,7 @@ from pathlib import Path
 from llmc import bundle
 from llmc.bundle import Geometry, Manifest, Source
 from llmc.errors import BundleError, UsageError
-from llmc.export.sources.checkpoint import read_checkpoint
+from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.safetensors import DTYPE_NAMES, Shard, read_shards
 from llmc.runtime.kv.budget import plan_load, rounded_up
 
@@ -45,6 +45,7 @@ class Summary:
     weights: dict[str, int]
     memory: Memory
     bundle: Manifest | None
+    notes: tuple[str, ...]
     device_memory: Memory | None = None
 
 
@@ -90,22 +91,30 @@ def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
     if manifest.device is not None:
         positions = rounded_up(manifest.engine, context)
         device = Memory(positions, batch, manifest.device.parts(positions, batch))
-    return Summary("bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest, device)
+    return Summary(
+        "bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest, manifest.notes, device
+    )
 
 
 def _of_export(path: Path, context: int | None, batch: int) -> Summary:
     manifest = bundle.read_export(path)
-    return _unbuilt("export", path, manifest.geometry, manifest.source, read_shards(path), context, batch)
+    return _unbuilt("export", path, manifest, read_shards(path), context, batch)
 
 
 def _of_checkpoint(path: Path, context: int | None, batch: int) -> Summary:
     found = read_checkpoint(path)
-    return _unbuilt("checkpoint", path, found.config.geometry, found.source, list(found.shards), context, batch)
+    return _unbuilt("checkpoint", path, found, list(found.shards), context, batch)
 
 
 def _unbuilt(
-    kind: str, path: Path, geometry: Geometry, source: Source, shards: list[Shard], context: int | None, batch: int
+    kind: str,
+    path: Path,
+    found: Checkpoint | bundle.ExportManifest,
+    shards: list[Shard],
+    context: int | None,
+    batch: int,
 ) -> Summary:
+    geometry = found.geometry
     limit = geometry.max_positions
     context = _at_most("--context", context or limit, limit, f"max_position_embeddings in {CONFIG_FILE}")
     weights: dict[str, int] = {}
@@ -115,7 +124,7 @@ def _unbuilt(
     files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
     parts = {"weights": sum(weights.values()), "cache": geometry.cache_bytes(context, batch)}
     memory = Memory(context, batch, parts)
-    return Summary(kind, path, geometry, source, files, weights, memory, None)
+    return Summary(kind, path, geometry, found.source, files, weights, memory, None, found.notes)
 
 
 def _at_most(flag: str, value: int, limit: int, what: str) -> int:

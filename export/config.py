@@ -1,4 +1,7 @@
-"""What a decoder is, in llmc's own words: every question about a checkpoint's config is answered here once."""
+"""A decoder in llmc's own words: its layers, and the inventory of linears, norms, attentions and caches that follows.
+
+A family fills in a :class:`DecoderConfig`; everything else asks it, so that no checkpoint's config is read twice.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +14,7 @@ Activation = Literal["silu"]
 
 @dataclass(frozen=True)
 class NormConfig:
-    """What all norms of a decoder have in common."""
+    """Settings that all norms of a decoder share."""
 
     eps: float
 

@@ -43,7 +43,7 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """What Hugging Face calls ``model``: all but the head. It is a namespace; :class:`Decoder` runs it."""
+    """All but the head, ``model`` to Hugging Face. It is a namespace; :class:`Decoder` runs it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

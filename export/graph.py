@@ -66,11 +66,19 @@ def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base
     return model
 
 
-def check_graph(model: ir.Model) -> None:
-    """Check the graph as ONNX: structure, types and shapes.
+def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
+    """Check the graph as ONNX (structure, types and shapes), and that the inventory lists its nodes.
 
     Weights stand in as inputs, since onnx refuses external data in a hard-linked file.
     """
+    listed = {
+        "MatMul": [linear.name for linear in geometry.linears],
+        "RMSNormalization": [norm.name for norm in geometry.norms],
+        ops.CACHED_ATTENTION: [attention.name for attention in geometry.attentions],
+    }
+    for operator, names in listed.items():
+        nodes = [node.name for node in model.graph if node.op_type == operator]
+        assert nodes == names, f"the inventory lists {len(names)} of {len(nodes)} {operator} nodes, or in another order"
     proto = ir.to_proto(model)
     tensors = list(proto.graph.initializer)
     del proto.graph.initializer[:]

@@ -87,14 +87,15 @@ def _max_positions(keys: Keys) -> int:
     if keys.raw("dual_chunk_attention_config") is None:
         return maximum
     inner = keys.inside("dual_chunk_attention_config")
-    original = min(maximum, inner.integer("original_max_position_embeddings"))
+    original = inner.integer("original_max_position_embeddings")
     inner.skip("chunk_size", "local_size")
     inner.finish()
-    keys.note(
-        f"dual_chunk_attention_config is not supported and was left out: the context ends at {original} positions "
-        f"instead of max_position_embeddings={maximum}"
-    )
-    return original
+    if original < maximum:
+        keys.note(
+            f"dual_chunk_attention_config is not supported and was left out: the context ends at {original} positions "
+            f"instead of max_position_embeddings={maximum}"
+        )
+    return min(original, maximum)
 
 
 def _kv_heads(keys: Keys, heads: int, default: int | None) -> int:

@@ -330,6 +330,7 @@ def _manifest(
         geometry=export.geometry,
         source=export.source,
         generation=export.generation,
+        notes=export.notes,
         target=Target(target.name, target.engine, version, minimum),
         recipe=recipe,
         limits=order.limits,

@@ -36,7 +36,8 @@ def folder(whole: Manifest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def export_manifest(manifest: Manifest) -> ExportManifest:
-    return ExportManifest(bundle.SCHEMA_VERSION, "0.1.0", 2, manifest.geometry, manifest.source, manifest.generation)
+    parts = manifest.geometry, manifest.source, manifest.generation, manifest.notes
+    return ExportManifest(bundle.SCHEMA_VERSION, "0.1.0", 2, *parts)
 
 
 def edit(folder: Path, change: Any, name: str = BUNDLE_MANIFEST) -> None:

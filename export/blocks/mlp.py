@@ -28,8 +28,8 @@ class MLP(nn.Module):
         self.act_fn = ACTIVATIONS[config.activation]()
 
     def forward(self, x: Tensor) -> Tensor:
-        up = self.up_proj(x)
-        down: Tensor = self.down_proj(
-            self.act_fn(up) if self.gate_proj is None else self.act_fn(self.gate_proj(x)) * up
-        )
+        if self.gate_proj is None:
+            down: Tensor = self.down_proj(self.act_fn(self.up_proj(x)))
+        else:
+            down = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return down

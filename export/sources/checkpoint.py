@@ -40,6 +40,11 @@ class Checkpoint:
     source: bundle.Source
     notes: tuple[str, ...]
 
+    @property
+    def geometry(self) -> bundle.Geometry:
+        """Sizes and inventory, as later stages need them."""
+        return self.config.geometry
+
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read and check a local Hugging Face folder; weights stay on disk.

@@ -1,7 +1,7 @@
 """A family that does not exist: layers differ in heads, widths, windows, ropes and number of linears.
 
 Whoever lists a decoder's parts by hand, or takes the first layer's shape for that of all, computes something else
-than :func:`reference`, which is written in plain torch and knows nothing of ``llmc``.
+than :class:`Reference`, which is written in plain torch and knows nothing of ``llmc``.
 """
 
 import json
@@ -12,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import silu
 
 from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, Rope
 from llmc.export.families import FAMILIES
@@ -58,9 +62,6 @@ def register(patch: pytest.MonkeyPatch) -> None:
 
 def write_checkpoint(folder: Path, dtype: str = "float32") -> Path:
     """Random weights with the small model's tokenizer, in a new ``folder``."""
-    import torch
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True)
     config = {
         "model_type": "invented",
@@ -116,51 +117,56 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (HIDDEN,)}
 
 
-def reference(folder: Path, ids: np.ndarray) -> np.ndarray:
-    """Logits (B, S, V) of texts (B, S) from position 0, in float32."""
-    import torch
-    from safetensors.torch import load_file
+class Reference:
+    """The family in plain torch, in float32: texts (B, S) from position 0 to logits (B, S, V)."""
 
-    weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    def __init__(self, folder: Path) -> None:
+        self.weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
 
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.nn.functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    def __call__(self, ids: np.ndarray) -> np.ndarray:
+        """Logits (B, S, V) of texts (B, S)."""
+        return self.hidden(ids) @ self.weights["lm_head.weight"].numpy().T
 
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weights[f"{name}.weight"]
+    def hidden(self, ids: np.ndarray, normed: bool = True) -> np.ndarray:
+        """What the head multiplies (B, S, N), or what the last norm reads."""
+        with torch.inference_mode():
+            x = self.weights["model.embed_tokens.weight"][torch.from_numpy(ids)]
+            for i, layer in enumerate(LAYERS):
+                at = f"model.layers.{i}"
+                x = x + self._attention(self._norm(x, f"{at}.input_layernorm"), f"{at}.self_attn", layer["mixer"])
+                if layer["mlp"] is not None:
+                    x = x + self._mlp(self._norm(x, f"{at}.post_attention_layernorm"), f"{at}.mlp", layer["mlp"])
+            return (self._norm(x, "model.norm") if normed else x).numpy()
 
-    def rotated(x: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-        half = rope["dim"] // 2
-        frequencies = rope["theta"] ** (-torch.arange(half) / half) / rope.get("factor", 1.0)
-        angles = torch.arange(x.shape[1])[:, None, None] * frequencies  # (S, 1, D/2)
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), -1)
-
-    def attention(x: torch.Tensor, at: str, mixer: dict[str, Any]) -> torch.Tensor:
-        heads, kv_heads, length = mixer["heads"], mixer["kv_heads"], x.shape[1]
-        q, k, v = (linear(x, f"{at}.{part}_proj").unflatten(-1, (-1, mixer["head_dim"])) for part in "qkv")
+    def _attention(self, x: Tensor, at: str, mixer: dict[str, Any]) -> Tensor:
+        q, k, v = (self._linear(x, f"{at}.{part}_proj").unflatten(-1, (-1, mixer["head_dim"])) for part in "qkv")
         if mixer.get("qk_norm"):
-            q, k = norm(q, f"{at}.q_norm"), norm(k, f"{at}.k_norm")
+            q, k = self._norm(q, f"{at}.q_norm"), self._norm(k, f"{at}.k_norm")
         if mixer["rope"] is not None:
-            q, k = (rotated(part, ROPES[mixer["rope"]]) for part in (q, k))
-        k, v = (part.repeat_interleave(heads // kv_heads, 2) for part in (k, v))
-        distance = torch.arange(length)[:, None] - torch.arange(length)
-        hidden = (distance < 0) | (distance >= (mixer.get("window") or length))
+            q, k = (_rotated(part, **ROPES[mixer["rope"]]) for part in (q, k))
+        k, v = (part.repeat_interleave(mixer["heads"] // mixer["kv_heads"], 2) for part in (k, v))
+        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        hidden = (distance < 0) | (distance >= (mixer.get("window") or x.shape[1]))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / mixer["head_dim"] ** 0.5
         seen = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
-        return linear(torch.einsum("bhqk,bkhd->bqhd", seen, v).flatten(2), f"{at}.o_proj")
+        return self._linear(torch.einsum("bhqk,bkhd->bqhd", seen, v).flatten(2), f"{at}.o_proj")
 
-    def feed_forward(x: torch.Tensor, at: str, mlp: dict[str, Any]) -> torch.Tensor:
-        up, silu = linear(x, f"{at}.up_proj"), torch.nn.functional.silu
-        return linear(
-            silu(linear(x, f"{at}.gate_proj")) * up if mlp.get("gated", True) else silu(up), f"{at}.down_proj"
-        )
+    def _mlp(self, x: Tensor, at: str, mlp: dict[str, Any]) -> Tensor:
+        up = self._linear(x, f"{at}.up_proj")
+        inner = silu(self._linear(x, f"{at}.gate_proj")) * up if mlp.get("gated", True) else silu(up)
+        return self._linear(inner, f"{at}.down_proj")
 
-    with torch.inference_mode():
-        x = weights["model.embed_tokens.weight"][torch.from_numpy(ids)]
-        for i, layer in enumerate(LAYERS):
-            at = f"model.layers.{i}"
-            x = x + attention(norm(x, f"{at}.input_layernorm"), f"{at}.self_attn", layer["mixer"])
-            if layer["mlp"] is not None:
-                x = x + feed_forward(norm(x, f"{at}.post_attention_layernorm"), f"{at}.mlp", layer["mlp"])
-        return linear(norm(x, "model.norm"), "lm_head").numpy()
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        y = x @ self.weights[f"{name}.weight"].T
+        return y + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else y
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * self.weights[f"{name}.weight"]
+
+
+def _rotated(x: Tensor, dim: int, theta: float, type: str = "default", factor: float = 1.0) -> Tensor:  # noqa: A002
+    """x (B, S, H, D), each pair turned by its position's angle."""
+    half = dim // 2
+    angles = torch.arange(x.shape[1])[:, None, None] * theta ** (-torch.arange(half) / half) / factor  # (S, 1, D/2)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), -1)

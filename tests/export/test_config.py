@@ -168,8 +168,9 @@ def test_families_differ_as_published():
 
 
 def test_every_family_is_found():
-    for name in FAMILIES:
-        values = {"llama": LLAMA2_7B, "mistral": MISTRAL_7B, "qwen2": QWEN25_05B, "qwen3": QWEN3_06B}[name]
+    published = {"llama": LLAMA2_7B, "mistral": MISTRAL_7B, "qwen2": QWEN25_05B, "qwen3": QWEN3_06B}
+    assert published.keys() == FAMILIES.keys() - {"invented"}
+    for name, values in published.items():
         assert read(values).model_type == name
 
 
@@ -187,6 +188,32 @@ def test_absent_keys_mean_what_transformers_takes_them_for():
     assert attention(without(QWEN3_06B, "head_dim")).head_dim == 128
     assert read(without(LLAMA32_1B, "rope_theta", "rope_scaling")).ropes == (Rope(64, 10000.0),)
     assert not read(without(LLAMA32_1B, "tie_word_embeddings")).tied_head
+
+
+def test_what_transformers_does_not_read_either_is_of_no_matter():
+    """Slices of a product that is computed in one piece: the sizes of the pretraining cluster."""
+    assert read(LLAMA2_7B, pretraining_tp=2) == read(LLAMA2_7B)
+
+
+@pytest.mark.parametrize("head_dim", [100, 120])
+def test_head_sizes_that_no_power_of_two_divides_are_read(head_dim):
+    assert attention(LLAMA2_7B, head_dim=head_dim).head_dim == head_dim
+
+
+# Of Qwen2.5-7B-Instruct-1M: from 262,144 positions on, vLLM computes in chunks what is not plain attention any more.
+DUAL_CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+
+
+def test_dual_chunk_attention_ends_the_positions_where_it_would_begin():
+    keys = Keys(
+        {**QWEN25_05B, "max_position_embeddings": 1_010_000, "dual_chunk_attention_config": DUAL_CHUNKS}, "config.json"
+    )
+    assert read_config(keys) == read(QWEN25_05B, max_position_embeddings=262_144)
+    assert keys.notes == [
+        "config.json: dual_chunk_attention_config is not supported and was left out: the context ends at 262144 "
+        "positions instead of max_position_embeddings=1010000"
+    ]
+    assert read(QWEN25_05B, dual_chunk_attention_config=DUAL_CHUNKS).max_positions == 32_768
 
 
 WRONG_TYPES = ["sliding_attention"] * 24
@@ -237,6 +264,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (QWEN25_05B, {"layer_types": WRONG_TYPES}, ["layer_types=", "24 entries", "full_attention"]),
     (QWEN25_05B, {"layer_types": ["full_attention"]}, ["layer_types=['full_attention']", "24 entries"]),
     (QWEN25_05B, {"use_sliding_window": 1}, ["use_sliding_window=1", "true or false"]),
+    (QWEN25_05B, {"dual_chunk_attention_config": {}}, ["original_max_position_embeddings is missing", "whole number"]),
+    (
+        QWEN25_05B,
+        {"dual_chunk_attention_config": {**DUAL_CHUNKS, "local_value": 1}},
+        ["dual_chunk_attention_config: local_value=1", "not known"],
+    ),
     (QWEN25_05B, {"use_mrope": True}, ["use_mrope=True", "expected False"]),
     (MISTRAL_7B, {"sliding_window": 0}, ["sliding_window=0", "at least 1"]),
 ]
