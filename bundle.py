@@ -21,7 +21,7 @@ from llmc.measured import Invariance as Invariance
 from llmc.measured import PhaseQuality as PhaseQuality
 from llmc.measured import Quality as Quality
 from llmc.plans import DeviceMemory as DeviceMemory
-from llmc.plans import EnginePlan as EnginePlan
+from llmc.plans import EngineConfig as EngineConfig
 from llmc.plans import Profile as Profile
 from llmc.strict import decode as decode
 
@@ -301,7 +301,7 @@ class Manifest:
     golden: tuple[GoldenPrompt, ...]
     golden_tolerance: float
     files: dict[str, FileEntry]
-    engine: EnginePlan | None = None
+    engine: EngineConfig | None = None
     device: DeviceMemory | None = None
 
     def named_files(self) -> list[str]:

@@ -54,7 +54,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class EnginePlan:
+class EngineConfig:
     """A serialized TensorRT engine: which machine it is for, and which calls it takes.
 
     Attributes:

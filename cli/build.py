@@ -96,8 +96,8 @@ def build_command(
     from llmc.optimize.auto.plots import pareto
     from llmc.optimize.auto.search import AutoReport, automatic
     from llmc.optimize.build import build
-    from llmc.optimize.engine_request import EngineRequest
     from llmc.optimize.recipe import find_recipe
+    from llmc.optimize.tensorrt.request import EngineRequest
 
     limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
     precision = chosen_precision(tuple(choices.pop(name) for name in PRECISIONS))
@@ -147,7 +147,7 @@ def refuse_choices() -> None:
 
 def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool) -> None:
     """Compile a bundle's engine for this machine, in its place or into ``output``."""
-    from llmc.optimize.rebuild import rebuild
+    from llmc.optimize.tensorrt.rebuild import rebuild
 
     with cleanly_stopped(), show.progress() as progress:
         report = rebuild(source, output or source, force=force or output is None, progress=progress)

@@ -12,7 +12,7 @@ from llmc.cli import output as show
 from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
 
 if TYPE_CHECKING:
-    from llmc.bundle import EnginePlan, Geometry, Manifest, Target
+    from llmc.bundle import EngineConfig, Geometry, Manifest, Target
     from llmc.cli.summary import Memory, Summary
 
 
@@ -112,7 +112,7 @@ def engine_of(target: Target) -> str:
     return f"{target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"
 
 
-def engine_rows(engine: EnginePlan) -> list[tuple[str, str]]:
+def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
     """Which calls an engine takes, and where it runs."""
     options = {
         "runs on newer libraries": engine.version_compatible,

@@ -23,7 +23,7 @@ from llmc.bundle import (
     TOKENIZER_FILES,
     Budget,
     Compiled,
-    EnginePlan,
+    EngineConfig,
     ExportManifest,
     FileEntry,
     Graph,
@@ -40,7 +40,6 @@ from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
 from llmc.optimize.calibrate.store import Calibrated
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.judge.evaluate import evaluate, read_windows
 from llmc.optimize.judge.gate import Advice, advise, check
 from llmc.optimize.judge.golden import golden_prompts, prompt_ids
@@ -62,6 +61,7 @@ from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.targets import Capabilities, capabilities
+from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.publish import file_entries, staged
 from llmc.runtime import Model, load
@@ -72,7 +72,7 @@ from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 
 if TYPE_CHECKING:
-    from llmc.optimize.engine import EngineSpec
+    from llmc.optimize.tensorrt.spec import EngineSpec
 
 log = logging.getLogger(__name__)
 
@@ -113,14 +113,14 @@ class _Order:
     @property
     def form(self) -> str:
         """The engine's form; graphs that are no engine's are native."""
-        return self.engine.form if self.engine else "native"
+        return self.engine.config.form if self.engine else "native"
 
     @property
     def lowering(self) -> str:
         """The list of passes."""
         if self.engine is None:
             return self.target.name
-        return "tensorrt-primitives" if self.engine.form == "primitives" else "tensorrt"
+        return "tensorrt-primitives" if self.form == "primitives" else "tensorrt"
 
 
 def build(
@@ -192,9 +192,9 @@ def build(
     )
     _check_memory(order, calibration, memory)
     if abilities.makes_engine:
-        from llmc.optimize.engine import resolve_engine
+        from llmc.optimize.tensorrt.spec import resolve_engine
 
-        spec = resolve_engine(abilities, limits, asked.engine or EngineRequest(), float8="fp8" in chosen.precisions())
+        spec = resolve_engine(abilities, chosen, limits, asked.engine or EngineRequest())
         order = replace(order, engine=spec)
     with staged(Path(output), force=force) as folder:
         manifest = _make(order, folder, calibration)
@@ -226,10 +226,10 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     compiled = _precompile(order, graphs, folder) if order.compiled and not order.target.has_gpu else None
     engine = None
     if order.engine is not None:
-        from llmc.optimize.engine import compile_engine
+        from llmc.optimize.tensorrt.engine import compile_engine
 
         graph = folder / graphs["decode"].file
-        engine = compile_engine(order.engine, graph, geometry, order.recipe, order.progress)
+        engine = compile_engine(order.engine, graph, geometry, order.progress)
     order.progress("hashing")
     manifest = _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
     write_manifest(manifest, folder)
@@ -314,7 +314,7 @@ def _precompile(order: _Order, graphs: dict[str, Graph], folder: Path) -> Compil
 
 
 def _manifest(
-    order: _Order, graphs: dict[str, Graph], compiled: Compiled | None, engine: EnginePlan | None, folder: Path
+    order: _Order, graphs: dict[str, Graph], compiled: Compiled | None, engine: EngineConfig | None, folder: Path
 ) -> Manifest:
     """The manifest before the bundle has run: no quality and no self-test."""
     export, target, recipe = order.export, order.target, order.recipe
@@ -413,7 +413,7 @@ def _opened(
     return stack.enter_context(load(stand_in, self_test=False, emulate=True)), "float32"
 
 
-def runs_here(spec: "EngineSpec | None", plan: EnginePlan) -> bool:
+def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:
     """Whether there is an engine, and a GPU that it has code for."""
     gpu = spec.gpu if spec is not None else None
     return gpu is not None and plan.fits_gpu(gpu.compute_capability)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import llmc
 from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.targets import Capabilities
+from llmc.optimize.tensorrt.request import EngineRequest
 
 if sys.version_info >= (3, 11):
     import tomllib

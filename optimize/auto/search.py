@@ -18,11 +18,11 @@ from llmc.bundle import Budget, Manifest, Recipe, decode, read_bundle, verify_fi
 from llmc.errors import BuildError, BundleError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.judge.gate import broken_limits
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
+from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.weights import weights_identity
 from llmc.publish import staged
 from llmc.runtime.bench.benchmark import benchmark

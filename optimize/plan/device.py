@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from llmc.bundle import CACHE_BYTES, DeviceMemory, EnginePlan, Geometry, Limits, MemoryPlan, Recipe
+from llmc.bundle import CACHE_BYTES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
 from llmc.inventory import HEAD, Linear
 from llmc.optimize.lower.context import (
     Computed,
@@ -70,7 +70,7 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = 
     )
 
 
-def with_engine(plan: DeviceMemory, folder: Path, engine: EnginePlan | None) -> DeviceMemory:
+def with_engine(plan: DeviceMemory, folder: Path, engine: EngineConfig | None) -> DeviceMemory:
     """The plan with the weights that the engine really holds: it may keep a layout for each profile."""
     if engine is None or not engine.file or engine.stripped:
         return plan

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.errors import GpuError
-from llmc.optimize.tensorrt.network import Network
-from llmc.optimize.tensorrt.order import Ranges
+from llmc.optimize.tensorrt.network import Network, Ranges
 from llmc.runtime.sessions.tensorrt.library import library_version, logger, make_runtime
 
 

@@ -52,7 +52,6 @@ def failure(what: str, messages: Sequence[Message]) -> LlmcError:
         )
     if errors and NO_DRIVER.search(errors[0]):
         return GpuError(
-            f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, "
-            "or leave out stripped and refittable"
+            f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, or leave out stripped"
         )
     return BuildError(f"{what} failed: {said}")

@@ -4,7 +4,8 @@ The file holds no weights, only where they lie: they are mapped into memory and 
 protobuf message comes near 2 GB and no weight is copied.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,29 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from llmc.errors import BuildError
-from llmc.optimize.tensorrt.abilities import abilities
 from llmc.optimize.tensorrt.messages import dropped
-from llmc.optimize.tensorrt.order import Layer, Ranges
 from llmc.runtime.sessions.tensorrt.library import logger
 
 CAPACITY = "capacity"
 INTEGERS = {"INT32", "INT64", "BOOL"}
 NAMED_AT_MOST = 4
 
+# Least, best and largest size of each named dimension in one optimisation profile.
+Ranges = Mapping[str, tuple[int, int, int]]
 
-def read_graph(path: Path, capacity: int | None) -> onnx.ModelProto:
-    """The file without its weights; its dimension ``capacity`` is made static where one is given.
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a network; ``shape`` and ``dtype`` are its first output's, -1 marks sizes that vary."""
+
+    name: str
+    type: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_graph(path: Path, capacity: int) -> onnx.ModelProto:
+    """The file without its weights; its dimension ``capacity`` is made static, unless it is 0.
 
     Raises:
         BuildError: it is no ONNX file.
@@ -33,7 +45,7 @@ def read_graph(path: Path, capacity: int | None) -> onnx.ModelProto:
         model = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
         raise BuildError(f"{path} is missing or corrupt ({error}); lower the graph again") from error
-    if capacity is not None:
+    if capacity:
         graph = model.graph
         for value in (*graph.input, *graph.output, *graph.value_info):
             for dim in value.type.tensor_type.shape.dim:
@@ -45,15 +57,13 @@ def read_graph(path: Path, capacity: int | None) -> onnx.ModelProto:
 class Network:
     """A parsed graph. Keeps the mapped weights alive, which the library reads while it builds."""
 
-    def __init__(self, library: Any, builder: Any, path: Path, model: onnx.ModelProto) -> None:
+    def __init__(self, library: Any, builder: Any, path: Path, model: onnx.ModelProto, *, by_address: bool) -> None:
         self.library = library
         self.graph = model.graph
         self._weights: dict[str, Any] = {}
-        can = abilities(library)
-        flags = 1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if can.strongly_typed else 0
-        self.native = builder.create_network(flags)
+        self.native = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         self._parser = library.OnnxParser(self.native, logger(library).native)
-        self._parse(path, model, by_address=can.initializer_streaming)
+        self._parse(path, model, by_address=by_address)
 
     def _parse(self, path: Path, model: onnx.ModelProto, *, by_address: bool) -> None:
         with logger(self.library).collected() as messages:
@@ -138,7 +148,7 @@ class Network:
     # --------------------------------------------------------------------------------------------------- summary
 
     def summary(self) -> tuple[Layer, ...]:
-        """Layers that compute on tensors, see :class:`llmc.optimize.tensorrt.order.EngineReport`."""
+        """Layers that compute on tensors; constants and index arithmetic are left out."""
         described = [_describe(layer) for layer in self._live()]
         return tuple(layer for layer in described if layer.type != "CONSTANT" and layer.dtype not in INTEGERS)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from llmc.bundle import DeviceMemory, EnginePlan, Limits, Manifest, MemoryPlan
+from llmc.bundle import DeviceMemory, EngineConfig, Limits, Manifest, MemoryPlan
 from llmc.errors import ResourceError
 from llmc.runtime.host.machine import Available, available_memory, memory_here, resident_bytes
 from llmc.runtime.sessions import Session
@@ -26,7 +26,7 @@ def next_capacity(needed: int, maximum: int) -> int:
     return min(maximum, -(-needed // step) * step)
 
 
-def rounded_up(engine: EnginePlan | None, positions: int) -> int:
+def rounded_up(engine: EngineConfig | None, positions: int) -> int:
     """Positions that a session makes room for when it is asked for so many: a TensorRT engine has one capacity, or one
     for each of its buckets; other engines take any."""
     if engine is None:

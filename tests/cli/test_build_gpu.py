@@ -12,12 +12,12 @@ import pytest
 from doubles.machines import NO_GPU, RTX_4090
 from doubles.plans import FULL
 
-from llmc.bundle import DeviceMemory, EnginePlan, FileEntry, Manifest, Profile, Target, read_bundle, write_manifest
+from llmc.bundle import DeviceMemory, EngineConfig, FileEntry, Manifest, Profile, Target, read_bundle, write_manifest
 from llmc.cli.build import build_command
 from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.optimize.build import BuildReport
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
+from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime.host.machine import Available
 from llmc.runtime.selftest import VerifyReport
@@ -61,7 +61,7 @@ class FakeLibrary:
 def library(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> FakeLibrary:
     fake = FakeLibrary(manifest)
     monkeypatch.setattr("llmc.optimize.build.build", fake.build)
-    monkeypatch.setattr("llmc.optimize.rebuild.rebuild", fake.rebuild)
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.rebuild", fake.rebuild)
     monkeypatch.setattr("llmc.runtime.selftest.verify", fake.verify)
     return fake
 
@@ -78,7 +78,7 @@ def export_folder(tmp_path: Path) -> Path:
 def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
     """Writes a bundle for TensorRT whose files hold nothing of use; changes are of the engine's plan."""
 
-    def write(engine: EnginePlan | None = PLAN, target: str = "tensorrt", **changes: Any) -> Path:
+    def write(engine: EngineConfig | None = PLAN, target: str = "tensorrt", **changes: Any) -> Path:
         folder = tmp_path / "bundle"
         folder.mkdir()
         plan = dataclasses.replace(engine, **changes) if engine is not None else None

@@ -8,7 +8,6 @@ import pytest
 
 from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.lower.context import (
     Float16,
     Float32,
@@ -22,6 +21,7 @@ from llmc.optimize.lower.context import (
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Expected, Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
+from llmc.optimize.tensorrt.request import EngineRequest
 
 CPU = capabilities("cpu")
 

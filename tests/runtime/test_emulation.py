@@ -42,8 +42,8 @@ Logits = np.ndarray
 def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Bundles of the small model in float32: each form for TensorRT, without an engine, and the one for CUDA."""
     from llmc.optimize.build import build
-    from llmc.optimize.engine_request import EngineRequest
     from llmc.optimize.recipe import Request
+    from llmc.optimize.tensorrt.request import EngineRequest
 
     made: dict[str, Path] = {}
 

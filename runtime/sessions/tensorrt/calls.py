@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import EnginePlan, Profile
+from llmc.bundle import EngineConfig, Profile
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.tensorrt.engine import DECODE, PREFILL
 
@@ -27,7 +27,7 @@ class Piece:
     outputs: NDArray[np.int64]
 
 
-def pieces(batch: Batch, plan: EnginePlan) -> Iterator[Piece]:
+def pieces(batch: Batch, plan: EngineConfig) -> Iterator[Piece]:
     """Cut a batch into calls that the engine's profiles take.
 
     One token of many rows goes to decode, several tokens go to prefill row by row, chunk by chunk. Logits at more

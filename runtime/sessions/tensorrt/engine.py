@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llmc.bundle import EnginePlan, Geometry, Manifest
+from llmc.bundle import EngineConfig, Geometry, Manifest
 from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.host.cuda import DeviceInfo
 from llmc.runtime.sessions.cuda.blocks import Shape
@@ -25,7 +25,7 @@ DECODE, PREFILL = 0, 1  # numbers of the profiles
 ALIGNMENT = 256
 
 
-def required_plan(folder: Path, manifest: Manifest) -> EnginePlan:
+def required_plan(folder: Path, manifest: Manifest) -> EngineConfig:
     """What the bundle says of its engine.
 
     Raises:
@@ -37,7 +37,7 @@ def required_plan(folder: Path, manifest: Manifest) -> EnginePlan:
     return plan
 
 
-def check_machine(folder: Path, manifest: Manifest, plan: EnginePlan, version: str, device: DeviceInfo) -> None:
+def check_machine(folder: Path, manifest: Manifest, plan: EngineConfig, version: str, device: DeviceInfo) -> None:
     """Refuse, before it is loaded, an engine that was built for something else than this.
 
     Args:
@@ -70,7 +70,7 @@ def _remedy(folder: Path) -> str:
     return f"llmc build --rebuild {folder}"
 
 
-def _check_alignment(folder: Path, manifest: Manifest, plan: EnginePlan) -> None:
+def _check_alignment(folder: Path, manifest: Manifest, plan: EngineConfig) -> None:
     """A call may begin at any row, and kernels read whole vectors from there."""
     g, itemsize = manifest.geometry, 4 if plan.compute == "float32" else 2
     for capacity in (plan.capacity,) if plan.capacity else plan.buckets:

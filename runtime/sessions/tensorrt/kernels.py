@@ -7,7 +7,6 @@ documentation. Not run on a GPU yet.
 
 import hashlib
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,14 +64,11 @@ class Kernels:
         content = bytes(self._native.serialize() or b"")
         if len(content) in (0, self._known):
             return
-        staging = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            staging.write_bytes(content)
-            staging.replace(self._file)
+            with disk_cache.written(self._file) as staging:
+                staging.write_bytes(content)
             self._known = len(content)
             disk_cache.prune(KIND, KEPT_BYTES)
         except OSError as error:
             log.info("kernels cannot be kept (%s)", error)
-            with suppress(OSError):
-                staging.unlink()

@@ -9,10 +9,10 @@ import pytest
 from llmc.bundle import Budget, PhaseQuality, Quality
 from llmc.errors import BuildError
 from llmc.optimize.build import build
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.judge.gate import INT8_LEAVES, Advice, KLBreakdown, Override, Part, cheapest, check, violations
 from llmc.optimize.judge.layers import LayerError
 from llmc.optimize.recipe import Request
+from llmc.optimize.tensorrt.request import EngineRequest
 
 QUALITY = Quality(
     text="notes.txt",

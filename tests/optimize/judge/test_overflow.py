@@ -13,11 +13,11 @@ from llmc.bundle import read_bundle
 from llmc.errors import BuildError
 from llmc.export import export
 from llmc.optimize.build import BuildReport, build
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.judge import overflow
 from llmc.optimize.judge.golden import PROMPTS
 from llmc.optimize.judge.overflow import check_range
 from llmc.optimize.recipe import Request
+from llmc.optimize.tensorrt.request import EngineRequest
 
 SMALL = {"max_context": 64, "max_batch": 2}
 # The outputs of up_proj are about 2 before they are scaled, and 65,504 is the largest float16.

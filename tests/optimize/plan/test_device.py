@@ -14,13 +14,13 @@ from doubles.plans import PLAN
 from llmc.bundle import Limits, Profile, Recipe
 from llmc.inventory import Linear
 from llmc.optimize.build import build
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.lower.context import Computed, Float8, Float16, Float32, QuantConfig, Static, WeightOnly
 from llmc.optimize.plan.device import CONTEXT, HOST, device_bytes, device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import INTERPRETER
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
+from llmc.optimize.tensorrt.request import EngineRequest
 
 GEOMETRY = uniform("llama", 4, 256, 512, 8, 2, 32, 1000, 4096, False, (0,) * 4)
 LIMITS = Limits(max_context=1024, max_batch=4, prefill_chunk=128)

@@ -4,21 +4,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import pytest
+from doubles.engines import build_decoder
+from doubles.plans import PLAN
 
-from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
+from llmc.bundle import DECODER_FILE, Geometry, Limits, Profile, read_export
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.lower.context import Computed, LoweringContext, QuantConfig, QuantConfigs, Static, WeightOnly
 from llmc.optimize.passes import lower
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.tensorrt.builder import build_engine
-from llmc.optimize.tensorrt.order import EngineOrder, EngineReport, Options
+from llmc.optimize.tensorrt.builder import EngineReport
 from llmc.optimize.weights import WeightFile
-from llmc.plans import Profile
 
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
 CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)
@@ -77,6 +78,7 @@ class Built:
         self.graph = ir.load(folder / DECODER_FILE).graph
         self.geometry = geometry
         self.report = report
+        self.size = (folder / "engine.plan").stat().st_size
         self.layers = Counter(layer.type for layer in report.layers)
 
 
@@ -86,12 +88,7 @@ def built(rtx: Any, exports: Callable[[str], Path], tmp_path: Path) -> Iterator[
     with ExitStack() as opened:
 
         def build(
-            name: str,
-            body: QuantConfig,
-            *,
-            form: str = "native",
-            compute: str = "float16",
-            options: Options | None = None,
+            name: str, body: QuantConfig, *, form: str = "native", compute: str = "float16", gpus: tuple[str, ...] = ()
         ) -> Built:
             export = exports(name)
             geometry, model = read_export(export).geometry, ir.load(export / DECODER_FILE)
@@ -107,17 +104,16 @@ def built(rtx: Any, exports: Callable[[str], Path], tmp_path: Path) -> Iterator[
             model.opset_imports.clear()
             model.opset_imports[""], model.ir_version = DECLARED[form]
             ir.save(model, tmp_path / DECODER_FILE)
-            order = EngineOrder(
-                output=tmp_path / "engine.plan",
+            config = replace(
+                PLAN,
+                form=form,
+                capacity=0 if form == "primitives" else CAPACITY,
                 buckets=BUCKETS,
                 decode=DECODE,
                 prefill=PREFILL,
-                form=form,
-                capacity=None if form == "primitives" else CAPACITY,
-                options=options or Options(),
-                inspector=tmp_path / "engine.json",
+                compute_capabilities=gpus,
             )
-            return Built(tmp_path, geometry, build_engine(rtx, tmp_path / DECODER_FILE, order))
+            return Built(tmp_path, geometry, build_decoder(rtx, tmp_path / DECODER_FILE, config))
 
         yield build
 
@@ -157,9 +153,9 @@ def test_every_checkpoint_is_built(name: str, weights: str, built: Callable[...,
 
 @pytest.mark.parametrize("name", FAMILIES[:2])
 def test_engines_are_cross_compiled(name: str, built: Callable[..., Built]):
-    engine = built(name, WEIGHTS["int4"], options=Options(compute_capabilities=("8.6", "8.9")))
+    engine = built(name, WEIGHTS["int4"], gpus=("8.6", "8.9"))
     check_native(engine)
-    assert engine.report.size > 10_000
+    assert engine.size > 10_000
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ Part = Callable[[str], ModuleType]
 def bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model for TensorRT in float32, with an engine of the double's."""
     from llmc.optimize.build import build
-    from llmc.optimize.engine_request import EngineRequest
+    from llmc.optimize.tensorrt.request import EngineRequest
 
     folder = tmp_path_factory.mktemp("bundles") / "native"
     limits: dict[str, Any] = {"precision": "fp32", "max_context": CONTEXT, "max_batch": ROWS}

@@ -10,7 +10,7 @@ from doubles.plans import PLAN
 
 from llmc import bundle
 from llmc.optimize.targets import TARGETS
-from llmc.plans import DeviceMemory, EnginePlan
+from llmc.plans import DeviceMemory, EngineConfig
 from llmc.publish import file_entries
 from llmc.runtime.bench.doctor import Diagnosis, Machine, diagnose, this_machine
 from llmc.runtime.host.machine import Available
@@ -337,7 +337,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(folder: Path, manifest: bundle.Manifest, plan: EnginePlan | None = PLAN, **changes: object) -> Path:
+def write(folder: Path, manifest: bundle.Manifest, plan: EngineConfig | None = PLAN, **changes: object) -> Path:
     """A bundle for TensorRT 11.4 on an RTX 4090, with ``changes`` to its manifest."""
     made = dataclasses.replace(
         manifest,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from doubles.clocks import even_pace
 
-from llmc.bundle import DeviceMemory, EnginePlan, Manifest, Profile
+from llmc.bundle import DeviceMemory, EngineConfig, Manifest, Profile
 from llmc.errors import RequestError, ResourceError
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
@@ -277,7 +277,7 @@ def fixed(remembering: Any) -> Any:
 @pytest.fixture
 def on_gpu(served: Manifest, tiny_tokenizer: Any) -> Iterator[Callable[..., Engine]]:
     """Makes engines for a bundle whose cache lies on a GPU."""
-    plan = EnginePlan(
+    plan = EngineConfig(
         file="engine.plan",
         form="native",
         compute="float16",

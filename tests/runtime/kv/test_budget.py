@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmc.bundle import (
     DeviceMemory,
-    EnginePlan,
+    EngineConfig,
     Limits,
     Manifest,
     MemoryPlan,
@@ -188,7 +188,7 @@ def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch, manifes
 
 # A GPU's bundle: the cache takes nothing of the process, and has 4,096 positions whatever it is asked for.
 ON_GPU = DeviceMemory(context=500 * MB, weights=100 * MB, workspace=50 * MB, cache_per_token=10_000, logits=1 * MB)
-ENGINE = EnginePlan(
+ENGINE = EngineConfig(
     file="engine.plan",
     form="native",
     compute="float16",
@@ -225,7 +225,7 @@ def on_gpu(manifest: Manifest) -> Manifest:
     ],
 )
 def test_the_gpu_holds_as_many_positions_as_the_engine_makes_room_for(
-    on_gpu: Manifest, engine: EnginePlan | None, asked: int, positions: int
+    on_gpu: Manifest, engine: EngineConfig | None, asked: int, positions: int
 ):
     planned = replace(on_gpu, engine=engine)
     assert device_bytes(planned, asked, 3) == ON_GPU.total(positions, 3)

@@ -9,7 +9,7 @@ import pytest
 from doubles.cuda import SERVER, FakeDriver
 from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 
-from llmc.bundle import EnginePlan, FileEntry, Manifest, read_bundle, write_manifest
+from llmc.bundle import EngineConfig, FileEntry, Manifest, read_bundle, write_manifest
 from llmc.errors import LlmcError
 from llmc.optimize.tensorrt.select import select_graph
 from llmc.runtime import load, model
@@ -27,7 +27,7 @@ FORMS = ("native", "primitives")
 def folder(request: pytest.FixtureRequest, tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model lowered in a form, with an engine of the double's."""
     from llmc.optimize.build import build
-    from llmc.optimize.engine_request import EngineRequest
+    from llmc.optimize.tensorrt.request import EngineRequest
 
     output = tmp_path_factory.mktemp("lowered") / request.param
     asked = EngineRequest(deferred=True, form=request.param)
@@ -40,7 +40,7 @@ def folder(request: pytest.FixtureRequest, tiny_export: Path, tmp_path_factory: 
     return built
 
 
-def with_engine(folder: Path, manifest: Manifest, plan: EnginePlan) -> Manifest:
+def with_engine(folder: Path, manifest: Manifest, plan: EngineConfig) -> Manifest:
     """As if the engine had been built here."""
     graph = folder / manifest.graphs["decode"].file
     in_place = plan.form == "native"

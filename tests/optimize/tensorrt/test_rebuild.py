@@ -16,13 +16,13 @@ from doubles.recorded import PLAN, RecordedLibrary
 from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
 from llmc.errors import BuildError, BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import build
-from llmc.optimize.engine import platform_name
-from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.rebuild import rebuild
+from llmc.optimize.tensorrt.rebuild import rebuild
+from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.selftest import verify
+from llmc.runtime.sessions.tensorrt.engine import platform_name
 
 NAME = "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}
@@ -94,11 +94,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]:
     def become(version: str, probe: Probe = NO_GPU, **options: Any) -> RecordedLibrary:
         library = RecordedLibrary(version, **options)
         once = iter([library])  # finding it may take seconds
-        monkeypatch.setattr("llmc.optimize.engine.load_library", lambda engine: next(once))
-        monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: probe.driver)
+        monkeypatch.setattr("llmc.optimize.tensorrt.spec.load_library", lambda engine: next(once))
+        monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: probe.driver)
         if probe.driver.devices:
             monkeypatch.setattr(
-                "llmc.optimize.rebuild.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
+                "llmc.optimize.tensorrt.rebuild.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
             )
         return library
 
@@ -108,7 +108,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]:
 @pytest.fixture
 def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
     """No library may be looked at."""
-    for module in ("llmc.optimize.engine", "llmc.runtime.sessions.tensorrt.library"):
+    for module in ("llmc.optimize.tensorrt.spec", "llmc.runtime.sessions.tensorrt.library"):
         monkeypatch.setattr(f"{module}.load_library", lambda engine: pytest.fail("the library was touched"))
 
 
@@ -307,7 +307,7 @@ def test_a_graph_that_cannot_be_replayed_on_the_cpu_is_rebuilt_with_a_warning(
     old = dataclasses.replace(manifest.engine, verified=before)
     write_manifest(dataclasses.replace(manifest, engine=old), folder)
     machine("11.4")
-    monkeypatch.setattr("llmc.optimize.rebuild.load", refuse)
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.load", refuse)
     plan = rebuild(folder, folder, force=True).manifest.engine
     assert plan is not None
     assert plan.verified == after, "what was known of this very graph, but nothing of another machine's engine"
@@ -319,7 +319,7 @@ def test_an_engine_in_bfloat16_is_rebuilt_though_no_cpu_runs_its_graph(
     exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
-    monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: NO_GPU.driver)
+    monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
     folder, engine = tmp_path / "there" / "bundle", EngineRequest(deferred=True)
     build(exported(NAME).export, folder, target="tensorrt-rtx", precision="bf16", engine=engine, **SMALL)
     plan = rebuild(folder, folder, force=True).manifest.engine
@@ -334,7 +334,7 @@ def test_tensorrt_rtx_rebuilds_its_own_engines(
     exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
-    monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: NO_GPU.driver)
+    monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
     folder = tmp_path / "there" / "bundle"
     engine = EngineRequest(compute_capabilities="8.9", optimization_level=1)
     build(exported(NAME).export, folder, target="tensorrt-rtx", precision="int8", engine=engine, **SMALL)
@@ -423,7 +423,7 @@ def test_no_bundle_is_written_into_its_source(whole: Path, name: str):
 def test_memory_that_does_not_suffice_is_said_before_the_library_is_loaded(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("llmc.optimize.rebuild.usable_memory", lambda held: 1_000_000)
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.usable_memory", lambda held: 1_000_000)
     with pytest.raises(ResourceError, match="to rebuild it needs .* MB are missing"):  # noqa: RUF043
         rebuild(whole, whole, force=True)
 
@@ -462,7 +462,7 @@ def test_a_full_disk_leaves_the_old_bundle(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     machine("11.4")
-    monkeypatch.setattr("llmc.optimize.rebuild.write_manifest", full)
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.write_manifest", full)
     with pytest.raises(ResourceError, match="the disk is full"):
         rebuild(whole, whole, force=True)
 
@@ -486,6 +486,6 @@ def test_a_gpu_that_cannot_load_the_engine_leaves_the_old_bundle(
     whole: Path, machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
 ):
     machine("11.4", H200)
-    monkeypatch.setattr("llmc.optimize.rebuild.load", no_driver)
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.load", no_driver)
     with pytest.raises(GpuError, match="no NVIDIA driver is here"):
         rebuild(whole, whole, force=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmc.bundle import (
     BUNDLE_MANIFEST,
-    EnginePlan,
+    EngineConfig,
     FileEntry,
     Manifest,
     Target,
@@ -19,12 +19,13 @@ from llmc.bundle import (
 )
 from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import BuildReport, runs_here
-from llmc.optimize.engine import EngineSpec, compile_engine, nameable_gpus, resolve_engine
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.plan.device import with_engine
 from llmc.optimize.plan.memory import plan_rebuild
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.targets import capabilities
+from llmc.optimize.tensorrt.engine import compile_engine
+from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.tensorrt.spec import EngineSpec, nameable_gpus, resolve_engine
 from llmc.publish import file_entries, refuse_to_overwrite, staged
 from llmc.runtime import load
 from llmc.runtime.kv.budget import usable_memory
@@ -83,24 +84,15 @@ def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
         )
 
 
-def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, progress: Progress) -> Manifest:
+def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, progress: Progress) -> Manifest:
     target = capabilities(manifest.target.name)
-    request = EngineRequest(
-        form=old.form,
-        hardware_compatibility=old.hardware_compatibility,
-        version_compatible=old.version_compatible,
-        stripped=old.stripped,
-        workspace=old.workspace,
-        optimization_level=old.optimization_level,
-    )
-    float8 = "fp8" in manifest.recipe.precisions()
-    spec = resolve_engine(target, manifest.limits, request, float8=float8, lowered=source)
+    spec = resolve_engine(target, manifest.recipe, manifest.limits, _as_asked(old), lowered=source)
     spec = _for_same_gpus(spec, old)
     kept = _kept(manifest)
     for name in kept:
         _link(source / name, folder / name)
     graph = folder / manifest.graphs["decode"].file
-    plan = compile_engine(spec, graph, manifest.geometry, manifest.recipe, progress)
+    plan = compile_engine(spec, graph, manifest.geometry, progress)
     if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
         plan = replace(plan, verified=old.verified)
     files = kept | file_entries(folder, [plan.file, plan.select, plan.inspector])
@@ -115,9 +107,21 @@ def _rebuilt(source: Path, manifest: Manifest, old: EnginePlan, folder: Path, pr
     return made
 
 
+def _as_asked(old: EngineConfig) -> EngineRequest:
+    """What is asked of the new engine: what the old one is, but for its GPUs."""
+    return EngineRequest(
+        form=old.form,
+        hardware_compatibility=old.hardware_compatibility,
+        version_compatible=old.version_compatible,
+        stripped=old.stripped,
+        workspace=old.workspace,
+        optimization_level=old.optimization_level,
+    )
+
+
 def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> str | None:
     """Replay the golden prompts: on the GPU if the engine runs ``here``, else the graph on the CPU, if that can be.
-    Which of them it was, as in :attr:`EnginePlan.verified`."""
+    Which of them it was, as in :attr:`EngineConfig.verified`."""
     if not made.golden:
         log.warning("%s has no golden prompts, so nothing was replayed; verify it by hand", made.source.name)
         return None
@@ -132,14 +136,14 @@ def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -
     return "device" if here else "cpu"
 
 
-def _for_same_gpus(spec: EngineSpec, old: EnginePlan) -> EngineSpec:
+def _for_same_gpus(spec: EngineSpec, old: EngineConfig) -> EngineSpec:
     """The GPUs that were named when the bundle was built, where the library builds for named ones; but for the GPU
     here if that is another."""
     named = old.compute_capabilities
     possible = nameable_gpus(spec.library)
     if not named or not set(named) <= set(possible) or (spec.gpu and spec.gpu.compute_capability not in named):
         return spec
-    return replace(spec, compute_capabilities=named)
+    return replace(spec, config=replace(spec.config, compute_capabilities=named))
 
 
 def _check_memory(source: Path, manifest: Manifest) -> None:

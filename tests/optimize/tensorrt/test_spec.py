@@ -14,25 +14,28 @@ from doubles.recorded import VERSIONS, RecordedLibrary, replaced
 
 from llmc.bundle import Limits, Manifest, Profile, read_bundle, write_manifest
 from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, UsageError
-from llmc.optimize.engine import (
+from llmc.optimize.progress import silent
+from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import resolve as resolve_recipe
+from llmc.optimize.targets import capabilities
+from llmc.optimize.tensorrt import timing_cache
+from llmc.optimize.tensorrt.builder import EngineReport
+from llmc.optimize.tensorrt.engine import compile_engine, profiles_of
+from llmc.optimize.tensorrt.network import Ranges
+from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.tensorrt.spec import (
     FIRST_BUCKET,
     PREFILL_OUTPUTS,
     WORKSPACE,
     EngineSpec,
     bucket_sizes,
-    compile_engine,
     nameable_gpus,
-    platform_name,
     resolve_engine,
-    timing_cache,
 )
-from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.progress import silent
-from llmc.optimize.targets import capabilities
-from llmc.optimize.tensorrt.order import EngineOrder, EngineReport
 from llmc.publish import file_entries
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.probe import Probe
+from llmc.runtime.sessions.tensorrt.engine import platform_name
 
 LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)
 NATIVE = {"10.3": False, "10.13": False, "10.16": True, "11.4": True}
@@ -45,8 +48,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def become(library: Any, probe: Probe = NO_GPU) -> Any:
         found = RecordedLibrary(library) if isinstance(library, str) else library
-        monkeypatch.setattr("llmc.optimize.engine.load_library", lambda engine: found)
-        monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: probe.driver)
+        monkeypatch.setattr("llmc.optimize.tensorrt.spec.load_library", lambda engine: found)
+        monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: probe.driver)
         return found
 
     return become
@@ -59,7 +62,9 @@ def rtx(here: Callable[..., Any]) -> Any:
 
 
 def resolve(target: str = "tensorrt", limits: Limits = LIMITS, *, float8: bool = False, **request: Any) -> EngineSpec:
-    return resolve_engine(capabilities(target), limits, EngineRequest(**request), float8=float8)
+    abilities = capabilities(target)
+    recipe, _ = resolve_recipe(Request(precision="fp8" if float8 else "fp16"), abilities, limits.max_context, "test")
+    return resolve_engine(abilities, recipe, limits, EngineRequest(**request))
 
 
 # ------------------------------------------------------------------------------------------------------------ defaults
@@ -69,23 +74,25 @@ def resolve(target: str = "tensorrt", limits: Limits = LIMITS, *, float8: bool =
 def test_the_form_is_the_best_that_the_library_has(here: Callable[..., Any], version: str):
     library = here(version)
     spec = resolve()
-    assert spec.form == ("native" if NATIVE[version] else "primitives")
-    assert spec.capacity == (1024 if NATIVE[version] else 0), "only primitives go without a capacity of their own"
+    config = spec.config
+    assert config.form == ("native" if NATIVE[version] else "primitives")
+    assert config.capacity == (1024 if NATIVE[version] else 0), "only primitives go without a capacity of their own"
     assert (spec.library, spec.version) == (library, library.__version__)
 
 
 def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
     here("11.4")
     spec = resolve()
-    assert (spec.decode, spec.prefill) == (Profile(4, 1, 1), Profile(1, 128, PREFILL_OUTPUTS))
-    assert (spec.workspace, spec.optimization_level) == (WORKSPACE, None)
-    assert (spec.hardware_compatibility, spec.version_compatible, spec.stripped) == ("none", False, False)
-    assert (spec.compute_capabilities, spec.gpu) == ((), None)
+    config = spec.config
+    assert (config.decode, config.prefill) == (Profile(4, 1, 1), Profile(1, 128, PREFILL_OUTPUTS))
+    assert (config.workspace, config.optimization_level) == (WORKSPACE, None)
+    assert (config.hardware_compatibility, config.version_compatible, config.stripped) == ("none", False, False)
+    assert (config.compute_capabilities, spec.gpu) == ((), None)
 
 
 def test_a_short_chunk_has_no_more_logits_than_tokens(here: Callable[..., Any]):
     here("11.4")
-    assert resolve(limits=Limits(1000, 1, 5)).prefill == Profile(1, 5, 5)
+    assert resolve(limits=Limits(1000, 1, 5)).config.prefill == Profile(1, 5, 5)
 
 
 def test_what_is_asked_for_is_taken(here: Callable[..., Any]):
@@ -99,8 +106,8 @@ def test_what_is_asked_for_is_taken(here: Callable[..., Any]):
         "optimization_level": 0,
     }
     spec = resolve(**asked)
-    assert asked.items() <= vars(spec).items()
-    assert spec.capacity == 0
+    assert asked.items() <= vars(spec.config).items()
+    assert spec.config.capacity == 0
 
 
 @pytest.mark.parametrize(
@@ -128,22 +135,22 @@ def test_the_platform_is_this_machines():
 def test_an_engine_of_tensorrt_is_for_the_gpu_that_it_is_built_on(here: Callable[..., Any]):
     here("10.3", ORIN)
     spec = resolve()
-    assert spec.compute_capabilities == ("8.7",)
+    assert spec.config.compute_capabilities == ("8.7",)
     assert spec.gpu == ORIN.driver.devices[0]
 
 
 def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here: Callable[..., Any], rtx: Any):
     here(rtx, RTX_4090)
-    assert resolve("tensorrt-rtx").compute_capabilities == ()
-    assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").compute_capabilities == ("8.6", "8.9")
+    assert resolve("tensorrt-rtx").config.compute_capabilities == ()
+    assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").config.compute_capabilities == ("8.6", "8.9")
 
 
 FLOAT8_GPUS = ("8.9", "12.0", "12.1")
 
 
 def test_an_engine_in_float8_is_for_gpus_that_multiply_it(rtx: Any):
-    assert resolve("tensorrt-rtx", float8=True).compute_capabilities == FLOAT8_GPUS
-    assert resolve("tensorrt-rtx", float8=True, compute_capabilities="12.0").compute_capabilities == ("12.0",)
+    assert resolve("tensorrt-rtx", float8=True).config.compute_capabilities == FLOAT8_GPUS
+    assert resolve("tensorrt-rtx", float8=True, compute_capabilities="12.0").config.compute_capabilities == ("12.0",)
     with pytest.raises(UsageError, match=r"'8\.6', tensorrt-rtx builds with weights in float8 for 8\.9, 12\.0, 12\.1"):
         resolve("tensorrt-rtx", float8=True, compute_capabilities="8.9,8.6")
 
@@ -162,9 +169,9 @@ def test_gpus_are_not_both_named_and_left_open(rtx: Any):
 def test_weights_are_left_out_of_tensorrt_rtx_only_beside_a_gpu(here: Callable[..., Any], rtx: Any):
     with pytest.raises(GpuError, match="leaves weights out of engines only beside a GPU; leave --stripped out"):
         resolve("tensorrt-rtx", stripped=True)
-    assert resolve("tensorrt-rtx", stripped=True, deferred=True).stripped
+    assert resolve("tensorrt-rtx", stripped=True, deferred=True).config.stripped
     here(rtx, RTX_4090)
-    assert resolve("tensorrt-rtx", stripped=True).stripped
+    assert resolve("tensorrt-rtx", stripped=True).config.stripped
 
 
 def test_gpus_are_named_by_their_compute_capability(rtx: Any):
@@ -220,7 +227,7 @@ def test_tensorrt_without_a_gpu_is_refused_before_any_work(here: Callable[..., A
     here("11.4")
     with pytest.raises(GpuError, match="tensorrt 11.4.* cannot use a GPU here .CUDA initialization failure"):  # noqa: RUF043
         resolve()
-    assert resolve(deferred=True).form == "native"
+    assert resolve(deferred=True).config.form == "native"
 
 
 # ------------------------------------------------------------------------------------------------------------ deferred
@@ -229,8 +236,10 @@ def test_tensorrt_without_a_gpu_is_refused_before_any_work(here: Callable[..., A
 @pytest.fixture
 def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither library nor GPU may be looked at."""
-    monkeypatch.setattr("llmc.optimize.engine.load_library", lambda engine: pytest.fail("the library was touched"))
-    monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: pytest.fail("the GPU was looked for"))
+    monkeypatch.setattr(
+        "llmc.optimize.tensorrt.spec.load_library", lambda engine: pytest.fail("the library was touched")
+    )
+    monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: pytest.fail("the GPU was looked for"))
 
 
 @pytest.mark.usefixtures("untouchable")
@@ -238,8 +247,8 @@ def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_deferred_engine_may_have_any_form_and_touches_no_library(form: str | None):
     spec = resolve(deferred=True, form=form, hardware_compatibility="same")
     assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
-    assert spec.form == (form or "native")
-    assert spec.hardware_compatibility == "same"
+    assert spec.config.form == (form or "native")
+    assert spec.config.hardware_compatibility == "same"
 
 
 @pytest.mark.usefixtures("untouchable")
@@ -261,24 +270,25 @@ def test_what_no_library_could_do_is_refused_of_a_deferred_engine(asked: dict[st
 
 
 def test_measured_times_are_kept_apart_by_library_version_gpu_and_named_gpus(here: Callable[..., Any]):
-    spec = dataclasses.replace
+    def named(spec: EngineSpec, *gpus: str) -> EngineSpec:
+        return dataclasses.replace(spec, config=dataclasses.replace(spec.config, compute_capabilities=gpus))
+
     found = []
     for version, probe in (("10.3", ORIN), ("10.16", ORIN), ("10.16", H200), ("10.16", NO_GPU)):
         here(version, probe)
         found.append(resolve())
-    found.append(spec(found[-1], compute_capabilities=("8.6",)))
-    found.append(spec(found[-1], compute_capabilities=("8.6", "8.9")))
-    paths = [timing_cache(each) for each in found]
+    found += [named(found[-1], "8.6"), named(found[-1], "8.6", "8.9")]
+    paths = [timing_cache.place(each) for each in found]
     assert len(set(paths)) == len(paths)
     assert all(path.parents[2] == disk_cache.cache_root() for path in paths)
     assert all(" " not in path.parent.name for path in paths)
-    assert timing_cache(found[1]) == paths[1], "the same engine finds its times again"
+    assert timing_cache.place(found[1]) == paths[1], "the same engine finds its times again"
 
 
 def test_a_name_of_a_gpu_cannot_lead_out_of_the_cache(here: Callable[..., Any]):
     device = dataclasses.replace(H200.driver.devices[0], name="../../Graphics Device/1")
     here("11.4", dataclasses.replace(H200, driver=dataclasses.replace(H200.driver, devices=(device,))))
-    path = timing_cache(resolve())
+    path = timing_cache.place(resolve())
     assert path.parents[2] == disk_cache.cache_root()
     assert ".." not in path.parts
 
@@ -291,17 +301,19 @@ class Builder:
 
     def __init__(self, aliases: int) -> None:
         self.aliases = {f"present.{i}": f"past.{i}" for i in range(aliases)}
-        self.orders: list[EngineOrder] = []
+        self.engines: list[tuple[EngineSpec, tuple[Ranges, Ranges]]] = []
         self.selects: list[dict[str, Any]] = []
 
-    def engine(self, library: Any, graph: Path, order: EngineOrder, **_: Any) -> EngineReport:
-        self.orders.append(order)
-        order.output.write_bytes(b"engine")
-        order.inspector.write_text("{}")
-        return EngineReport(order.output, 6, 0.1, "11.4", (), self.aliases, None, ())
+    def engine(
+        self, spec: EngineSpec, graph: Path, output: Path, profiles: tuple[Ranges, Ranges], **given: Any
+    ) -> EngineReport:
+        self.engines.append((spec, profiles))
+        output.write_bytes(b"engine")
+        given["inspector"].write_text("{}")
+        return EngineReport((), self.aliases, ())
 
-    def select(self, library: Any, output: Path, **options: Any) -> None:
-        self.selects.append(options)
+    def select(self, spec: EngineSpec, output: Path, **options: Any) -> None:
+        self.selects.append({"spec": spec, **options})
         output.write_bytes(b"select")
 
 
@@ -309,14 +321,14 @@ class Builder:
 def builder(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Builder]:
     def make(aliases: int) -> Builder:
         made = Builder(aliases)
-        monkeypatch.setattr("llmc.optimize.engine.build_engine", made.engine)
-        monkeypatch.setattr("llmc.optimize.engine.build_select", made.select)
+        monkeypatch.setattr("llmc.optimize.tensorrt.engine.build_engine", made.engine)
+        monkeypatch.setattr("llmc.optimize.tensorrt.engine.build_select", made.select)
         return made
 
     return make
 
 
-def test_the_builder_gets_what_was_resolved_and_the_plan_says_it(
+def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
     here: Callable[..., Any],
     builder: Callable[[int], Builder],
     manifest: Manifest,
@@ -325,17 +337,15 @@ def test_the_builder_gets_what_was_resolved_and_the_plan_says_it(
     here("11.4", H200)
     made = builder(2 * manifest.geometry.layers)
     spec = resolve(stripped=True, optimization_level=2, hardware_compatibility="ampere", version_compatible=True)
-    recipe = dataclasses.replace(manifest.recipe, compute="float16")
-    plan = compile_engine(spec, tmp_path / "decoder.onnx", manifest.geometry, recipe, silent)
-    [order], [select] = made.orders, made.selects
-    assert (order.buckets, order.capacity, order.form) == (spec.buckets, 1024, "native")
-    assert (order.decode, order.prefill) == (spec.decode, spec.prefill)
-    options = order.options
-    assert (options.stripped, options.optimization_level, options.version_compatible) == (True, 2, True)
-    assert (options.hardware_compatibility, options.workspace) == ("ampere", WORKSPACE)
-    assert options.compute_capabilities == (), "TensorRT cannot be told its GPU; that is only recorded"
-    assert not select["options"].stripped, "nothing could refit the engine that has no graph in the bundle"
-    assert (select["rows"], select["vocab_size"], select["candidates"]) == (4, 320, 64)
+    plan = compile_engine(spec, tmp_path / "decoder.onnx", manifest.geometry, silent)
+    [(given, profiles)], [select] = made.engines, made.selects
+    assert given is select["spec"] is spec
+    assert profiles == profiles_of(spec.config)
+    config = spec.config
+    assert (config.capacity, config.form) == (1024, "native")
+    assert (config.stripped, config.optimization_level, config.version_compatible) == (True, 2, True)
+    assert (config.hardware_compatibility, config.workspace) == ("ampere", WORKSPACE)
+    assert (select["vocab_size"], select["candidates"]) == (320, 64)
     assert (plan.file, plan.select, plan.inspector) == ("engine.plan", "select.plan", "engine.json")
     assert (plan.compute, plan.compute_capabilities, plan.verified) == ("float16", ("9.0",), "no")
     assert (plan.workspace, plan.optimization_level) == (WORKSPACE, 2), "to be asked for again by a rebuild"
@@ -354,12 +364,12 @@ def test_caches_that_are_not_updated_as_the_form_says_fail_the_build(
     here(version)
     builder(aliases)
     with pytest.raises(BuildError, match=f"made {aliases} in-place cache updates of the graph, [04] are expected"):
-        compile_engine(resolve(), tmp_path / "decoder.onnx", manifest.geometry, manifest.recipe, silent)
+        compile_engine(resolve(), tmp_path / "decoder.onnx", manifest.geometry, silent)
 
 
 @pytest.mark.usefixtures("untouchable")
 def test_a_deferred_engine_writes_no_file(manifest: Manifest, tmp_path: Path):
-    plan = compile_engine(resolve(deferred=True), tmp_path / "decoder.onnx", manifest.geometry, manifest.recipe, silent)
+    plan = compile_engine(resolve(deferred=True), tmp_path / "decoder.onnx", manifest.geometry, silent)
     assert (plan.file, plan.select, plan.inspector, plan.candidates) == ("", "", "", 0)
     assert list(tmp_path.iterdir()) == []
     assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)

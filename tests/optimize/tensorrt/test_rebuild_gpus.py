@@ -7,25 +7,9 @@ from doubles.machines import H200
 from doubles.plans import FULL
 
 from llmc.bundle import Profile
-from llmc.optimize.engine import EngineSpec
-from llmc.optimize.rebuild import _for_same_gpus
+from llmc.optimize.tensorrt.rebuild import _for_same_gpus
+from llmc.optimize.tensorrt.spec import EngineSpec
 
-SPEC = EngineSpec(
-    library=None,
-    version="1.7",
-    form="native",
-    capacity=64,
-    buckets=(64,),
-    decode=Profile(2, 1, 1),
-    prefill=Profile(1, 64, 32),
-    compute_capabilities=(),
-    hardware_compatibility="none",
-    version_compatible=False,
-    stripped=False,
-    workspace=1 << 30,
-    optimization_level=None,
-    gpu=None,
-)
 OLD = replace(
     FULL,
     capacity=64,
@@ -58,9 +42,9 @@ def test_an_engine_is_made_anew_for_the_gpus_that_were_named(
     gpu: str | None,
     expected: tuple[str, ...],
 ):
-    monkeypatch.setattr("llmc.optimize.rebuild.nameable_gpus", lambda library: possible)
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.nameable_gpus", lambda library: possible)
     device = H200.driver.devices[0]
     found = None if gpu is None else replace(device, compute_capability=gpu)
-    spec = SPEC if possible else replace(SPEC, compute_capabilities=expected)
-    made = _for_same_gpus(replace(spec, gpu=found), replace(OLD, compute_capabilities=named))
-    assert made.compute_capabilities == expected
+    spec = EngineSpec(None, "1.7", found, OLD if possible else replace(OLD, compute_capabilities=expected))
+    made = _for_same_gpus(spec, replace(OLD, compute_capabilities=named))
+    assert made.config.compute_capabilities == expected
