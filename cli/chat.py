@@ -34,15 +34,6 @@ from llmc.cli.options import (
     with_flags,
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
-from llmc.cli.run import (
-    describe,
-    is_one,
-    loading,
-    max_context_option,
-    refuse_unseen,
-    self_test_option,
-    stats_option,
-)
 from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
 from llmc.cli.saved import (
     Message,

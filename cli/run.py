@@ -21,7 +21,6 @@ from llmc.cli.answering import (
 )
 from llmc.cli.chat import converse
 from llmc.cli.options import (
-    SAMPLING_NAMES,
     SectionCommand,
     bundle_argument,
     debug_option,
