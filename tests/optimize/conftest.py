@@ -67,6 +67,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return get
 
 
+@pytest.fixture(scope="session")
+def make_case() -> Callable[..., Any]:
+    """Makes a random checkpoint by its name, with changes, and its export."""
+    make: Callable[..., Any] = random_checkpoints.make_case
+    return make
+
+
 @pytest.fixture(scope="session", params=CASES)
 def case(request: pytest.FixtureRequest, exported: Callable[[str], Any]) -> Any:
     """Each of the random checkpoints in turn."""

@@ -15,7 +15,10 @@ from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
 from llmc.errors import BuildError
 from llmc.export import export
 from llmc.export.streaming import StreamedDecoder
+from llmc.inventory import Linear
+from llmc.optimize.build import build
 from llmc.optimize.calibrate.layers import calibrate
+from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.lower.context import Computed, Float32, LoweringContext, QuantConfig, QuantConfigs, WeightOnly
@@ -27,6 +30,7 @@ from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
+from llmc.runtime import load
 
 CAPACITY, TOKENS = 24, 20
 IDS = np.random.default_rng(1).integers(1, invented.VOCAB, TOKENS)
@@ -66,7 +70,7 @@ def geometry(family: Path) -> Geometry:
 
 @pytest.fixture(scope="module")
 def expected(family: Path) -> np.ndarray:
-    return invented.reference(family / "checkpoint", IDS[None])[0]
+    return invented.Reference(family / "checkpoint")(IDS[None])[0]
 
 
 @pytest.fixture
@@ -97,7 +101,8 @@ def lowered(lowering: Lowering, name: str) -> Path:
 
 def logits(folder: Path, geometry: Geometry, pieces: tuple[int, ...] = (7, 1, 12)) -> np.ndarray:
     """Logits [S, V] after each of the tokens, fed in ``pieces``."""
-    session = open_session(folder / DECODER_FILE)
+    # An optimized session would multiply TensorRT's dequantized weights with other kernels than those written down.
+    session = open_session(folder / DECODER_FILE, optimized=False)
     inputs, outputs = ([value.name for value in values] for values in (session.get_inputs(), session.get_outputs()))
     held = {
         name: np.zeros((1, cache.shape[0], CAPACITY, cache.shape[1]), np.float32)
@@ -198,6 +203,16 @@ def test_plans_count_every_linear_and_every_cache(geometry):
     assert plan_build(geometry, replace(recipe, scheme="gptq"), limits, 0, 4, 16).total > 4 * weights
 
 
+def folds(linear: Linear, options: dict[str, Any]) -> bool:
+    """Whether factors go into its columns: none pass through an activation, and AWQ's none through shared values."""
+    if linear.layer is None or options == {"scheme": "gptq"}:
+        return False
+    mixer, mlp = (invented.LAYERS[linear.layer][part] for part in ("mixer", "mlp"))
+    if linear.name.endswith("down_proj"):
+        return bool(mlp.get("gated", True))
+    return "smoothing" in options or not linear.name.endswith("o_proj") or mixer["heads"] == mixer["kv_heads"]
+
+
 @pytest.mark.parametrize("options", [{"scheme": "gptq"}, {"scheme": "awq"}, {"smoothing": 0.5}], ids=str)
 def test_calibration_decides_every_linear(family, lowering, tmp_path, geometry, expected, options: dict[str, Any]):
     recipe, _ = resolve(Request(precision="int4", phases="shared"), capabilities("cpu"), geometry.max_positions, "x")
@@ -208,8 +223,7 @@ def test_calibration_decides_every_linear(family, lowering, tmp_path, geometry, 
     for linear in geometry.linears:
         part = store.read("head" if linear.layer is None else f"layer-{linear.layer:03d}")
         assert f"input:{linear.name}" in part
-        folded = f"columns:{linear.name}.weight" in part
-        assert folded == (options != {"scheme": "gptq"} and bool(linear.producer) and linear.layer is not None)
+        assert (f"columns:{linear.name}.weight" in part) == folds(linear, options)
     name = "cpu" if "smoothing" in options else "cpu int4"
     got = logits(lowered(lowering(name, Calibrated(store)), name), geometry)
     if "smoothing" in options:  # folded factors cancel out
@@ -221,14 +235,29 @@ def test_calibration_decides_every_linear(family, lowering, tmp_path, geometry, 
 # ------------------------------------------------------------------------------------------------------------- bundles
 
 
-@pytest.fixture
-def greedy(family: Path) -> Callable[[list[int], int], list[int]]:
-    """The continuation of a prompt by the fixture's own reference."""
-
-    def answer(prompt: list[int], count: int) -> list[int]:
-        ids = list(prompt)
-        for _ in range(count):
-            ids.append(int(invented.reference(family / "checkpoint", np.array([ids]))[0, -1].argmax()))
-        return ids[len(prompt) :]
-
-    return answer
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "fp32"},
+        {"precision": "int8"},
+        {"precision": "int4", "scheme": "gptq", "cache": "int8"},
+        {"precision": "int4", "scheme": "awq", "phases": "shared"},
+        {"precision": "int8", "smoothing": 0.5, "activations": "static"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_bundles_are_built_and_run(family, tmp_path, options: dict[str, Any]):
+    text = tmp_path / "text.txt"
+    text.write_text("A lamp in the window, a boat on the river, and somebody who counts them both.\n" * 40)
+    calibration = CalibrationRequest(StreamedDecoder, text, samples=4, length=32)
+    needs = options.keys() & {"scheme", "cache", "smoothing"}
+    request = Request(max_context=64, max_batch=2, compiled=False, **options)
+    report = build(family / "export", tmp_path / "bundle", recipe=request, calibration=calibration if needs else None)
+    prompt, reference = IDS.tolist(), invented.Reference(family / "checkpoint")
+    with load(report.output) as model:
+        result = model.generate(prompt, max_tokens=6, temperature=0.0, ignore_eos=True)
+        answer = list(result.tokens)
+        assert len(answer) == 6
+        if options == {"precision": "fp32"}:
+            for count in range(6):
+                assert answer[count] == reference(np.array([prompt + answer[:count]]))[0, -1].argmax()
