@@ -41,7 +41,7 @@ def refuse_unseen(sampling: dict[str, Any]) -> None:
 
 
 def is_one(sampling: dict[str, Any]) -> bool:
-    """Whether one output is generated, so that its text can be printed as it comes."""
+    """True if one output is generated, so that its text can be printed as it comes."""
     return all(sampling.get(name, 1) <= 1 for name in ("n", "best_of", "num_return_sequences"))
 
 

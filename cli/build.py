@@ -158,7 +158,7 @@ def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool
 
 
 def calibration_request(text: Path | None, samples: int | None, length: int | None) -> CalibrationRequest:
-    """What the build calibrates with, if its recipe asks for it."""
+    """The calibration of a build whose recipe asks for one."""
     from llmc.optimize.calibrate.request import CalibrationRequest
 
     def decoder(export: Path, device: str) -> Any:
@@ -194,7 +194,7 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
 
 
 def print_report(report: BuildReport) -> None:
-    """What was built, how large it is, and how close to the unquantized model."""
+    """The bundle, its size, and its distance from the unquantized model."""
     manifest = report.manifest
     recipe, limits, quality = manifest.recipe, manifest.limits, manifest.quality
     rows = [

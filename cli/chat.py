@@ -249,7 +249,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(parts)})
 
     def _full(self) -> str | None:
-        """What can be done where the conversation does not fit into the context; None where it does."""
+        """Advice for a conversation that does not fit into the context; None for one that does."""
         with suppress(LlmcError):
             prompt = self._model.chat_template.render(self.messages, add_generation_prompt=True)
             held = len(self._model.tokenizer.encode(prompt, add_special_tokens=False))

@@ -83,7 +83,7 @@ def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
 
 
 def describe_windows(windows: tuple[int, ...]) -> str:
-    """How far attention reaches, and in how many layers: ``all positions (12 layers), 4096 (36 layers)``."""
+    """The reach of attention, and of how many layers: ``all positions (12 layers), 4096 (36 layers)``."""
     reach = {window: f"the last {window} positions" if window else "all positions" for window in windows}
     if len(reach) == 1:
         return reach[windows[0]]

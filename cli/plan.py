@@ -11,7 +11,6 @@ from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, read_export
 from llmc.cli import output as show
 from llmc.cli.build import PRECISIONS, chosen_precision
 from llmc.cli.options import EXISTING_FOLDER, SectionCommand, debug_option, json_option, memory_option, size
-from llmc.cli.summary import refuse_others
 from llmc.errors import LlmcError, ResourceError
 
 if TYPE_CHECKING:
@@ -72,6 +71,8 @@ def _geometry(path: Path) -> Geometry | None:
     Raises:
         LlmcError: the folder is none of llmc's, or broken.
     """
+    from llmc.cli.summary import refuse_others
+
     refuse_others(path)
     if (path / BUNDLE_MANIFEST).exists():
         return None

@@ -113,7 +113,7 @@ def _is_message(item: object) -> bool:
 
 
 def _is_text(content: str) -> bool:
-    """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """True for text without half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         content.encode()
     except UnicodeEncodeError:

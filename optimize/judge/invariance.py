@@ -58,7 +58,7 @@ class _Probe:
         self._long = [tokens for tokens in LONG_SIZES if tokens < self._longest]
         self._feeds = Phase.PREFILL if "prefill" in manifest.graphs else Phase.DECODE
         self._rows = [rows for rows in SIZES if rows <= limits.max_batch]
-        session.reserve(max(self._rows), max(SMALLEST_CONTEXT, PREFIX + self._longest))
+        session.cache.reserve(max(self._rows), max(SMALLEST_CONTEXT, PREFIX + self._longest))
         generator = np.random.default_rng(0)
         vocab_size = manifest.geometry.vocab_size
         self._prefixes = [
@@ -91,7 +91,7 @@ class _Probe:
         zeros = np.zeros((rows, 1), np.int64)
         logits = self._session.run(Batch(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()
         hidden = _known(self._session.hidden)[:, 0].copy()
-        cached = [self._session.read(row, length, length + 1)[:, :, 0] for row, length in enumerate(past)]
+        cached = [self._session.cache.read(row, length, length + 1) for row, length in enumerate(past)]
         return logits, hidden, np.stack(cached)
 
     def _long_pieces(self, phase: Phase) -> int:
@@ -105,8 +105,7 @@ class _Probe:
             )
             logits, shown = self._session.run(call)[0], np.count_nonzero(ends < tokens)
             hidden = _known(self._session.hidden)[0]
-            cached = self._session.read(0, past, past + tokens)
-            return [logits[:shown].copy(), hidden[:shown].copy(), np.moveaxis(cached, 2, 0)]
+            return [logits[:shown].copy(), hidden[:shown].copy(), self._cached(past, tokens)]
 
         wanted = run(self._longest) if self._long else []
 
@@ -121,7 +120,11 @@ class _Probe:
         past, indices = len(self._prefixes[0]), np.minimum(np.arange(outputs), tokens - 1)[None]
         call = Batch(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
         logits, hidden = self._session.run(call)[0].copy(), _known(self._session.hidden)[0].copy()
-        return logits, hidden, np.moveaxis(self._session.read(0, past, past + tokens), 2, 0)
+        return logits, hidden, self._cached(past, tokens)
+
+    def _cached(self, past: int, tokens: int) -> NDArray[np.generic]:
+        """What the cache holds of ``tokens`` positions of row 0, [tokens, values]."""
+        return np.stack(self._session.cache.read_blocks(0, 1, past, past + tokens))
 
 
 def _known(hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:

@@ -36,7 +36,7 @@ SWAPPED = 2
 
 
 def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
-    """What a process takes of the machine's memory whose model lies on a GPU."""
+    """The machine's memory that a process takes whose model lies on a GPU."""
     return MemoryPlan(
         engine=INTERPRETER + HOST,
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
@@ -50,7 +50,7 @@ def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
 
 
 def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = "native") -> DeviceMemory:
-    """What loading and running a bundle takes on the GPU; ``form`` is the engine's, native for graphs."""
+    """The GPU's memory that loading and running a bundle takes; ``form`` is the engine's, native for graphs."""
     size = CACHE_BYTES[recipe.compute]
     stored = next(iter(quant_configs(recipe).values()))
     embedding = embedding_config(stored, geometry.tied_head)

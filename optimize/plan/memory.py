@@ -97,7 +97,7 @@ def _embedding_bytes(geometry: Geometry, stored: QuantConfigs) -> int:
 
 
 def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int) -> MemoryPlan:
-    """What loading and running a bundle takes; ``tokenizer_bytes`` is the size of tokenizer.json.
+    """Memory that loading and running a bundle takes; ``tokenizer_bytes`` is the size of tokenizer.json.
 
     The embedding's tables are counted whole for each graph: a page of a file (2 MiB, where the file lies in large ones)
     is resident after one of its rows was read. That also covers the head as stored while the engine packs it.

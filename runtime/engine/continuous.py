@@ -20,7 +20,7 @@ from llmc.runtime.engine.ranking import ranked
 from llmc.runtime.engine.scheduler import ChunkPacer, Queue
 from llmc.runtime.engine.search_group import Lockstep
 from llmc.runtime.engine.sequence import Job, Sample, Strand, named
-from llmc.runtime.kv.budget import CacheBudget, check_growth, next_capacity
+from llmc.runtime.kv.budget import CacheBudget, next_capacity
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics
@@ -86,7 +86,7 @@ class ContinuousBatch:
         self._prefixes = prefixes
         self._drafter = drafter
         self._pool = pool
-        self._rows = Rows(session)
+        self._rows = Rows(session.cache)
         self._in_pairs = in_pairs(manifest, options.determinism) and intake.max_rows > 1
         self._costs = StepCosts()
         self._calls = make_calls(
@@ -97,14 +97,13 @@ class ContinuousBatch:
         self._ledger = Ledger()
         self._lengths = tuple(length for length in LENGTHS if length <= options.max_draft_tokens)
         self._lockstep: dict[Job, Lockstep] = {}
-        self._manifest = manifest
         self._cache_per_token = (manifest.device or manifest.memory).cache_per_token
         self._limit = intake.max_context + (options.determinism is Determinism.STRICT)
 
     @property
     def reserved_bytes(self) -> int:
         """Address space of the cache, in the memory that it lies in."""
-        return self._session.rows * self._session.capacity * self._cache_per_token
+        return self._session.cache.rows * self._session.cache.capacity * self._cache_per_token
 
     @property
     def used_bytes(self) -> int:
@@ -169,7 +168,8 @@ class ContinuousBatch:
             return
         with self._prefixes.match(strand.context, limit) as match:
             for i, values in enumerate(match.blocks):
-                self._session.write(strand.row, i * self._prefixes.block, values)
+                start = i * self._prefixes.block
+                self._session.cache.write(strand.row, start, start + self._prefixes.block, values)
         strand.cached = strand.fed_from = match.length
 
     def _wants_prompt(self, job: Job) -> bool:
@@ -240,7 +240,8 @@ class ContinuousBatch:
     def _keep_prefix(self, strand: Strand, length: int) -> None:
         """Remember the first ``length`` positions of the row."""
         if self._prefixes is not None and length >= self._prefixes.block:
-            self._prefixes.insert(strand.context[:length], partial(self._session.read, strand.row))
+            read = partial(self._session.cache.read_blocks, strand.row, self._prefixes.block)
+            self._prefixes.insert(strand.context[:length], read)
 
     # ------------------------------------------------------------------------------------------ decode
 
@@ -428,13 +429,7 @@ class ContinuousBatch:
 
     def _reserve(self, rows: int, positions: int) -> None:
         """Make room in the cache, in steps; a batch that runs in pairs of rows needs an even number of them."""
-        rows += rows % 2 if self._in_pairs else 0
-        wanted = next_capacity(max(positions, 1), self._limit)
-        session = self._session
-        if rows > session.rows or wanted > session.capacity:
-            if session.rows:  # what comes first was planned when the bundle was loaded
-                check_growth(self._manifest, session, rows, wanted)
-            session.reserve(rows, wanted)
+        self._session.cache.grow(rows + (rows % 2 if self._in_pairs else 0), max(positions, 1), self._limit)
 
 
 def is_fatal(error: BaseException) -> bool:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
@@ -104,7 +103,9 @@ class Engine:
             metrics=self.metrics,
             options=options,
             prefill_chunk=prefill_chunk,
-            budget=CacheBudget(manifest, memory, 0 if prefixes is None else prefixes.max_bytes, session.device_memory),
+            budget=CacheBudget(
+                manifest, memory, 0 if prefixes is None else prefixes.max_bytes, session.cache.device_memory
+            ),
             prefixes=prefixes,
             drafter=drafter,
             pool=self._pool if options.sampling_threads > 1 else None,
@@ -193,9 +194,8 @@ class Engine:
                 f"none of the {len(tokens)} tokens is in the prefix cache, which keeps blocks of {prefixes.block}; "
                 "generate from them first, or give the cache more memory"
             )
-        values = np.concatenate(held, axis=2)
-        save_session(Path(path), tokens, values, prefixes.key)
-        return int(values.shape[2])
+        save_session(Path(path), tokens, held, prefixes.block, prefixes.key)
+        return len(held) * prefixes.block
 
     def restore(self, path: str | Path) -> list[int]:
         """Put what :meth:`save` saved back into the prefix cache; the tokens that it was given.
@@ -205,9 +205,10 @@ class Engine:
             RequestError: it is no such file, is damaged, or belongs to another model.
         """
         prefixes = self._prefix_cache()
-        tokens, values = load_session(Path(path), prefixes.key)
-        cached = tokens[: values.shape[2]]
-        self.call(lambda: prefixes.insert(cached, lambda start, end: values[:, :, start:end]))
+        size = prefixes.block
+        tokens, blocks = load_session(Path(path), size, prefixes.key)
+        cached = tokens[: len(blocks) * size]
+        self.call(lambda: prefixes.insert(cached, lambda start, end: blocks[start // size : end // size]))
         return tokens
 
     def _prefix_cache(self) -> PrefixCache:

@@ -38,7 +38,7 @@ MB = 1_000_000
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a GPU is.
+    """A GPU's properties.
 
     Attributes:
         compute_capability: as 8.7.
@@ -62,7 +62,7 @@ class Driver(Protocol):
 
     @property
     def device(self) -> DeviceInfo:
-        """What this GPU is."""
+        """This GPU's properties."""
 
     def activate(self) -> None:
         """Make the GPU current on the calling thread, for libraries that then call CUDA themselves."""
@@ -178,7 +178,7 @@ class CudaDriver:
 
     @property
     def device(self) -> DeviceInfo:
-        """What this GPU is."""
+        """This GPU's properties."""
         return self._info
 
     def _start(self) -> None:
@@ -328,7 +328,7 @@ class CudaDriver:
         return self._call(doing, function, *arguments)
 
     def _call(self, doing: str, function: str, *arguments: Any) -> Any:
-        """What a function of the API returned beside its CUresult: nothing, one value, or a tuple."""
+        """The values of a call of the API without its CUresult: nothing, one, or a tuple."""
         call: Callable[..., tuple[Any, ...]] = getattr(self._api, function)
         code, *values = call(*arguments)
         if int(code):

@@ -267,7 +267,7 @@ def _signal_name(number: int) -> str:
 
 
 def _said(what: str, err: IO[bytes]) -> str:
-    """What happened, and the last line that the process wrote on stderr."""
+    """The event, and the last line that the process wrote on stderr."""
     err.seek(0)
     lines = err.read().decode(errors="replace").strip().splitlines()
     return f"{what}; last it said: {lines[-1][:300]}" if lines else what

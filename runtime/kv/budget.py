@@ -9,7 +9,6 @@ from pathlib import Path
 from llmc.bundle import DeviceMemory, EngineConfig, Limits, Manifest, MemoryPlan
 from llmc.errors import ResourceError
 from llmc.runtime.host.machine import Available, available_memory, memory_here, resident_bytes
-from llmc.runtime.sessions import Session
 
 FIRST_STEP = 256
 LARGE_STEP = 1024
@@ -220,25 +219,26 @@ def usable_memory(held: int, memory: int | None = None) -> int:
     return available_memory() + min(held, resident_bytes()[0]) if memory is None else memory
 
 
-def check_growth(manifest: Manifest, session: Session, rows: int, positions: int) -> None:
-    """Refuse to grow a session's cache to ``rows`` x ``positions``, never below what it has, when the memory of the
-    machine or of the GPU does not suffice.
+def check_growth(
+    manifest: Manifest, held: tuple[int, int], wanted: tuple[int, int], device_memory: int | None = None
+) -> None:
+    """Refuse to grow a cache from ``held`` to ``wanted`` rows x positions when the memory of the machine or of the GPU
+    does not suffice; ``device_memory`` bytes of the latter may be taken in all, None for any.
 
     Raises:
-        ResourceError: with the numbers; the cache keeps its size.
+        ResourceError: with the numbers.
     """
-    plan, held = manifest.memory, max(1, session.rows)
-    rows, positions = max(rows, held), max(positions, session.capacity)
-    needed, available = plan.total(positions, rows) - plan.total(session.capacity, held), available_memory()
+    plan, (rows, positions) = manifest.memory, wanted
+    needed, available = plan.total(positions, rows) - plan.total(held[1], max(1, held[0])), available_memory()
     if needed > available:
         raise ResourceError(
             f"the cache for {positions} tokens needs {needed // MB} MB more, {available // MB} MB are available; "
             "free memory, or use a shorter prompt or fewer new tokens"
         )
-    limit = session.device_memory if manifest.device is not None else None
-    if limit is not None and (wanted := device_bytes(manifest, positions, rows)) > limit:
+    limit = device_memory if manifest.device is not None else None
+    if limit is not None and (taken := device_bytes(manifest, positions, rows)) > limit:
         raise ResourceError(
-            f"with a cache for {positions} tokens in {rows} row(s) the model takes {wanted // MB} MB of the GPU's "
+            f"with a cache for {positions} tokens in {rows} row(s) the model takes {taken // MB} MB of the GPU's "
             f"memory, {limit // MB} MB may be taken; free memory of the GPU, or use shorter prompts, fewer new tokens "
             "or fewer requests at once"
         )

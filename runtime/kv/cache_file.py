@@ -6,7 +6,8 @@ One format serves both::
     4 bytes   version of the format, little-endian like everything here
     4 bytes   length of the description
     16 bytes  digest of the version and the description
-    ...       the description: JSON with key, parent, last (chain hashes), tokens, shape, dtype, a digest per block
+    ...       the description: JSON with key, parent, last (chain hashes), tokens, block (tokens of each), shape, dtype,
+              a digest per block
     ...       zeros up to a multiple of 64
     ...       the blocks, one after the other, so that the first n of them are read in one go
 
@@ -36,7 +37,7 @@ from llmc.errors import RequestError, ResourceError, UsageError
 from llmc.publish import sync
 
 MAGIC = b"llmcKV\r\n"  # a transfer that changes line ends breaks it at once
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 DIGEST_BYTES = 16
 STAGING = ".staging-"
@@ -77,19 +78,20 @@ class Description:
     key: bytes
     parent: bytes
     hashes: tuple[bytes, ...]
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # of all blocks, and in a session those after them
+    block: int  # tokens of one
     shape: tuple[int, ...]  # of one block
     dtype: np.dtype[Any]
     digests: tuple[bytes, ...]
 
     @classmethod
     def of(
-        cls, kind: str, key: bytes, parent: bytes, tokens: NDArray[np.int64], blocks: Sequence[NDArray[Any]]
+        cls, kind: str, key: bytes, parent: bytes, tokens: NDArray[np.int64], blocks: Sequence[NDArray[Any]], block: int
     ) -> "Description":
-        """Describe blocks of as many tokens each; ``parent`` is the chain hash before the first one."""
-        hashes = chain_hashes(parent, tokens, len(tokens) // len(blocks))
+        """Describe blocks of ``block`` tokens each; ``parent`` is the chain hash before the first one."""
+        hashes = chain_hashes(parent, tokens[: len(blocks) * block], block)
         digests = tuple(_digest(_raw(block)) for block in blocks)
-        return cls(kind, key, parent, tuple(hashes), tokens, blocks[0].shape, blocks[0].dtype, digests)
+        return cls(kind, key, parent, tuple(hashes), tokens, block, blocks[0].shape, blocks[0].dtype, digests)
 
     @classmethod
     def decoded(cls, text: bytes) -> "Description":
@@ -104,10 +106,11 @@ class Description:
         if not _NUMBERS.fullmatch(raw["dtype"]):
             raise ValueError(f"its values are of type {raw['dtype']}")
         parent, dtype, shape = bytes.fromhex(raw["parent"]), np.dtype(raw["dtype"]), tuple(int(n) for n in raw["shape"])
-        hashes = tuple(chain_hashes(parent, tokens, len(tokens) // len(digests)))
-        if min(shape) < 1 or not hashes or hashes[-1].hex() != raw["last"]:
+        block = int(raw["block"])
+        hashes = tuple(chain_hashes(parent, tokens[: len(digests) * block], block))
+        if min(*shape, block) < 1 or len(hashes) != len(digests) or hashes[-1].hex() != raw["last"]:
             raise ValueError("it contradicts itself")
-        return cls(raw["kind"], bytes.fromhex(raw["key"]), parent, hashes, tokens, shape, dtype, digests)
+        return cls(raw["kind"], bytes.fromhex(raw["key"]), parent, hashes, tokens, block, shape, dtype, digests)
 
     def encoded(self) -> bytes:
         """The beginning of the file, up to the first block."""
@@ -117,6 +120,7 @@ class Description:
             "parent": self.parent.hex(),
             "last": self.hashes[-1].hex(),
             "tokens": self.tokens.tolist(),
+            "block": self.block,
             "shape": self.shape,
             "dtype": self.dtype.str,
             "digests": [digest.hex() for digest in self.digests],
@@ -241,41 +245,42 @@ def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]]) -> N
     sync(path.parent)
 
 
-def save_session(path: Path, tokens: Sequence[int], values: NDArray[Any], key: str) -> None:
+def save_session(path: Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any]], block: int, key: str) -> None:
     """Save what the cache holds of one sequence; an existing file is replaced, at the end.
 
     Only its owner may read the file: it holds what was said.
 
     Args:
-        tokens: the sequence, at least one token; the last ones need not be in the cache.
-        values: [2 * layers, kv_heads, n, head_dim], keys and values of the first n tokens.
+        tokens: the sequence; the last ones need not be in the cache.
+        blocks: what the cache holds of its first tokens, all of one shape and type, at least one.
+        block: tokens of each.
         key: all that the values depend on, as for the prefix cache.
 
     Raises:
-        UsageError: there is nothing to save, the values do not fit the tokens, or the place cannot be written.
+        UsageError: there is nothing to save, the blocks do not fit the tokens, or the place cannot be written.
         ResourceError: the disk is full.
     """
     path = possible_path(path)
-    if values.ndim != 4 or not 1 <= values.shape[2] <= len(tokens):
+    if not 1 <= len(blocks) * block <= len(tokens):
         raise UsageError(
-            f"{path}: values of shape {list(values.shape)} for {len(tokens)} tokens; "
-            "expected [2 * layers, kv_heads, n, head_dim] with n of 1 to the number of tokens"
+            f"{path}: {len(blocks)} blocks of {block} tokens for {len(tokens)} tokens; expected 1 or more, and no more "
+            "than there are tokens"
         )
     root, sequence = root_hash(key), np.asarray(tokens, np.int64)
     try:
-        publish(path, Description.of("session", root, root, sequence, [values]), [values])
+        publish(path, Description.of("session", root, root, sequence, blocks, block), blocks)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(f"{path}: the disk is full; free some space and save again") from error
         raise UsageError(f"{path}: cannot write here ({error.strerror}); choose another file") from error
 
 
-def load_session(path: Path, key: str) -> tuple[list[int], NDArray[Any]]:
-    """The tokens and values that :func:`save_session` was given.
+def load_session(path: Path, block: int, key: str) -> tuple[list[int], list[NDArray[Any]]]:
+    """The tokens and blocks that :func:`save_session` was given.
 
     Raises:
         UsageError: the file cannot be opened, or no file can have this name.
-        RequestError: it is no session of llmc's, is damaged, or belongs to another model.
+        RequestError: it is no session of llmc's, is damaged, or belongs to another model or size of blocks.
     """
     path = possible_path(path)
     try:
@@ -288,12 +293,16 @@ def load_session(path: Path, key: str) -> tuple[list[int], NDArray[Any]]:
                 raise RequestError(
                     f"{path} was saved with another model or cache type; load it with the one it was saved with"
                 )
-            (values,) = found.read(file, 0, 1)
+            if about.block != block:
+                raise RequestError(
+                    f"{path} was saved in blocks of {about.block} tokens, expected {block}; start the session anew"
+                )
+            blocks = found.read(file, 0, len(about.digests))
     except OSError as error:
         raise UsageError(f"{path} cannot be opened ({error.strerror}); name a saved session") from error
     except UnreadableError as error:
         raise RequestError(f"{path} {_verdict(error)}: {error}") from error
-    return about.tokens.tolist(), values
+    return about.tokens.tolist(), blocks
 
 
 def _verdict(error: UnreadableError) -> str:

@@ -1,83 +1,64 @@
-"""Keys and values in a GPU's memory: rows x capacity, where an engine updates them in place or beside each other."""
+"""The KV cache in a GPU's memory, where an engine updates it in place or beside itself."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import Geometry
-from llmc.errors import LlmcError
+from llmc.bundle import Manifest
+from llmc.errors import BundleError, LlmcError
 from llmc.runtime.host.cuda import Driver
-from llmc.runtime.sessions.base import check_range, contents_end, kept_positions
+from llmc.runtime.kv.budget import rounded_up
+from llmc.runtime.kv.cache import KVCache, Values
 
 # Of pinned memory through which positions are read and written; longer ranges go in pieces.
 STAGING_BYTES = 16 * 2**20
 # Kernels read whole vectors, so every tensor begins on such a boundary, as memory of cuMemAlloc does.
 ALIGNMENT = 256
-TYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.int8), 2: np.dtype(np.float16), 4: np.dtype(np.float32)}
 
 
-class DeviceCache:
-    """Keys and values [rows, kv_heads, capacity, head_dim] of every layer on the device.
+class DeviceCache(KVCache):
+    """A :class:`KVCache` on a GPU: each tensor [rows, kv_heads, capacity, head_dim].
 
     With two buffers the engine reads from one and writes all of its call's rows to the other, so each row remembers
-    which one holds it. Work is queued on ``stream``; only reading, writing and resizing wait for it.
+    which one holds it. Work is queued on ``stream``; only reading, writing and growing wait for it.
 
     Args:
+        manifest: of the bundle.
         driver: of the GPU.
-        geometry: of the decoder.
-        itemsize: bytes of a value.
         stream: on which the engine runs, too.
         buffers: 1 where the engine updates the cache in place, 2 where it writes to another place.
-        dtype: of the arrays that are read and written; default: float16 for 2 bytes, float32 for 4, int8 for 1.
-            Give uint16 for bfloat16, for which numpy has no type.
+        options: see :class:`KVCache`.
+
+    Raises:
+        BundleError: a layer keeps a state.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        geometry: Geometry,
-        itemsize: int,
-        stream: int,
-        buffers: int = 1,
-        dtype: np.dtype[Any] | None = None,
-    ) -> None:
+    def __init__(self, manifest: Manifest, driver: Driver, stream: int, buffers: int = 1, **options: Any) -> None:
+        super().__init__(manifest, **options)
+        if not self.can_rewind:
+            state = next(tensor.past for tensor in self.tensors if tensor.kind == "state")
+            raise BundleError(
+                f"the bundle's layers keep states ({state}), which this llmc keeps on CPUs alone; build it for the cpu"
+            )
         self._driver = driver
         self._stream = stream
-        self.tensors = 2 * geometry.layers
-        self._heads, self._head_dim = geometry.kv_heads, geometry.head_dim
-        self._position = geometry.head_dim * itemsize  # bytes of one position of one head
-        self.dtype: np.dtype[Any] = TYPES[itemsize] if dtype is None else dtype
+        self._itemsize = self.dtype.itemsize
         self._blocks = [0] * buffers
-        self._capacity = 0
-        self._written: list[int] = []  # of each row, the positions up to the last that was ever written
+        self._starts: list[int] = []  # of each tensor in its block
         self._side: list[int] = []  # of each row, the buffer that holds it
         self._staging, self._staged = 0, 0
 
     @property
-    def rows(self) -> int:
-        """Rows that the cache holds now."""
-        return len(self._written)
-
-    @property
-    def capacity(self) -> int:
-        """Positions that the cache holds now, per row."""
-        return self._capacity
-
-    @property
-    def written(self) -> tuple[int, ...]:
-        """Of each row, the positions up to the last that was ever written."""
-        return tuple(self._written)
-
-    @property
     def size(self) -> int:
         """Bytes on the device."""
-        return len(self._blocks) * self._block_size(self.rows, self._capacity)
+        return len(self._blocks) * self._places(self.rows, self._capacity)[-1]
 
     def address(self, tensor: int, row: int) -> int:
-        """Where a row of a tensor begins (keys and values of the first layer, of the next...), in its buffer."""
+        """Where a row of a tensor begins, in its buffer."""
         return self._address(tensor, row, self._side[row])
 
     def other_address(self, tensor: int, row: int) -> int:
@@ -85,7 +66,7 @@ class DeviceCache:
         return self._address(tensor, row, (self._side[row] + 1) % len(self._blocks))
 
     def _address(self, tensor: int, row: int, side: int) -> int:
-        return self._blocks[side] + tensor * self._tensor_size(self.rows, self._capacity) + row * self._row_size()
+        return self._blocks[side] + self._starts[tensor] + row * self._row_size(tensor, self._capacity)
 
     def side(self, first_row: int, rows: int) -> int:
         """Bring rows into one buffer, moving the fewer, and say which one it is: 0 or 1."""
@@ -97,70 +78,60 @@ class DeviceCache:
         return side
 
     def _move(self, row: int, side: int) -> None:
-        for tensor in range(self.tensors):
+        for tensor in range(len(self.tensors)):
             here, there = self.address(tensor, row), self._address(tensor, row, side)
-            self._copy_positions(there, self._pitch(), here, self._pitch(), self._written[row])
+            self._copy_positions(tensor, (there, self._capacity), (here, self._capacity), self._written[row])
         self._side[row] = side
 
     def computed(self, first_row: int, ends: Sequence[int]) -> None:
         """Note that a call was queued which writes rows up to the positions ``ends``, to their other buffer."""
-        for row, end in enumerate(ends, first_row):
-            self._written[row] = max(self._written[row], end)
+        super().computed(first_row, ends)
+        for row in range(first_row, first_row + len(ends)):
             self._side[row] = (self._side[row] + 1) % len(self._blocks)
 
     # ------------------------------------------------------------------------------------------------ sizes
 
-    def _pitch(self) -> int:
-        return self._capacity * self._position
+    def _position(self, tensor: int) -> int:
+        """Bytes of one position of one head."""
+        return self.tensors[tensor].shape[1] * self._itemsize
 
-    def _row_size(self) -> int:
-        return self._heads * self._pitch()
+    def _row_size(self, tensor: int, positions: int) -> int:
+        return prod(self.tensors[tensor].shape) * positions * self._itemsize
 
-    def _tensor_size(self, rows: int, capacity: int) -> int:
-        size = rows * self._heads * capacity * self._position
-        return -(-size // ALIGNMENT) * ALIGNMENT
+    def _places(self, rows: int, capacity: int) -> list[int]:
+        """Where each tensor begins in a block, and where the block ends."""
+        starts = [0]
+        for tensor in range(len(self.tensors)):
+            size = rows * self._row_size(tensor, capacity)
+            starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        return starts
 
-    def _block_size(self, rows: int, capacity: int) -> int:
-        return self.tensors * self._tensor_size(rows, capacity)
+    def _rounded(self, capacity: int) -> int:
+        return rounded_up(self._manifest.engine, capacity)
 
-    def resize(self, rows: int, capacity: int, used: Sequence[int] | None = None) -> None:
-        """Make the cache exactly ``rows`` x ``capacity``; see :class:`llmc.runtime.sessions.base.Session`.
-
-        All of the new memory is there, zeroed, before any of the old goes: both count for a moment.
-
-        Raises:
-            UsageError: ``used`` does not have one number for each row of the cache.
-            ResourceError: memory does not suffice; the cache keeps its size.
-        """
-        known = kept_positions(self._written, used)
-        if (rows, capacity, known) == (self.rows, self._capacity, self._written):
-            return
-        kept = [min(length, capacity) for length in known[:rows]]
-        fresh = self._allocate(self._block_size(rows, capacity))
-        self._carry(fresh[0], rows, capacity, kept)
+    def _grow(self, rows: int, capacity: int) -> None:
+        """All of the new memory is there, zeroed, before any of the old goes: both count for a moment."""
+        self._forget()
+        *starts, size = self._places(rows, capacity)
+        fresh = self._allocate(size)
+        for tensor, start in enumerate(starts):
+            for row, length in enumerate(self._written):
+                there = fresh[0] + start + row * self._row_size(tensor, capacity)
+                self._copy_positions(tensor, (there, capacity), (self.address(tensor, row), self._capacity), length)
         self._driver.synchronize(self._stream)
         self._free_blocks(self._blocks)
-        self._blocks, self._capacity = fresh, capacity
-        self._written = kept + [0] * (rows - len(kept))
-        self._side = [0] * rows
+        self._blocks, self._starts, self._side = fresh, starts, [0] * rows
 
     def _allocate(self, size: int) -> list[int]:
         blocks = [0] * len(self._blocks)
         try:
-            for i in range(len(blocks) if size else 0):
+            for i in range(len(blocks)):
                 blocks[i] = self._driver.alloc(size)
                 self._driver.fill(blocks[i], size, self._stream)  # a masked NaN is still a NaN
         except LlmcError:
             self._free_blocks(blocks)
             raise
         return blocks
-
-    def _carry(self, block: int, rows: int, capacity: int, kept: Sequence[int]) -> None:
-        pitch, size = capacity * self._position, self._tensor_size(rows, capacity)
-        for tensor in range(self.tensors):
-            for row, length in enumerate(kept):
-                target = block + tensor * size + row * self._heads * pitch
-                self._copy_positions(target, pitch, self.address(tensor, row), self._pitch(), length)
 
     def _free_blocks(self, blocks: list[int]) -> None:
         for i, block in enumerate(blocks):
@@ -170,94 +141,68 @@ class DeviceCache:
 
     def close(self) -> None:
         """Free everything; the cache then has no rows."""
+        super().close()
+        self._side = []
         self._free_blocks(self._blocks)
         if self._staging:
             self._driver.free_host(self._staging)
         self._staging, self._staged = 0, 0
-        self._written, self._side, self._capacity = [], [], 0
 
     # --------------------------------------------------------------------------------------------- contents
 
-    def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Copy positions ``start`` ... ``end - 1`` of the row ``source`` to the same ones of ``target``.
-
-        Raises:
-            UsageError: a row or position that the cache does not have.
-        """
-        self._check_range(source, start, end)
-        self._check_range(target, start, end)
-        if source == target:
-            return
-        offset = start * self._position
-        for tensor in range(self.tensors):
+    def _copy(self, source: int, target: int, start: int, end: int) -> None:
+        for tensor in range(len(self.tensors)):
+            offset = start * self._position(tensor)
             here, there = self.address(tensor, source) + offset, self.address(tensor, target) + offset
-            self._copy_positions(there, self._pitch(), here, self._pitch(), end - start)
-        self._written[target] = max(self._written[target], end)
+            self._copy_positions(tensor, (there, self._capacity), (here, self._capacity), end - start)
 
-    def read(self, row: int, start: int, end: int) -> NDArray[Any]:
-        """A copy of keys and values [2 * layers, kv_heads, end - start, head_dim] of positions of a row.
-
-        Raises:
-            UsageError: a row or position that the cache does not have.
-            ResourceError: no pinned memory is left.
-        """
-        self._check_range(row, start, end)
-        values = np.empty((self.tensors, self._heads, end - start, self._head_dim), self.dtype)
+    def _read(self, row: int, start: int, end: int, values: Values) -> None:
         for first, last in self._pieces(start, end):
-            staged = self._stage(last - first)
-            for tensor, place in enumerate(self._places(last - first)):
-                source = self.address(tensor, row) + first * self._position
-                self._copy_positions(place, (last - first) * self._position, source, self._pitch(), last - first)
+            for tensor, (staged, _) in enumerate(self._staged_parts(values, start, end, first, last)):
+                there, here = staged.ctypes.data, self.address(tensor, row) + first * self._position(tensor)
+                self._copy_positions(tensor, (there, last - first), (here, self._capacity), last - first)
             self._driver.synchronize(self._stream)
-            values[:, :, first - start : last - start] = staged
-        return values
+            for staged, part in self._staged_parts(values, start, end, first, last):
+                part[...] = staged
 
-    def write(self, row: int, start: int, values: NDArray[Any]) -> None:
-        """Put ``values``, as :meth:`read` returns them, into the positions from ``start`` on.
+    def read_blocks(self, row: int, size: int, start: int, end: int) -> list[Values]:
+        """:meth:`read` in blocks of ``size`` positions; the device is waited for once."""
+        return self._layout.split(self.read(row, start, end), end - start, size)
 
-        Raises:
-            UsageError: a row or position that the cache does not have, or values of another shape or type.
-            ResourceError: no pinned memory is left.
-        """
-        end = contents_end(start, values, (self.tensors, self._heads, self._head_dim), self.dtype)
-        self._check_range(row, start, end)
+    def _write(self, row: int, start: int, end: int, values: Values) -> None:
         for first, last in self._pieces(start, end):
-            self._stage(last - first)[:] = values[:, :, first - start : last - start]
-            for tensor, place in enumerate(self._places(last - first)):
-                target = self.address(tensor, row) + first * self._position
-                self._copy_positions(target, self._pitch(), place, (last - first) * self._position, last - first)
+            for tensor, (staged, part) in enumerate(self._staged_parts(values, start, end, first, last)):
+                staged[...] = part
+                there, here = self.address(tensor, row) + first * self._position(tensor), staged.ctypes.data
+                self._copy_positions(tensor, (there, self._capacity), (here, last - first), last - first)
             self._driver.synchronize(self._stream)
-        self._written[row] = max(self._written[row], end)
 
-    def _copy_positions(self, target: int, target_pitch: int, source: int, source_pitch: int, count: int) -> None:
-        """Copy ``count`` positions of every head."""
+    def _copy_positions(self, tensor: int, target: tuple[int, int], source: tuple[int, int], count: int) -> None:
+        """Copy ``count`` positions of every head between two addresses, each with the room that a head has there."""
         if count:
-            width = count * self._position
-            self._driver.copy_2d(target, target_pitch, source, source_pitch, width, self._heads, self._stream)
+            position, heads = self._position(tensor), self.tensors[tensor].shape[0]
+            (there, theirs), (here, ours) = target, source
+            self._driver.copy_2d(there, theirs * position, here, ours * position, count * position, heads, self._stream)
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        step = max(1, STAGING_BYTES // (self.tensors * self._heads * self._position))
+        step = max(1, STAGING_BYTES // (self._layout.position * self._itemsize))
         for first in range(start, end, step):
             yield first, min(first + step, end)
 
-    def _stage(self, count: int) -> NDArray[Any]:
-        """Pinned memory for ``count`` positions, as an array like those that are read and written."""
-        shape = (self.tensors, self._heads, count, self._head_dim)
-        size = self.tensors * self._heads * count * self._position
-        if size > self._staged:
-            fresh = self._driver.alloc_host(size)
+    def _staged_parts(
+        self, values: Values, start: int, end: int, first: int, last: int
+    ) -> Iterator[tuple[Values, Values]]:
+        """Of each tensor the pinned memory for the positions ``first`` ... ``last - 1``, and their place in ``values``,
+        which has those from ``start`` to ``end``."""
+        size = self._layout.size(last - first)
+        if size * self._itemsize > self._staged:
+            fresh = self._driver.alloc_host(size * self._itemsize)
             if self._staging:
                 self._driver.free_host(self._staging)
-            self._staging, self._staged = fresh, size
-        return host_array(self._staging, shape, self.dtype)
-
-    def _places(self, count: int) -> range:
-        """Where each tensor's positions lie in the pinned memory."""
-        step = self._heads * count * self._position
-        return range(self._staging, self._staging + self.tensors * step, step)
-
-    def _check_range(self, row: int, start: int, end: int) -> None:
-        check_range(row, start, end, self.rows, self._capacity)
+            self._staging, self._staged = fresh, size * self._itemsize
+        staged = self._layout.parts(host_array(self._staging, (size,), self.dtype), last - first)
+        for mine, part in zip(staged, self._layout.parts(values, end - start), strict=True):
+            yield mine, part[:, first - start : last - start]
 
 
 def host_array(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

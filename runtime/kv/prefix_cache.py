@@ -19,8 +19,8 @@ from llmc.runtime.kv.prefix_store import PrefixStore
 
 BLOCK = 32
 
-# Keys and values of the positions start ... end - 1: [2 * layers, kv_heads, end - start, head_dim], as a session reads.
-Read = Callable[[int, int], NDArray[Any]]
+# Blocks of the positions start ... end - 1, as a cache reads them.
+Read = Callable[[int, int], Sequence[NDArray[Any]]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Match:
 
     Attributes:
         length: tokens, a multiple of the block size; 0 when nothing is cached.
-        blocks: keys and values of each block, [2 * layers, kv_heads, block, head_dim]; read-only.
+        blocks: what the cache holds of each block, [values] in its own layout; read-only.
     """
 
     length: int
@@ -145,7 +145,8 @@ class PrefixCache:
         """Keep the whole blocks of ``tokens`` that memory has room for, and have them written to disk.
 
         Args:
-            read: gives the keys and values of a span of positions; called once, and only if a block is missing.
+            read: gives the blocks of a span of positions, which nobody changes any more; called once, and only if a
+                block is missing.
             adapter: name of the adapter in use.
 
         Returns:
@@ -158,7 +159,7 @@ class PrefixCache:
         try:
             if missing := hashes[len(path) : len(path) + self._room()]:
                 start = len(path) * self.block
-                path += self._add(missing, self._split(read(start, start + len(missing) * self.block), len(missing)))
+                path += self._add(missing, read(start, start + len(missing) * self.block))
             self._use(path)
             if self._store is not None and path:
                 kept = len(path)
@@ -204,12 +205,6 @@ class PrefixCache:
             return []
         blocks = self._store.load(root, hashes, self.max_bytes - self._pinned)
         return self._add(hashes[: len(blocks)], blocks)
-
-    def _split(self, values: NDArray[Any], blocks: int) -> list[NDArray[Any]]:
-        """A copy per block, so that evicting one frees its memory."""
-        assert values.ndim == 4 and values.shape[2] == blocks * self.block, values.shape
-        spans = (values[:, :, i * self.block : (i + 1) * self.block] for i in range(blocks))
-        return [np.array(span, order="C") for span in spans]
 
     def _add(self, hashes: Sequence[bytes], blocks: Sequence[NDArray[Any]]) -> list[_Node]:
         """Put blocks below a pinned path, pinned themselves, as many as there is room for."""

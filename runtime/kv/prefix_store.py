@@ -320,7 +320,9 @@ class PrefixStore:
                     self._lock.notify_all()
 
     def _write(self, job: _Job) -> None:
-        about = Description.of("prefix", job.root, job.parent, job.tokens, job.blocks)
+        about = Description.of(
+            "prefix", job.root, job.parent, job.tokens, job.blocks, len(job.tokens) // len(job.blocks)
+        )
         shelf, offset = self._shelf(job.root), len(about.encoded())
         name = _name(about)
         if offset + job.nbytes > self.max_bytes:

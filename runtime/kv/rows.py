@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from llmc.runtime.sessions import Session
+from llmc.runtime.kv.cache import KVCache
 
 
 class TornError(Exception):
@@ -22,8 +22,8 @@ class Rows:
     """Rows of the cache, packed: sequences that decode first, so that one call serves them all, then those whose prompt
     is being fed. Whoever leaves a gap is followed by the last one, whose positions are copied."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
         self._order: list[Held] = []
         self._decoding = 0
 
@@ -65,9 +65,9 @@ class Rows:
 
     def share(self, source: Held, target: Held, start: int, cached: int) -> None:
         """Make ``target`` equal to ``source`` up to ``cached`` positions; they are known to agree before ``start``."""
-        if start < cached:
+        if start < cached or not self._cache.can_rewind:
             with moving():
-                self._session.copy(source.row, target.row, start, cached)
+                self._cache.copy(source.row, target.row, start, cached)
         target.cached = cached
 
     def release(self, held: Held) -> None:
@@ -93,7 +93,7 @@ class Rows:
         if source != target:
             held = self._order[source]
             with moving():
-                self._session.copy(source, target, 0, held.cached)
+                self._cache.copy(source, target, 0, held.cached)
             self._order[target], held.row = held, target
         return source
 
@@ -103,9 +103,9 @@ class Rows:
             return
         here = held.row
         with moving():
-            kept = self._session.read(here, 0, held.cached)
-            self._session.copy(row, here, 0, other.cached)
-            self._session.write(row, 0, kept)
+            kept = self._cache.read(here, 0, held.cached)
+            self._cache.copy(row, here, 0, other.cached)
+            self._cache.write(row, 0, held.cached, kept)
         self._order[here], self._order[row] = other, held
         held.row, other.row = row, here
 

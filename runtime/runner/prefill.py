@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import RequestError
-from llmc.runtime.kv.budget import check_growth, next_capacity
 from llmc.runtime.runner.model_runner import next_end
 from llmc.runtime.sessions import Batch, Phase, Session
 
@@ -67,10 +66,7 @@ class Runner:
         """
         if positions > self.max_context:
             raise RequestError(f"position {positions} is asked for, the context holds {self.max_context}")
-        if positions > self.session.capacity:
-            capacity = next_capacity(positions, self.max_context)
-            check_growth(self._manifest, self.session, 1, capacity)
-            self.session.reserve(1, capacity)
+        self.session.cache.grow(1, positions, self.max_context)
 
 
 def chunks(length: int, size: int) -> list[tuple[int, int]]:

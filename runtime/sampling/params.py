@@ -288,8 +288,10 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        for name, stated in PARAMETERS.items():
-            stated.range.check(name, getattr(self, name))
+        for name, values in _RANGES.items():
+            value = getattr(self, name)
+            if value is not _DEFAULTS[name] and not values.holds(value):
+                raise values.error(name, value)
         check_combination(self)
 
     @classmethod
@@ -307,13 +309,15 @@ class SamplingParams:
         _refuse_unknown(overrides, list(_DEFAULTS))
         given = {name: _as_tuple(name, value) for name, value in overrides.items() if value is not None}
         for name, value in given.items():
-            PARAMETERS[name].range.check(name, value)
+            if not _RANGES[name].holds(value):
+                raise _RANGES[name].error(name, value)
         return cls(**{**_checkpoint_defaults(generation, given), **given})
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 PARAMETERS: dict[str, Parameter] = {field.name: field.metadata["parameter"] for field in fields(SamplingParams)}
-_TUPLES = {name for name, stated in PARAMETERS.items() if stated.range.kind in ("texts", "tokens", "biases", "names")}
+_RANGES = {name: stated.range for name, stated in PARAMETERS.items()}
+_TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases", "names")}
 _NEEDS_CHANCE = {"n", "best_of", "consensus", "mirostat", "dynatemp_range", *_CUTS}
 
 

@@ -28,14 +28,9 @@ class Range:
     note: str = ""
     choices: tuple[str | bool, ...] = ()
 
-    def check(self, name: str, value: object) -> None:
-        """Refuse a ``value`` of the parameter ``name`` that is not in the range.
-
-        Raises:
-            UsageError: with the value and the range.
-        """
-        if not self.holds(value):
-            raise UsageError(f"{name} is {written(value)}, expected {self.expected}")
+    def error(self, name: str, value: object) -> UsageError:
+        """The refusal of a ``value`` of the parameter ``name`` that is not in the range."""
+        return UsageError(f"{name} is {written(value)}, expected {self.expected}")
 
 
 @dataclass(frozen=True)

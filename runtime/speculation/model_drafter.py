@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from llmc.bundle import TOKENIZER_FILE, Manifest
 from llmc.errors import DraftError, ResourceError
-from llmc.runtime.host.machine import available_memory
-from llmc.runtime.kv.budget import MB, next_capacity
 from llmc.runtime.runner.prefill import Runner, batch, chunks
 from llmc.runtime.sessions.base import Phase
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -80,7 +78,6 @@ class ModelDrafter:
         self._most_rows = model.manifest.limits.max_batch
         self._rows: OrderedDict[int, _Row] = OrderedDict()
         self._free: list[int] = []
-        self._reserved = 1
         self._warned = False
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
@@ -127,22 +124,14 @@ class ModelDrafter:
 
     def _reserve(self, positions: int) -> bool:
         """Make room for ``positions`` in all rows in use; drafting is no reason to fail, so lack of memory ends it."""
-        session, plan = self._session, self._model.manifest.memory
-        rows = max(self._reserved, 1 + max(row.index for row in self._rows.values()))
-        capacity = max(session.capacity, next_capacity(positions, self._context))
-        if (rows, capacity) == (self._reserved, session.capacity):
-            return True
+        rows = 1 + max(row.index for row in self._rows.values())
         try:
-            needed = plan.total(capacity, rows) - plan.total(session.capacity, self._reserved)
-            if needed > available_memory():
-                raise ResourceError(f"its cache needs {needed // MB} MB more, {available_memory() // MB} are available")
-            session.reserve(rows, capacity)
+            self._session.cache.grow(rows, positions, self._context)
         except ResourceError as error:
             if not self._warned:
                 log.warning("%s: the draft model does not go on with a sequence: %s", self._model.folder, error)
             self._warned = True
             return False
-        self._reserved = rows
         return True
 
     def _read(self, row: "_Row", new: Sequence[int]) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
 """What sessions on a GPU have in common: the driver, the cache, and what is said once the GPU's context is lost."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from llmc.bundle import DeviceMemory, Manifest
 from llmc.errors import GpuError, LlmcError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.kv.device_cache import DeviceCache
-from llmc.runtime.sessions.base import Batch, check_limits, check_rows
 from llmc.runtime.sessions.cuda.blocks import Block, Part, outputs_of
 from llmc.runtime.sessions.cuda.memory import check_memory
 
@@ -32,10 +31,11 @@ class DeviceSession(ABC):
     """
 
     substitutes = False  # one graph or engine serves both phases
-    _cache: DeviceCache
+    cache: DeviceCache
 
     def __init__(self, folder: Path, manifest: Manifest, driver: Driver) -> None:
         self._folder = folder
+        self._manifest = manifest
         self._geometry = manifest.geometry
         self._limits = manifest.limits
         self._driver = driver
@@ -70,9 +70,17 @@ class DeviceSession(ABC):
         self._stream = self._driver.stream()
         self._later(self._driver.destroy_stream, self._stream)
 
-    def _make_cache(self, dtype: np.dtype[Any], buffers: int) -> None:
-        self._cache = DeviceCache(self._driver, self._geometry, dtype.itemsize, self._stream, buffers, dtype)
-        self._later(self._cache.close)
+    def _make_cache(self, buffers: int) -> None:
+        self.cache = DeviceCache(
+            self._manifest,
+            self._driver,
+            self._stream,
+            buffers,
+            device_memory=self._device_memory,
+            forget=self._forget_addresses,
+            guard=self._guarded,
+        )
+        self._later(self.cache.close)
 
     def _block(self, size: int) -> Block:
         """Memory for inputs or outputs until the session closes."""
@@ -116,7 +124,7 @@ class DeviceSession(ABC):
         """What turns the engine's own exceptions into ours; ``doing`` is for the message."""
         return nullcontext()
 
-    # ----------------------------------------------------------------------------------------------- the cache
+    # ------------------------------------------------------------------------------------------------ the seam
 
     @property
     def processor(self) -> str:
@@ -124,102 +132,10 @@ class DeviceSession(ABC):
         return str(self._driver.device)
 
     @property
-    def rows(self) -> int:
-        """Rows that the cache holds now."""
-        return self._cache.rows
-
-    @property
-    def capacity(self) -> int:
-        """Positions that the cache holds now, per row, rounded up to what the engine takes."""
-        return self._cache.capacity
-
-    @property
     def hidden(self) -> NDArray[np.float32]:
         """What the head read in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
         return self._hidden
 
-    @property
-    def device_memory(self) -> int | None:
-        """Bytes of the GPU's memory that were free when the bundle was loaded, with what the driver holds itself; None
-        where the bundle does not say what it takes there."""
-        return self._device_memory
-
-    def reserve(self, rows: int, capacity: int) -> None:
-        """Grow the cache to at least ``rows`` x ``capacity``, rounded up to what the engine takes; what it holds is
-        kept.
-
-        Raises:
-            RequestError: more than the bundle was built for.
-            ResourceError: memory does not suffice; the cache keeps its size.
-            GpuError: the GPU failed.
-        """
-        check_limits(self._limits, rows, capacity)  # what the engine takes may be beyond them
-        self._resize(max(rows, self.rows), max(self._rounded(capacity), self.capacity), None)
-
-    def resize(self, rows: int, capacity: int, used: Sequence[int] | None = None) -> None:
-        """Make the cache ``rows`` x ``capacity``, rounded up to what the engine takes; see
-        :class:`llmc.runtime.sessions.base.Session`.
-
-        Raises:
-            RequestError: more than the bundle was built for.
-            UsageError: ``used`` does not have one number for each row of the cache.
-            ResourceError: memory does not suffice; the cache keeps its size.
-            GpuError: the GPU failed.
-        """
-        check_limits(self._limits, rows, capacity)
-        self._resize(rows, self._rounded(capacity), used)
-
-    def _resize(self, rows: int, capacity: int, used: Sequence[int] | None) -> None:
-        with self._guarded("resizing the cache"):
-            self._forget_addresses()
-            self._cache.resize(rows, capacity, used)
-
-    def _rounded(self, capacity: int) -> int:
-        """Positions of a cache that has at least ``capacity``, which is within the limits."""
-        return capacity
-
     @abstractmethod
     def _forget_addresses(self) -> None:
         """Let all go that was made for the addresses and the size of the cache: they are about to change."""
-
-    def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Copy positions ``start`` ... ``end - 1`` of the row ``source`` to the same ones of ``target``.
-
-        Raises:
-            UsageError: a row or position that the cache does not have.
-            GpuError: the GPU failed.
-        """
-        with self._guarded("copying in the cache"):
-            self._cache.copy(source, target, start, end)
-
-    def read(self, row: int, start: int, end: int) -> NDArray[Any]:
-        """A copy of keys and values [2 * layers, kv_heads, end - start, head_dim] of positions of a row.
-
-        They are in the cache's type; bfloat16 comes as uint16.
-
-        Raises:
-            UsageError: a row or position that the cache does not have.
-            GpuError: the GPU failed.
-        """
-        with self._guarded("reading the cache"):
-            return self._cache.read(row, start, end)
-
-    def write(self, row: int, start: int, values: NDArray[Any]) -> None:
-        """Put ``values``, as :meth:`read` returns them, into the positions from ``start`` on.
-
-        Raises:
-            UsageError: a row or position that the cache does not have, or values of another shape or type.
-            GpuError: the GPU failed.
-        """
-        with self._guarded("writing the cache"):
-            self._cache.write(row, start, values)
-
-    # ------------------------------------------------------------------------------------------------- running
-
-    def _check_rows(self, batch: Batch) -> list[int]:
-        """The position after the last token of each row of a call, which the cache must have.
-
-        Raises:
-            UsageError: rows or positions that the cache does not have.
-        """
-        return check_rows(batch, self.rows, self.capacity)

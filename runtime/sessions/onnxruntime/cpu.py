@@ -9,11 +9,8 @@ import os
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
 
 import logging
-import math
-import mmap
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,14 +23,11 @@ from llmc.bundle import Manifest
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import computable, cpu_model
+from llmc.runtime.kv.cache import CacheTensor
+from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.sessions.base import (
     Batch,
     Phase,
-    check_limits,
-    check_range,
-    check_rows,
-    contents_end,
-    kept_positions,
     row_by_row,
 )
 from llmc.runtime.sessions.onnxruntime import compiled
@@ -54,20 +48,15 @@ class OnnxRuntimeSession:
     def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
         self._runtime = import_onnxruntime(manifest.target.engine_minimum)
         self._geometry = manifest.geometry
-        self._limits = manifest.limits
-        self._cache_type = cache_type(manifest)
+        check_cache_type(manifest)
         self._multi_row_prefill = all(graph.multi_row_prefill for graph in manifest.graphs.values())
         names = usable_graphs(manifest)
         self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
         files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs = {phase: files[name] for phase, name in names.items()}
         self._takes_slots = any(value.name == "cache_slots" for value in self._graphs[Phase.DECODE].get_inputs())
-        self._cache: list[NDArray[Any]] = []
-        self._bound: OrderedDict[Any, _Binding] = OrderedDict()
-        self._long: tuple[Any, _Binding] | None = None
-        self._outputs: list[NDArray[np.float32]] = []
-        self._written: list[int] = []  # of each row, the positions up to the last that was ever written
-        self._capacity = 0
+        self._bound = _Bound()
+        self.cache = HostCache(manifest, forget=self._bound.clear)
         self._logits = np.empty((0, 0, manifest.geometry.vocab_size), np.float32)
         self._hidden = np.empty((0, 0, manifest.geometry.hidden_size), np.float32)
 
@@ -82,110 +71,14 @@ class OnnxRuntimeSession:
         return cpu_model()
 
     @property
-    def rows(self) -> int:
-        """Rows that the cache holds now."""
-        return len(self._written)
-
-    @property
-    def capacity(self) -> int:
-        """Positions that the cache holds now, per row."""
-        return self._capacity
-
-    @property
     def hidden(self) -> NDArray[np.float32]:
         """What the head read in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
         return self._hidden
 
-    @property
-    def device_memory(self) -> None:
-        """None: the cache lies in the process."""
-        return None
-
-    def reserve(self, rows: int, capacity: int) -> None:
-        """Grow the cache to at least ``rows`` x ``capacity``; contents are kept, bindings are made anew.
-
-        Raises:
-            RequestError: more than the bundle was built for.
-            ResourceError: memory does not suffice; the cache keeps its size.
-        """
-        check_limits(self._limits, rows, capacity)
-        self.resize(max(rows, self.rows), max(capacity, self._capacity))
-
-    def resize(self, rows: int, capacity: int, used: Sequence[int] | None = None) -> None:
-        """Make the cache exactly ``rows`` x ``capacity``; see :class:`llmc.runtime.sessions.base.Session`.
-
-        Positions that were never written take no memory, before and after.
-
-        Raises:
-            RequestError: more than the bundle was built for.
-            UsageError: ``used`` does not have one number for each row of the cache.
-            ResourceError: memory does not suffice; the cache keeps its size.
-        """
-        check_limits(self._limits, rows, capacity)
-        known = kept_positions(self._written, used)
-        if (rows, capacity, known) == (self.rows, self._capacity, self._written):
-            return
-        written = [min(length, capacity) for length in known[:rows]]
-        shape = (rows, self._geometry.kv_heads, capacity, self._geometry.head_dim)
-        # All of the new before anything of the old goes, so a failure changes nothing: fresh pages take no memory.
-        with translated("growing the cache"):
-            room = [_fresh(shape, self._cache_type) for _ in range(2 * self._geometry.layers)]
-        self._unbind()
-        self._move(room, written)
-        self._written = written + [0] * (rows - len(written))
-        self._capacity = capacity
-
-    def _move(self, room: list[NDArray[Any]], written: list[int]) -> None:
-        """Take over ``written`` positions of each row, one tensor at a time, whose old memory goes at once."""
-        before, self._cache = self._cache, room
-        before.reverse()
-        for after in room if before else ():
-            tensor = before.pop()
-            for row, length in enumerate(written):
-                after[row, :, :length] = tensor[row, :, :length]
-
-    def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Copy positions ``start`` ... ``end - 1`` of the row ``source`` to the same ones of ``target``.
-
-        Raises:
-            UsageError: a row or position that the cache does not have.
-        """
-        self._check_range(source, start, end)
-        self._check_range(target, start, end)
-        if source != target:
-            for tensor in self._cache:
-                tensor[target, :, start:end] = tensor[source, :, start:end]
-            self._written[target] = max(self._written[target], end)
-
-    def read(self, row: int, start: int, end: int) -> NDArray[Any]:
-        """A copy of keys and values [2 * layers, kv_heads, end - start, head_dim] of positions of a row.
-
-        Raises:
-            UsageError: a row or position that the cache does not have.
-        """
-        self._check_range(row, start, end)
-        return np.stack([tensor[row, :, start:end] for tensor in self._cache])
-
-    def write(self, row: int, start: int, values: NDArray[Any]) -> None:
-        """Put ``values``, as :meth:`read` returns them, into the positions from ``start`` on.
-
-        Raises:
-            UsageError: a row or position that the cache does not have, or values of another shape or type.
-        """
-        g = self._geometry
-        end = contents_end(start, values, (2 * g.layers, g.kv_heads, g.head_dim), self._cache_type)
-        self._check_range(row, start, end)
-        for tensor, part in zip(self._cache, values, strict=True):
-            tensor[row, :, start:end] = part
-        self._written[row] = max(self._written[row], end)
-
-    def _check_range(self, row: int, start: int, end: int) -> None:
-        check_range(row, start, end, self.rows, self._capacity)
-
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
-        ends = check_rows(batch, self.rows, self._capacity)
         rows, sequence = batch.input_ids.shape
+        ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if rows > 1 and sequence > 1 and not self._multi_row_prefill:
             return self._run_row_by_row(batch)
         binding = self._binding(batch)
@@ -194,8 +87,7 @@ class OnnxRuntimeSession:
         binding.logit_indices[:] = batch.logit_indices
         with translated("running the model"):
             binding.session.run_with_iobinding(binding.io)
-        for row, end in enumerate(ends, batch.first_row):
-            self._written[row] = max(self._written[row], end)
+        self.cache.computed(batch.first_row, ends)
         self._logits, self._hidden = binding.logits, binding.hidden
         return self._logits
 
@@ -210,36 +102,33 @@ class OnnxRuntimeSession:
 
     def close(self) -> None:
         """Free the graphs and the cache."""
-        self._unbind()
-        self._cache.clear()
-        self._graphs.clear()
-        self._written, self._capacity = [], 0
-
-    def _unbind(self) -> None:
         self._bound.clear()
-        self._long, self._outputs = None, []
+        self.cache.close()
+        self._graphs.clear()
 
     def _binding(self, batch: Batch) -> "_Binding":
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
         shape = (batch.phase, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row)
-        if shape in self._bound:
-            self._bound.move_to_end(shape)
-            return self._bound[shape]
-        if self._long is not None and self._long[0] == shape:
-            return self._long[1]
-        caches = [cache[batch.first_row : batch.first_row + batch.input_ids.shape[0]] for cache in self._cache]
-        kept = batch.phase is Phase.DECODE and batch.logit_indices.size <= max(SHARED_OUTPUTS, self.rows)
+        bound = self._bound
+        if shape in bound.kept:
+            bound.kept.move_to_end(shape)
+            return bound.kept[shape]
+        if bound.long is not None and bound.long[0] == shape:
+            return bound.long[1]
+        rows = slice(batch.first_row, batch.first_row + batch.input_ids.shape[0])
+        caches = [(tensor, array[rows]) for tensor, array in zip(self.cache.tensors, self.cache.arrays, strict=True)]
+        kept = batch.phase is Phase.DECODE and batch.logit_indices.size <= max(SHARED_OUTPUTS, self.cache.rows)
         if not kept:
-            self._long = None  # its outputs go before new ones come
+            bound.long = None  # its outputs go before new ones come
         binding = _Binding(self._graphs[batch.phase], batch, caches, *self._outputs_for(batch, shared=kept))
         if self._takes_slots:
-            binding.bind_slots(self._capacity)
+            binding.bind_slots(self.cache.capacity)
         if not kept:
-            self._long = (shape, binding)
+            bound.long = (shape, binding)
             return binding
-        self._bound[shape] = binding
-        if len(self._bound) > KEPT_BINDINGS:
-            self._bound.popitem(last=False)
+        bound.kept[shape] = binding
+        if len(bound.kept) > KEPT_BINDINGS:
+            bound.kept.popitem(last=False)
         return binding
 
     def _outputs_for(self, batch: Batch, *, shared: bool) -> list[NDArray[np.float32]]:
@@ -247,44 +136,42 @@ class OnnxRuntimeSession:
         shape, widths = batch.logit_indices.shape, (self._geometry.vocab_size, self._geometry.hidden_size)
         if not shared:
             return [np.empty((*shape, width), np.float32) for width in widths]
-        most = max(SHARED_OUTPUTS, self.rows)
-        self._outputs = self._outputs or [np.empty((most, width), np.float32) for width in widths]
-        return [memory[: shape[0] * shape[1]].reshape(*shape, memory.shape[1]) for memory in self._outputs]
+        most = max(SHARED_OUTPUTS, self.cache.rows)
+        self._bound.outputs = self._bound.outputs or [np.empty((most, width), np.float32) for width in widths]
+        return [memory[: shape[0] * shape[1]].reshape(*shape, memory.shape[1]) for memory in self._bound.outputs]
 
 
-def cache_type(manifest: Manifest) -> np.dtype[Any]:
-    """The type of cached keys and values.
+def check_cache_type(manifest: Manifest) -> None:
+    """Refuse keys and values in bfloat16, for which ONNX Runtime's CPU kernels have nothing.
 
     Raises:
-        GpuError: they are bfloat16, for which numpy and ONNX Runtime's CPU kernels have nothing.
+        GpuError: they are.
     """
     if manifest.cache == "bfloat16":
         raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
-    return np.dtype(manifest.cache)
 
 
-def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Zeros in pages that are taken when written and go back to the system with the array, which a heap may keep."""
-    count = math.prod(shape)
-    size = max(1, count * dtype.itemsize)
-    try:
-        if sys.platform == "win32":
-            pages = mmap.mmap(-1, size)
-        else:
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{size} bytes for the cache") from error
-    return np.frombuffer(pages, dtype, count).reshape(shape)
+class _Bound:
+    """What is bound to the cache as it lies now: short calls by shape, the last long one, and their shared outputs."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Let all of it go."""
+        self.kept: OrderedDict[Any, _Binding] = OrderedDict()
+        self.long: tuple[Any, _Binding] | None = None
+        self.outputs: list[NDArray[np.float32]] = []
 
 
 class _Binding:
-    """Arrays for one shape of call, bound to a graph by address; ``caches`` alternate key and value, layer by layer."""
+    """Arrays for one shape of call, bound to a graph by address; ``caches`` are its rows of the cache's tensors."""
 
     def __init__(
         self,
         session: Any,
         batch: Batch,
-        caches: list[NDArray[Any]],
+        caches: list[tuple[CacheTensor, NDArray[Any]]],
         logits: NDArray[np.float32],
         hidden: NDArray[np.float32],
     ) -> None:
@@ -299,10 +186,9 @@ class _Binding:
             self._bind(self.io.bind_input, name, getattr(self, name))
         self._bind(self.io.bind_output, "logits", self.logits)
         self._bind(self.io.bind_output, "hidden_states", self.hidden)
-        for i, tensor in enumerate(caches):
-            layer, part = i // 2, ("key", "value")[i % 2]
-            self._bind(self.io.bind_input, f"past_key_values.{layer}.{part}", tensor)
-            self._bind(self.io.bind_output, f"present.{layer}.{part}", tensor)
+        for tensor, array in caches:
+            self._bind(self.io.bind_input, tensor.past, array)
+            self._bind(self.io.bind_output, tensor.present, array)
 
     def bind_slots(self, capacity: int) -> None:
         """A graph that was made for TensorRT asks which positions of the cache it may look at: all."""

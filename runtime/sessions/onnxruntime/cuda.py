@@ -91,9 +91,9 @@ class CudaSession(DeviceSession):
     def _open(self, manifest: Manifest) -> None:
         self._begin(manifest.device, min(FIRST_CAPACITY, self._limits.max_context))
         self._make_blocks()
-        self._make_cache(np.dtype(manifest.cache), buffers=1)
+        self._make_cache(buffers=1)
         graph = self._folder / manifest.graphs["decode"].file
-        self._graph = open_graph(self._runtime, graph, self._stream, self._cache.dtype.name)
+        self._graph = open_graph(self._runtime, graph, self._stream, self.cache.dtype.name)
         self._bound: OrderedDict[_Call, Binding] = OrderedDict()
         self._recordings = 0
         self._later(self._forget_graph)  # before the memory that it is bound to, and its stream
@@ -143,12 +143,12 @@ class CudaSession(DeviceSession):
             GpuError: the GPU failed; ``lost`` tells that every later call will.
         """
         rows, sequence = batch.input_ids.shape
-        ends = self._check_rows(batch)
+        ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if rows > 1 and sequence > 1:  # attention's kernels take several tokens of one row, or one of each
             return self._run_row_by_row(batch)
         with self._guarded("running the model"):
             self._run(batch)
-        self._cache.computed(batch.first_row, ends)
+        self.cache.computed(batch.first_row, ends)
         return self._logits
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
@@ -200,10 +200,11 @@ class CudaSession(DeviceSession):
         return self._bound[call]
 
     def _bind(self, call: _Call, blocks: tuple[Block, Block], recorder: Callable[[], int] | None) -> Binding:
-        g = self._geometry
-        addresses = [self._cache.address(tensor, call.first_row) for tensor in range(self._cache.tensors)]
-        shape = (call.rows, g.kv_heads, self.capacity, g.head_dim)
-        return Binding(self._graph, blocks, self._places(call), (addresses, shape, self._cache.dtype), recorder)
+        tensors = self.cache.tensors
+        addresses = [self.cache.address(tensor, call.first_row) for tensor in range(len(tensors))]
+        shapes = [tensor.of(call.rows, self.cache.capacity) for tensor in tensors]
+        caches = list(zip(tensors, addresses, shapes, strict=True))
+        return Binding(self._graph, blocks, self._places(call), (caches, self.cache.dtype), recorder)
 
     def _places(self, call: _Call) -> tuple[dict[str, Part], dict[str, Part]]:
         inputs = inputs_of(call.rows, call.sequence, call.outputs)

@@ -21,6 +21,7 @@ import numpy as np
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
 from llmc.plans import version
 from llmc.runtime.host.cuda import EMULATE, STICKY
+from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, size_of
 from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY
@@ -176,8 +177,8 @@ def check_placement(file: Path, session: Any, said: str) -> None:
 
 # ------------------------------------------------------------------------------------------------- running
 
-# Addresses of the cache's tensors, alternating key and value, their shape, and their type.
-Caches = tuple[Sequence[int], tuple[int, ...], np.dtype[Any]]
+# The cache's tensors, their addresses and shapes; and the type of them all.
+Caches = tuple[Sequence[tuple[CacheTensor, int, tuple[int, ...]]], np.dtype[Any]]
 
 
 class Binding:
@@ -213,11 +214,10 @@ class Binding:
         for bind, block, parts in zip((self._io.bind_input, self._io.bind_output), blocks, places, strict=True):
             for name, part in parts.items():
                 bind(name, "cuda", 0, part.dtype, part.shape, block.device + part.offset)
-        addresses, shape, dtype = caches
-        for i, address in enumerate(addresses):
-            name = f"{i // 2}.{('key', 'value')[i % 2]}"
-            self._io.bind_input(f"past_key_values.{name}", "cuda", 0, dtype, shape, address)
-            self._io.bind_output(f"present.{name}", "cuda", 0, dtype, shape, address)
+        tensors, dtype = caches
+        for tensor, address, shape in tensors:
+            self._io.bind_input(tensor.past, "cuda", 0, dtype, shape, address)
+            self._io.bind_output(tensor.present, "cuda", 0, dtype, shape, address)
 
     def fill(self, batch: Batch) -> None:
         """Put a batch into the inputs; without places of logits, ask for those of the first token."""

@@ -8,12 +8,15 @@ import mmap
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from llmc.bundle import EngineConfig, Geometry, Manifest
 from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.host.cuda import DeviceInfo
+from llmc.runtime.kv.cache import tensors_of
 from llmc.runtime.sessions.cuda.blocks import Shape
 from llmc.runtime.sessions.tensorrt.kernels import Kernels
 from llmc.runtime.sessions.tensorrt.library import library_version, logger, make_runtime
@@ -72,9 +75,9 @@ def _remedy(folder: Path) -> str:
 
 def _check_alignment(folder: Path, manifest: Manifest, plan: EngineConfig) -> None:
     """A call may begin at any row, and kernels read whole vectors from there."""
-    g, itemsize = manifest.geometry, 4 if plan.compute == "float32" else 2
-    for capacity in (plan.capacity,) if plan.capacity else plan.buckets:
-        size = g.kv_heads * capacity * g.head_dim * itemsize
+    itemsize, capacities = 4 if plan.compute == "float32" else 2, (plan.capacity,) if plan.capacity else plan.buckets
+    for capacity, tensor in product(capacities, tensors_of(manifest.geometry.caches)):
+        size = prod(tensor.of(1, capacity)) * itemsize
         if manifest.limits.max_batch > 1 and size % ALIGNMENT:
             raise BundleError(
                 f"{folder}: rows of {capacity} positions take {size} bytes, expected a multiple of {ALIGNMENT}; build "
@@ -82,16 +85,8 @@ def _check_alignment(folder: Path, manifest: Manifest, plan: EngineConfig) -> No
             )
 
 
-def cache_names(which: str, layers: int) -> list[str]:
-    """Names of the cache's inputs (past_key_values) or outputs (present), in the order of
-    :class:`llmc.runtime.kv.device_cache.DeviceCache`."""
-    return [f"{which}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
-
-
 def decoder_interface(geometry: Geometry, cache: str, capacity: int) -> dict[str, tuple[str, Shape]]:
     """Types and shapes of a decoder's inputs and outputs, for :meth:`Engine.check`; ``capacity`` 0 is any."""
-    row = CACHE_TYPES[cache], (0, geometry.kv_heads, capacity, geometry.head_dim)
-    caches = [*cache_names("past_key_values", geometry.layers), *cache_names("present", geometry.layers)]
     return {
         "input_ids": ("INT64", (0, 0)),
         "past_lengths": ("INT64", (0,)),
@@ -99,7 +94,11 @@ def decoder_interface(geometry: Geometry, cache: str, capacity: int) -> dict[str
         "cache_slots": ("INT64", (0,)),
         "logits": ("FLOAT", (0, 0, geometry.vocab_size)),
         "hidden_states": ("FLOAT", (0, 0, geometry.hidden_size)),
-        **dict.fromkeys(caches, row),
+        **{
+            name: (CACHE_TYPES[cache], tensor.of(0, capacity))
+            for tensor in tensors_of(geometry.caches)
+            for name in (tensor.past, tensor.present)
+        },
     }
 
 

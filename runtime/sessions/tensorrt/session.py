@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import UsageError
 from llmc.runtime.host.cuda import Driver, open_driver
+from llmc.runtime.kv.budget import rounded_up
+from llmc.runtime.kv.cache import tensors_of
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import INT64, Part, Shape, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
@@ -25,7 +27,6 @@ from llmc.runtime.sessions.tensorrt.engine import (
     PREFILL,
     Context,
     Engine,
-    cache_names,
     check_machine,
     decoder_interface,
     required_plan,
@@ -65,14 +66,13 @@ class TensorRTSession(DeviceSession):
 
     def _open(self, manifest: Manifest) -> None:
         check_machine(self._folder, manifest, self._plan, self.engine_version, self._driver.device)
-        self._begin(manifest.device, self._rounded(1))
+        self._begin(manifest.device, rounded_up(self._plan, 1))
         engine, select = self._load(manifest)
         self._candidates = self._plan.candidates if select is not None else 0
         self._make_blocks()
         self._make_contexts(engine, select)
-        in_place = engine.aliased(self._folder, cache_names("present", self._geometry.layers))
-        kind = "uint16" if manifest.cache == "bfloat16" else manifest.cache
-        self._make_cache(np.dtype(kind), buffers=1 if in_place else 2)
+        in_place = engine.aliased(self._folder, [tensor.present for tensor in tensors_of(self._geometry.caches)])
+        self._make_cache(buffers=1 if in_place else 2)
         self._sparse = Sparse(self._geometry.vocab_size)
         self._left: Step | None = None  # whose logits are still on the device
 
@@ -139,9 +139,6 @@ class TensorRTSession(DeviceSession):
         """Version of the engine's library."""
         return library_version(self._library)
 
-    def _rounded(self, capacity: int) -> int:
-        return self._plan.capacity or self._bucket(capacity)
-
     def _bucket(self, positions: int) -> int:
         """The smallest number of positions that the engine may look at and that is enough."""
         return next(bucket for bucket in self._plan.buckets if bucket >= positions)
@@ -182,8 +179,8 @@ class TensorRTSession(DeviceSession):
             return self._logits
 
     def _check_call(self, batch: Batch) -> None:
-        self._check_rows(batch)
         indices, sequence = batch.logit_indices, batch.input_ids.shape[1]
+        self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < sequence:
             raise UsageError(
                 f"logits are asked for at {indices.tolist()}, the call has the tokens 0 ... {sequence - 1}"
@@ -225,8 +222,8 @@ class TensorRTSession(DeviceSession):
                 sequence=ids.shape[1],
                 outputs=max(1, piece.outputs.size),  # the engine gives at least one
                 first_row=first_row,
-                attended=self._bucket(max(ends)) if self._plan.capacity else self.capacity,
-                side=self._cache.side(first_row, len(ids)),
+                attended=self._bucket(max(ends)) if self._plan.capacity else self.cache.capacity,
+                side=self.cache.side(first_row, len(ids)),
                 candidates=candidates,
             )
         )
@@ -236,7 +233,7 @@ class TensorRTSession(DeviceSession):
         if piece.profile == PREFILL and piece.outputs.size:
             step.inputs["logit_indices"][:] = batch.logit_indices[piece.rows, piece.outputs] - piece.tokens.start
         self._steps.run(step)
-        self._cache.computed(first_row, ends)
+        self.cache.computed(first_row, ends)
         return step
 
     def _step(self, call: Call) -> Step:
@@ -250,12 +247,10 @@ class TensorRTSession(DeviceSession):
 
     def _fixed(self, call: Call) -> tuple[dict[str, Shape], dict[str, int]]:
         """Shapes and addresses of what no call brings along: the cache, and its positions."""
-        g = self._geometry
-        shape = (call.rows, g.kv_heads, self.capacity, g.head_dim)
-        pasts, presents = (cache_names(which, g.layers) for which in ("past_key_values", "present"))
-        shapes = {"cache_slots": (call.attended,), **dict.fromkeys(pasts, shape)}
+        shapes: dict[str, Shape] = {"cache_slots": (call.attended,)}
         addresses = {"cache_slots": self._slots.device}
-        for tensor, (past, present) in enumerate(zip(pasts, presents, strict=True)):
-            addresses[past] = self._cache.address(tensor, call.first_row)
-            addresses[present] = self._cache.other_address(tensor, call.first_row)
+        for i, tensor in enumerate(self.cache.tensors):
+            shapes[tensor.past] = tensor.of(call.rows, self.cache.capacity)
+            addresses[tensor.past] = self.cache.address(i, call.first_row)
+            addresses[tensor.present] = self.cache.other_address(i, call.first_row)
         return shapes, addresses

@@ -176,7 +176,7 @@ def test_pairs_of_rows_and_tokens_compute_the_same_in_other_company(built: Path)
     """The guarantee, tried with other tokens, lengths and sizes than those it was measured with."""
     manifest = read_bundle(built)
     session = open_session(built, manifest, 1)
-    session.reserve(8, 256)
+    session.cache.reserve(8, 256)
     prompt = [5, 800, 31, 77, 2000, 41, 9, 1234, 99, 3]
     alone = session.run(call([prompt], 0)).copy()
     session.run(call([prompt[:4]], 0, row=2))

@@ -155,7 +155,7 @@ def test_cases_of_the_reference_are_read_as_they_were_written(part, tmp_path):
         reference.Case([3], np.zeros((1, 3)), [], []),
     ]
     reference.save(cases, tmp_path / "x.npz")
-    for found, wanted in zip(reference.read(tmp_path / "x.npz"), cases, strict=True):
+    for found, wanted in zip(reference.cache.read(tmp_path / "x.npz"), cases, strict=True):
         assert (found.ids, found.tokens, found.leads) == (wanted.ids, wanted.tokens, wanted.leads)
         assert np.array_equal(found.logits, wanted.logits)
 
@@ -173,7 +173,7 @@ def test_without_transformers_the_portable_graph_is_the_reference(part, monkeypa
     found = reference.reference(str(tiny_export), str(tmp_path / "x.npz"))
     assert found["source"] == "the portable graph" and found["problems"] == []
     assert found["missing"] == ["transformers: transformers is not installed"]
-    assert found["difference_of_both"] is None and len(reference.read(tmp_path / "x.npz")) == 4
+    assert found["difference_of_both"] is None and len(reference.cache.read(tmp_path / "x.npz")) == 4
 
 
 def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny_export, tmp_path):

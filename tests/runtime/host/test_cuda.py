@@ -7,15 +7,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from doubles.caches import read, write
 from doubles.cuda import ORIN, FakeDriver, RuleBrokenError, array_at
 from doubles.geometries import uniform
 
+from llmc.bundle import Manifest
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.runtime.host import cuda
 from llmc.runtime.host.cuda import CudaDriver, DeviceInfo, open_driver
@@ -373,16 +376,17 @@ def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("buffers", [1, 2])
-def test_a_gpu_keeps_a_cache(gpu: cuda.Driver, buffers: int):
+def test_a_gpu_keeps_a_cache(gpu: cuda.Driver, manifest: Manifest, buffers: int):
     stream = gpu.stream()
-    cache = DeviceCache(gpu, uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0)), 2, stream, buffers)
-    cache.resize(2, 32)
+    geometry = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
+    cache = DeviceCache(replace(manifest, geometry=geometry, cache="float16", engine=None), gpu, stream, buffers)
+    cache.reserve(2, 32)
     values = np.random.default_rng(0).random((4, 2, 20, 16)).astype(np.float16)
-    cache.write(1, 5, values)
+    write(cache, 1, 5, values)
     cache.copy(1, 0, 7, 20)
-    cache.resize(3, 64)
-    assert np.array_equal(cache.read(1, 5, 25), values)
-    assert np.array_equal(cache.read(0, 7, 20), values[:, :, 2:15])
+    cache.reserve(3, 64)
+    assert np.array_equal(read(cache, 1, 5, 25), values)
+    assert np.array_equal(read(cache, 0, 7, 20), values[:, :, 2:15])
     assert not cache.read(2, 0, 64).any()
     cache.close()
     gpu.destroy_stream(stream)

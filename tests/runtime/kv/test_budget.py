@@ -26,6 +26,7 @@ from llmc.bundle import (
 from llmc.errors import BundleError, ResourceError, UsageError
 from llmc.runtime import load
 from llmc.runtime.host.machine import Available
+from llmc.runtime.kv import host_cache
 from llmc.runtime.kv.budget import (
     CacheBudget,
     Plan,
@@ -36,7 +37,6 @@ from llmc.runtime.kv.budget import (
     plan_run,
     usable_memory,
 )
-from llmc.runtime.sessions.onnxruntime import cpu as onnxruntime
 
 MB = 1_000_000
 LIMITS = Limits(max_context=8192, max_batch=4, prefill_chunk=256)
@@ -166,24 +166,18 @@ def test_memory_that_is_given_goes_before_what_the_machine_has(monkeypatch: pyte
     assert memory_to_use(9) == Available(9, "--memory")
 
 
-def held(rows: int, capacity: int, device_memory: int | None = None) -> Any:
-    """A session as :func:`check_growth` sees it."""
-    return SimpleNamespace(rows=rows, capacity=capacity, device_memory=device_memory)
-
-
 def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch, manifest: Manifest):
     planned = replace(manifest, memory=PLAN)
     available(monkeypatch, 12 * MB)
-    check_growth(planned, held(1, 1000), 1, 2000)
+    check_growth(planned, (1, 1000), (1, 2000))
     available(monkeypatch, 12 * MB - 1)
     with pytest.raises(ResourceError, match="cache for 2000 tokens needs 12 MB more, 11 MB are available; free memory"):
-        check_growth(planned, held(1, 1000), 1, 2000)
-    # Rows and positions never become fewer, so each more of the one is had for all of the other.
+        check_growth(planned, (1, 1000), (1, 2000))
     available(monkeypatch, 33 * MB)
-    check_growth(planned, held(1, 1000), 4, 10)
+    check_growth(planned, (1, 1000), (4, 1000))
     available(monkeypatch, 33 * MB - 1)
     with pytest.raises(ResourceError, match="cache for 1000 tokens needs 33 MB more"):
-        check_growth(planned, held(4, 1000), 7, 10)
+        check_growth(planned, (4, 1000), (7, 1000))
 
 
 # A GPU's bundle: the cache takes nothing of the process, and has 4,096 positions whatever it is asked for.
@@ -235,14 +229,14 @@ def test_the_gpu_holds_as_many_positions_as_the_engine_makes_room_for(
 def test_a_cache_on_a_gpu_is_held_against_the_gpus_memory(monkeypatch: pytest.MonkeyPatch, on_gpu: Manifest):
     available(monkeypatch, 3 * MB)  # of the process: logits
     needed = ON_GPU.total(4096, 2)
-    check_growth(on_gpu, held(1, 4096, needed), 2, 256)
+    check_growth(on_gpu, (1, 4096), (2, 4096), needed)
     with pytest.raises(ResourceError) as refused:
-        check_growth(on_gpu, held(1, 4096, needed - 1), 2, 256)
+        check_growth(on_gpu, (1, 4096), (2, 4096), needed - 1)
     assert "cache for 4096 tokens in 2 row(s) the model takes 733 MB of the GPU's memory, 733 MB may" in str(
         refused.value
     )
-    check_growth(on_gpu, held(1, 4096, None), 2, 256)
-    check_growth(replace(on_gpu, device=None), held(1, 256, 0), 2, 256)  # run on the CPU, to check it
+    check_growth(on_gpu, (1, 4096), (2, 4096), None)
+    check_growth(replace(on_gpu, device=None), (1, 256), (2, 256), 0)  # run on the CPU, to check it
 
 
 @pytest.mark.parametrize(
@@ -341,7 +335,7 @@ def test_growth_refused_before_and_in_the_middle_of_a_stream_leaves_the_model_us
         with pytest.raises(ResourceError, match="the cache for 512 tokens needs"):
             list(stream)
         assert len(stream.token_ids) == 7  # positions 250 ... 255, and the token that found no room after it was chosen
-        assert model.runner.session.capacity == 256
+        assert model.runner.session.cache.capacity == 256
         assert model.generate(short, max_tokens=8, temperature=0).token_ids == want
 
 
@@ -359,10 +353,10 @@ def test_memory_that_ends_while_the_cache_grows_leaves_the_model_usable(
     with load(tiny_bundle, threads=1) as model:
         want = model.generate(short, max_tokens=8, temperature=0).token_ids
         with monkeypatch.context() as patch:
-            patch.setattr(onnxruntime, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": pages}))
+            patch.setattr(host_cache, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": pages}))
             with pytest.raises(ResourceError, match="growing the cache ran out of memory"):
                 model.generate(long, max_tokens=8)
-        assert model.runner.session.capacity == 256
+        assert model.runner.session.cache.capacity == 256
         assert model.generate(short, max_tokens=8, temperature=0).token_ids == want
         # A smaller growth than the one that failed halfway.
         assert model.generate(long[:300], max_tokens=8, temperature=0).usage.prompt_tokens == 300

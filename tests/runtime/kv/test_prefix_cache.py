@@ -1,7 +1,7 @@
 """The prefix cache finds the longest prefix it has, gives back what was put in, and keeps to its bound."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import UsageError
 from llmc.runtime.kv import cache_file
-from llmc.runtime.kv.prefix_cache import Match, PrefixCache
+from llmc.runtime.kv.prefix_cache import Match, PrefixCache, Read
 
 BLOCK = 2
 LAYERS, HEADS, DIM = 2, 1, 3
@@ -35,17 +35,22 @@ def rows(tokens: Sequence[int], adapter: str = "", dtype: str = "float32") -> ND
     return np.stack(values, axis=2).astype(dtype) if values else np.zeros((2 * LAYERS, HEADS, 0, DIM), dtype)
 
 
-def reader(tokens: Sequence[int], adapter: str = "", dtype: str = "float32") -> Callable[[int, int], NDArray[Any]]:
-    return lambda start, end: rows(tokens, adapter, dtype)[:, :, start:end]
+def blocks(values: NDArray[Any], start: int, end: int, size: int = BLOCK) -> list[NDArray[Any]]:
+    """What a cache reads of these positions."""
+    return [values[:, :, i : i + size].reshape(-1).copy() for i in range(start, end, size)]
+
+
+def reader(tokens: Sequence[int], adapter: str = "", dtype: str = "float32", size: int = BLOCK) -> Read:
+    return lambda start, end: blocks(rows(tokens, adapter, dtype), start, end, size)
 
 
 def joined(found: Match) -> NDArray[Any]:
-    return np.concatenate(found.blocks, axis=2) if found.blocks else rows([])
+    return np.concatenate([block.reshape(2 * LAYERS, HEADS, -1, DIM) for block in (*found.blocks, rows([]))], axis=2)
 
 
 def filled(cache: PrefixCache, *sequences: Sequence[int]) -> PrefixCache:
     for tokens in sequences:
-        cache.insert(tokens, reader(tokens))
+        cache.insert(tokens, reader(tokens, size=cache.block))
     return cache
 
 
@@ -107,7 +112,7 @@ class AgainstBruteForce(RuleBasedStateMachine):
     def insert(self, tokens: list[int], adapter: str) -> None:
         spans = []
 
-        def read(start: int, end: int) -> NDArray[Any]:
+        def read(start: int, end: int) -> Sequence[NDArray[Any]]:
             spans.append((start, end))
             return reader(tokens, adapter)(start, end)
 
@@ -168,8 +173,8 @@ class MixesAdapters(PrefixCache):
 
 
 class GivesTheWrongBlock(PrefixCache):
-    def _split(self, values: NDArray[Any], blocks: int) -> list[NDArray[Any]]:
-        return super()._split(values, blocks)[::-1]
+    def _add(self, hashes: Sequence[bytes], blocks: Sequence[NDArray[Any]]) -> list[Any]:
+        return super()._add(hashes, blocks[::-1])
 
 
 @pytest.mark.parametrize("broken", [EvictsWhatIsUsed, IgnoresPins, MixesAdapters, GivesTheWrongBlock])
@@ -201,9 +206,9 @@ def test_only_the_missing_span_is_read():
     cache = filled(PrefixCache("model", BLOCK, max_bytes=PLENTY), [1, 2, 3, 4])
     spans = []
 
-    def read(start: int, end: int) -> NDArray[Any]:
+    def read(start: int, end: int) -> Sequence[NDArray[Any]]:
         spans.append((start, end))
-        return rows([1, 2, 3, 4, 5, 6, 7, 8, 9])[:, :, start:end]
+        return blocks(rows([1, 2, 3, 4, 5, 6, 7, 8, 9]), start, end)
 
     assert cache.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], read) == 8
     assert cache.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], read) == 8
@@ -214,9 +219,9 @@ def test_what_cannot_be_kept_is_not_read():
     cache = filled(PrefixCache("model", BLOCK, max_bytes=3 * BLOCK_BYTES), [1, 2])
     spans = []
 
-    def read(start: int, end: int) -> NDArray[Any]:
+    def read(start: int, end: int) -> Sequence[NDArray[Any]]:
         spans.append((start, end))
-        return rows(range(20))[:, :, start:end]
+        return blocks(rows(range(20)), start, end)
 
     assert cache.insert(range(20), read) == 6
     assert spans == [(0, 6)]
@@ -294,12 +299,10 @@ def test_an_int8_cache_stays_int8():
     assert cache.counters.bytes == 2 * BLOCK_BYTES // 4
 
 
-def test_blocks_are_copies_that_nobody_can_change():
-    cache, values = PrefixCache("model", BLOCK, max_bytes=PLENTY), rows([1, 2])
-    cache.insert([1, 2], lambda start, end: values[:, :, start:end])
-    values[:] = 0
+def test_nobody_can_change_a_block():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=PLENTY), [1, 2])
     with cache.match([1, 2]) as found:
-        np.testing.assert_array_equal(found.blocks[0], rows([1, 2]))
+        np.testing.assert_array_equal(joined(found), rows([1, 2]))
         with pytest.raises(ValueError, match="read-only"):
             found.blocks[0][:] = 0
 
@@ -307,7 +310,7 @@ def test_blocks_are_copies_that_nobody_can_change():
 def test_a_read_that_fails_leaves_the_cache_as_it_was():
     cache = filled(PrefixCache("model", BLOCK, max_bytes=2 * BLOCK_BYTES), [1, 2])
 
-    def read(start: int, end: int) -> NDArray[Any]:
+    def read(start: int, end: int) -> Sequence[NDArray[Any]]:
         raise RuntimeError("the session is gone")
 
     with pytest.raises(RuntimeError, match="gone"):
@@ -336,9 +339,9 @@ def test_bounds_are_checked(block: int, max_bytes: int):
 def test_a_thousand_tokens_are_found_by_digesting_each_of_them_once(monkeypatch: pytest.MonkeyPatch):
     tokens, values = list(range(1000)), np.zeros((4, 1, 1000, 2), np.float32)
     cache = PrefixCache("model", max_bytes=PLENTY)
-    cache.insert(tokens, lambda start, end: values[:, :, start:end])
+    cache.insert(tokens, lambda start, end: blocks(values, start, end, 32))
     for other in range(100):
-        cache.insert([other] * 64, lambda start, end: values[:, :, start:end])
+        cache.insert([other] * 64, lambda start, end: blocks(values, start, end, 32))
     digested: list[int] = []
     digest = cache_file._digest
     monkeypatch.setattr(cache_file, "_digest", lambda data: digested.append(len(data)) or digest(data))

@@ -33,13 +33,13 @@ class Sequence:
 class Machine(RuleBasedStateMachine):
     """Random moves, against a list of what every row should hold."""
 
-    session_type: Any
+    cache_type: Any
 
     def __init__(self) -> None:
         super().__init__()
-        self.session = self.session_type()
-        self.session.reserve(MOST, CAPACITY)
-        self.rows = Rows(self.session)
+        self.cache = self.cache_type()
+        self.cache.reserve(MOST, CAPACITY)
+        self.rows = Rows(self.cache)
         self.feeding: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.written = 0
@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
         held = data.draw(st.sampled_from(self.feeding + self.decoding))
         for _ in range(min(count, CAPACITY - held.cached)):
             self.written += 1
-            self.session.cache[held.row, held.cached] = self.written
+            self.cache[held.row, held.cached] = self.written
             held.tokens.append(self.written)
             held.cached += 1
 
@@ -124,11 +124,11 @@ class Machine(RuleBasedStateMachine):
     def every_row_holds_its_sequence(self) -> None:
         for held in self.decoding + self.feeding:
             assert held.cached == len(held.tokens)
-            assert self.session.cache[held.row, : held.cached].tolist() == held.tokens
+            assert self.cache[held.row, : held.cached].tolist() == held.tokens
 
 
-def check(session_type: Any) -> None:
-    machine = type("Rows", (Machine,), {"session_type": session_type})
+def check(cache_type: Any) -> None:
+    machine = type("Rows", (Machine,), {"cache_type": cache_type})
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -143,28 +143,30 @@ def check(session_type: Any) -> None:
     )
 
 
-def test_rows_stay_packed_and_keep_what_they_hold(remembering: type):
-    check(remembering)
+def test_rows_stay_packed_and_keep_what_they_hold(remembering: Any):
+    check(remembering.cache_type)
 
 
 @pytest.mark.parametrize("broken", ["copy", "write"])
 def test_a_position_left_behind_is_noticed(remembering: Any, broken: str):
-    def copy(self: Any, source: int, target: int, start: int, end: int) -> None:
-        remembering.copy(self, source, target, start, max(start, end - 1))
+    whole = remembering.cache_type
 
-    def write(self: Any, row: int, start: int, values: np.ndarray) -> None:
-        remembering.write(self, row, start, values[:, :, :-1])
+    def copy(self: Any, source: int, target: int, start: int, end: int) -> None:
+        whole.copy(self, source, target, start, max(start, end - 1))
+
+    def write(self: Any, row: int, start: int, end: int, values: np.ndarray) -> None:
+        whole.write(self, row, start, max(start, end - 1), values[:-1])
 
     with pytest.raises(AssertionError):
-        check(type("Lossy", (remembering,), {broken: {"copy": copy, "write": write}[broken]}))
+        check(type("Lossy", (whole,), {broken: {"copy": copy, "write": write}[broken]}))
 
 
 @pytest.mark.parametrize("move", ["release", "promote", "demote", "fork", "share"])
 @pytest.mark.parametrize("call", ["copy", "read", "write"])
 def test_a_move_that_fails_says_that_rows_are_torn_and_why(remembering: Any, move: str, call: str):
-    session = remembering()
-    session.reserve(MOST, CAPACITY)
-    rows = Rows(session)
+    cache = remembering.cache_type()
+    cache.reserve(MOST, CAPACITY)
+    rows = Rows(cache)
     held = [Sequence(cached=2) for _ in range(4)]
     for each in held:
         rows.admit(each)
@@ -174,7 +176,7 @@ def test_a_move_that_fails_says_that_rows_are_torn_and_why(remembering: Any, mov
     def failing(*_: Any) -> None:
         raise OSError("the bus is gone")
 
-    setattr(session, call, failing)
+    setattr(cache, call, failing)
     moves = {
         "release": lambda: rows.release(held[0]),
         "promote": lambda: rows.promote(held[3]),

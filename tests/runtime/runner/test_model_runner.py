@@ -29,7 +29,7 @@ class Held:
 @pytest.fixture
 def session(remembering: Any) -> Any:
     session = remembering()
-    session.reserve(4, CAPACITY)
+    session.cache.reserve(4, CAPACITY)
     return session
 
 
@@ -42,7 +42,7 @@ def split(manifest: Manifest, precision: str = "int8", **found: Any) -> Manifest
 
 def calls_of(session: Any, manifest: Manifest, level: str, count: int, **options: Any) -> tuple[Any, list[Held]]:
     """Calls of a level, and ``count`` strands that decode, filled as a prefill would."""
-    rows = Rows(session)
+    rows = Rows(session.cache)
     calls = make_calls(Determinism(level), session, manifest, rows, StepCosts(), EngineMetrics(), **options)
     held = [Held([100 * i + j for j in range(3 + i)], 2 + i) for i in range(count)]
     for strand in held:

@@ -1,5 +1,5 @@
 import math
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 import numpy as np
@@ -164,6 +164,10 @@ class TestRanges:
 
     def test_exist_for_every_parameter(self) -> None:
         assert list(PARAMETERS) == [field.name for field in fields(SamplingParams)]
+
+    @pytest.mark.parametrize("field", fields(SamplingParams), ids=lambda field: field.name)
+    def test_hold_the_defaults(self, field: Field[Any]) -> None:
+        assert PARAMETERS[field.name].range.holds(field.default)
 
 
 class TestCombinations:

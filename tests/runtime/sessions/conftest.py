@@ -199,6 +199,6 @@ def with_engine(manifest: Manifest, plan: EngineConfig, compute: str) -> Manifes
 def session(bundle: Callable[..., Setup]) -> Iterator[TensorRTSession]:
     """A session of the native form with room for three rows."""
     session = bundle().open()
-    session.reserve(3, 32)
+    session.cache.reserve(3, 32)
     yield session
     session.close()

@@ -53,7 +53,7 @@ def test_they_are_transformers_last_ones(precision, tiny_export, tiny_checkpoint
     with load(bundle, threads=1, self_test=False) as model:
         session = model.runner.session
         ids = model.tokenizer.encode((tiny_checkpoint.parent / "validation.txt").read_text()[:400])[:40]
-        session.reserve(1, 64)
+        session.cache.reserve(1, 64)
         indices = np.arange(len(ids))[None]
         logits = session.run(Batch(Phase.PREFILL, np.array([ids]), np.zeros(1, np.int64), indices))[0].copy()
         prefill = session.hidden[0].copy()

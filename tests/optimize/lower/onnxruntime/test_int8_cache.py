@@ -177,14 +177,14 @@ def bundles(tiny_export, tiny_checkpoint, tmp_path_factory) -> dict[str, Path]:
 def logits_of(folder: Path, ids: list[int], pieces: list[int]) -> tuple[np.ndarray, int]:
     """Logits of all positions through the session, and the bytes of its cache."""
     session = open_session(folder, read_bundle(folder), 1)
-    session.reserve(1, 256)
+    session.cache.reserve(1, 256)
     outputs, position = [], 0
     for size in pieces:
         part = np.array([ids[position : position + size]], np.int64)
         phase = Phase.PREFILL if size > 1 else Phase.DECODE
         outputs.append(session.run(Batch(phase, part, np.array([position]), np.arange(size)[None]))[0].copy())
         position += size
-    size = sum(array.nbytes for array in session._cache)
+    size = sum(array.nbytes for array in session.cache.arrays)
     session.close()
     return np.concatenate(outputs), size
 

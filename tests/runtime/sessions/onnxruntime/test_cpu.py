@@ -1,12 +1,12 @@
 """ONNX Runtime behind the seam: rows, bindings, fallbacks, and every way in which it refuses."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from doubles.caches import read, write
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import RequestError, UsageError
@@ -38,7 +38,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Session, Manifest]]
     folder = request.getfixturevalue(request.param)
     manifest = with_rows(read_bundle(folder))
     session = open_session(folder, manifest, 1)
-    session.reserve(ROWS, 512)
+    session.cache.reserve(ROWS, 512)
     yield session, manifest
     session.close()
 
@@ -47,7 +47,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Session, Manifest]]
 def session(tiny_bundle: Path) -> Iterator[Session]:
     """A fresh int8 session with room for three rows."""
     session = open_session(tiny_bundle, with_rows(read_bundle(tiny_bundle)), 1)
-    session.reserve(ROWS, 256)
+    session.cache.reserve(ROWS, 256)
     yield session
     session.close()
 
@@ -165,14 +165,14 @@ def test_a_prefill_may_ask_for_no_logits(session: Session):
 @pytest.mark.parametrize(("rows", "capacity"), [(4, 256), (1, 2049)])
 def test_more_than_the_bundle_was_built_for_is_refused_with_the_numbers(session: Session, rows: int, capacity: int):
     with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 3 x 2048"):
-        session.reserve(rows, capacity)
+        session.cache.reserve(rows, capacity)
 
 
 def test_reserving_less_changes_nothing(session: Session):
-    session.reserve(1, 100)
-    assert session.capacity == 256
-    session.reserve(1, 300)
-    assert session.capacity == 300
+    session.cache.reserve(1, 100)
+    assert session.cache.capacity == 256
+    session.cache.reserve(1, 300)
+    assert session.cache.capacity == 300
     prefill(session, PROMPTS[0], row=2)
 
 
@@ -198,7 +198,7 @@ def filled(request: pytest.FixtureRequest) -> Iterator[Session]:
     """A session whose three rows hold the three prompts, with a float and an int8 cache."""
     folder = request.getfixturevalue(request.param)
     session = open_session(folder, with_rows(read_bundle(folder)), 1)
-    session.reserve(ROWS, 512)
+    session.cache.reserve(ROWS, 512)
     for row, prompt in enumerate(PROMPTS):
         prefill(session, prompt, row)
     yield session
@@ -206,71 +206,45 @@ def filled(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 
 def contents(session: Session) -> list[np.ndarray]:
-    return [session.read(row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
+    return [read(session.cache, row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
 
 
 def test_contents_that_are_read_and_written_elsewhere_continue_alike(filled: Session):
     want = decode(filled, [7], [37], first_row=2)
-    values = filled.read(2, 0, 37)
+    values = read(filled.cache, 2, 0, 37)
     assert values.shape == (2 * 6, 4, 37, 32)
-    assert values.dtype == np.dtype(filled._cache_type)
-    filled.write(0, 0, values)
+    assert values.dtype == filled.cache.dtype
+    write(filled.cache, 0, 0, values)
     assert np.array_equal(decode(filled, [7], [37]), want)
     values[:, :, 20] = 3  # a copy: what is done to it does not reach the cache
     assert np.array_equal(decode(filled, [7], [37]), want)
-    filled.write(0, 0, values)
+    write(filled.cache, 0, 0, values)
     assert not np.array_equal(decode(filled, [7], [37]), want)  # one wrong position shows
 
 
 def test_contents_are_written_where_they_are_said_to_belong(filled: Session):
     want = contents(filled)
-    filled.write(1, 30, want[2][:, :, 10:20])
-    assert np.array_equal(filled.read(1, 30, 40), want[2][:, :, 10:20])
-    assert np.array_equal(filled.read(1, 0, 30), want[1][:, :, :30])
-    assert np.array_equal(filled.read(1, 40, 260), want[1][:, :, 40:])
-    assert np.array_equal(filled.read(0, 0, 5), want[0])
+    write(filled.cache, 1, 30, want[2][:, :, 10:20])
+    assert np.array_equal(read(filled.cache, 1, 30, 40), want[2][:, :, 10:20])
+    assert np.array_equal(read(filled.cache, 1, 0, 30), want[1][:, :, :30])
+    assert np.array_equal(read(filled.cache, 1, 40, 260), want[1][:, :, 40:])
+    assert np.array_equal(read(filled.cache, 0, 0, 5), want[0])
 
 
 def test_a_copied_row_continues_like_its_source_and_leaves_it_alone(filled: Session):
     want = decode(filled, [7], [37], first_row=2)
     before = contents(filled)
-    filled.copy(2, 0, 0, 20)
-    filled.copy(2, 0, 20, 37)
-    filled.copy(1, 1, 0, 260)
+    filled.cache.copy(2, 0, 0, 20)
+    filled.cache.copy(2, 0, 20, 37)
+    filled.cache.copy(1, 1, 0, 260)
     assert np.array_equal(decode(filled, [7], [37]), want)
     assert all(map(np.array_equal, contents(filled)[1:], before[1:]))
 
 
 def test_copying_one_position_too_few_is_noticed(filled: Session):
     want = decode(filled, [7], [37], first_row=2)
-    filled.copy(2, 0, 0, 36)
+    filled.cache.copy(2, 0, 0, 36)
     assert not np.array_equal(decode(filled, [7], [37]), want)
-
-
-@pytest.mark.parametrize(
-    ("row", "start", "end"), [(3, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 2, 1), (0, 0, 513), (0, 513, 513)]
-)
-def test_rows_and_positions_outside_the_cache_are_refused(filled: Session, row: int, start: int, end: int):
-    def says(row: int) -> str:
-        return f"positions {start} ... {end} of row {row} .* 3 rows of 512; reserve"
-
-    with pytest.raises(UsageError, match=says(row)):
-        filled.read(row, start, end)
-    with pytest.raises(UsageError, match=says(row)):
-        filled.copy(row, 0, start, end)
-    with pytest.raises(UsageError, match=says(row if row else 1)):
-        filled.copy(1, row, start, end)
-    if start <= end:
-        values = np.zeros((12, 4, end - start, 32), filled._cache_type)
-        with pytest.raises(UsageError, match=says(row)):
-            filled.write(row, start, values)
-
-
-def test_contents_of_another_bundle_are_refused(filled: Session):
-    values = filled.read(0, 0, 5)
-    for wrong in (values[1:], values[:, :1], values[..., :16], values[0], values.astype(np.float16)):
-        with pytest.raises(UsageError, match=r"expected .* \[12, 4, positions, 32\]: they come from another bundle"):
-            filled.write(0, 0, wrong)
 
 
 def test_a_call_beyond_the_cache_is_refused_before_it_writes(filled: Session):
@@ -281,70 +255,11 @@ def test_a_call_beyond_the_cache_is_refused_before_it_writes(filled: Session):
     assert all(map(np.array_equal, contents(filled), before))
 
 
-# ------------------------------------------------------------------------------------------------------------ resizing
-
-
-def test_a_smaller_cache_keeps_what_fits(filled: Session):
-    before = contents(filled)
-    filled.resize(2, 256)
-    assert (filled.rows, filled.capacity) == (2, 256)
-    assert np.array_equal(filled.read(0, 0, 5), before[0])
-    assert np.array_equal(filled.read(1, 0, 256), before[1][:, :, :256])
-    filled.resize(3, 300)
-    assert np.array_equal(filled.read(1, 0, 256), before[1][:, :, :256])
-    assert not filled.read(1, 256, 300).any()
-    assert not filled.read(2, 0, 300).any()
-
-
-def test_only_positions_in_use_are_moved(filled: Session):
-    before = contents(filled)
-    filled.resize(3, 1024, used=(0, 100, 37))
-    assert not filled.read(0, 0, 1024).any()
-    assert np.array_equal(filled.read(1, 0, 100), before[1][:, :, :100])
-    assert not filled.read(1, 100, 1024).any()
-    assert np.array_equal(filled.read(2, 0, 37), before[2])
-
-
-def test_what_was_written_copied_or_computed_survives_growth(filled: Session):
-    values = filled.read(1, 0, 260)
-    filled.write(0, 200, values[:, :, :50])
-    filled.copy(1, 2, 100, 260)
+def test_what_was_computed_survives_growth(filled: Session):
     decode(filled, [7], [300], first_row=1)
-    kept = [filled.read(row, 0, 301) for row in range(ROWS)]
-    filled.reserve(ROWS, 700)
-    assert all(np.array_equal(filled.read(row, 0, 301), kept[row]) for row in range(ROWS))
-
-
-def test_a_wrong_number_of_used_rows_is_refused(filled: Session):
-    with pytest.raises(UsageError, match="used has 2 numbers, expected one for each of the cache's 3 rows"):
-        filled.resize(3, 1024, used=(5, 5))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_positions_that_were_never_written_take_no_memory_and_others_give_it_back(tiny_bundle: Path):
-    capacity = 8192
-    whole = 12 * ROWS * 4 * capacity * 32 * 4  # 6 layers' keys and values of 4 heads x 32 floats: 151 MB
-    manifest = with_rows(read_bundle(tiny_bundle))
-    longer = replace(manifest, limits=replace(manifest.limits, max_context=capacity))
-    session = open_session(tiny_bundle, longer, 1)
-    session.reserve(ROWS, 256)
-    start = resident()
-    session.reserve(ROWS, 1024)
-    session.reserve(ROWS, capacity)
-    assert resident() - start < whole // 4  # the rest of the process moves by some megabytes, too
-    session.write(0, 0, np.ones((12, 4, capacity, 32), np.float32))
-    session.copy(0, 1, 0, capacity)
-    session.copy(0, 2, 0, capacity)
-    assert resident() - start > whole * 3 // 4  # the measure notices memory that is taken
-    session.resize(1, 256, used=(0, 0, 0))
-    assert resident() - start < whole // 4
-    session.close()
-
-
-def resident() -> int:
-    """Bytes of this process in memory that belong to no file."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    kept = [filled.cache.read(row, 0, 301) for row in range(ROWS)]
+    filled.cache.reserve(ROWS, 700)
+    assert all(np.array_equal(filled.cache.read(row, 0, 301), kept[row]) for row in range(ROWS))
 
 
 # ----------------------------------------------------------------------------------------------------------- bindings
@@ -415,6 +330,6 @@ def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[
     prefill(session, PROMPTS[2], row=1)
     want = decode(session, [7], [37], first_row=1)
     binds.clear()
-    session.reserve(ROWS, 512)
+    session.cache.reserve(ROWS, 512)
     assert np.array_equal(decode(session, [7], [37], first_row=1), want)
     assert len(binds) == len(set(binds)) > 4

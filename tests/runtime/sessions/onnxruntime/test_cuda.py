@@ -75,7 +75,7 @@ def opened() -> Iterator[Callable[..., CudaSession]]:
         runtime = FakeOnnxRuntime(driver, **options)
         session = CudaSession(folder, change(read_bundle(folder)), 1, driver=driver, runtime=runtime)
         sessions.append(session)
-        session.reserve(ROWS, 256)
+        session.cache.reserve(ROWS, 256)
         return session
 
     yield start
@@ -90,7 +90,7 @@ def opened() -> Iterator[Callable[..., CudaSession]]:
 def reference(bundle: Path) -> Iterator[Session]:
     """The same graph on the CPU."""
     session = open_session(bundle, emulated(read_bundle(bundle)), 1)
-    session.reserve(ROWS, 256)
+    session.cache.reserve(ROWS, 256)
     yield session
     session.close()
 
@@ -162,16 +162,15 @@ def test_chunks_equal_one_call(fp16_bundle, opened):
     assert deviation(rest, whole) <= ROW_TOLERANCE
 
 
-def test_rows_keep_their_contents_when_the_cache_grows_and_shrinks(fp16_bundle, opened):
+def test_rows_keep_their_contents_when_the_cache_grows(fp16_bundle, opened):
     session = opened(fp16_bundle)
     for row, prompt in enumerate(PROMPTS):
         prefill(session, prompt, row)
     want = decode(session, [7], [37], first_row=2)
-    session.reserve(ROWS, 300)
-    assert (session.rows, session.capacity) == (ROWS, 300)
+    session.cache.reserve(ROWS, 300)
+    assert (session.cache.rows, session.cache.capacity) == (ROWS, 300)
     assert deviation(decode(session, [7], [37], first_row=2)[0], want[0]) <= ROW_TOLERANCE
-    session.copy(2, 0, 0, 37)
-    session.resize(1, 64, [37, 0, 0])
+    session.cache.copy(2, 0, 0, 37)
     assert deviation(decode(session, [7], [37])[0], want[0]) <= ROW_TOLERANCE
 
 
@@ -179,18 +178,18 @@ def test_contents_are_read_and_written_in_the_type_of_the_cache(bundle, opened, 
     session = opened(bundle)
     for each in (session, reference):
         prefill(each, PROMPTS[2], 2)
-    values = session.read(2, 0, 37)
-    assert values.dtype == reference.read(2, 0, 37).dtype
-    assert np.array_equal(values, reference.read(2, 0, 37))
-    session.write(0, 0, values)
+    values = session.cache.read(2, 0, 37)
+    assert values.dtype == reference.cache.read(2, 0, 37).dtype
+    assert np.array_equal(values, reference.cache.read(2, 0, 37))
+    session.cache.write(0, 0, 37, values)
     assert np.array_equal(decode(session, [7], [37]), decode(session, [7], [37], first_row=2))
 
 
 def test_device_memory_is_what_was_free_when_it_was_loaded(fp16_bundle, opened):
     manifest = read_bundle(fp16_bundle)
     session = opened(fp16_bundle)
-    assert session.device_memory == SERVER.total_memory + manifest.device.context
-    assert opened(fp16_bundle, change=lambda m: replace(m, device=None)).device_memory is None
+    assert session.cache.device_memory == SERVER.total_memory + manifest.device.context
+    assert opened(fp16_bundle, change=lambda m: replace(m, device=None)).cache.device_memory is None
 
 
 # --------------------------------------------------------------------------------------------------------- recordings
@@ -222,7 +221,7 @@ def test_recordings_go_when_the_cache_moves(fp16_bundle, opened):
     session = opened(fp16_bundle)
     for _ in range(3):
         decode(session, [5], [0])
-    session.reserve(ROWS, 300)
+    session.cache.reserve(ROWS, 300)
     assert session._runtime.released == [1]
     for _ in range(2):
         decode(session, [5], [0])
@@ -300,8 +299,8 @@ def test_a_cache_that_does_not_fit_leaves_the_old_one(fp16_bundle, opened):
     want = prefill(session, PROMPTS[2])
     session._driver.device = replace(SERVER, total_memory=session._driver.device_bytes + 1000)
     with pytest.raises(ResourceError):
-        session.reserve(ROWS, 512)
-    assert session.capacity == 256
+        session.cache.reserve(ROWS, 512)
+    assert session.cache.capacity == 256
     assert np.array_equal(prefill(session, PROMPTS[2]), want)
 
 
@@ -421,7 +420,11 @@ def test_a_context_that_is_lost_in_a_step_is_said_of_every_later_call(fp16_bundl
         for _ in range(3):
             decode(session, [5], [0])
     assert caught.value.lost
-    for call in (lambda: decode(session, [5], [0]), lambda: session.read(0, 0, 1), lambda: session.resize(1, 128)):
+    for call in (
+        lambda: decode(session, [5], [0]),
+        lambda: session.cache.read(0, 0, 1),
+        lambda: session.cache.reserve(3, 512),
+    ):
         with pytest.raises(GpuError) as again:
             call()
         assert again.value.lost
@@ -430,7 +433,7 @@ def test_a_context_that_is_lost_in_a_step_is_said_of_every_later_call(fp16_bundl
 @pytest.mark.parametrize(("rows", "capacity"), [(4, 256), (1, 513)])
 def test_more_than_the_bundle_was_built_for_is_refused_with_the_numbers(fp16_bundle, opened, rows, capacity):
     with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 3 x 512"):
-        opened(fp16_bundle).resize(rows, capacity)
+        opened(fp16_bundle).cache.reserve(rows, capacity)
 
 
 @pytest.mark.parametrize(("row", "past"), [(3, 0), (0, 256)])

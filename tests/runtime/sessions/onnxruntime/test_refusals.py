@@ -34,7 +34,7 @@ def test_without_its_cpu_features_prefill_runs_on_the_decode_graph(
     with caplog.at_level(logging.WARNING):
         session = open_session(tiny_bundle, manifest, 1)
     assert "lacks vnni: the prefill graph is not used" in caplog.text
-    session.reserve(1, 256)
+    session.cache.reserve(1, 256)
     ids = np.array([PROMPT])
     found = session.run(batch(Phase.PREFILL, ids, [0], [36])).copy()
     assert np.array_equal(found, session.run(batch(Phase.DECODE, ids, [0], [36])))
@@ -91,10 +91,10 @@ def test_an_unknown_engine_is_refused_by_name(tiny_bundle: Path):
 
 def test_closing_twice_is_allowed_and_frees_the_cache(tiny_bundle: Path):
     session = open_session(tiny_bundle, read_bundle(tiny_bundle), 1)
-    session.reserve(1, 256)
+    session.cache.reserve(1, 256)
     session.close()
     session.close()
-    assert session.capacity == 0
+    assert session.cache.capacity == 0
 
 
 def test_telemetry_is_off_before_the_library_is_imported():

@@ -32,7 +32,7 @@ def compiling(setup: Any, version: str = "10.16.1.11") -> Any:
 def used(setup: Any, steps: int = 4) -> np.ndarray:
     """Logits of some steps of a session that is then closed."""
     session = setup.open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     found = []
     for past in range(steps):
         ids, zeros = np.array([[past]]), np.zeros((1, 1), np.int64)

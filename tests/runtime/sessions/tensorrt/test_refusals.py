@@ -80,7 +80,7 @@ def test_an_engine_is_for_its_version_or_built_for_later_ones(
 
 def test_an_engine_for_gpus_from_ampere_on_runs_on_later_ones(bundle: Callable[..., Any]):
     setup = bundle().plan(compute_capabilities=("8.0",), hardware_compatibility="ampere")
-    assert setup.open().rows == 0
+    assert setup.open().cache.rows == 0
 
 
 def test_rows_that_do_not_begin_on_a_boundary_are_refused(bundle: Callable[..., Any]):
@@ -199,7 +199,7 @@ def test_too_little_memory_is_refused_before_loading_with_what_would_fit(bundle:
     refused(setup, ResourceError, "100 MB are free .* use a smaller precision or model")
     setup.driver = FakeDriver(small(total_memory=300 * MB))
     setup.library = FakeTensorRT(setup.driver)
-    assert setup.open().device_memory == 300 * MB
+    assert setup.open().cache.device_memory == 300 * MB
 
 
 @pytest.mark.parametrize("number", range(1, 8))
@@ -212,15 +212,15 @@ def test_whichever_allocation_fails_nothing_is_left_behind(bundle: Callable[...,
 def test_a_cache_that_does_not_fit_leaves_the_session_as_it_was(bundle: Callable[..., Any]):
     setup = bundle()
     session = setup.open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     want = step(session).copy()
     setup.driver.fail_alloc = setup.driver._allocations + 1
     with pytest.raises(ResourceError):
-        session.reserve(3, 16)
-    assert session.rows == 1
+        session.cache.reserve(3, 16)
+    assert session.cache.rows == 1
     assert np.array_equal(step(session), want)
-    session.reserve(3, 16)
-    assert session.rows == 3
+    session.cache.reserve(3, 16)
+    assert session.cache.rows == 3
 
 
 # ------------------------------------------------------------------------------------------------------- while running
@@ -231,7 +231,7 @@ def test_a_shape_that_the_engine_does_not_take_fails_one_request(bundle: Callabl
     narrow = make_plan(graphs / "float32.onnx", Profile(1, 1, 1), Profile(1, 2, 1), (16, 32), 64, aliased=True)
     (setup.folder / "engine.plan").write_bytes(narrow)
     session = setup.open()
-    session.reserve(2, 64)
+    session.cache.reserve(2, 64)
     with pytest.raises(RequestError, match=r"input_ids of shape \[2, 1\] is not in the engine's profile \(.*outside"):
         session.run(Batch(Phase.DECODE, np.zeros((2, 1), int), np.zeros(2, int), np.zeros((2, 1), int)))
     with pytest.raises(RequestError, match=r"cache_slots of shape \[64\] is not"):
@@ -242,27 +242,26 @@ def test_a_shape_that_the_engine_does_not_take_fails_one_request(bundle: Callabl
 def test_an_engine_that_fails_is_reported_and_the_session_goes_on(bundle: Callable[..., Any]):
     setup = bundle()
     session = setup.open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     setup.library.fails_at = 1
     with pytest.raises(GpuError, match=r"running the engine failed in tensorrt .*invalid argument.*; see llmc doctor"):
         step(session)
     assert np.isfinite(step(session)).all()
 
 
-@pytest.mark.parametrize("call", ["run", "read", "write", "copy", "resize", "reserve", "full_logits"])
+@pytest.mark.parametrize("call", ["run", "read", "write", "copy", "reserve", "full_logits"])
 def test_once_the_context_is_lost_every_call_says_so_at_once(bundle: Callable[..., Any], call: str):
     setup = bundle()
     session = setup.open()
-    session.reserve(2, 16)
+    session.cache.reserve(2, 16)
     step(session)
-    values = session.read(0, 0, 2)
+    values = session.cache.read(0, 0, 2)
     calls: dict[str, Callable[[], object]] = {
         "run": lambda: step(session),
-        "read": lambda: session.read(0, 0, 1),
-        "write": lambda: session.write(0, 0, values),
-        "copy": lambda: session.copy(0, 1, 0, 2),
-        "resize": lambda: session.resize(1, 16),
-        "reserve": lambda: session.reserve(3, 16),
+        "read": lambda: session.cache.read(0, 0, 1),
+        "write": lambda: session.cache.write(0, 0, 2, values),
+        "copy": lambda: session.cache.copy(0, 1, 0, 2),
+        "reserve": lambda: session.cache.reserve(3, 16),
         "full_logits": session.full_logits,
     }
     setup.driver.kill()
@@ -284,11 +283,11 @@ def test_a_context_lost_at_any_call_never_shows_as_anything_else(bundle: Callabl
     setup.driver.lose = number
     with pytest.raises(GpuError) as caught:
         session = setup.open()
-        session.reserve(2, 16)
+        session.cache.reserve(2, 16)
         for past in range(8):
             step(session, past, candidates=2)
             session.full_logits()
-            session.copy(0, 1, 0, past)
+            session.cache.copy(0, 1, 0, past)
     assert caught.value.lost
 
 
@@ -299,7 +298,7 @@ def breach(bundle: Callable[..., Any], spoil: Callable[[Any], None], error: type
     """A session that is spoiled after it was opened fails at its next step."""
     setup = bundle()
     session = setup.open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     session._steps.records = False
     step(session)
     spoil(session)
@@ -351,7 +350,7 @@ def test_the_default_stream_is_noticed(bundle: Callable[..., Any]):
 def test_results_read_before_the_stream_is_waited_for_are_stale(bundle: Callable[..., Any]):
     setup = bundle()
     session = setup.open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     want = step(session).copy()
     zeros = np.zeros((1, 1), np.int64)
     session._driver.synchronize = lambda stream: None
@@ -362,8 +361,8 @@ def test_results_read_before_the_stream_is_waited_for_are_stale(bundle: Callable
 def test_a_swapped_cache_that_is_written_where_it_is_read_is_noticed(bundle: Callable[..., Any]):
     setup = bundle("primitives")
     session = setup.open()
-    session.reserve(1, 16)
-    session._cache.other_address = session._cache.address
+    session.cache.reserve(1, 16)
+    session.cache.other_address = session.cache.address
     with pytest.raises(RuleBrokenError, match=r"present\.0\.key overwrites past_key_values.0.key while it is read"):
         step(session)
 
@@ -371,7 +370,7 @@ def test_a_swapped_cache_that_is_written_where_it_is_read_is_noticed(bundle: Cal
 def test_a_thread_without_the_gpu_is_noticed(bundle: Callable[..., Any]):
     setup = bundle()
     session = setup.open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     session._driver.activate = lambda: None
     session._driver._threads.clear()
     with pytest.raises(RuleBrokenError, match="not current on this thread"):
@@ -382,15 +381,15 @@ def test_an_engine_of_a_version_that_cannot_be_asked_gets_two_buffers(bundle: Ca
     setup = bundle("primitives")
     setup.library.asks_aliases = False
     session = setup.open()
-    session.reserve(1, 16)
-    assert len(session._cache._blocks) == 2
+    session.cache.reserve(1, 16)
+    assert len(session.cache._blocks) == 2
     assert np.isfinite(step(session)).all()
 
 
 def test_a_shape_that_was_never_run_cannot_be_recorded(bundle: Callable[..., Any], manifest: Manifest):
     setup = bundle()
     session = setup.open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     step(session)
     context_of(session)._native._warm = False  # as if a shape had been set anew
     assert np.isfinite(step(session, 1)).all()

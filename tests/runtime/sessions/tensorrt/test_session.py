@@ -40,7 +40,7 @@ def decode(session: Session, tokens: list[int], past: list[int], row: int = 0) -
 
 def together(session: Session, mixed_up: bool = False) -> np.ndarray:
     """Logits [step, row, V] of all prompts in their own rows, then decoded as one ragged batch."""
-    session.reserve(3, 40)
+    session.cache.reserve(3, 40)
     steps = [np.array([prefill(session, prompt, row) for row, prompt in enumerate(PROMPTS)])]
     for i in range(len(ANSWERS[0])):
         past = [len(prompt) + i for prompt in PROMPTS]
@@ -54,8 +54,8 @@ def both(request: pytest.FixtureRequest, bundle: Callable[..., Any]) -> Iterator
     form, compute = request.param
     setup = bundle(form, compute)
     session, reference = setup.open(), setup.reference()
-    session.reserve(3, 40)
-    reference.reserve(3, 64)
+    session.cache.reserve(3, 40)
+    reference.cache.reserve(3, 64)
     yield session, reference, TOLERANCE[compute]
     session.close()
     reference.close()
@@ -109,20 +109,20 @@ def test_more_tokens_than_the_profile_takes_are_fed_in_chunks(both: tuple[Sessio
 @pytest.mark.parametrize("places", [range(23), range(22, -1, -1), [3, 3, 3, 3, 3, 3, 20, 0], [22], [5, 0, 19, 19, 1]])
 def test_logits_at_any_places_come_back_in_their_order(session: TensorRTSession, bundle: Any, places: Any):
     reference = bundle().reference()
-    reference.reserve(1, 64)
+    reference.cache.reserve(1, 64)
     wanted = call(reference, [PROMPTS[2]], [0], [list(places)])
     found = call(session, [PROMPTS[2]], [0], [list(places)])
     assert found.shape == wanted.shape
     assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
     assert np.abs(session.hidden - reference.hidden).max() <= TOLERANCE["float32"]
-    assert np.abs(session.read(0, 0, 23) - reference.read(0, 0, 23)).max() <= TOLERANCE["float32"]
+    assert np.abs(session.cache.read(0, 0, 23) - reference.cache.read(0, 0, 23)).max() <= TOLERANCE["float32"]
 
 
 def test_more_rows_than_the_profile_takes_are_served_in_turns(bundle: Callable[..., Any]):
     setup = bundle()
     session, reference = setup.open(), setup.reference()
     for each in (session, reference):
-        each.reserve(4, 40)
+        each.cache.reserve(4, 40)
     found, wanted = (decode(each, [3, 4, 5, 6], [0, 0, 0, 0]) for each in (session, reference))
     assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
     assert [shapes["input_ids"] for shapes in setup.library.contexts[0].history] == [(3, 1), (1, 1)]
@@ -140,46 +140,42 @@ def test_a_call_may_ask_for_no_logits(session: TensorRTSession):
 def test_rows_do_not_touch_their_neighbours(session: TensorRTSession):
     for row, prompt in enumerate(PROMPTS):
         prefill(session, prompt, row)
-    before = [session.read(row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
+    before = [session.cache.read(row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
     for i in range(4):
         decode(session, [7 + i], [11 + i], row=1)
     for row in (0, 2):
-        assert np.array_equal(session.read(row, 0, len(PROMPTS[row])), before[row])
-    assert np.array_equal(session.read(1, 0, 11), before[1])
+        assert np.array_equal(session.cache.read(row, 0, len(PROMPTS[row])), before[row])
+    assert np.array_equal(session.cache.read(1, 0, 11), before[1])
 
 
 # ------------------------------------------------------------------------------------------------ cache and limits
 
 
 def test_the_native_form_has_the_capacity_that_it_was_built_with(session: TensorRTSession):
-    assert (session.rows, session.capacity) == (3, 64)
-    session.resize(1, 5)
-    assert (session.rows, session.capacity) == (1, 64)
-    session.resize(0, 0)
-    assert session.rows == 0
+    assert (session.cache.rows, session.cache.capacity) == (3, 64)
+    session.close()
+    assert (session.cache.rows, session.cache.capacity) == (0, 0)
 
 
 def test_primitives_have_a_bucket_for_capacity_and_keep_their_contents(bundle: Callable[..., Any]):
     setup = bundle("primitives")
     session, reference = setup.open(), setup.reference()
-    reference.reserve(2, 64)
-    session.reserve(1, 11)
-    assert session.capacity == 16
+    reference.cache.reserve(2, 64)
+    session.cache.reserve(1, 11)
+    assert session.cache.capacity == 16
     for each in (session, reference):
         prefill(each, PROMPTS[1])
-    session.reserve(2, 17)
-    assert (session.rows, session.capacity) == (2, 32)
+    session.cache.reserve(2, 17)
+    assert (session.cache.rows, session.cache.capacity) == (2, 32)
     assert np.abs(decode(session, [9], [11]) - decode(reference, [9], [11])).max() <= TOLERANCE["float32"]
-    session.resize(1, 16)
-    assert session.capacity == 16
     assert np.abs(decode(session, [9], [12]) - decode(reference, [9], [12])).max() <= TOLERANCE["float32"]
-    assert setup.library.contexts[0].history[-1]["past_key_values.0.key"] == (1, KV, 16, WIDTH)
+    assert setup.library.contexts[0].history[-1]["past_key_values.0.key"] == (1, KV, 32, WIDTH)
 
 
 def test_attention_looks_at_the_smallest_bucket_that_is_enough(bundle: Callable[..., Any]):
     setup = bundle()
     session = setup.open()
-    session.reserve(2, 64)
+    session.cache.reserve(2, 64)
     for past in (0, 15, 16, 31, 32, 63):
         decode(session, [1], [past])
     decode(session, [1, 1], [3, 20])
@@ -189,35 +185,34 @@ def test_attention_looks_at_the_smallest_bucket_that_is_enough(bundle: Callable[
 
 @pytest.mark.parametrize(("rows", "capacity"), [(5, 16), (1, 65)])
 def test_more_than_the_bundle_was_built_for_is_refused(session: TensorRTSession, rows: int, capacity: int):
-    for ask in (session.reserve, session.resize):
-        with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 4 x 64"):
-            ask(rows, capacity)
+    with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 4 x 64"):
+        session.cache.reserve(rows, capacity)
 
 
 def test_a_call_beyond_the_cache_is_refused_before_it_writes(session: TensorRTSession):
     prefill(session, PROMPTS[0])
-    before = session.read(0, 0, 64)
+    before = session.cache.read(0, 0, 64)
     for tokens, past, row in (([[7]], [64], 0), ([[7], [7]], [5, 5], 2), ([[7]] * 4, [5] * 4, 0)):
         with pytest.raises(UsageError, match="the cache has 3 rows of 64; reserve room first"):
             call(session, tokens, past, [[0]] * len(tokens), row)
     with pytest.raises(UsageError, match=r"logits are asked for at \[\[5\]\], the call has the tokens 0 ... 4"):
         call(session, [PROMPTS[0]], [0], [[5]])
-    assert np.array_equal(session.read(0, 0, 64), before)
+    assert np.array_equal(session.cache.read(0, 0, 64), before)
 
 
 def test_contents_move_between_rows_and_sessions(session: TensorRTSession, bundle: Callable[..., Any]):
     prefill(session, PROMPTS[1], row=2)
     want = decode(session, [7], [11], row=2)
-    session.copy(2, 0, 0, 11)
+    session.cache.copy(2, 0, 0, 11)
     assert np.array_equal(decode(session, [7], [11]), want)
-    values = session.read(2, 0, 11)
+    values = session.cache.read(2, 0, 11)
     assert values.shape == (2 * LAYERS, KV, 11, WIDTH)
     swapped = bundle("primitives").open()
-    swapped.reserve(1, 12)
-    swapped.write(0, 0, values)
+    swapped.cache.reserve(1, 12)
+    swapped.cache.write(0, 0, values)
     assert np.abs(decode(swapped, [7], [11]) - want).max() <= TOLERANCE["float32"]
-    session.write(1, 0, values)
-    session.copy(0, 1, 3, 3)
+    session.cache.write(1, 0, values)
+    session.cache.copy(0, 1, 3, 3)
     assert np.array_equal(decode(session, [7], [11], row=1), want)
 
 
@@ -260,7 +255,7 @@ def test_an_array_of_candidates_cannot_be_written_to(session: TensorRTSession):
 def test_only_what_was_selected_leaves_the_device(bundle: Callable[..., Any]):
     setup = bundle()
     session = setup.open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
 
     def copied(candidates: int) -> int:
         before = setup.driver.copied["host", "device"]
@@ -275,7 +270,7 @@ def test_only_what_was_selected_leaves_the_device(bundle: Callable[..., Any]):
 @pytest.mark.parametrize("why", ["more than are selected", "no engine for it", "in pieces"])
 def test_where_nothing_can_be_selected_all_logits_are_there(bundle: Callable[..., Any], why: str):
     session = bundle(select=why != "no engine for it").open()
-    session.reserve(4, 16)
+    session.cache.reserve(4, 16)
     rows = 4 if why == "in pieces" else 1
     found = call(session, [[1]] * rows, [0] * rows, [[0]] * rows, candidates=6 if why.startswith("more") else 5)
     assert np.isfinite(found).all()
@@ -297,7 +292,7 @@ def test_recorded_steps_equal_plain_ones(bundle: Callable[..., Any], form: str):
 def test_a_step_is_recorded_after_one_run_of_its_shapes_and_then_only_launched(bundle: Callable[..., Any]):
     setup = bundle()
     session, driver = setup.open(), setup.driver
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     counts = []
     for past in range(6):
         decode(session, [past], [past])
@@ -326,7 +321,7 @@ def test_everything_that_a_recorded_step_has_baked_in_tells_it_from_others(bundl
 def test_short_drafts_are_recorded_and_long_chunks_are_not(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     setup = bundle()
     session = setup.open()
-    session.reserve(1, 64)
+    session.cache.reserve(1, 64)
     for _ in range(3):
         call(session, [[1, 2, 3]], [4], [[0, 1, 2]])
     assert setup.driver.calls["launch"] == 2
@@ -335,7 +330,7 @@ def test_short_drafts_are_recorded_and_long_chunks_are_not(bundle: Callable[...,
         call(session, [[1] * 12], [4], [[11]])
     assert setup.driver.calls["launch"] == 2 + 3
     monkeypatch.setattr(steps_module, "RECORDED_TOKENS", 11)
-    session.resize(1, 64, used=[0])
+    session.cache.reserve(2, 64)
     for _ in range(3):
         call(session, [[1] * 12], [4], [[11]])
     assert setup.driver.calls["launch"] == 2 + 3
@@ -344,13 +339,13 @@ def test_short_drafts_are_recorded_and_long_chunks_are_not(bundle: Callable[...,
 def test_growth_drops_what_was_recorded(bundle: Callable[..., Any]):
     setup = bundle()
     session, reference = setup.open(), setup.reference()
-    reference.reserve(3, 64)
-    session.reserve(1, 64)
+    reference.cache.reserve(3, 64)
+    session.cache.reserve(1, 64)
     for past in range(4):
         for each in (session, reference):
             decode(each, [past], [past])
     assert len(setup.driver._graphs) == 1
-    session.reserve(3, 64)
+    session.cache.reserve(3, 64)
     assert setup.driver._graphs == {}
     for past in range(4, 9):
         found, wanted = (decode(each, [past], [past]) for each in (session, reference))
@@ -361,7 +356,7 @@ def test_only_so_many_recorded_steps_are_kept(bundle: Callable[..., Any], monkey
     monkeypatch.setattr(steps_module, "KEPT_STEPS", 2)
     setup = bundle()
     session = setup.open()
-    session.reserve(3, 64)
+    session.cache.reserve(3, 64)
     for rows in (1, 2, 3, 1, 2, 3):
         for past in range(3):
             decode(session, [past] * rows, [past] * rows)
@@ -374,13 +369,13 @@ def test_a_library_that_cannot_be_recorded_is_run_plainly(bundle: Callable[..., 
     setup = bundle()
     setup.library.capturable = False
     session = setup.open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     want = [decode(session, [past], [past]) for past in range(4)]
     assert setup.driver.calls["begin_capture"] == 0
     setup = bundle()
     setup.library.capturable = True
     other = setup.open()
-    other.reserve(1, 16)
+    other.cache.reserve(1, 16)
     assert np.array_equal([decode(other, [past], [past]) for past in range(4)], want)
     assert setup.driver.calls["launch"] == 3
 
@@ -388,13 +383,13 @@ def test_a_library_that_cannot_be_recorded_is_run_plainly(bundle: Callable[..., 
 def test_a_recording_that_fails_is_not_tried_again(bundle: Callable[..., Any], caplog: pytest.LogCaptureFixture):
     setup = bundle()
     session = setup.open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     setup.library.fails_at = 2  # the run that is recorded
     found = [decode(session, [past], [past]) for past in range(4)]
     assert "recording a CUDA graph failed" in caplog.text
     assert (setup.driver.calls["begin_capture"], setup.driver.calls["launch"]) == (1, 0)
     fresh = bundle().open()
-    fresh.reserve(1, 16)
+    fresh.cache.reserve(1, 16)
     assert np.array_equal(found, [decode(fresh, [past], [past]) for past in range(4)])
 
 
@@ -404,7 +399,7 @@ def test_a_recording_that_fails_is_not_tried_again(bundle: Callable[..., Any], c
 def test_a_cache_in_two_buffers_gives_what_one_in_place_gives(bundle: Callable[..., Any]):
     in_place, swapped = bundle("native").open(), bundle("primitives").open()
     assert np.abs(together(in_place) - together(swapped)).max() <= TOLERANCE["float32"]
-    assert (len(in_place._cache._blocks), len(swapped._cache._blocks)) == (1, 2)
+    assert (len(in_place.cache._blocks), len(swapped.cache._blocks)) == (1, 2)
     for _ in range(3):  # now one row is in the other buffer
         decode(swapped, [5], [30], row=1)
         decode(in_place, [5], [30], row=1)
@@ -447,7 +442,7 @@ def test_a_session_may_be_used_from_another_thread_than_it_was_opened_on(bundle:
     from concurrent.futures import ThreadPoolExecutor
 
     session = bundle().open()
-    session.reserve(1, 16)
+    session.cache.reserve(1, 16)
     want = decode(session, [1], [0])
     with ThreadPoolExecutor(1) as pool:
         assert np.array_equal(pool.submit(decode, session, [1], [0]).result(), want)
