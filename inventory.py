@@ -150,14 +150,9 @@ class Geometry:
     model_type: str
     layers: int
     hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocab_size: int
     max_positions: int
     tied_head: bool
-    windows: tuple[int, ...]
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...]
     attentions: tuple[Attention, ...]

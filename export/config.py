@@ -96,19 +96,13 @@ class DecoderConfig:
     @property
     def geometry(self) -> Geometry:
         """The part that every later stage needs."""
-        first, inner = self.layers[0].mixer, [layer.mlp.inner for layer in self.layers if layer.mlp]
         return Geometry(
             model_type=self.model_type,
             layers=len(self.layers),
             hidden_size=self.hidden_size,
-            intermediate_size=next(iter(inner), self.hidden_size),
-            heads=first.heads,
-            kv_heads=first.kv_heads,
-            head_dim=first.head_dim,
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
             tied_head=self.tied_head,
-            windows=tuple(layer.mixer.window for layer in self.layers),
             linears=linears(self),
             norms=norms(self),
             attentions=attentions(self),

@@ -20,7 +20,7 @@ from llmc.optimize.build import build
 from llmc.optimize.calibrate.layers import calibrate
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.calibrate.store import Calibrated
-from llmc.optimize.judge.reference import Reference
+from llmc.optimize.judge.reference import Reference, empty_caches
 from llmc.optimize.lower.context import Computed, Float32, LoweringContext, QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.rotary import rotary_tables
 from llmc.optimize.passes import PASSES, lower
@@ -104,11 +104,7 @@ def logits(folder: Path, geometry: Geometry, pieces: tuple[int, ...] = (7, 1, 12
     # An optimized session would multiply TensorRT's dequantized weights with other kernels than those written down.
     session = open_session(folder / DECODER_FILE, optimized=False)
     inputs, outputs = ([value.name for value in values] for values in (session.get_inputs(), session.get_outputs()))
-    held = {
-        name: np.zeros((1, cache.shape[0], CAPACITY, cache.shape[1]), np.float32)
-        for cache in geometry.caches
-        for name in cache.inputs
-    }
+    held = empty_caches(geometry.caches, 1, CAPACITY, "float32")
     found, start = [], 0
     for size in pieces:
         feeds = {
@@ -255,8 +251,7 @@ def test_bundles_are_built_and_run(family, tmp_path, options: dict[str, Any]):
     report = build(family / "export", tmp_path / "bundle", recipe=request, calibration=calibration if needs else None)
     prompt, reference = IDS.tolist(), invented.Reference(family / "checkpoint")
     with load(report.output) as model:
-        result = model.generate(prompt, max_tokens=6, temperature=0.0, ignore_eos=True)
-        answer = list(result.tokens)
+        answer = list(model.generate(prompt, max_tokens=6, temperature=0.0, ignore_eos=True).token_ids)
         assert len(answer) == 6
         if options == {"precision": "fp32"}:
             for count in range(6):
