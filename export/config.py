@@ -6,7 +6,7 @@ A family fills in a :class:`DecoderConfig`; everything else asks it, so that no 
 from dataclasses import dataclass
 from typing import Literal
 
-from llmc.inventory import Attention, Cache, Geometry, Linear, Mlp, Norm
+from llmc.inventory import EMBEDDING, HEAD, Attention, Cache, Geometry, Linear, Mlp, Norm
 
 RopeType = Literal["default", "linear", "llama3"]
 Activation = Literal["silu"]
@@ -96,19 +96,13 @@ class DecoderConfig:
     @property
     def geometry(self) -> Geometry:
         """The part that every later stage needs."""
-        first, inner = self.layers[0].mixer, [layer.mlp.inner for layer in self.layers if layer.mlp]
         return Geometry(
             model_type=self.model_type,
             layers=len(self.layers),
             hidden_size=self.hidden_size,
-            intermediate_size=next(iter(inner), self.hidden_size),
-            heads=first.heads,
-            kv_heads=first.kv_heads,
-            head_dim=first.head_dim,
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
             tied_head=self.tied_head,
-            windows=tuple(layer.mixer.window for layer in self.layers),
             linears=linears(self),
             norms=norms(self),
             attentions=attentions(self),
@@ -117,7 +111,7 @@ class DecoderConfig:
         )
 
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+FINAL_NORM = "model.norm"
 
 
 def linears(config: DecoderConfig) -> tuple[Linear, ...]:
