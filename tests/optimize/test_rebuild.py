@@ -22,7 +22,7 @@ from llmc.optimize.rebuild import rebuild
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.host.probe import Probe
-from llmc.runtime.selftest import verify
+from llmc.runtime.model import verify
 
 NAME = "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}

@@ -13,7 +13,8 @@ from llmc.bundle import GoldenPrompt, read_bundle, write_manifest
 from llmc.errors import BundleError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load, selftest
-from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay, verify
+from llmc.runtime.model import verify
+from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay
 from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
 
 BEYOND = 1.2 * LOGIT_TOLERANCE
@@ -308,7 +309,7 @@ def test_without_a_cache_every_load_tests(
     def full(path: Path) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(selftest.cache, "published", full)
+    monkeypatch.setattr(selftest.disk_cache, "published", full)
     loaded(tiny_bundle)
     loaded(tiny_bundle)
     assert len(replays) == 2

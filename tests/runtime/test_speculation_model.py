@@ -112,8 +112,8 @@ def test_drafts_taken_for_accepted_would_show(drafter: ModelDrafter, texts: list
     other = [(token + 1) % 4096 for token in answer]
     wanted = fresh(drafter, prompt + other[:3])
     drafter.propose(0, prompt, 6)
-    drafter._rows[0].known += 2
-    drafter._rows[0].drafts = []
+    drafter._sequences[0].cached += 2
+    drafter._sequences[0].drafts = []
     assert drafter.propose(0, prompt + other[:3], 6) != wanted
 
 
@@ -175,7 +175,7 @@ def test_a_forgotten_row_is_used_again(drafter: ModelDrafter, texts: list[tuple[
         drafter.forget(key)
         drafter.forget(key)
     assert drafter._session.capacity == 256
-    assert drafter._reserved == 1
+    assert drafter._session.rows == 1
 
 
 def test_a_bundle_of_another_precision_drafts_well(
@@ -230,9 +230,9 @@ def test_without_memory_there_are_no_drafts_and_one_warning(
 def test_memory_is_asked_for_before_it_is_taken(
     drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("llmc.runtime.speculation.model_drafter.available_memory", lambda: 0)
+    monkeypatch.setattr("llmc.runtime.memory.available_memory", lambda: 0)
     assert drafter.propose(0, [1, 2, 3], 3) == []
-    assert "0 are available" in caplog.text
+    assert "0 MB are available" in caplog.text
     assert drafter._session.capacity == 0
 
 

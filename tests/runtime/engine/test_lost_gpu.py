@@ -151,7 +151,7 @@ def test_wherever_the_gpu_is_lost_every_request_ends_and_so_does_the_engine(
         thread_of(engine).join(PATIENCE)
         assert not thread_of(engine).is_alive()
         assert session.after == []  # nothing is asked of a GPU that is gone
-        assert engine._batch._rows._order == [] and not engine._jobs
+        assert engine._scheduler._rows._order == [] and not engine._requests
         with pytest.raises(EngineClosedError, match=r"the GPU was lost .* load the bundle again in a new process"):
             engine.submit(asked(10))
         with pytest.raises(EngineClosedError, match="the GPU was lost"):
@@ -285,7 +285,7 @@ def test_a_failure_that_is_no_loss_costs_some_requests_and_never_the_engine(
     for found, wanted in zip(outcomes, expected, strict=True):
         assert str(found) == str(session.error) if isinstance(found, LlmcError) else found == wanted
     assert session.failed == any(isinstance(found, LlmcError) for found in outcomes)
-    assert engine._batch._rows._order == []
+    assert engine._scheduler._rows._order == []
     again = [outcome(engine.submit(request)) for request in work()]
     assert again == expected
     closed_at_once(engine, session)
@@ -332,7 +332,7 @@ def test_of_several_calls_in_a_step_only_the_one_that_fails_costs_its_requests(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("llmc.runtime.engine.continuous.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
     session = remembering()
 
     def failing(batch: Batch) -> None:
@@ -385,7 +385,7 @@ def test_memory_that_ends_while_rows_are_reserved_costs_the_request_that_needed_
 @pytest.fixture
 def swallowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is fatal: the engine takes a loss for a failure of one request."""
-    monkeypatch.setattr("llmc.runtime.engine.continuous.is_fatal", lambda error: False)
+    monkeypatch.setattr("llmc.runtime.engine.engine.is_fatal", lambda error: False)
     yield
 
 
