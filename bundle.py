@@ -21,7 +21,7 @@ from llmc.measured import Invariance as Invariance
 from llmc.measured import PhaseQuality as PhaseQuality
 from llmc.measured import Quality as Quality
 from llmc.plans import DeviceMemory as DeviceMemory
-from llmc.plans import EnginePlan as EnginePlan
+from llmc.plans import EngineConfig as EngineConfig
 from llmc.plans import Profile as Profile
 from llmc.strict import decode as decode
 
@@ -81,7 +81,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ExportManifest:
-    """``export.json``: what the portable decoder in this folder is."""
+    """``export.json``: what the portable decoder in this folder is.
+
+    ``notes`` are sentences about what of the checkpoint's settings was left out on purpose.
+    """
 
     schema_version: int
     llmc_version: str
@@ -89,6 +92,7 @@ class ExportManifest:
     geometry: Geometry
     source: Source
     generation: Generation
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -275,7 +279,8 @@ class Manifest:
 
     ``cache`` is the type of the KV cache's values. ``compiled`` is None where the recipe wants no compiled graphs.
     ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. ``engine`` is there
-    for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every target with a GPU.
+    for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every target with a GPU. ``notes``
+    are those of the export.
     """
 
     schema_version: int
@@ -284,6 +289,7 @@ class Manifest:
     geometry: Geometry
     source: Source
     generation: Generation
+    notes: tuple[str, ...]
     target: Target
     recipe: Recipe
     limits: Limits
@@ -295,7 +301,7 @@ class Manifest:
     golden: tuple[GoldenPrompt, ...]
     golden_tolerance: float
     files: dict[str, FileEntry]
-    engine: EnginePlan | None = None
+    engine: EngineConfig | None = None
     device: DeviceMemory | None = None
 
     def named_files(self) -> list[str]:
@@ -450,7 +456,7 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     if version > SCHEMA_VERSION:
         raise BundleError(
             f"{path} has schema version {version}, written by llmc {data.get('llmc_version')}; this llmc reads up to "
-            f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc"
+            f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc-deploy"
         )
     try:
         manifest: T = decode(kind, data)

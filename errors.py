@@ -24,7 +24,10 @@ enter, with ``raise ... from``; an ``assert`` marks a bug of our own.
 """
 
 import importlib
+import shlex
 from types import ModuleType
+
+DISTRIBUTION = "llmc-deploy"  # as pip knows it; llmc is the name of another project there
 
 
 class LlmcError(Exception):
@@ -112,13 +115,37 @@ def text_of(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
+def install_command(extra: str) -> str:
+    """The pip command that installs what an extra of llmc consists of.
+
+    It names the packages themselves, so that it works without a checkout, and wherever llmc itself came from.
+    """
+    return " ".join(["pip install", *(shlex.quote(requirement) for requirement in _requirements(extra))])
+
+
+def _requirements(extra: str) -> list[str]:
+    from importlib import metadata  # slow to import, and rarely wanted
+
+    try:
+        declared = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # run from a folder that nobody installed
+        return [f"{DISTRIBUTION}[{extra}]"]
+    found: list[str] = []
+    for line in declared:
+        requirement, _, marker = line.partition("; ")
+        if marker == f'extra == "{extra}"':
+            nested = requirement.removeprefix(f"{DISTRIBUTION}[")
+            found += [requirement] if nested == requirement else _requirements(nested.removesuffix("]"))
+    return found
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Import ``module``, or say in one sentence which extra brings it.
 
     Raises:
         MissingExtraError: the module is not installed, or only a folder without code is left of it.
     """
-    advice = f"it is in the extra '{extra}': pip install '.[{extra}]' in llmc's folder"
+    advice = f"it is in the extra '{extra}': {install_command(extra)}"
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

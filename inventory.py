@@ -96,7 +96,7 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Cache:
-    """What a layer keeps of the tokens before.
+    """Memory that a layer keeps of the tokens before.
 
     Attributes:
         name: its part of the tensors' names, ``past_key_values.{name}.key``.
@@ -163,7 +163,7 @@ class Geometry:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the numbers and names fit together, as in everything that export writes."""
+        """True if numbers and names fit together, as in everything that export writes."""
         sizes = [self.layers, self.hidden_size, self.vocab_size, self.max_positions]
         sizes += [size for linear in self.linears for size in (linear.outputs, linear.inputs)]
         sizes += [size for item in self.attentions for size in (item.heads, item.kv_heads, item.head_dim)]

@@ -54,13 +54,13 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class EnginePlan:
+class EngineConfig:
     """A serialized TensorRT engine: which machine it is for, and which calls it takes.
 
     Attributes:
         file: the engine.
-        form: native (cache updated in place, attention with a mask), lengths (the same with the lengths of keys given
-            to attention) or primitives (basic operators, for TensorRT before 10.15).
+        form: native (cache updated in place, attention of the library) or primitives (basic operators, for TensorRT
+            before 10.15).
         compute: float16, bfloat16 or float32.
         capacity: positions of the cache, 0 where the cache has as many as the call's bucket.
         buckets: numbers of cache positions that attention may look at, ascending; the last one is the longest context.
@@ -123,7 +123,7 @@ class EnginePlan:
     def is_sound(self, max_context: int, max_batch: int, prefill_chunk: int) -> bool:
         """Whether a build with these limits can have written these numbers."""
         rising = list(self.buckets) == sorted(set(self.buckets)) and min(self.buckets, default=0) > 0
-        if not rising or self.buckets[-1] < max_context or self.form not in ("native", "lengths", "primitives"):
+        if not rising or self.buckets[-1] < max_context or self.form not in ("native", "primitives"):
             return False
         capacity = 0 if self.form == "primitives" else self.buckets[-1]
         selects = self.candidates > 0 if self.select else self.candidates == 0

@@ -1,4 +1,4 @@
-"""How folders of llmc's appear: written beside their place, synced, and renamed into it, whole or not at all.
+"""Atomic publishing of folders: written beside their place, synced, and renamed into it, whole or not at all.
 
 What is on its way lies in a hidden room beside the place, ``.NAME.NUMBER.work``, whose lock ends with the process that
 holds it: by that the next one tells what a killed process left from what another one writes.
@@ -141,7 +141,7 @@ def _made_and_locked(folder: Path) -> int | None:
 
 
 def locked(descriptor: int, *, shared: bool = False) -> bool | None:
-    """Whether the file is locked now, until it is closed; None where the file system, or the platform, has no locks.
+    """Lock the file until it is closed; tells if that worked, None where file system or platform has no locks.
 
     A shared lock waits: whoever has the other one only looks whether this one is there.
     """

@@ -1,4 +1,4 @@
-"""``llmc bench``: how fast a bundle is on this machine, for one sequence or under load."""
+"""``llmc bench``: the speed of a bundle on this machine, for one request at a time or under load."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def bench_command(
 ) -> None:
     """Time prefill and decode of BUNDLE, beside what this machine's memory allows.
 
-    With --concurrency or --rate the engine is timed instead, with requests that arrive at random moments (a Poisson
+    One request follows the other. With --concurrency or --rate they arrive at random moments instead (a Poisson
     process) and wait for nobody: times count from the moment at which a request was due.
     """
     load = {name: value for name, value in load.items() if value is not None}
@@ -95,7 +95,7 @@ def bench_command(
 
 
 def head_rows(report: BenchmarkReport | LoadReport) -> list[tuple[str, str]]:
-    """What ran, and where."""
+    """The bundle, the machine, the versions."""
     engine = f"{report.engine} {report.engine_version}"
     return [
         ("bundle", f"{report.bundle} ({report.model}, {report.precision})"),
@@ -152,7 +152,7 @@ def load_rows(report: LoadReport) -> list[tuple[str, str]]:
 
 
 def measured_rows(report: LoadReport) -> list[tuple[str, str]]:
-    """What the latencies rest on, where that is not every request.
+    """The requests that latencies rest on, where these are not all.
 
     A queue also holds, until the engine has finished a step, those for whom a row is free; so at moments when many
     arrive it turns away more than rows and queue together could not hold.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import llmc
 from llmc.bundle import CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
 from llmc.cli import output as show
 from llmc.cli.inspect import engine_of, engine_rows
@@ -24,13 +23,13 @@ from llmc.cli.options import (
     memory_option,
 )
 from llmc.cli.stopping import cleanly_stopped
-from llmc.errors import UsageError, require
+from llmc.errors import require
 from llmc.publish import refuse_to_overwrite, room
 
 if TYPE_CHECKING:
-    from llmc.optimize.auto import AutoReport
+    from llmc.optimize.auto.search import AutoReport
     from llmc.optimize.build import BuildReport
-    from llmc.optimize.calibration import CalibrationRequest
+    from llmc.optimize.calibrate.request import CalibrationRequest
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
 # What --rebuild looks at.
@@ -61,7 +60,7 @@ ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_com
 @click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
 @click.option("--plot", type=NEW_FILE, help="With --auto: draw speed against quality into this PNG file.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
-@click.option("--form", help="TensorRT: native, lengths (unproven) or primitives.  [default: what the library knows]")
+@click.option("--form", help="TensorRT: native or primitives.  [default: what the library knows]")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--hardware-compatibility", help="TensorRT: none, ampere or same.  [default: none]")
 @click.option("--version-compatible", is_flag=True, default=None, help="TensorRT: newer libraries may run the engine.")
@@ -94,10 +93,11 @@ def build_command(
     if output is None:
         raise click.UsageError("Missing option '-o' / '--output'.")
     from llmc.bundle import Budget
-    from llmc.optimize.auto import AutoReport, automatic
+    from llmc.optimize.auto.plots import pareto
+    from llmc.optimize.auto.search import AutoReport, automatic
     from llmc.optimize.build import build
-    from llmc.optimize.engine_request import EngineRequest
-    from llmc.optimize.plots import pareto
+    from llmc.optimize.recipe import find_recipe
+    from llmc.optimize.tensorrt.request import EngineRequest
 
     limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
     precision = chosen_precision(tuple(choices.pop(name) for name in PRECISIONS))
@@ -147,7 +147,7 @@ def refuse_choices() -> None:
 
 def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool) -> None:
     """Compile a bundle's engine for this machine, in its place or into ``output``."""
-    from llmc.optimize.rebuild import rebuild
+    from llmc.optimize.tensorrt.rebuild import rebuild
 
     with cleanly_stopped(), show.progress() as progress:
         report = rebuild(source, output or source, force=force or output is None, progress=progress)
@@ -158,8 +158,8 @@ def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool
 
 
 def calibration_request(text: Path | None, samples: int | None, length: int | None) -> CalibrationRequest:
-    """What the build calibrates with, if its recipe asks for it."""
-    from llmc.optimize.calibration import CalibrationRequest
+    """The calibration of a build whose recipe asks for one."""
+    from llmc.optimize.calibrate.request import CalibrationRequest
 
     def decoder(export: Path, device: str) -> Any:
         from llmc.export.streaming import StreamedDecoder
@@ -167,16 +167,6 @@ def calibration_request(text: Path | None, samples: int | None, length: int | No
         return StreamedDecoder(export, device)
 
     return CalibrationRequest(decoder, text, samples, length)
-
-
-def find_recipe(name: str | None) -> Path | None:
-    """The recipe file called ``name``: a path, or one of those that come with llmc, without its suffix."""
-    if name is None or Path(name).is_file():
-        return None if name is None else Path(name)
-    shipped = {path.stem: path for path in (Path(llmc.__path__[0]) / "recipes").glob("*.toml")}
-    if name not in shipped:
-        raise UsageError(f"no recipe {name!r}: neither a file nor one of {', '.join(sorted(shipped)) or 'none'}")
-    return shipped[name]
 
 
 def chosen_precision(flags: tuple[bool, ...]) -> str | None:
@@ -204,7 +194,7 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
 
 
 def print_report(report: BuildReport) -> None:
-    """What was built, how large it is, and how close to the unquantized model."""
+    """The bundle, its size, and its distance from the unquantized model."""
     manifest = report.manifest
     recipe, limits, quality = manifest.recipe, manifest.limits, manifest.quality
     rows = [
@@ -227,7 +217,7 @@ def print_report(report: BuildReport) -> None:
 
 def print_trials(report: AutoReport) -> None:
     """All that was tried, the fastest first, and what was kept."""
-    from llmc.optimize.auto import NEW_TOKENS, PROMPT_TOKENS
+    from llmc.optimize.auto.search import NEW_TOKENS, PROMPT_TOKENS
 
     columns = (
         "candidate",

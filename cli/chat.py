@@ -12,22 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.cli.keys import Interrupts, interrupts
-from llmc.cli.options import (
-    EXISTING_FILE,
-    SAMPLING_NAMES,
-    SectionCommand,
-    bundle_argument,
-    debug_option,
-    engine_options,
-    memory_option,
-    sampling_options,
-    take,
-    threads_option,
-    with_flags,
-)
-from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
-from llmc.cli.run import (
+from llmc.cli.answering import (
     describe,
     is_one,
     loading,
@@ -36,6 +21,20 @@ from llmc.cli.run import (
     self_test_option,
     stats_option,
 )
+from llmc.cli.keys import Interrupts, interrupts
+from llmc.cli.options import (
+    EXISTING_FILE,
+    SectionCommand,
+    bundle_argument,
+    debug_option,
+    engine_options,
+    memory_option,
+    take,
+    threads_option,
+    with_flags,
+)
+from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
+from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
 from llmc.cli.saved import (
     Message,
     check_replaceable,
@@ -250,7 +249,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(parts)})
 
     def _full(self) -> str | None:
-        """What can be done where the conversation does not fit into the context; None where it does."""
+        """Advice for a conversation that does not fit into the context; None for one that does."""
         with suppress(LlmcError):
             prompt = self._model.chat_template.render(self.messages, add_generation_prompt=True)
             held = len(self._model.tokenizer.encode(prompt, add_special_tokens=False))

@@ -1,4 +1,4 @@
-"""``llmc doctor``: what this machine has, and what each target would do on it."""
+"""``llmc doctor``: this machine, and each target on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from llmc.runtime.bench.doctor import Diagnosis
     from llmc.runtime.host.jetson import Jetson
     from llmc.runtime.host.probe import Device, Driver, Library
-    from llmc.runtime.host.targets import Outlook
 
 Rows = Iterator[tuple[str, str]]
 
@@ -100,21 +99,13 @@ def library_words(library: Library) -> str:
 
 
 def verdict_rows(diagnosis: Diagnosis) -> Rows:
-    """What each target would do, advice, and the bundle."""
+    """Targets, advice, and the bundle."""
     for name, outlook in diagnosis.targets.items():
         yield f"target {name}", outlook.state
-        yield from (("", reason) for reason in reasons(outlook))
+        yield from (("", f"{issue.found}: {issue.remedy}") for issue in outlook.obstacles)
+        yield from (("", note) for note in outlook.notes)
     yield from (("advice", advice) for advice in diagnosis.advice)
-    bundle = diagnosis.bundle
-    if bundle is not None:
+    if (bundle := diagnosis.bundle) is not None:
         yield "bundle", f"{bundle.path} {'runs here' if bundle.runs else 'does not run here'}"
         yield from (("", reason) for reason in bundle.reasons)
-        if bundle.remedy:
-            yield "to do", bundle.remedy
-        if bundle.instead:
-            yield "or", bundle.instead
-
-
-def reasons(outlook: Outlook) -> list[str]:
-    """Obstacles with their remedies, then notes."""
-    return [*(f"{obstacle.found}: {obstacle.remedy}" for obstacle in outlook.obstacles), *outlook.notes]
+        yield from ((name, text) for name, text in (("to do", bundle.remedy), ("or", bundle.instead)) if text)

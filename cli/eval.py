@@ -23,7 +23,7 @@ from llmc.errors import UsageError, require
 
 if TYPE_CHECKING:
     from llmc.bundle import Quality
-    from llmc.optimize.layers import LayerError
+    from llmc.optimize.judge.layers import LayerError
 
 
 @click.command("eval")
@@ -62,10 +62,10 @@ def eval_command(
             raise UsageError(f"{plot}: there is no folder {plot.absolute().parent}; make it first")
     if layers or plot is not None:
         check_layers(bundle, reference)
-    from llmc.optimize.evaluate import MAX_WINDOWS, evaluate, read_windows
-    from llmc.optimize.layers import WINDOWS, layer_errors
-    from llmc.optimize.plots import quality as draw
-    from llmc.optimize.reference import Reference
+    from llmc.optimize.auto.plots import quality as draw
+    from llmc.optimize.judge.evaluate import MAX_WINDOWS, evaluate, read_windows
+    from llmc.optimize.judge.layers import WINDOWS, layer_errors
+    from llmc.optimize.judge.reference import Reference
     from llmc.runtime import load
 
     with show.progress() as progress:

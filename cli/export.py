@@ -43,7 +43,7 @@ def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool) -
 
 
 def print_report(report: ExportReport) -> None:
-    """What was exported, each file with its size, and what is new on disk."""
+    """The model, each file with its size, and the bytes that are new on disk."""
     source, geometry = report.source, report.geometry
     show.print_rows(
         [

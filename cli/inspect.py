@@ -12,7 +12,7 @@ from llmc.cli import output as show
 from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
 
 if TYPE_CHECKING:
-    from llmc.bundle import EnginePlan, Geometry, Manifest, Target
+    from llmc.bundle import EngineConfig, Geometry, Manifest, Target
     from llmc.cli.summary import Memory, Summary
 
 
@@ -56,6 +56,7 @@ def print_summary(summary: Summary) -> None:
         memory_row("memory", summary.memory, apart),
         *([memory_row("GPU memory", device)] if device else []),
         *((name, show.size(count)) for name, count in summary.files.items()),
+        *(("note", note) for note in summary.notes),
     ]
     show.print_rows(rows)
 
@@ -82,7 +83,7 @@ def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
 
 
 def describe_windows(windows: tuple[int, ...]) -> str:
-    """How far attention reaches, and in how many layers: ``all positions (12 layers), 4096 (36 layers)``."""
+    """The reach of attention, and of how many layers: ``all positions (12 layers), 4096 (36 layers)``."""
     reach = {window: f"the last {window} positions" if window else "all positions" for window in windows}
     if len(reach) == 1:
         return reach[windows[0]]
@@ -111,7 +112,7 @@ def engine_of(target: Target) -> str:
     return f"{target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"
 
 
-def engine_rows(engine: EnginePlan) -> list[tuple[str, str]]:
+def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
     """Which calls an engine takes, and where it runs."""
     options = {
         "runs on newer libraries": engine.version_compatible,

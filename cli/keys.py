@@ -1,4 +1,4 @@
-"""What Ctrl-C means in a conversation, and how it is heard whatever the program waits for."""
+"""Ctrl-C in a conversation, heard whatever the program waits for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AGAIN_S = 0.005  # before each attempt to wake the main thread
 
 
 class Interrupts:
-    """What Ctrl-C means now.
+    """The present meaning of Ctrl-C.
 
     A signal may come between any two instructions, so it raises only where something waits for it: at the prompt. One
     that comes while nothing waits is kept for the next prompt.

@@ -1,14 +1,12 @@
-"""Arguments and options that several verbs share, the parameters of a request among them."""
+"""Arguments and options that several verbs share."""
 
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from llmc.cli.reading import read_text
 from llmc.errors import RequestError, UsageError
 
 
@@ -33,7 +31,7 @@ NEW_FILE = NewPath(dir_okay=False, path_type=Path)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _QUOTED = re.compile(r"""((?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?!\w))""")
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def size(text: str) -> int:
@@ -71,167 +69,6 @@ emulate_option = click.option(
 bundle_argument = click.argument("bundle", type=EXISTING_FOLDER)
 
 
-# ---------------------------------------------------------------------------------------------------- kinds of values
-
-
-def tokens(text: str) -> tuple[int, ...]:
-    """Token ids with commas between them."""
-    ids = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"\d+", part, re.ASCII) for part in ids):
-        raise click.BadParameter(f"{text!r} is no list of token ids, expected for example 13 or 13,198")
-    return tuple(map(int, ids))
-
-
-def biases(text: str) -> tuple[tuple[int, float], ...]:
-    """Token ids with what to add to their logits: 13=-5,198=2.5."""
-    pairs = [re.fullmatch(r"\s*(\d+)\s*=\s*([+-]?(?:\d+\.?\d*|\.\d+))\s*", part, re.ASCII) for part in text.split(",")]
-    if not all(pairs):
-        raise click.BadParameter(f"{text!r} is no list of biases, expected ID=NUMBER, for example 13=-5,198=2.5")
-    return tuple((int(pair[1]), float(pair[2])) for pair in pairs if pair)
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
-    return tuple(part.strip() for part in text.split(","))
-
-
-def early_stopping(text: str) -> bool | str:
-    """true, false or never."""
-    values: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
-    if text not in values:
-        raise click.BadParameter(f"{text!r} is not one of {', '.join(values)}")
-    return values[text]
-
-
-def schema(text: str) -> str:
-    """JSON as it is, or the text of a file."""
-    return _text_or_file(text, text.lstrip().startswith("{"), "a JSON object")
-
-
-def grammar(text: str) -> str:
-    """A grammar as it is, or the text of a file: every grammar defines something, with a colon."""
-    return _text_or_file(text, ":" in text and not os.path.isfile(text), "a grammar in Lark's notation")
-
-
-def _text_or_file(text: str, is_content: bool, expected: str) -> str:
-    if is_content:
-        return text
-    try:
-        return read_text(Path(text))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise click.BadParameter(
-            f"{text!r:.80} is neither {expected} nor a file that can be read ({reason})"
-        ) from error
-
-
-# ------------------------------------------------------------------------------------------ a request's parameters
-
-
-class Parameter(NamedTuple):
-    """A field of SamplingParams as an option.
-
-    Attributes:
-        name: the field; the flag is called the same.
-        kind: type of the value; bool is a switch with a counterpart ``--no-...``.
-        help: what it does.
-        default: shown in the help, where the help does not tell what the option is without.
-        many: whether the option may be repeated.
-    """
-
-    name: str
-    kind: Any
-    help: str
-    default: object = None
-    many: bool = False
-
-
-# A test holds these against llmc.runtime.SamplingParams, which --help must not import.
-SAMPLING: dict[str, tuple[Parameter, ...]] = {
-    "Common parameters": (
-        Parameter("max_tokens", int, "New tokens at most; fewer where the context ends.", 256),
-        Parameter("temperature", float, "0 always takes the most probable token.  [default: the checkpoint's]"),
-        Parameter("top_k", int, "Sample from the k most probable tokens; 0 from all.  [default: the checkpoint's]"),
-        Parameter("top_p", float, "Sample from the most probable tokens that hold this mass."),
-        Parameter("min_p", float, "Sample from tokens this probable, relative to the most probable one."),
-        Parameter("repetition_penalty", float, "Above 1 discourages every token of prompt and output."),
-        Parameter("seed", int, "The same seed gives the same text."),
-        Parameter("stop", str, "End before this text; may be repeated.", many=True),
-        Parameter("n", int, "Draw so many outputs.", 1),
-        Parameter("num_beams", int, "Beam search with so many beams; 1 is off.", 1),
-        Parameter("json_schema", schema, "The output is JSON of this schema: a file, or the schema itself."),
-        Parameter(
-            "on_overflow",
-            click.Choice(["refuse", "truncate_left", "sink"]),
-            "When the context is full: refuse, drop the oldest tokens, or keep the first ones and a window.",
-            "refuse",
-        ),
-    ),
-    "Where the output ends": (
-        Parameter("stop_token_ids", tokens, "Tokens that end the output, as 2,13."),
-        Parameter("ignore_eos", bool, "Go on after the checkpoint's end-of-sequence tokens."),
-        Parameter(
-            "min_tokens",
-            int,
-            "New tokens before the output may end, by --stop too; a finished grammar ends sooner.",
-        ),
-    ),
-    "More ways to sample": (
-        Parameter("typical_p", float, "Keep the tokens whose surprise is nearest to the entropy, up to this mass."),
-        Parameter("epsilon_cutoff", float, "Keep tokens at least this probable."),
-        Parameter("eta_cutoff", float, "As --epsilon-cutoff, less strict where the entropy is high."),
-        Parameter("top_n_sigma", float, "Keep logits within so many standard deviations of the largest."),
-        Parameter("xtc_probability", float, "How often to drop all but the least probable tokens over the threshold."),
-        Parameter("xtc_threshold", float, "From 0 to 1.", 0.1),
-        Parameter("dynatemp_range", float, "The temperature varies by this much with the entropy."),
-        Parameter("dynatemp_exponent", float, "Shape of that curve.", 1.0),
-        Parameter("mirostat", int, "1 or 2 steers the surprise of the output; 0 is off."),
-        Parameter("mirostat_tau", float, "The surprise aimed at, in bits.", 5.0),
-        Parameter("mirostat_eta", float, "How fast it is steered.", 0.1),
-    ),
-    "Repetition": (
-        Parameter("presence_penalty", float, "Taken from the logit of every token of the output, -2 to 2."),
-        Parameter("frequency_penalty", float, "The same for each time that it occurs."),
-        Parameter("dry_multiplier", float, "How strongly to forbid going on with what occurred before (DRY)."),
-        Parameter("dry_base", float, "Growth of that penalty with every token repeated.", 1.75),
-        Parameter("dry_allowed_length", int, "Longest repetition that costs no more than the multiplier.", 2),
-        Parameter("dry_range", int, "Tokens looked back at; 0 is all."),
-        Parameter(
-            "dry_sequence_breakers",
-            str,
-            'Text that no repetition reaches across; may be repeated.  [default: line end, ":", quote, "*"]',
-            many=True,
-        ),
-        Parameter("no_repeat_ngram_size", int, "No sequence of so many tokens occurs twice."),
-    ),
-    "Single tokens": (
-        Parameter("logit_bias", biases, "Added to logits, -100 to 100, as 13=-5,198=2.5."),
-        Parameter("banned_tokens", tokens, "Tokens that may not come, as 2,13."),
-        Parameter("allowed_tokens", tokens, "The only tokens that may come."),
-        Parameter("processor_order", names, "Steps that take one another's places, as top_p,top_k."),
-        Parameter("logprobs", int, "Report log-probabilities, and so many of the most probable tokens (run --json)."),
-        Parameter("prompt_logprobs", int, "The same for the prompt (run --json)."),
-    ),
-    "Several outputs, and search": (
-        Parameter("best_of", int, "Draw so many, return the --n best."),
-        Parameter("consensus", click.Choice(["f1", "chrf"]), "Of --n samples the one most like the others."),
-        Parameter("num_beam_groups", int, "Groups of beams that keep apart."),
-        Parameter("diversity_penalty", float, "How much the groups keep apart."),
-        Parameter("length_penalty", float, "Exponent of the length that scores are divided by.", 1.0),
-        Parameter("early_stopping", early_stopping, "When the search ends: true, false or never.", False),
-        Parameter("num_return_sequences", int, "Hypotheses to return."),
-        Parameter("penalty_alpha", float, "Contrastive search among --top-k tokens, 0 to 1."),
-    ),
-    "Guided output": (
-        Parameter("regex", str, "The output matches this regular expression."),
-        Parameter("grammar", grammar, "The output is derived from this grammar (Lark): a file, or its text."),
-        Parameter("choice", str, "The output is this text, or another one given so; may be repeated.", many=True),
-    ),
-    "Speculation": (
-        Parameter("speculate", bool, "Let --draft guess tokens for this request.  [default: where it pays]"),
-    ),
-}
-SAMPLING_NAMES = frozenset(parameter.name for section in SAMPLING.values() for parameter in section)
 ENGINE_SECTION = "The engine"
 
 
@@ -272,31 +109,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def sampling_options(command: _Command) -> _Command:
-    """Add an option for every parameter of a request."""
-    for section, parameters in reversed(SAMPLING.items()):
-        kind = type("SectionOption", (SectionOption,), {"section": section})
-        for parameter in reversed(parameters):
-            command = _sampling_option(parameter, kind)(command)
-    return command
-
-
-def _sampling_option(parameter: Parameter, kind: type[SectionOption]) -> Callable[[_Command], _Command]:
-    switch = parameter.kind is bool
-    spelled = flag(parameter.name) + (f"/--no-{parameter.name.replace('_', '-')}" if switch else "")
-    shown = "" if parameter.default is None else f"  [default: {str(parameter.default).lower()}]"
-    return click.option(
-        spelled,
-        parameter.name,
-        cls=kind,
-        type=parameter.kind,
-        default=None,
-        multiple=parameter.many,
-        help=parameter.help + shown,
-    )
-
-
-def engine_options(command: _Command) -> _Command:
+def engine_options(command: Command) -> Command:
     """Add the options of :func:`llmc.runtime.load` that concern the engine."""
     for option in (prefix_cache_option, max_batch_option, determinism_option, draft_option):  # the last one is on top
         command = option(command)

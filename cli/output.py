@@ -1,4 +1,4 @@
-"""How results look: tables and JSON on stdout, progress on stderr while a person is watching."""
+"""The look of results: tables and JSON on stdout, progress on stderr while a person is watching."""
 
 import dataclasses
 import json
@@ -113,7 +113,7 @@ def progress() -> Iterator[Report]:
 
 
 def recipe(recipe: Recipe) -> str:
-    """How weights were compiled, in a few words; what is as usual is left out."""
+    """A recipe in a few words; what is as usual is left out."""
     parts = {
         recipe.precision: True,
         f"by {recipe.scheme}": recipe.scheme != "rtn",
@@ -143,7 +143,7 @@ def calibration_rows(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def quality_rows(quality: Quality | None) -> list[tuple[str, str]]:
-    """How far a bundle is from the unquantized model, one row for each path; none where nothing was measured."""
+    """The distance from the unquantized model, one row for each path; none where nothing was measured."""
     if quality is None:
         return []
     rows = [("judged on", f"{quality.text}, {quality.positions} positions")]

@@ -1,4 +1,4 @@
-"""What the command line reads: files that end, and stdin up to a bound."""
+"""Input of the command line: files that end, and stdin up to a bound."""
 
 import errno
 import stat
@@ -33,7 +33,7 @@ def read_text(path: Path) -> str:
 
 
 def at_terminal() -> bool:
-    """Whether a person types on stdin; nobody does where it is closed."""
+    """True if a person types on stdin; nobody does where it is closed."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 

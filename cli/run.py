@@ -10,36 +10,32 @@ import click
 
 from llmc.bundle import read_bundle
 from llmc.cli import output as show
+from llmc.cli.answering import (
+    describe,
+    is_one,
+    loading,
+    max_context_option,
+    refuse_unseen,
+    self_test_option,
+    stats_option,
+)
+from llmc.cli.chat import converse
 from llmc.cli.options import (
-    ENGINE_NAMES,
-    SAMPLING_NAMES,
-    EngineOption,
     SectionCommand,
     bundle_argument,
     debug_option,
     emulate_option,
     engine_options,
     memory_option,
-    sampling_options,
     take,
     threads_option,
 )
 from llmc.cli.reading import at_terminal, read_stdin, stdin_limit
+from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmc.runtime import GenerationResult, Handle, Output
-
-LOADING = ("threads", "max_context", "memory", "self_test", "emulate")
-max_context_option = click.option(
-    "--max-context", type=int, cls=EngineOption, help="Longest sequence in tokens.  [default: the bundle's]"
-)
-self_test_option = click.option(
-    "--self-test/--no-self-test",
-    default=None,
-    help="Replay the bundle's golden prompts first.  [default: the first time on this machine]",
-)
-stats_option = click.option("--stats", is_flag=True, help="Print counts, times and the seed on stderr at the end.")
+    from llmc.runtime import Handle, Output
 
 
 @click.command("run", cls=SectionCommand)
@@ -73,8 +69,6 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
     text = "" if talk else read_prompt(prompt, bundle)
     with load(bundle, **loading(options)) as model:
         if talk:
-            from llmc.cli.chat import converse
-
             converse(model, sampling, stats=stats)
             return
         messages = [{"role": "user", "content": text}]
@@ -82,27 +76,6 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
         write(stream, as_json, is_one(sampling))
         if stats:
             click.echo(describe(stream.result()), err=True)
-
-
-def loading(options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of :func:`llmc.runtime.load`; those of the engine only where they were given."""
-    return {name: options[name] for name in LOADING if name in options} | take(options, ENGINE_NAMES)
-
-
-def refuse_unseen(sampling: dict[str, Any]) -> None:
-    """Refuse what only JSON shows.
-
-    Raises:
-        UsageError: log-probabilities were asked for.
-    """
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in sampling:
-            raise UsageError(f"{name} is {sampling[name]}, which only llmc run with --json shows; add it, or leave it")
-
-
-def is_one(sampling: dict[str, Any]) -> bool:
-    """Whether one output is generated, so that its text can be printed as it comes."""
-    return all(sampling.get(name, 1) <= 1 for name in ("n", "best_of", "num_return_sequences"))
 
 
 def read_prompt(prompt: str | None, bundle: Path) -> str:
@@ -140,18 +113,3 @@ def write_outputs(outputs: tuple[Output, ...]) -> None:
             score = "" if output.score is None else f", score {output.score:.4f}"
             click.echo(f"--- {place} of {len(outputs)}: ended by {output.finish_reason}{seed}{score}")
         click.echo(output.text)
-
-
-def describe(result: GenerationResult) -> str:
-    """Counts, speeds, and why the request ended, in one line."""
-    usage, timings, metrics = result.usage, result.timings, result.metrics
-    cached = f" ({usage.cached_tokens} from the prefix cache)" if usage.cached_tokens else ""
-    cut = f" ({usage.truncated_tokens} left out)" if usage.truncated_tokens else ""
-    drafted = f"; {metrics.accepted} of {metrics.drafted} drafts accepted" if metrics.drafted else ""
-    seed = "" if result.seed is None else f"; seed {result.seed}"
-    return (
-        f"prompt: {usage.prompt_tokens} tokens{cached}{cut}, first token after {timings.ttft_s:.3f} s "
-        f"({timings.prefill_tokens_per_s:.1f} tok/s); completion: {usage.completion_tokens} tokens, "
-        f"{timings.tpot_s * 1000:.2f} ms each ({timings.decode_tokens_per_s:.1f} tok/s){drafted}; "
-        f"ended by {result.finish_reason}{seed}"
-    )

@@ -60,7 +60,7 @@ def check_replaceable(path: Path, state: Path) -> None:
 
 
 def _is_state(path: Path) -> bool:
-    from llmc.runtime.cache_file import MAGIC
+    from llmc.runtime.kv.cache_file import MAGIC
 
     if os.path.islink(path) or not os.path.isfile(path):
         return False
@@ -113,7 +113,7 @@ def _is_message(item: object) -> bool:
 
 
 def _is_text(content: str) -> bool:
-    """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """True for text without half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         content.encode()
     except UnicodeEncodeError:

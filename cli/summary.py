@@ -1,4 +1,4 @@
-"""What a checkpoint, an export or a bundle holds, read without an engine: the library half of ``llmc inspect``."""
+"""A checkpoint, an export or a bundle, read without an engine: the library half of ``llmc inspect``."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,10 +6,9 @@ from pathlib import Path
 from llmc import bundle
 from llmc.bundle import Geometry, Manifest, Source
 from llmc.errors import BundleError, UsageError
-from llmc.export.checkpoint import read_checkpoint
-from llmc.export.shards import DTYPE_NAMES, Shard, read_shards
-from llmc.runtime.kv_cache import rounded_up
-from llmc.runtime.memory import plan_load
+from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
+from llmc.export.sources.safetensors import DTYPE_NAMES, Shard, read_shards
+from llmc.runtime.kv.budget import plan_load, rounded_up
 
 CONFIG_FILE = "config.json"
 
@@ -46,6 +45,7 @@ class Summary:
     weights: dict[str, int]
     memory: Memory
     bundle: Manifest | None
+    notes: tuple[str, ...]
     device_memory: Memory | None = None
 
 
@@ -58,17 +58,23 @@ def summarize(path: Path, context: int | None = None, batch: int = 1) -> Summary
         BundleError, CheckpointError: the folder is none of these, or broken.
         UsageError: ``context`` or ``batch`` is beyond what it can run with.
     """
-    for name, read in (
-        (bundle.BUNDLE_MANIFEST, _of_bundle),
-        (bundle.EXPORT_MANIFEST, _of_export),
-        (CONFIG_FILE, _of_checkpoint),
-    ):
-        if (path / name).exists():
-            return read(path, context, batch)
-    raise BundleError(
-        f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor {CONFIG_FILE} "
-        "(a Hugging Face checkpoint) is here"
-    )
+    refuse_others(path)
+    if (path / bundle.BUNDLE_MANIFEST).exists():
+        return _of_bundle(path, context, batch)
+    return (_of_export if (path / bundle.EXPORT_MANIFEST).exists() else _of_checkpoint)(path, context, batch)
+
+
+def refuse_others(path: Path) -> None:
+    """Refuse a folder that is neither a bundle, nor an export, nor a checkpoint.
+
+    Raises:
+        BundleError: with the files that tell.
+    """
+    if not any((path / name).exists() for name in (bundle.BUNDLE_MANIFEST, bundle.EXPORT_MANIFEST, CONFIG_FILE)):
+        raise BundleError(
+            f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
+            f"{CONFIG_FILE} (a Hugging Face checkpoint) is here"
+        )
 
 
 def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
@@ -85,22 +91,30 @@ def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
     if manifest.device is not None:
         positions = rounded_up(manifest.engine, context)
         device = Memory(positions, batch, manifest.device.parts(positions, batch))
-    return Summary("bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest, device)
+    return Summary(
+        "bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest, manifest.notes, device
+    )
 
 
 def _of_export(path: Path, context: int | None, batch: int) -> Summary:
     manifest = bundle.read_export(path)
-    return _unbuilt("export", path, manifest.geometry, manifest.source, read_shards(path), context, batch)
+    return _unbuilt("export", path, manifest, read_shards(path), context, batch)
 
 
 def _of_checkpoint(path: Path, context: int | None, batch: int) -> Summary:
     found = read_checkpoint(path)
-    return _unbuilt("checkpoint", path, found.config.geometry, found.source, list(found.shards), context, batch)
+    return _unbuilt("checkpoint", path, found, list(found.shards), context, batch)
 
 
 def _unbuilt(
-    kind: str, path: Path, geometry: Geometry, source: Source, shards: list[Shard], context: int | None, batch: int
+    kind: str,
+    path: Path,
+    found: Checkpoint | bundle.ExportManifest,
+    shards: list[Shard],
+    context: int | None,
+    batch: int,
 ) -> Summary:
+    geometry = found.geometry
     limit = geometry.max_positions
     context = _at_most("--context", context or limit, limit, f"max_position_embeddings in {CONFIG_FILE}")
     weights: dict[str, int] = {}
@@ -110,7 +124,7 @@ def _unbuilt(
     files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
     parts = {"weights": sum(weights.values()), "cache": geometry.cache_bytes(context, batch)}
     memory = Memory(context, batch, parts)
-    return Summary(kind, path, geometry, source, files, weights, memory, None)
+    return Summary(kind, path, geometry, found.source, files, weights, memory, None, found.notes)
 
 
 def _at_most(flag: str, value: int, limit: int, what: str) -> int:

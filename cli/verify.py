@@ -41,7 +41,7 @@ def verify_command(bundle: Path, threads: int | None, emulate: bool, as_json: bo
 
 
 def emulation(bundle: Path) -> str:
-    """What it means that a bundle passed with ``--emulate``."""
+    """The meaning of a pass with ``--emulate``."""
     if read_bundle(bundle).device is None:
         return "; it is for the CPU, so --emulate changed nothing"
     return " as far as the CPU can tell: the GPU was not used"

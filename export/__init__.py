@@ -13,7 +13,7 @@ __all__ = ["ExportReport", "export"]
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote: size in bytes by file name, of which ``new_bytes`` are new on disk (the rest is linked).
+    """The folder that an export wrote: bytes by file name, of which ``new_bytes`` are new on disk (the rest is linked).
 
     ``seconds`` include loading torch; ``notes`` are sentences about what was left out on purpose.
     """

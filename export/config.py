@@ -1,20 +1,35 @@
-"""What a decoder is, in llmc's own words: every question about a checkpoint's config is answered here once."""
+"""A decoder in llmc's own words: its layers, and the inventory of linears, norms, attentions and caches that follows.
+
+A family fills in a :class:`DecoderConfig`; everything else asks it, so that no checkpoint's config is read twice.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from llmc.inventory import Attention, Cache, Geometry, Linear, Mlp, Norm
 
 RopeType = Literal["default", "linear", "llama3"]
+Activation = Literal["silu"]
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """Settings that all norms of a decoder share."""
+
+    eps: float
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding. ``factor`` divides all frequencies (linear) or the low ones (llama3, as the rest)."""
+    """A rotary position embedding.
 
+    Attributes:
+        dim: values of a head that are rotated, pairs of them together.
+        theta: base of the frequencies.
+        factor: divides all frequencies (linear), or the low ones (llama3, which also reads what follows).
+    """
+
+    dim: int
     theta: float
     type: RopeType = "default"
     factor: float = 1.0
@@ -24,44 +39,76 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """A decoder's shape and switches. ``windows`` has one entry per layer: 0 attends to everything, W to the last W."""
+class AttentionConfig:
+    """An attention.
 
-    model_type: str
-    layers: int
-    hidden_size: int
-    intermediate_size: int
+    Attributes:
+        heads, kv_heads, head_dim: of queries, of keys and values, and the width of each.
+        window: positions that a query sees, itself included; 0 for all.
+        rope: index of its rope, None where positions are not encoded.
+        qk_norm: whether each head of the queries and keys is normalised before it is rotated.
+        qkv_bias, o_bias: whether the projections add a bias.
+    """
+
     heads: int
     kv_heads: int
     head_dim: int
-    vocab_size: int
-    max_positions: int
-    norm_eps: float
-    rope: Rope
-    tied_head: bool
-    windows: tuple[int, ...]
+    window: int = 0
+    rope: int | None = 0
+    qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """A feed-forward part, ``inner`` values wide."""
+
+    inner: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A residual block. ``mlp`` is None where attention is all that it has."""
+
+    mixer: AttentionConfig
+    mlp: MlpConfig | None
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder's shape and switches."""
+
+    model_type: str
+    layers: tuple[Layer, ...]
+    ropes: tuple[Rope, ...]
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    norm: NormConfig
+    tied_head: bool
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
     @property
     def geometry(self) -> Geometry:
         """The part that every later stage needs."""
+        first, inner = self.layers[0].mixer, [layer.mlp.inner for layer in self.layers if layer.mlp]
         return Geometry(
             model_type=self.model_type,
-            layers=self.layers,
+            layers=len(self.layers),
             hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
+            intermediate_size=next(iter(inner), self.hidden_size),
+            heads=first.heads,
+            kv_heads=first.kv_heads,
+            head_dim=first.head_dim,
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
             tied_head=self.tied_head,
-            windows=self.windows,
+            windows=tuple(layer.mixer.window for layer in self.layers),
             linears=linears(self),
             norms=norms(self),
             attentions=attentions(self),
@@ -75,35 +122,49 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 def linears(config: DecoderConfig) -> tuple[Linear, ...]:
     """Every linear in the order of the computation, the head last."""
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.heads * head_dim, config.kv_heads * head_dim
-    rows = (
-        ("self_attn.q_proj", queries, hidden, config.qkv_bias, "input_layernorm", "input_layernorm"),
-        ("self_attn.k_proj", keys, hidden, config.qkv_bias, "input_layernorm", "input_layernorm"),
-        ("self_attn.v_proj", keys, hidden, config.qkv_bias, "input_layernorm", "input_layernorm"),
-        ("self_attn.o_proj", hidden, queries, config.o_bias, "self_attn", "self_attn.v_proj"),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias, "post_attention_layernorm", "post_attention_layernorm"),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias, "post_attention_layernorm", "post_attention_layernorm"),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias, "mlp", "mlp.up_proj"),
-    )
-    return (
-        *(
-            Linear(f"{at}.{name}", outputs, inputs, bias, f"{at}.{reads}", f"{at}.{producer}", layer)
-            for layer, at in _layers(config)
-            for name, outputs, inputs, bias, reads, producer in rows
+    found = [linear for index, _ in enumerate(config.layers) for linear in _layer_linears(config, index)]
+    return (*found, Linear(HEAD, config.vocab_size, config.hidden_size, False, FINAL_NORM, FINAL_NORM, None))
+
+
+def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
+    at, hidden, mixer, mlp = _path(index), config.hidden_size, config.layers[index].mixer, config.layers[index].mlp
+    queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+    norm = f"{at}.input_layernorm"
+    found = [
+        Linear(f"{at}.self_attn.q_proj", queries, hidden, mixer.qkv_bias, norm, norm, index),
+        Linear(f"{at}.self_attn.k_proj", keys, hidden, mixer.qkv_bias, norm, norm, index),
+        Linear(f"{at}.self_attn.v_proj", keys, hidden, mixer.qkv_bias, norm, norm, index),
+        Linear(
+            f"{at}.self_attn.o_proj",
+            hidden,
+            queries,
+            mixer.o_bias,
+            f"{at}.self_attn",
+            f"{at}.self_attn.v_proj",
+            index,
         ),
-        Linear(HEAD, config.vocab_size, hidden, False, FINAL_NORM, FINAL_NORM, None),
-    )
+    ]
+    if mlp is None:
+        return found
+    norm, up = f"{at}.post_attention_layernorm", f"{at}.mlp.up_proj"
+    if mlp.gated:
+        found.append(Linear(f"{at}.mlp.gate_proj", mlp.inner, hidden, mlp.bias, norm, norm, index))
+    producer = up if mlp.gated else ""  # no factor passes through an activation
+    found.append(Linear(up, mlp.inner, hidden, mlp.bias, norm, norm, index))
+    found.append(Linear(f"{at}.mlp.down_proj", hidden, mlp.inner, mlp.bias, f"{at}.mlp", producer, index))
+    return found
 
 
 def norms(config: DecoderConfig) -> tuple[Norm, ...]:
     """Every norm in the order of the computation, the one before the head last."""
     found: list[Norm] = []
-    for layer, at in _layers(config):
-        found.append(Norm(f"{at}.input_layernorm", config.hidden_size, layer > 0, layer))
-        if config.qk_norm:
-            found += [Norm(f"{at}.self_attn.{part}_norm", config.head_dim, False, layer) for part in "qk"]
-        found.append(Norm(f"{at}.post_attention_layernorm", config.hidden_size, True, layer))
+    for index, layer in enumerate(config.layers):
+        at = _path(index)
+        found.append(Norm(f"{at}.input_layernorm", config.hidden_size, index > 0, index))
+        if layer.mixer.qk_norm:
+            found += [Norm(f"{at}.self_attn.{part}_norm", layer.mixer.head_dim, False, index) for part in "qk"]
+        if layer.mlp is not None:
+            found.append(Norm(f"{at}.post_attention_layernorm", config.hidden_size, True, index))
     return (*found, Norm(FINAL_NORM, config.hidden_size, False, None))
 
 
@@ -111,23 +172,27 @@ def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
     """Every attention in the order of the layers."""
     return tuple(
         Attention(
-            name=f"{at}.self_attn",
-            layer=layer,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            window=config.windows[layer],
-            rope=0,
-            projections=tuple(f"{at}.self_attn.{part}_proj" for part in "qkv"),
-            cache=str(layer),
+            name=f"{_path(index)}.self_attn",
+            layer=index,
+            heads=layer.mixer.heads,
+            kv_heads=layer.mixer.kv_heads,
+            head_dim=layer.mixer.head_dim,
+            window=layer.mixer.window,
+            rope=layer.mixer.rope,
+            projections=tuple(f"{_path(index)}.self_attn.{part}_proj" for part in "qkv"),
+            cache=str(index),
         )
-        for layer, at in _layers(config)
+        for index, layer in enumerate(config.layers)
     )
 
 
 def mlps(config: DecoderConfig) -> tuple[Mlp, ...]:
     """Every feed-forward part in the order of the layers."""
-    return tuple(Mlp(f"{at}.mlp", layer, config.intermediate_size, "silu", True) for layer, at in _layers(config))
+    return tuple(
+        Mlp(f"{_path(index)}.mlp", index, layer.mlp.inner, layer.mlp.activation, layer.mlp.gated)
+        for index, layer in enumerate(config.layers)
+        if layer.mlp is not None
+    )
 
 
 def caches(config: DecoderConfig) -> tuple[Cache, ...]:
@@ -145,30 +210,6 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {f"{norm.name}.weight": (norm.size,) for norm in norms(config)}
 
 
-def _layers(config: DecoderConfig) -> list[tuple[int, str]]:
-    """Index and module path of every layer."""
-    return [(layer, f"model.layers.{layer}") for layer in range(config.layers)]
-
-
-def inverse_frequencies(config: DecoderConfig) -> npt.NDArray[np.float32]:
-    """Angle per position of each rotated pair, float32 [head_dim / 2].
-
-    Source: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595) for ``linear``; for ``llama3`` the
-    ``apply_scaling`` of Meta's llama-models repository. Computed in float32, as transformers does.
-    """
-    rope = config.rope
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = np.float32(1) / np.power(np.float32(rope.theta), exponents)
-    if rope.type == "linear":
-        frequencies = frequencies / np.float32(rope.factor)
-    if rope.type == "llama3":
-        frequencies = _llama3(frequencies, rope)
-    return np.asarray(frequencies, np.float32)
-
-
-def _llama3(frequencies: npt.NDArray[np.float32], rope: Rope) -> npt.NDArray[np.float32]:
-    """Keep short wavelengths, divide long ones by ``factor``, and blend linearly between."""
-    turns = np.float32(rope.original_max_positions) * frequencies / np.float32(2 * np.pi)
-    blend = (turns - np.float32(rope.low_freq_factor)) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
-    blend = np.clip(blend, np.float32(0), np.float32(1))
-    return np.asarray((1 - blend) * frequencies / np.float32(rope.factor) + blend * frequencies, np.float32)
+def _path(index: int) -> str:
+    """Module path of a layer."""
+    return f"model.layers.{index}"

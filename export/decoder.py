@@ -1,40 +1,18 @@
-"""The decoder: one torch module for every family, named like Hugging Face's so that checkpoint tensors fit by name.
-
-Weights keep the dtype in which the checkpoint stores them; arithmetic is float32.
-"""
+"""The decoder: one torch module for every family, named like Hugging Face's so that checkpoint tensors fit by name."""
 
 from collections.abc import Sequence
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn import functional
 
 from llmc.export import ops
-from llmc.export.checkpoint import Checkpoint
-from llmc.export.config import DecoderConfig, inverse_frequencies
-
-Cache = tuple[Tensor, Tensor]
-
-
-class Linear(nn.Module):
-    """x (..., in) -> x W^T + b (..., out)."""
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x @ _float(self.weight).t()
-        return y if self.bias is None else y + _float(self.bias)
-
-
-class TiedHead(nn.Module):
-    """hidden (B, O, N) -> logits (B, O, V) with the embedding's weight."""
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ _float(weight).t()
+from llmc.export.blocks.attention import Attention, Cache
+from llmc.export.blocks.linear import Embedding, Linear, TiedHead
+from llmc.export.blocks.mlp import MLP
+from llmc.export.blocks.norm import RMSNorm
+from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
+from llmc.export.config import DecoderConfig
+from llmc.export.sources.checkpoint import Checkpoint
 
 
 class TakePositions(nn.Module):
@@ -44,108 +22,34 @@ class TakePositions(nn.Module):
         return ops.take_positions(hidden, indices)
 
 
-class Embedding(nn.Module):
-    """ids (B, S) -> vectors (B, S, hidden). Rows are gathered before they are converted."""
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return _float(functional.embedding(ids, self.weight))
-
-
-class RMSNorm(nn.Module):
-    """Normalise runs of ``size`` values of the last dimension: the whole of it, or each head (arXiv 1910.07467)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        size = self.weight.shape[0]
-        runs = x if x.shape[-1] == size else x.view(*x.shape[:-1], -1, size)
-        normed = functional.rms_norm(runs, (size,), _float(self.weight), self.eps)
-        return normed if runs is x else normed.flatten(-2)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention over a cache that the caller owns."""
-
-    def __init__(self, config: DecoderConfig, window: int) -> None:
-        super().__init__()
-        hidden, queries, keys = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.num_heads, self.kv_heads, self.window = config.heads, config.kv_heads, window
-        self.q_proj = Linear(hidden, queries, bias=config.qkv_bias)
-        self.k_proj = Linear(hidden, keys, bias=config.qkv_bias)
-        self.v_proj = Linear(hidden, keys, bias=config.qkv_bias)
-        self.o_proj = Linear(queries, hidden, bias=config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-
-    def forward(self, x: Tensor, past: Cache, past_lengths: Tensor, inv_freq: Tensor) -> tuple[Tensor, Cache]:
-        attn, keys, values = ops.cached_attention(
-            self.q_norm(self.q_proj(x)),
-            self.k_norm(self.k_proj(x)),
-            self.v_proj(x),
-            past,
-            past_lengths,
-            inv_freq,
-            num_heads=self.num_heads,
-            kv_heads=self.kv_heads,
-            window=self.window,
-        )
-        return self.o_proj(attn), (keys, values)
-
-
-class SiLU(nn.Module):
-    """x * sigmoid(x), spelt out so that the graph holds two plain nodes of known shape."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(x)
-
-
-class MLP(nn.Module):
-    """Gated feed-forward: down(silu(gate x) * up x)."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(hidden, inner, bias=bias)
-        self.up_proj = Linear(hidden, inner, bias=bias)
-        self.down_proj = Linear(inner, hidden, bias=bias)
-        self.act_fn = SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
 class DecoderLayer(nn.Module):
-    """Pre-norm residual block."""
+    """Pre-norm residual block: attention, and an MLP where the layer has one."""
 
-    def __init__(self, config: DecoderConfig, window: int) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, window)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        layer, hidden_size = config.layers[index], config.hidden_size
+        self.input_layernorm = RMSNorm(hidden_size, config.norm)
+        self.self_attn = Attention(layer.mixer, hidden_size, config.norm)
+        self.mlp = None
+        if layer.mlp is not None:
+            self.post_attention_layernorm = RMSNorm(hidden_size, config.norm)
+            self.mlp = MLP(layer.mlp, hidden_size)
 
-    def forward(self, x: Tensor, past: Cache, past_lengths: Tensor, inv_freq: Tensor) -> tuple[Tensor, Cache]:
-        attn, present = self.self_attn(self.input_layernorm(x), past, past_lengths, inv_freq)
+    def forward(self, x: Tensor, past: Cache, past_lengths: Tensor, ropes: Sequence[Tensor]) -> tuple[Tensor, Cache]:
+        """Values (B, S, N), this layer's cache, lengths (B) and the frequencies of every rope -> values, cache."""
+        attn, present = self.self_attn(self.input_layernorm(x), past, past_lengths, ropes)
         x = x + attn
-        return x + self.mlp(self.post_attention_layernorm(x)), present
+        return (x if self.mlp is None else x + self.mlp(self.post_attention_layernorm(x))), present
 
 
 class Stack(nn.Module):
-    """What Hugging Face calls ``model``: all but the head. It is a namespace; :class:`Decoder` runs it."""
+    """All but the head, ``model`` to Hugging Face. It is a namespace; :class:`Decoder` runs it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, window) for window in config.windows)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(len(config.layers)))
+        self.norm = RMSNorm(config.hidden_size, config.norm)
 
 
 class Decoder(nn.Module):
@@ -157,21 +61,32 @@ class Decoder(nn.Module):
         self.model = Stack(config)
         self.logit_rows = TakePositions()
         self.lm_head = TiedHead() if config.tied_head else Linear(config.hidden_size, config.vocab_size)
-        self.rotary_emb = nn.Module()
-        self.rotary_emb.register_buffer("inv_freq", torch.tensor(inverse_frequencies(config)), persistent=False)
+        self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
 
     def forward(
         self, input_ids: Tensor, past_lengths: Tensor, logit_indices: Tensor, pasts: Sequence[Cache]
     ) -> tuple[Tensor, Tensor, list[Cache]]:
         """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), (B, O, N), caches."""
-        x = self.model.embed_tokens(input_ids)  # (B, S, N)
-        presents = []
+        borders, presents = self.run_layers(input_ids, past_lengths, pasts)
+        return *self.run_head(borders[-1], logit_indices), presents
+
+    def run_layers(
+        self, input_ids: Tensor, past_lengths: Tensor, pasts: Sequence[Cache]
+    ) -> tuple[list[Tensor], list[Cache]]:
+        """The values (B, S, N) before the first layer and after each, and each layer's cache."""
+        ropes = [rope.inv_freq for rope in self.rotary_emb]
+        borders, presents = [self.model.embed_tokens(input_ids)], []
         for layer, past in zip(self.model.layers, pasts, strict=True):
-            x, present = layer(x, past, past_lengths, self.rotary_emb.inv_freq)
+            x, present = layer(borders[-1], past, past_lengths, ropes)
+            borders.append(x)
             presents.append(present)
-        x = self.model.norm(self.logit_rows(x, logit_indices))  # (B, O, N)
+        return borders, presents
+
+    def run_head(self, x: Tensor, logit_indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Values (B, S, N) and indices (B, O) -> logits (B, O, V), and what the head multiplies (B, O, N)."""
+        x = self.model.norm(self.logit_rows(x, logit_indices))
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
-        return self.lm_head(x, *tied_weight), x, presents
+        return self.lm_head(x, *tied_weight), x
 
 
 def load_decoder(checkpoint: Checkpoint) -> Decoder:
@@ -183,7 +98,3 @@ def load_decoder(checkpoint: Checkpoint) -> Decoder:
             weights |= {name: file.get_tensor(name) for name in shard.tensors.keys() & checkpoint.tensors.keys()}
     decoder.load_state_dict(weights, assign=True)
     return decoder.eval()
-
-
-def _float(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float32 else x.float()

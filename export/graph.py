@@ -2,10 +2,13 @@
 
 Names in the result, which later stages rely on (``P`` is a module path such as ``model.layers.0.self_attn.q_proj``):
 
-* an initializer is named like its checkpoint tensor, ``P.weight``; ``rotary_emb.inv_freq`` is the only computed one;
+* an initializer is named like its checkpoint tensor, ``P.weight``; the only computed ones are frequencies: those of the
+  decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and zeros for an attention that encodes no
+  positions, ``P.rotary_emb.inv_freq`` (an ONNX function cannot leave out an input, and to turn by zero is exact);
 * a MatMul, RMSNormalization, CachedAttention, Gather or GatherND node is named like its module, ``P``;
 * a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
-* any other node is ``P.<operator in lower case>``, the residual Adds of a layer ``P.residual`` and ``P.residual_1``;
+* any other node is ``P.<operator in lower case>``, the residual Adds of a layer ``P.residual`` and, if it has an MLP,
+  ``P.residual_1``;
 * a node's output is ``<node>.out``, except ``hidden.0`` (embeddings), ``hidden.{i+1}`` (after layer i) and contract 1.
 """
 
@@ -18,19 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmc import __version__, bundle
+from llmc import __version__, bundle, inventory
 from llmc.export import ops
-from llmc.export.config import DecoderConfig, inverse_frequencies
+from llmc.export.blocks.attention import Cache
+from llmc.export.blocks.rope import inverse_frequencies
+from llmc.export.config import DecoderConfig
 from llmc.export.decoder import Decoder
-from llmc.export.shards import StoredTensor
+from llmc.export.sources.safetensors import StoredTensor
 
-INV_FREQ = "rotary_emb.inv_freq"
 # The first ONNX IR version that knows opset 24.
 IR_VERSION = 12
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -43,24 +48,37 @@ _BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY = 2, 5, 3, 7
 
 def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
     """Export the decoder and refer to its weights in the safetensors files of ``base``."""
+    geometry = config.geometry
     model = _trace(config, tensors)
     graph = model.graph
-    _name_contract(graph, config)  # first: the dimensions' names tell the next step what a Reshape keeps
+    borders = [graph.outputs.pop() for _ in range(geometry.layers + 1)][::-1]
+    _name_contract(graph, geometry.caches)  # first: the dimensions' names tell the next step what a Reshape keeps
     _fold_reshapes(graph)
     common_passes.RemoveUnusedNodesPass()(model)  # what computed the shapes of the folded Reshapes
-    _point_to_weights(graph, config, tensors, base)
+    for name, frequencies in _frequencies(config).items():
+        graph.initializers[name].const_value = ir.tensor(frequencies, name=name)
+    _point_to_weights(graph, tensors, base)
     _name_nodes(graph)
-    _name_hidden(graph, config)
+    for i, hidden in enumerate(borders):  # so that the graph can be cut between layers
+        hidden.name = f"hidden.{i}"
     _clear_metadata(model)
     _sign(model)
     return model
 
 
-def check_graph(model: ir.Model) -> None:
-    """Check the graph as ONNX: structure, types and shapes.
+def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
+    """Check the graph as ONNX (structure, types and shapes), and that the inventory lists its nodes.
 
     Weights stand in as inputs, since onnx refuses external data in a hard-linked file.
     """
+    listed = {
+        "MatMul": [linear.name for linear in geometry.linears],
+        "RMSNormalization": [norm.name for norm in geometry.norms],
+        ops.CACHED_ATTENTION: [attention.name for attention in geometry.attentions],
+    }
+    for operator, names in listed.items():
+        nodes = [node.name for node in model.graph if node.op_type == operator]
+        assert nodes == names, f"the inventory lists {len(names)} of {len(nodes)} {operator} nodes, or in another order"
     proto = ir.to_proto(model)
     tensors = list(proto.graph.initializer)
     del proto.graph.initializer[:]
@@ -72,12 +90,22 @@ def check_graph(model: ir.Model) -> None:
     onnx.checker.check_model(proto, full_check=True)
 
 
+class _BorderedDecoder(Decoder):
+    """Returns the values between layers, too: the tracer's outputs are how it marks them."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: torch.Tensor, past_lengths: torch.Tensor, logit_indices: torch.Tensor, pasts: Sequence[Cache]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[Cache], list[torch.Tensor]]:
+        borders, presents = self.run_layers(input_ids, past_lengths, pasts)
+        return *self.run_head(borders[-1], logit_indices), presents, borders
+
+
 def _trace(config: DecoderConfig, tensors: Mapping[str, StoredTensor]) -> ir.Model:
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-        decoder = Decoder(config).eval()
+        decoder = _BorderedDecoder(config).eval()
         fakes = {name: torch.empty(stored.shape, dtype=_TORCH_DTYPES[stored.dtype]) for name, stored in tensors.items()}
         decoder.load_state_dict(fakes, assign=True)
-        arguments, shapes = _samples(config)
+        arguments, shapes = _samples(config.geometry.caches)
         exported = torch.export.export(decoder, arguments, dynamic_shapes=shapes, strict=False)
         program = torch.onnx.export(exported, opset_version=ops.OPSET, optimize=False, verbose=False)
     assert program is not None
@@ -98,28 +126,28 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _samples(config: DecoderConfig) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _samples(caches: Sequence[inventory.Cache]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     batch, sequence, outputs, capacity = map(torch.export.Dim, ("batch", "sequence", "outputs", "capacity"))
 
-    def cache() -> torch.Tensor:
-        return torch.zeros(_BATCH, config.kv_heads, _CAPACITY, config.head_dim)
+    def cache(kv_heads: int, head_dim: int) -> torch.Tensor:
+        return torch.zeros(_BATCH, kv_heads, _CAPACITY, head_dim)
 
     arguments = (
         torch.zeros(_BATCH, _SEQUENCE, dtype=torch.int64),
         torch.zeros(_BATCH, dtype=torch.int64),
         torch.zeros(_BATCH, _OUTPUTS, dtype=torch.int64),
-        [(cache(), cache()) for _ in range(config.layers)],
+        [(cache(*item.shape), cache(*item.shape)) for item in caches],
     )
     cache_dims = {0: batch, 2: capacity}
-    pasts = [(cache_dims, cache_dims)] * config.layers
+    pasts = [(cache_dims, cache_dims)] * len(caches)
     return arguments, ({0: batch, 1: sequence}, {0: batch}, {0: batch, 1: outputs}, pasts)
 
 
-def _name_contract(graph: ir.Graph, config: DecoderConfig) -> None:
+def _name_contract(graph: ir.Graph, caches: Sequence[inventory.Cache]) -> None:
     """Give inputs, outputs and symbolic dimensions the names of contract 1."""
-    caches = [f"{i}.{part}" for i in range(config.layers) for part in ("key", "value")]
-    inputs = ["input_ids", "past_lengths", "logit_indices", *(f"past_key_values.{cache}" for cache in caches)]
-    outputs = ["logits", "hidden_states", *(f"present.{cache}" for cache in caches)]
+    tensors = [f"{cache.name}.{part}" for cache in caches for part in ("key", "value")]
+    inputs = ["input_ids", "past_lengths", "logit_indices", *(f"past_key_values.{name}" for name in tensors)]
+    outputs = ["logits", "hidden_states", *(f"present.{name}" for name in tensors)]
     shapes = [[str(dim) for dim in value.shape or ()] for value in graph.inputs]
     dims = {shapes[0][0]: "batch", shapes[0][1]: "sequence", shapes[2][1]: "outputs", shapes[3][2]: "capacity"}
     for value in _values(graph):
@@ -155,8 +183,17 @@ def _shape_initializer(graph: ir.Graph, dims: Sequence[int | ir.SymbolicDim]) ->
     return graph.initializers[name]
 
 
-def _point_to_weights(graph: ir.Graph, config: DecoderConfig, tensors: Mapping[str, StoredTensor], base: Path) -> None:
-    graph.initializers[INV_FREQ].const_value = ir.tensor(inverse_frequencies(config), name=INV_FREQ)
+def _frequencies(config: DecoderConfig) -> dict[str, npt.NDArray[np.float32]]:
+    """Every computed weight by its name."""
+    ropes = {f"rotary_emb.{i}.inv_freq": inverse_frequencies(rope) for i, rope in enumerate(config.ropes)}
+    return ropes | {
+        f"{attention.name}.rotary_emb.inv_freq": np.zeros(attention.head_dim // 2, np.float32)
+        for attention in config.geometry.attentions
+        if attention.rope is None
+    }
+
+
+def _point_to_weights(graph: ir.Graph, tensors: Mapping[str, StoredTensor], base: Path) -> None:
     for name, stored in tensors.items():
         graph.initializers[name].const_value = ir.ExternalTensor(
             stored.file,
@@ -203,16 +240,6 @@ def _weight_behind(value: ir.Value | None) -> str | None:
         node = value.producer()
         value = node.inputs[0] if node is not None and node.op_type in ("Cast", "Transpose") else None
     return None if value is None else value.name
-
-
-def _name_hidden(graph: ir.Graph, config: DecoderConfig) -> None:
-    """Name the hidden state between layers, so that the graph can be cut there."""
-    nodes = {node.name: node for node in graph}
-    readers = [*(f"model.layers.{i}.input_layernorm" for i in range(config.layers)), "logit_rows"]
-    for i, reader in enumerate(readers):
-        hidden = nodes[reader].inputs[0]
-        assert hidden is not None
-        hidden.name = f"hidden.{i}"
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:

@@ -1,6 +1,7 @@
 """Strict reading of ``config.json``: every key is read, known to be irrelevant, or refused by name."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from llmc.errors import CheckpointError
@@ -17,10 +18,10 @@ IRRELEVANT = frozenset({
     "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
     "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels",
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix",
-    "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
-    "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class",
-    "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
-    "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+    "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 })
 # fmt: on
 # Keys that would change it, at the values where they do not.
@@ -31,7 +32,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "is_llama_config": (True,),
     "partial_rotary_factor": (1,),
-    "pretraining_tp": (1,),
     "pruned_heads": ({},),
     "rope_interleaved": (False,),
     "tie_encoder_decoder": (False,),
@@ -43,10 +43,16 @@ LARGEST_LAYERS = 10_000  # tables with an entry per layer are made before any te
 
 
 class Keys:
-    """A JSON object of which every key must be accounted for. ``where`` names it in messages."""
+    """A JSON object of which every key must be accounted for.
+
+    Attributes:
+        where: its name in messages.
+        notes: sentences about what was left out on purpose.
+    """
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.where = where
+        self.notes: list[str] = []
         self._values = values
         self._read: set[str] = set()
 
@@ -112,6 +118,10 @@ class Keys:
     def skip(self, *names: str) -> None:
         """Mark keys as read whose value does not matter here."""
         self._read.update(names)
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence for the manifest."""
+        self.notes.append(f"{Path(self.where).name}: {sentence}")
 
     def finish(self) -> None:
         """Refuse what nobody read.

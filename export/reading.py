@@ -3,9 +3,10 @@
 Old checkpoints say ``rope_theta`` and ``rope_scaling``, those of transformers 5 ``rope_parameters``; both are read.
 """
 
+from dataclasses import replace
 from typing import Any, cast
 
-from llmc.export.config import DecoderConfig, Rope, RopeType
+from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, NormConfig, Rope, RopeType
 from llmc.export.keys import Keys
 
 _ROPE_TYPES = ("default", "linear", "llama3")
@@ -27,28 +28,22 @@ def read_decoder(
     layers, hidden_size, heads = (
         keys.integer(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
-    vocab_size, max_positions = keys.integer("vocab_size"), keys.integer("max_position_embeddings")
+    vocab_size, max_positions = keys.integer("vocab_size"), _max_positions(keys)
     keys.choice("hidden_act", ("silu",))
     if keys.raw("quantization_config") is not None:
         raise keys.error("quantization_config", keys.raw("quantization_config"), "an unquantized checkpoint")
+    kv_heads, head_dim = _kv_heads(keys, heads, default_kv_heads), _head_dim(keys, hidden_size, heads, default_head_dim)
+    attention = AttentionConfig(heads, kv_heads, head_dim, qk_norm=qk_norm, qkv_bias=qkv_bias, o_bias=o_bias)
+    mlp = MlpConfig(keys.integer("intermediate_size"), bias=mlp_bias)
     return DecoderConfig(
         model_type=str(keys.raw("model_type")),
-        layers=layers,
+        layers=tuple(Layer(replace(attention, window=window), mlp) for window in windows or (0,) * layers),
+        ropes=(_rope(keys, head_dim, max_positions),),
         hidden_size=hidden_size,
-        intermediate_size=keys.integer("intermediate_size"),
-        heads=heads,
-        kv_heads=_kv_heads(keys, heads, default_kv_heads),
-        head_dim=_head_dim(keys, hidden_size, heads, default_head_dim),
         vocab_size=vocab_size,
         max_positions=max_positions,
-        norm_eps=keys.number("rms_norm_eps"),
-        rope=_rope(keys, max_positions),
+        norm=NormConfig(keys.number("rms_norm_eps")),
         tied_head=keys.flag("tie_word_embeddings"),
-        windows=(0,) * layers if windows is None else windows,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
         eos_token_ids=token_ids(keys, "eos_token_id", vocab_size),
         bos_token_id=next(iter(token_ids(keys, "bos_token_id", vocab_size)), None),
     )
@@ -86,6 +81,23 @@ def token_ids(keys: Keys, name: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def _max_positions(keys: Keys) -> int:
+    """Positions that plain attention was made for: long texts by dual chunks (arXiv 2402.17463) are not supported."""
+    maximum = keys.integer("max_position_embeddings")
+    if keys.raw("dual_chunk_attention_config") is None:
+        return maximum
+    inner = keys.inside("dual_chunk_attention_config")
+    original = inner.integer("original_max_position_embeddings")
+    inner.skip("chunk_size", "local_size")
+    inner.finish()
+    if original < maximum:
+        keys.note(
+            f"dual_chunk_attention_config is not supported and was left out: the context ends at {original} positions "
+            f"instead of max_position_embeddings={maximum}"
+        )
+    return min(original, maximum)
+
+
 def _kv_heads(keys: Keys, heads: int, default: int | None) -> int:
     kv_heads = keys.integer("num_key_value_heads", default)
     if heads % kv_heads:
@@ -102,26 +114,22 @@ def _head_dim(keys: Keys, hidden_size: int, heads: int, default: int | None) -> 
     return head_dim
 
 
-def _rope(keys: Keys, max_positions: int) -> Rope:
+def _rope(keys: Keys, dim: int, max_positions: int) -> Rope:
     """Rotary parameters, from whichever of the two styles is there."""
     theta = keys.number("rope_theta", _DEFAULT_THETA)
     styles = [name for name in ("rope_scaling", "rope_parameters") if keys.raw(name)]
     if len(styles) == 2 and keys.raw(styles[0]) != keys.raw(styles[1]):
         raise keys.error("rope_scaling", keys.raw("rope_scaling"), "the same as rope_parameters, or only one of them")
     if not styles:
-        return Rope(theta)
+        return Rope(dim, theta)
     inner = keys.inside(styles[0])
     kind = inner.choice("rope_type", _ROPE_TYPES, inner.choice("type", _ROPE_TYPES, "default"))
     inner_theta = inner.number("rope_theta", theta)
     if inner_theta != theta and keys.raw("rope_theta") is not None:
         raise keys.error("rope_theta", theta, f"the same as in {styles[0]} ({inner_theta})")
-    rope = Rope(
-        theta=inner_theta,
-        type=cast(RopeType, kind),
-        **(_scaling(inner, kind, max_positions) if kind != "default" else {}),
-    )
+    scaling = _scaling(inner, kind, max_positions) if kind != "default" else {}
     inner.finish()
-    return rope
+    return Rope(dim, inner_theta, cast(RopeType, kind), **scaling)
 
 
 def _scaling(keys: Keys, kind: str, max_positions: int) -> dict[str, Any]:

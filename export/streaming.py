@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from llmc import bundle
 from llmc.errors import CheckpointError
-from llmc.export.checkpoint import EMBEDDING, HEAD, read_json
-from llmc.export.config import inverse_frequencies
-from llmc.export.decoder import DecoderLayer, RMSNorm
+from llmc.export.blocks.norm import RMSNorm
+from llmc.export.blocks.rope import inverse_frequencies
+from llmc.export.decoder import DecoderLayer
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
-from llmc.export.shards import StoredTensor, read_shards
+from llmc.export.sources.checkpoint import EMBEDDING, HEAD, read_json
+from llmc.export.sources.safetensors import StoredTensor, read_shards
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -37,7 +38,7 @@ class StreamedDecoder:
         self._stored = {
             name: (folder / t.file, t) for shard in read_shards(folder) for name, t in shard.tensors.items()
         }
-        self._inv_freq = torch.tensor(inverse_frequencies(self.config), device=self.device)
+        self._ropes = [torch.tensor(inverse_frequencies(rope), device=self.device) for rope in self.config.ropes]
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids (B, S) -> vectors (B, S, hidden); only the rows asked for are read."""
@@ -47,21 +48,21 @@ class StreamedDecoder:
 
     def layer(self, index: int) -> DecoderLayer:
         """Decoder layer ``index`` with its weights."""
-        layer = DecoderLayer(self.config, self.config.windows[index])
+        layer = DecoderLayer(self.config, index)
         self._fill(layer, f"model.layers.{index}.")
         return layer
 
-    def run(self, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, S, hidden) through a layer from position 0 -> its output, and keys and values (B, KV, S, D)."""
-        g, (batch, length, _) = self.geometry, x.shape
-        empty = torch.zeros(batch, g.kv_heads, length, g.head_dim, device=self.device)
+    def run(self, layer: DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, S, hidden) through a layer from position 0 -> its output, and its keys and values (B, KV, S, D)."""
+        attention, (batch, length, _) = layer.self_attn.config, x.shape
+        empty = torch.zeros(batch, attention.kv_heads, length, attention.head_dim, device=self.device)
         start = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        out, (keys, values) = layer(x, (empty, empty), start, self._inv_freq)
+        out, (keys, values) = layer(x, (empty, empty), start, self._ropes)
         return out, keys, values
 
     def norm(self) -> RMSNorm:
         """The norm before the head."""
-        norm = RMSNorm(self.geometry.hidden_size, self.config.norm_eps)
+        norm = RMSNorm(self.geometry.hidden_size, self.config.norm)
         self._fill(norm, "model.norm.")
         return norm
 
@@ -91,7 +92,7 @@ class StreamedDecoder:
     def _fill(self, module: nn.Module, prefix: str) -> None:
         weights = {name: self.rows(prefix + name) for name, _ in module.named_parameters()}
         module.load_state_dict(weights, assign=True)
-        module.eval().requires_grad_(False)
+        module.to(self.device).eval().requires_grad_(False)
 
 
 def _read(path: Path, tensor: StoredTensor, start: int, size: int) -> bytearray:

@@ -9,9 +9,9 @@ import onnx_ir as ir
 
 from llmc import __version__, bundle
 from llmc.export import ExportReport
-from llmc.export.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.graph import build_graph, check_graph
-from llmc.export.shards import INDEX_FILE, SINGLE_FILE
+from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
+from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
 from llmc.publish import staged
 
 
@@ -25,12 +25,12 @@ def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable
         progress("exporting the graph")
         model = build_graph(source.config, source.tensors, staging)
         progress("checking the graph")
-        check_graph(model)
+        check_graph(model, source.geometry)
         ir.save(model, staging / bundle.DECODER_FILE)
         bundle.write_manifest(_manifest(source), staging)
         new_bytes += sum((staging / name).stat().st_size for name in (bundle.DECODER_FILE, bundle.EXPORT_MANIFEST))
         files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
-    return ExportReport(output, files, new_bytes, 0.0, source.config.geometry, source.source, source.notes)
+    return ExportReport(output, files, new_bytes, 0.0, source.geometry, source.source, source.notes)
 
 
 def _manifest(source: Checkpoint) -> bundle.ExportManifest:
@@ -38,9 +38,10 @@ def _manifest(source: Checkpoint) -> bundle.ExportManifest:
         schema_version=bundle.SCHEMA_VERSION,
         llmc_version=__version__,
         graph_contract=bundle.GRAPH_CONTRACT_VERSION,
-        geometry=source.config.geometry,
+        geometry=source.geometry,
         source=source.source,
         generation=source.generation,
+        notes=source.notes,
     )
 
 

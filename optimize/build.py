@@ -23,7 +23,7 @@ from llmc.bundle import (
     TOKENIZER_FILES,
     Budget,
     Compiled,
-    EnginePlan,
+    EngineConfig,
     ExportManifest,
     FileEntry,
     Graph,
@@ -38,32 +38,40 @@ from llmc.bundle import (
 )
 from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize import recipe as recipes
-from llmc.optimize.calibrated import Calibrated
-from llmc.optimize.calibration import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
-from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.evaluate import evaluate, read_windows
-from llmc.optimize.gate import Advice, advise, check
-from llmc.optimize.golden import golden_prompts, prompt_ids
-from llmc.optimize.invariance import measured
-from llmc.optimize.lower.plan import Form, Forms, PerToken, Plan, Static, check_patterns, forms
-from llmc.optimize.overflow import check_range
+from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
+from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.judge.evaluate import evaluate, read_windows
+from llmc.optimize.judge.gate import Advice, advise, check
+from llmc.optimize.judge.golden import golden_prompts, prompt_ids
+from llmc.optimize.judge.invariance import measured
+from llmc.optimize.judge.overflow import check_range
+from llmc.optimize.lower.context import (
+    LoweringContext,
+    PerToken,
+    QuantConfig,
+    QuantConfigs,
+    Static,
+    check_patterns,
+    quant_configs,
+)
+from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.passes import lower
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
-from llmc.optimize.rewrite import read_decoder
 from llmc.optimize.targets import Capabilities, capabilities
+from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.publish import file_entries, staged
 from llmc.runtime import Model, load
-from llmc.runtime.compiled import compile_bundle
 from llmc.runtime.host import disk_cache
-from llmc.runtime.memory import usable_memory
+from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES
-from llmc.runtime.sessions.onnxruntime import import_onnxruntime
+from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
+from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 
 if TYPE_CHECKING:
-    from llmc.optimize.engine import EngineSpec
+    from llmc.optimize.tensorrt.spec import EngineSpec
 
 log = logging.getLogger(__name__)
 
@@ -104,14 +112,14 @@ class _Order:
     @property
     def form(self) -> str:
         """The engine's form; graphs that are no engine's are native."""
-        return self.engine.form if self.engine else "native"
+        return self.engine.config.form if self.engine else "native"
 
     @property
     def lowering(self) -> str:
         """The list of passes."""
         if self.engine is None:
             return self.target.name
-        return "tensorrt-primitives" if self.engine.form == "primitives" else "tensorrt"
+        return "tensorrt-primitives" if self.form == "primitives" else "tensorrt"
 
 
 def build(
@@ -183,9 +191,9 @@ def build(
     )
     _check_memory(order, calibration, memory)
     if abilities.makes_engine:
-        from llmc.optimize.engine import resolve_engine
+        from llmc.optimize.tensorrt.spec import resolve_engine
 
-        spec = resolve_engine(abilities, limits, asked.engine or EngineRequest(), float8="fp8" in chosen.precisions())
+        spec = resolve_engine(abilities, chosen, limits, asked.engine or EngineRequest())
         order = replace(order, engine=spec)
     with staged(Path(output), force=force) as folder:
         manifest = _make(order, folder, calibration)
@@ -214,10 +222,10 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     compiled = _precompile(order, graphs, folder) if order.compiled and not order.target.has_gpu else None
     engine = None
     if order.engine is not None:
-        from llmc.optimize.engine import compile_engine
+        from llmc.optimize.tensorrt.engine import compile_engine
 
-        geometry, graph = order.export.geometry, folder / graphs["decode"].file
-        engine = compile_engine(order.engine, graph, geometry, order.recipe, order.progress)
+        graph = folder / graphs["decode"].file
+        engine = compile_engine(order.engine, graph, order.export.geometry, order.progress)
     order.progress("hashing")
     manifest = _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
     write_manifest(manifest, folder)
@@ -228,10 +236,10 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
     """Lower the decoder once per phase; the graphs share one weight file."""
     graphs, geometry = {}, order.export.geometry
     with closing(WeightFile(folder)) as weights:
-        for phase, stored in forms(order.recipe).items():
+        for phase, stored in quant_configs(order.recipe).items():
             done = counted(order.progress, f"lowering and quantizing the {phase} graph", 7 * geometry.layers + 1)
             model = read_decoder(order.source)
-            plan = Plan(
+            plan = LoweringContext(
                 phase,
                 geometry,
                 order.limits,
@@ -269,7 +277,7 @@ def _declare(model: ir.Model, order: _Order) -> None:
         model.opset_imports["com.microsoft"] = 1
 
 
-def _describe(graph: ir.Graph, name: str, stored: Forms, target: Capabilities) -> Graph:
+def _describe(graph: ir.Graph, name: str, stored: QuantConfigs, target: Capabilities) -> Graph:
     """Bytes of weights in memory and per token (embedding rows stay on disk until read), and what the CPU must have."""
     sizes = {
         name: value.const_value.nbytes
@@ -288,8 +296,8 @@ def _describe(graph: ir.Graph, name: str, stored: Forms, target: Capabilities) -
     )
 
 
-def _used(graph: ir.Graph, stored: Forms) -> list[Form]:
-    """Forms with integer activations, if the graph has any product of them."""
+def _used(graph: ir.Graph, stored: QuantConfigs) -> list[QuantConfig]:
+    """QuantConfigs with integer activations, if the graph has any product of them."""
     return [stored.w8a8] if stored.w8a8 and any(node.op_type == "MatMulIntegerToFloat" for node in graph) else []
 
 
@@ -307,7 +315,7 @@ def _precompile(order: _Order, graphs: dict[str, Graph], folder: Path) -> Compil
 
 
 def _manifest(
-    order: _Order, graphs: dict[str, Graph], compiled: Compiled | None, engine: EnginePlan | None, folder: Path
+    order: _Order, graphs: dict[str, Graph], compiled: Compiled | None, engine: EngineConfig | None, folder: Path
 ) -> Manifest:
     """The manifest before the bundle has run: no quality and no self-test."""
     export, target, recipe = order.export, order.target, order.recipe
@@ -323,6 +331,7 @@ def _manifest(
         geometry=export.geometry,
         source=export.source,
         generation=export.generation,
+        notes=export.notes,
         target=Target(target.name, target.engine, version, minimum),
         recipe=recipe,
         limits=order.limits,
@@ -405,7 +414,7 @@ def _opened(
     return stack.enter_context(load(stand_in, self_test=False, emulate=True)), "float32"
 
 
-def runs_here(spec: "EngineSpec | None", plan: EnginePlan) -> bool:
+def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:
     """Whether there is an engine, and a GPU that it has code for."""
     gpu = spec.gpu if spec is not None else None
     return gpu is not None and plan.fits_gpu(gpu.compute_capability)

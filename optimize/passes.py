@@ -14,17 +14,23 @@ import onnx_ir as ir
 from llmc.bundle import Geometry
 from llmc.errors import BuildError
 from llmc.optimize.lower import raising
-from llmc.optimize.lower.cpu import attention, embedding, linears, norms
-from llmc.optimize.lower.cuda import attention as cuda_attention
-from llmc.optimize.lower.cuda import linears as cuda_linears
-from llmc.optimize.lower.cuda import outputs as cuda_outputs
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.onnxruntime import (
+    attention,
+    cpu_attention,
+    cpu_linears,
+    cuda_attention,
+    cuda_linears,
+    cuda_outputs,
+    embedding,
+    norms,
+)
+from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.lower.tensorrt import attention as tensorrt_attention
 from llmc.optimize.lower.tensorrt import embedding as tensorrt_embedding
 from llmc.optimize.lower.tensorrt import linears as tensorrt_linears
 from llmc.optimize.lower.tensorrt import norms as tensorrt_norms
 from llmc.optimize.lower.tensorrt import packing, primitives, types
-from llmc.optimize.rewrite import remove_dead
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +40,7 @@ class Step:
     """A pass, its name in dumps and messages, and how often it must apply to a decoder of a given geometry."""
 
     name: str
-    run: Callable[[ir.Graph, Plan], int]
+    run: Callable[[ir.Graph, LoweringContext], int]
     times: Callable[[Geometry], int] | None = None
 
 
@@ -44,7 +50,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         Step("raise linears", raising.raise_linears, lambda g: 7 * g.layers + 1),
         # Before attention is lowered: it is the CachedAttention node that tells which three linears belong together.
         Step("pack projections", attention.pack_projections, lambda g: g.layers),
-        Step("lower attention", attention.lower_attention, lambda g: g.layers),
+        Step("lower attention", cpu_attention.lower_attention, lambda g: g.layers),
         Step("type cache", attention.type_cache),
         # 2 per layer and the last; qk-norm adds 2 per layer.
         Step("lower norms", norms.lower_norms),
@@ -52,9 +58,9 @@ PASSES: dict[str, tuple[Step, ...]] = {
         Step("fuse skip norms", norms.fuse_skip_norms, lambda g: 2 * g.layers - 1),
         Step("fuse SiLU", norms.fuse_silu, lambda g: g.layers),
         # After all fusions: a quantized activation is shared by the linears that read it.
-        Step("lower linears", linears.lower_linears, lambda g: 7 * g.layers + 1),
+        Step("lower linears", cpu_linears.lower_linears, lambda g: 7 * g.layers + 1),
         # After the linears: it moves scales that only per-token activations have.
-        Step("defer token scales", linears.defer_token_scales),
+        Step("defer token scales", cpu_linears.defer_token_scales),
         Step("lower embedding", embedding.lower_embedding, lambda _: 1),
         Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
     ),
@@ -102,7 +108,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
 }
 
 
-def lower(model: ir.Model, target: str, plan: Plan, dump: Path | None = None) -> None:
+def lower(model: ir.Model, target: str, plan: LoweringContext, dump: Path | None = None) -> None:
     """Run the target's passes on ``model`` in place; with ``dump`` write the graph's text after each.
 
     Raises:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import llmc
 from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.targets import Capabilities
+from llmc.optimize.tensorrt.request import EngineRequest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,6 +28,7 @@ DEFAULT_CONTEXT = 32768
 ENGINE_CONTEXT = 4096
 # The W8A8 graph takes hardly longer for 8 rows than for one, and unused ones cost nothing.
 DEFAULT_BATCH = 8
+LARGEST_BATCH = 1024
 # Attention costs the square of a chunk, and activations of 512 tokens outgrow the caches: 256 is 5 % faster than 512
 # at a prompt of 512, equal at 2,048, and takes half the workspace.
 DEFAULT_CHUNK = 256
@@ -116,6 +118,20 @@ def _given(values: Any) -> dict[str, Any]:
     return {f.name: getattr(values, f.name) for f in fields(values) if getattr(values, f.name) is not None}
 
 
+def find_recipe(name: str | None) -> Path | None:
+    """The recipe file called ``name``: a path, or one of those that come with llmc, without its suffix.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name is None or Path(name).is_file():
+        return None if name is None else Path(name)
+    shipped = {path.stem: path for path in (Path(llmc.__path__[0]) / "recipes").glob("*.toml")}
+    if name not in shipped:
+        raise UsageError(f"no recipe {name!r}: neither a file nor one of {', '.join(sorted(shipped)) or 'none'}")
+    return shipped[name]
+
+
 def read_recipe(path: Path) -> Request:
     """Parse a recipe file.
 
@@ -183,14 +199,10 @@ def resolve(
         raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
     longest = min(max_positions, ENGINE_CONTEXT if target.makes_engine else DEFAULT_CONTEXT)
     context = _or(request.max_context, longest)
-    if not 2 <= context <= max_positions:
-        raise UsageError(
-            f"max_context is {context}, expected 2 ... {max_positions}, the max_position_embeddings of the checkpoint; "
-            "change --max-context, or max_context in the recipe"
-        )
+    check_context("max_context", context, max_positions, "; change --max-context, or max_context in the recipe")
     limits = Limits(
         max_context=context,
-        max_batch=_between("max_batch", _or(request.max_batch, DEFAULT_BATCH), 1, 1024),
+        max_batch=_between("max_batch", _or(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
         prefill_chunk=min(context, _between("prefill_chunk", _or(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)),
     )
     recipe = Recipe(
@@ -216,6 +228,17 @@ def resolve(
     return recipe, limits
 
 
+def check_context(name: str, context: int, max_positions: int, advice: str = "") -> None:
+    """Refuse a context that the model does not have.
+
+    Raises:
+        UsageError: with the bounds, and what is called ``name``.
+    """
+    if not 2 <= context <= max_positions:
+        of = "the max_position_embeddings of the checkpoint"
+        raise UsageError(f"{name} is {context}, expected 2 ... {max_positions}, {of}{advice}")
+
+
 def _phases(asked: str | None, target: Capabilities, *, integers: bool) -> str:
     allowed = target.phases if integers or "shared" not in target.phases else ("shared",)
     if asked is not None and asked not in allowed and target.has_gpu:
@@ -224,7 +247,7 @@ def _phases(asked: str | None, target: Capabilities, *, integers: bool) -> str:
 
 
 def _compute(asked: str | None, precision: str, target: Capabilities) -> str:
-    """What activations are computed in: as the weights, where those are floats and the target has a choice."""
+    """Type that activations are computed in: as the weights, where those are floats and the target has a choice."""
     follows = COMPUTED.get(precision) if len(target.computes) > 1 else None
     if asked is not None and follows is not None and asked != follows:
         raise UsageError(f"compute is {asked!r}, but {precision} computes in {follows}; leave one of them out")

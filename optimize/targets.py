@@ -1,4 +1,4 @@
-"""What each target can do. Lowering asks this record, never a name."""
+"""Abilities of each target. Lowering asks this record, never a name."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ class Capabilities:
     ``activations``: how activations may be quantized, the first one the default.
     ``multi_row_prefill``: attention takes more than one new token in several rows at once.
     ``w8a8_features``: CPU features without which the engine's uint8 x int8 product saturates, by machine.
+    ``has_gpu``: bundles run on a GPU.
     """
 
     name: str
@@ -31,15 +32,11 @@ class Capabilities:
     phases: tuple[str, ...] = ("split", "shared")
     activations: tuple[str, ...] = ("per-token", "static")
     asymmetric: bool = True
-
-    @property
-    def has_gpu(self) -> bool:
-        """Whether bundles for it run on a GPU."""
-        return self.name != "cpu"
+    has_gpu: bool = True
 
     @property
     def makes_engine(self) -> bool:
-        """Whether the graph is compiled into an engine file."""
+        """True if the graph is compiled into an engine file."""
         return self.phases == ("single",)
 
 
@@ -74,6 +71,7 @@ TARGETS = {
         multi_row_prefill=False,
         # vpmaddubsw saturates at 16 bits; vpdpbusd accumulates in 32. Arm's dot products accumulate in 32 bits always.
         w8a8_features={"x86_64": ("vnni",), "aarch64": ()},
+        has_gpu=False,
     ),
     "cuda": Capabilities(
         name="cuda",

@@ -1,12 +1,13 @@
 """Build, verify and measure llmc's GPU targets on this machine, and write everything into one JSON file.
 
-    python recipes/gpu_check.py --out gpu_check.json                  # everything: about an hour on a server's GPU
-    python recipes/gpu_check.py --out gpu_check.json --quick          # the small model and 0.5B, fewer rounds
-    python recipes/gpu_check.py --out gpu_check.json --markdown       # runs nothing: the file as a table
+    python recipes/gpu_check.py --out gpu_check.json                      # every step; again: those that are not done
+    python recipes/gpu_check.py --out gpu_check.json driver '*/cuda/1b/*' # these, done or not
+    python recipes/gpu_check.py --out gpu_check.json --markdown           # runs nothing: the file as a table
 
-Every step is a process of its own with a time limit: what is refused, crashes or hangs is recorded, and the rest goes
-on. The file is written anew after each step, so a run that is cut off loses nothing, and ``--resume`` continues it;
-without that an older file is kept as ``NAME.bak``.
+A step is a process of its own with a time limit: what is refused, crashes or hangs is recorded, with all that libraries
+said, and the rest goes on. No step needs another one: exports and bundles lie in --work, and a step that misses one
+makes it. The file is written anew after each step. The steps are listed in gpu_check/steps.py; those of tensorrt-rtx,
+of the small model and of the target cpu, which needs no GPU, run when they are named.
 
 What to install, in this order, on Linux with Python 3.10 ... 3.13; steps whose part is missing are recorded as not run:
 
@@ -17,16 +18,13 @@ What to install, in this order, on Linux with Python 3.10 ... 3.13; steps whose 
    package ``tensorrt`` (JetPack has it), tensorrt. Without torch ``build`` takes the place of ``export``, and where
    onnxruntime-gpu has no wheel (aarch64) ``cpu`` that of ``gpu``: builds run the graph with onnxruntime in any case.
 
-No step needs a network. Where the machine has none, carry wheels along and install them with
-``pip install --no-index --find-links FOLDER ...``. Without torch there is no export, so carry exports too; with random
-weights they are a few megabytes, for the weights are made from a seed where they are used::
+No step needs a network. Where the machine has none, carry wheels along, and exports where it has no torch either; with
+random weights they are a few megabytes, for the weights are made from a seed where they are used::
 
-    python recipes/gpu_check.py --prepare exports                     # where torch is installed
-    python recipes/gpu_check.py --exports exports --out gpu_check.json --commit REVISION
+    python recipes/gpu_check.py --prepare models                          # where torch is installed
+    python recipes/gpu_check.py --models models --out gpu_check.json --commit REVISION
 
-Without a GPU ``--targets cpu`` runs the same steps with the CPU target, and ``--emulate`` runs the graphs of a GPU's
-bundles on the CPU, of which no speeds are shown: both check this script and nothing else. None of the GPU steps has run
-on a GPU yet.
+None of the GPU steps has run on a GPU yet; tests run them on doubles.
 """
 
 import sys

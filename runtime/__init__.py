@@ -1,15 +1,20 @@
 """Load a bundle and generate text: ``load(bundle).generate(prompt, max_tokens=64, temperature=0).text``.
 
-Needs numpy, tokenizers, jinja2 and the engine of the bundle's target; never torch or onnx.
+Needs numpy, tokenizers, jinja2 and the engine of the bundle's target; never torch or onnx. Names are imported on use,
+so that the command line reads the statements of parameters without them.
 """
 
-from llmc.runtime.api.handle import Handle
-from llmc.runtime.api.options import Determinism, EngineOptions
-from llmc.runtime.api.request import Request
-from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
-from llmc.runtime.engine.engine import Engine
-from llmc.runtime.model import Model, load
-from llmc.runtime.sampling import SamplingParams
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmc.runtime.api.handle import Handle
+    from llmc.runtime.api.options import Determinism, EngineOptions
+    from llmc.runtime.api.request import Request
+    from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
+    from llmc.runtime.engine.engine import Engine
+    from llmc.runtime.model import Model, load
+    from llmc.runtime.sampling import SamplingParams
 
 __all__ = [
     "Delta",
@@ -26,3 +31,24 @@ __all__ = [
     "Usage",
     "load",
 ]
+_HOMES = {
+    "Delta": "api.results",
+    "Determinism": "api.options",
+    "Engine": "engine.engine",
+    "EngineOptions": "api.options",
+    "GenerationResult": "api.results",
+    "Handle": "api.handle",
+    "Model": "model",
+    "Output": "api.results",
+    "Request": "api.request",
+    "SamplingParams": "sampling.params",
+    "Timings": "api.results",
+    "Usage": "api.results",
+    "load": "model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

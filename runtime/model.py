@@ -19,9 +19,9 @@ from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.input_processor import token_ids
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
-from llmc.runtime.memory import check_load
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.prefix_store import PrefixStore
+from llmc.runtime.kv.budget import check_load
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.selftest import VerifyReport, check_once, replayed
@@ -82,7 +82,7 @@ def load(
     with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
         tokenizer = pool.submit(Tokenizer.from_folder, folder)
         session = open_session(folder, manifest, workers)
-        runner = SingleRunner(session, manifest, context, chunk)
+        runner = SingleRunner(session, context, chunk)
         model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
     try:
         check_once(model, self_test)

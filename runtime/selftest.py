@@ -15,9 +15,9 @@ import numpy as np
 from llmc.bundle import GoldenPrompt, Manifest
 from llmc.errors import BundleError
 from llmc.runtime.api.results import GenerationResult
-from llmc.runtime.compiled import cached_entry, environment
 from llmc.runtime.host import disk_cache
 from llmc.runtime.runner.prefill import SingleRunner
+from llmc.runtime.sessions.onnxruntime.compiled import cached_entry, environment
 
 log = logging.getLogger(__name__)
 

@@ -54,6 +54,7 @@ def manifest() -> bundle.Manifest:
         geometry=uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 128)),
         source=bundle.Source("tiny", "f" * 64, "float16", 123_456),
         generation=bundle.Generation((2, 3), None, False, 0.7, 50, None, 0.05),
+        notes=("generation_config.json: num_beams=4 is not supported and was left out",),
         target=bundle.Target("cpu", "onnxruntime", "1.31.1", "1.31.0"),
         recipe=bundle.Recipe(
             name="default",

@@ -36,7 +36,8 @@ def folder(whole: Manifest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def export_manifest(manifest: Manifest) -> ExportManifest:
-    return ExportManifest(bundle.SCHEMA_VERSION, "0.1.0", 2, manifest.geometry, manifest.source, manifest.generation)
+    parts = manifest.geometry, manifest.source, manifest.generation, manifest.notes
+    return ExportManifest(bundle.SCHEMA_VERSION, "0.1.0", 2, *parts)
 
 
 def edit(folder: Path, change: Any, name: str = BUNDLE_MANIFEST) -> None:
@@ -174,7 +175,7 @@ def test_a_value_of_any_length_is_quoted_in_part(folder: Path):
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    with pytest.raises(BundleError, match=r"schema version 6, written by llmc 9.9.9.*up to 5.*pip install -U llmc"):
+    with pytest.raises(BundleError, match=r"version 6, written by llmc 9.9.9.*up to 5.*pip install -U llmc-deploy"):
         bundle.read_bundle(folder)
 
 

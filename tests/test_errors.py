@@ -1,5 +1,7 @@
 """The error tree, its exit codes, and the sentence for a missing extra."""
 
+import importlib.metadata
+
 import pytest
 
 from llmc import errors
@@ -43,8 +45,29 @@ def test_require_gives_the_module():
 
 @pytest.mark.parametrize("module", ["no_such_engine", "no_such_engine.parts"])
 def test_require_names_the_pip_command(module: str):
-    with pytest.raises(errors.MissingExtraError, match=r"no_such_engine.* pip install '\.\[cpu\]'"):
+    with pytest.raises(errors.MissingExtraError, match=r"no_such_engine.* pip install 'onnxruntime>="):
         errors.require(module, "cpu")
+
+
+def test_the_pip_command_names_what_an_extra_and_the_extras_in_it_bring(monkeypatch):
+    declared = [
+        "numpy>=1.26",
+        'onnxruntime>=1.23; extra == "cpu"',
+        'onnx>=1.23; extra == "build"',
+        'llmc-deploy[build]; extra == "export"',
+        'torch>=2.13; extra == "export"',
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: declared if name == "llmc-deploy" else [])
+    assert errors.install_command("cpu") == "pip install 'onnxruntime>=1.23'"
+    assert errors.install_command("export") == "pip install 'onnx>=1.23' 'torch>=2.13'"
+
+
+def test_the_pip_command_names_the_distribution_where_nothing_is_installed(monkeypatch):
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", missing)
+    assert errors.install_command("cpu") == "pip install 'llmc-deploy[cpu]'"
 
 
 def test_require_does_not_blame_the_extra_for_a_module_broken_inside(tmp_path, monkeypatch):

@@ -4,18 +4,18 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.rewrite import LLMC, nodes_of, replace
+from llmc.optimize.lower.rewrite import LLMC, nodes_of, replace
 
 
-def replace_linears(graph: ir.Graph, plan: Plan, lowered: Callable[[Linear], ir.Value]) -> int:
+def replace_linears(graph: ir.Graph, context: LoweringContext, lowered: Callable[[Linear], ir.Value]) -> int:
     """llmc::Linear -> what ``lowered`` emits for it, each part reported as done. Counts the parts of packed ones."""
     count = 0
     for node in nodes_of(graph, "Linear", LLMC):
         linear = Linear.of(node)
         replace(node, lowered(linear))
         for _ in linear.weights:
-            plan.linear_done()
+            context.linear_done()
         count += len(linear.weights)
     return count

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.plan import Plan
-from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace, sizes
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, sizes
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def weight_value(value: ir.Value) -> ir.Value:
     return value
 
 
-def raise_linears(graph: ir.Graph, _: Plan) -> int:
+def raise_linears(graph: ir.Graph, _: LoweringContext) -> int:
     """MatMul(x, Transpose(Cast(w))) [+ Add(., Cast(b))] -> llmc::Linear(x, w[, b]), keeping the MatMul's name."""
     count = 0
     for matmul in nodes_of(graph, "MatMul"):

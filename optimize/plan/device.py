@@ -3,8 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
-from llmc.bundle import CACHE_BYTES, DeviceMemory, EnginePlan, Geometry, Limits, MemoryPlan, Recipe
-from llmc.optimize.lower.plan import HEAD, Computed, Float8, Float16, Form, Static, WeightOnly, embedding_form, forms
+from llmc.bundle import CACHE_BYTES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
+from llmc.optimize.lower.context import (
+    HEAD,
+    Computed,
+    Float8,
+    Float16,
+    QuantConfig,
+    Static,
+    WeightOnly,
+    embedding_config,
+    quant_configs,
+)
 from llmc.optimize.plan.memory import (
     HOST,
     INTERPRETER,
@@ -28,7 +38,7 @@ SWAPPED = 2
 
 
 def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
-    """What a process takes of the machine's memory whose model lies on a GPU."""
+    """The machine's memory that a process takes whose model lies on a GPU."""
     return MemoryPlan(
         engine=INTERPRETER + HOST,
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
@@ -42,11 +52,11 @@ def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
 
 
 def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = "native") -> DeviceMemory:
-    """What loading and running a bundle takes on the GPU; ``form`` is the engine's, native for graphs."""
+    """The GPU's memory that loading and running a bundle takes; ``form`` is the engine's, native for graphs."""
     size = CACHE_BYTES[recipe.compute]
-    stored = next(iter(forms(recipe).values()))
+    stored = next(iter(quant_configs(recipe).values()))
     table = Matrix(HEAD, geometry.vocab_size, geometry.hidden_size)
-    embedding = embedding_form(stored, geometry.tied_head)
+    embedding = embedding_config(stored, geometry.tied_head)
     shared = geometry.tied_head and isinstance(stored.of(HEAD), Computed)  # the head reads the table, transposed
     chunk = min(limits.prefill_chunk, limits.max_context)
     activations = WIDE_ARRAYS * geometry.intermediate_size + NARROW_ARRAYS * geometry.hidden_size
@@ -63,14 +73,14 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = 
     )
 
 
-def with_engine(plan: DeviceMemory, folder: Path, engine: EnginePlan | None) -> DeviceMemory:
+def with_engine(plan: DeviceMemory, folder: Path, engine: EngineConfig | None) -> DeviceMemory:
     """The plan with the weights that the engine really holds: it may keep a layout for each profile."""
     if engine is None or not engine.file or engine.stripped:
         return plan
     return replace(plan, weights=(folder / engine.file).stat().st_size)
 
 
-def device_bytes(matrix: Matrix, form: Form, compute: int) -> int:
+def device_bytes(matrix: Matrix, form: QuantConfig, compute: int) -> int:
     """Bytes of a matrix on the GPU; ``compute`` is the size of an activation's value, and of a scale."""
     match form:
         case WeightOnly(grid):

@@ -8,11 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.optimize.evaluate import WINDOW
-from llmc.optimize.lower.plan import HEAD, Form, Forms, PerToken, Static, WeightOnly, embedding_form, forms
+from llmc.optimize.judge.evaluate import WINDOW
+from llmc.optimize.lower.context import (
+    HEAD,
+    PerToken,
+    QuantConfig,
+    QuantConfigs,
+    Static,
+    WeightOnly,
+    embedding_config,
+    quant_configs,
+)
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import needs_calibration
-from llmc.runtime.memory import Plan
+from llmc.runtime.kv.budget import Plan
 
 MB = 1_000_000
 # Python, numpy, tokenizers, jinja2 and onnxruntime after their import and the first run: half of it pages of libraries.
@@ -90,12 +99,12 @@ def matrices(g: Geometry) -> Iterator[Matrix]:
     yield Matrix(HEAD, g.vocab_size, g.hidden_size)
 
 
-def stored_bytes(matrix: Matrix, form: Form, copies: int = 1) -> int:
+def stored_bytes(matrix: Matrix, config: QuantConfig, copies: int = 1) -> int:
     """Bytes of a matrix in the bundle, or with :data:`BLOCK_COPIES` of its scales in the engine.
 
     Float forms count as float32: that is what the engine makes of them.
     """
-    match form:
+    match config:
         case WeightOnly(grid):
             return _blocked_bytes(matrix, grid, copies)
         case PerToken() | Static():  # int8, a scale for each output
@@ -114,22 +123,22 @@ def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[st
     """Bytes of each graph's linears by phase, norms and biases left out: they are a thousandth."""
     return {
         phase: sum(stored_bytes(matrix, stored.of(matrix.module), copies) for matrix in matrices(geometry))
-        for phase, stored in forms(recipe).items()
+        for phase, stored in quant_configs(recipe).items()
     }
 
 
-def _embedding_bytes(geometry: Geometry, stored: Forms) -> int:
+def _embedding_bytes(geometry: Geometry, stored: QuantConfigs) -> int:
     table = Matrix(HEAD, geometry.vocab_size, geometry.hidden_size)
-    return stored_bytes(table, embedding_form(stored, geometry.tied_head))
+    return stored_bytes(table, embedding_config(stored, geometry.tied_head))
 
 
 def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int) -> MemoryPlan:
-    """What loading and running a bundle takes; ``tokenizer_bytes`` is the size of tokenizer.json.
+    """Memory that loading and running a bundle takes; ``tokenizer_bytes`` is the size of tokenizer.json.
 
     The embedding's tables are counted whole for each graph: a page of a file (2 MiB, where the file lies in large ones)
     is resident after one of its rows was read. That also covers the head as stored while the engine packs it.
     """
-    graphs = forms(recipe)
+    graphs = quant_configs(recipe)
     chunk = min(limits.prefill_chunk, limits.max_context)
     return MemoryPlan(
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),

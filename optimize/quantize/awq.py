@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from llmc.errors import BuildError
+from llmc.optimize.calibrate.statistics import InputStatistics
 from llmc.optimize.quantize import clip
 from llmc.optimize.quantize.grid import Grid, Quantized
-from llmc.optimize.quantize.statistics import InputStatistics
 
 # Scales stay within this factor of their geometric middle: what precedes the linear may be stored in 16 bits.
 LARGEST_SCALE = 1e2

@@ -6,159 +6,108 @@ not run.
 
 Weights are mapped and the engine is written in pieces, yet the library keeps copies of what it rearranges. With layers
 of an 8B model's sizes and two profiles, TensorRT-RTX 1.7.1 held for each byte of weights 1.7 bytes in float16, 1.1 in
-int8 and 2.0 in int4, and 0.3 GB besides; :class:`~llmc.optimize.tensorrt.order.EngineReport` tells it of each build.
+int8 and 2.0 in int4, and 0.3 GB besides.
 """
 
 import contextlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmc.errors import BuildError, GpuError, ResourceError, UsageError
+from llmc.bundle import EngineConfig
+from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.tensorrt import timing_cache
-from llmc.optimize.tensorrt.abilities import LENGTHS, Abilities, abilities
-from llmc.optimize.tensorrt.inspector import Engine, inspect_engine, write_inspector
+from llmc.optimize.tensorrt.abilities import Abilities, abilities
+from llmc.optimize.tensorrt.inspector import inspect_engine, write_inspector
 from llmc.optimize.tensorrt.messages import dropped, failure, remarks
-from llmc.optimize.tensorrt.monitor import STEP, MemoryWatch, Monitor, Writer
-from llmc.optimize.tensorrt.network import ATTENDED, Network, profile_shapes, read_graph
-from llmc.optimize.tensorrt.order import HARDWARE_COMPATIBILITY, EngineOrder, EngineReport, Options, Ranges
-from llmc.runtime.engine_library import Message, library_version, logger, make_builder
+from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
+from llmc.optimize.tensorrt.network import Layer, Network, Ranges, profile_shapes, read_graph
+from llmc.optimize.tensorrt.spec import HARDWARE_COMPATIBILITY, EngineSpec
+from llmc.runtime.sessions.tensorrt.library import Message, library_version, logger, make_builder
 
 PARSING = "reading the graph"
 
 
 @dataclass(frozen=True)
-class _Work:
-    """One build: its library, what that can do, its builder, the parsed graph, and what to make of it."""
+class EngineReport:
+    """An engine that was built.
 
-    library: Any
+    Attributes:
+        layers: of the parsed network that compute on tensors; constants and index arithmetic are left out.
+        aliases: outputs that are an input updated in place, as output -> input.
+        warnings: what the library warned of, without what is known to be harmless.
+    """
+
+    layers: tuple[Layer, ...]
+    aliases: dict[str, str]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One build: what is asked for, what the library can do, its builder, the parsed graph, and where to write."""
+
+    spec: EngineSpec
     can: Abilities
     builder: Any
     network: Network
     output: Path
     profiles: Sequence[Ranges]
-    options: Options
-    shapes_only: tuple[str, ...]
 
 
-def build_engine(library: Any, graph: Path, order: EngineOrder, *, progress: Progress = silent) -> EngineReport:
-    """Build a decoder's engine with its two profiles and write it, or write nothing.
-
-    Args:
-        library: the module tensorrt or tensorrt_rtx, see :func:`llmc.runtime.engine_library.load_library`.
-        graph: lowered ONNX file; its weights lie beside it.
-        order: what to build, and where to.
-        progress: called with how far the build is.
-
-    Raises:
-        UsageError: the library has no such option.
-        BuildError: the parser or the builder refuses the graph, or would leave out a part of it.
-        GpuError: the library finds no GPU and needs one.
-        ResourceError: memory or disk does not suffice.
-        KeyboardInterrupt: Ctrl-C stopped the build.
-    """
-
-    def prepare(network: Network) -> None:
-        if order.form == LENGTHS:
-            network.attend_by_lengths()
-        network.allow_decomposition()
-
-    shapes_only = (ATTENDED,) if order.form == LENGTHS else ()
-    return build_graph(
-        library,
-        graph,
-        order.output,
-        order.profiles,
-        order.options,
-        capacity=order.capacity,
-        prepare=prepare,
-        shapes_only=shapes_only,
-        inspector=order.inspector,
-        progress=progress,
-    )
-
-
-def build_graph(
-    library: Any,
+def build_engine(
+    spec: EngineSpec,
     graph: Path,
     output: Path,
     profiles: Sequence[Ranges],
-    options: Options,
     *,
-    capacity: int | None = None,
-    prepare: Callable[[Network], None] = lambda network: None,
-    shapes_only: tuple[str, ...] = (),
     inspector: Path | None = None,
     progress: Progress = silent,
 ) -> EngineReport:
-    """Build any graph with one profile for each of ``profiles``; ``prepare`` may change the network before.
+    """Build an engine with one profile for each of ``profiles`` and write it, or write nothing.
 
-    ``shapes_only`` names inputs of which only the shape counts. Errors are those of :func:`build_engine`.
+    Args:
+        spec: how to build, with which library.
+        graph: lowered ONNX file; its weights lie beside it.
+        output: the engine's file; its folder must be there.
+        profiles: sizes of the graph's named dimensions.
+        inspector: file for the summary of the layers; None writes none.
+        progress: called with how far the build is.
+
+    Raises:
+        BuildError: the parser or the builder refuses the graph, or would leave out a part of it.
+        GpuError: the library finds no GPU and needs one, or does not build for one that was named.
+        ResourceError: memory or disk does not suffice.
+        KeyboardInterrupt: Ctrl-C stopped the build.
     """
-    start = time.perf_counter()
-    can = abilities(library)
-    _check(library, can, options)
+    library = spec.library
     progress(PARSING)
-    model = read_graph(graph, capacity)
-    builder = make_builder(library)
-    network = Network(library, builder, graph, model)
-    prepare(network)
-    work = _Work(library, can, builder, network, output, profiles, options, shapes_only)
-    memory = MemoryWatch()
-    messages = _build(work, memory, progress)
-    engine = inspect_engine(library, output) if can.inspector else None
+    model = read_graph(graph, spec.config.capacity)
+    builder, can = make_builder(library), abilities(library)
+    network = Network(library, builder, graph, model, by_address=can.initializer_streaming)
+    network.allow_decomposition()
+    messages = _build(_Work(spec, can, builder, network, output, profiles), progress)
     if inspector is not None:
-        write_inspector(inspector, library, network, profiles, engine)
-    return _report(work, messages, engine, memory.peak, time.perf_counter() - start)
+        write_inspector(inspector, library, network, profiles, inspect_engine(library, output))
+    return EngineReport(network.summary(), network.aliases(), remarks(messages))
 
 
-def _report(
-    work: _Work, messages: Sequence[Message], engine: Engine | None, host_memory: int | None, seconds: float
-) -> EngineReport:
-    return EngineReport(
-        output=work.output,
-        size=work.output.stat().st_size,
-        seconds=seconds,
-        version=library_version(work.library),
-        layers=work.network.summary(),
-        aliases=work.network.aliases(),
-        host_memory=host_memory,
-        device_memory=engine.device_memory if engine else None,
-        warnings=remarks(messages),
-    )
-
-
-def _check(library: Any, can: Abilities, options: Options) -> None:
-    """Refuse options that this library does not know."""
-    wanted = {
-        "stripped": (options.stripped, can.strip),
-        "refittable": (options.refittable, can.refit),
-        "version compatible": (options.version_compatible, can.version_compatible),
-        "for named compute capabilities": (bool(options.compute_capabilities), can.compute_capabilities),
-    }
-    for name, (asked, possible) in wanted.items():
-        if asked and not possible:
-            raise UsageError(f"{library.__name__} {library_version(library)} builds no engine that is {name}")
-
-
-def _build(work: _Work, memory: MemoryWatch, progress: Progress) -> list[Message]:
+def _build(work: _Work, progress: Progress) -> list[Message]:
     """Build and write the engine; a failed build leaves no file."""
     monitor = Monitor(progress)
     progress(STEP, 0.0)
-    config = _config(work, monitor)
-    native = logger(work.library)
+    times = timing_cache.place(work.spec) if work.can.timing_cache else None
+    config = _config(work, monitor, times)
     staged = work.output.with_name(f".{work.output.name}.part")
     try:
-        with native.collected() as messages, memory:
+        with logger(work.spec.library).collected() as messages:
             built = monitor.watch(partial(_serialize, work, config, staged))
-        lost = dropped(messages, work.shapes_only)
         if not built or any(message.severity == "INTERNAL_ERROR" for message in messages):
             raise failure(f"building {work.output.name}", messages)
-        if lost:
+        if lost := dropped(messages):
             raise BuildError(f"building {work.output.name} left out part of the graph: {'; '.join(lost)}")
         staged.replace(work.output)
     except OSError as error:
@@ -166,8 +115,8 @@ def _build(work: _Work, memory: MemoryWatch, progress: Progress) -> list[Message
     finally:
         with contextlib.suppress(OSError):
             staged.unlink()
-    if work.can.timing_cache and work.options.timing_cache is not None:
-        timing_cache.keep(config, work.options.timing_cache)
+    if times is not None:
+        timing_cache.keep(config, times)
     progress(STEP, 1.0)
     return messages
 
@@ -181,7 +130,7 @@ def _serialize(work: _Work, config: Any, path: Path) -> bool:
         return engine is not None
     writer = Writer(path)
     try:
-        native = writer.native(work.library)
+        native = writer.native(work.spec.library)
         done = work.builder.build_serialized_network_to_stream(work.network.native, config, native)
     finally:
         writer.close()
@@ -190,48 +139,44 @@ def _serialize(work: _Work, config: Any, path: Path) -> bool:
     return bool(done) and writer.size > 0  # it says True of a build that failed
 
 
-def _config(work: _Work, monitor: Monitor) -> Any:
+def _config(work: _Work, monitor: Monitor, times: Path | None) -> Any:
     """The builder's configuration."""
-    library, options, can = work.library, work.options, work.can
+    library, asked = work.spec.library, work.spec.config
     config = work.builder.create_builder_config()
-    for flag in _flags(options, can):
-        config.set_flag(getattr(library.BuilderFlag, flag))
+    for flag in _flags(asked, work.can):
+        config.set_flag(_member(library, "BuilderFlag", flag))
     config.clear_flag(library.BuilderFlag.TF32)  # on by default; who asks for float32 does not want 10 bits of it
-    if options.workspace is not None:
-        config.set_memory_pool_limit(library.MemoryPoolType.WORKSPACE, options.workspace)
-    if options.optimization_level is not None:
-        config.builder_optimization_level = options.optimization_level
-    level = HARDWARE_COMPATIBILITY[options.hardware_compatibility]
+    config.set_memory_pool_limit(library.MemoryPoolType.WORKSPACE, asked.workspace)
+    if asked.optimization_level is not None:
+        config.builder_optimization_level = asked.optimization_level
+    level = HARDWARE_COMPATIBILITY[asked.hardware_compatibility]
     if level != "NONE":
         config.hardware_compatibility_level = _member(library, "HardwareCompatibilityLevel", level)
-    verbosity = library.ProfilingVerbosity
-    config.profiling_verbosity = verbosity.DETAILED if options.detailed else verbosity.LAYER_NAMES_ONLY
-    _set_gpus(config, library, options.compute_capabilities)
-    if can.progress_monitor:
-        config.progress_monitor = monitor.native(library)
-    if can.timing_cache and options.timing_cache is not None:
-        timing_cache.use(library, config, options.timing_cache)
+    config.profiling_verbosity = library.ProfilingVerbosity.DETAILED  # for the inspector
+    if work.can.compute_capabilities:
+        _set_gpus(config, library, asked.compute_capabilities)
+    config.progress_monitor = monitor.native(library)
+    if times is not None:
+        timing_cache.use(library, config, times)
     for ranges in work.profiles:
         _add_profile(work, config, ranges)
     return config
 
 
-def _flags(options: Options, can: Abilities) -> list[str]:
+def _flags(asked: EngineConfig, can: Abilities) -> list[str]:
     """Names of the builder's flags. A stripped engine holds what its weights must be set to, and nothing else."""
     flags = []
-    if options.version_compatible:
+    if asked.version_compatible:
         flags.append("VERSION_COMPATIBLE")
         if can.compute_capabilities:
             flags.append("EXCLUDE_LEAN_RUNTIME")  # TensorRT-RTX's package has no lean runtime to include
-    if options.stripped:
-        flags.append("STRIP_PLAN")
-    if options.refittable or options.stripped:
-        flags.append("REFIT_IDENTICAL")  # the same weights again: no kernel need be ready for others
+    if asked.stripped:
+        flags += ["STRIP_PLAN", "REFIT_IDENTICAL"]  # the same weights again: no kernel need be ready for others
     return flags
 
 
 def _set_gpus(config: Any, library: Any, wanted: Sequence[str]) -> None:
-    """Name the GPUs to build for (TensorRT-RTX)."""
+    """Name the GPUs to build for (TensorRT-RTX); without a name it builds for all from Ampere on."""
     if not wanted:
         return
     config.num_compute_capabilities = len(wanted)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from llmc.errors import GpuError
-from llmc.optimize.tensorrt.network import Network
-from llmc.optimize.tensorrt.order import Ranges
-from llmc.runtime.engine_library import library_version, logger, make_runtime
+from llmc.optimize.tensorrt.network import Network, Ranges
+from llmc.runtime.sessions.tensorrt.library import library_version, logger, make_runtime
 
 
 @dataclass(frozen=True)

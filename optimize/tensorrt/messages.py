@@ -1,10 +1,10 @@
 """What the library logs while it parses and builds, and which of it means that the engine would be wrong."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from llmc.errors import BuildError, GpuError, LlmcError, ResourceError
-from llmc.runtime.engine_library import Message
+from llmc.runtime.sessions.tensorrt.library import Message
 
 # Said of healthy graphs: indices are int64 on purpose, and kernels that do not fit are passed over all the time.
 HARMLESS = re.compile(r"Make sure input \S+ has Int64 binding|\btactics?\b", re.IGNORECASE)
@@ -13,8 +13,6 @@ HARMLESS = re.compile(r"Make sure input \S+ has Int64 binding|\btactics?\b", re.
 UNUSED = re.compile(r"\bunused\b", re.IGNORECASE)
 REFUSED = re.compile(r"\bunsupported\b|\bignored\b|\bnot supported\b", re.IGNORECASE)
 PART = re.compile(r"\b(?:node|operator|layer|attribute|input|output|tensor)s?\b", re.IGNORECASE)
-# "Input Tensor cache_slots is unused or used only at compile-time": named so that shapes' inputs can be excepted.
-INPUT = re.compile(r"Input Tensor (\S+) is unused")
 NO_DRIVER = re.compile(r"cudaError 35|CUDA_SUCCESS|CUDA initialization failure")
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|FAILED_ALLOCATION|insufficient memory|within workspace limit", re.IGNORECASE
@@ -22,19 +20,14 @@ OUT_OF_MEMORY = re.compile(
 SAID_AT_MOST = 4
 
 
-def dropped(messages: Sequence[Message], shapes_only: Collection[str] = ()) -> list[str]:
-    """Messages that say that something of the graph was left out.
-
-    ``shapes_only`` names inputs of which only the shape is meant to be used.
-    """
-    return [message.text for message in messages if _says_dropped(message.text, shapes_only)]
+def dropped(messages: Sequence[Message]) -> list[str]:
+    """Messages that say that something of the graph was left out."""
+    return [message.text for message in messages if _says_dropped(message.text)]
 
 
-def _says_dropped(text: str, shapes_only: Collection[str]) -> bool:
-    named = INPUT.search(text)
-    expected = named is not None and named[1] in shapes_only
+def _says_dropped(text: str) -> bool:
     left_out = UNUSED.search(text) or (REFUSED.search(text) and PART.search(text))
-    return bool(left_out) and not HARMLESS.search(text) and not expected
+    return bool(left_out) and not HARMLESS.search(text)
 
 
 def remarks(messages: Sequence[Message]) -> tuple[str, ...]:
@@ -59,7 +52,6 @@ def failure(what: str, messages: Sequence[Message]) -> LlmcError:
         )
     if errors and NO_DRIVER.search(errors[0]):
         return GpuError(
-            f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, "
-            "or leave out stripped and refittable"
+            f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, or leave out stripped"
         )
     return BuildError(f"{what} failed: {said}")

@@ -1,7 +1,6 @@
-"""How the library tells how far it is, writes what it built, and is stopped; and how much memory it took."""
+"""Objects that the library calls while it builds: to tell how far it is, to be stopped, to write the engine."""
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +10,6 @@ from llmc.optimize.progress import Progress
 
 T = TypeVar("T")
 STEP = "building the engine"
-# Memory is looked at this often, in seconds. The library holds its largest copies for longer.
-INTERVAL = 0.05
 # Smaller advances are not worth a redrawn progress bar.
 RESOLUTION = 0.005
 
@@ -116,39 +113,3 @@ class Writer:
     def native(self, library: Any) -> Any:
         """The object that the library calls."""
         return type("Writer", (library.IStreamWriter,), {"write": lambda _, data, size=None: self.write(data)})()
-
-
-class MemoryWatch:
-    """Looks at the memory of this process while its block runs; ``peak`` is None where the system does not tell.
-
-    Counted is what the process alone holds (RssAnon): pages of mapped files can be dropped at any time.
-    """
-
-    def __init__(self) -> None:
-        self.peak: int | None = None
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="memory-watch", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while True:
-            held = anonymous_bytes()
-            if held is not None:
-                self.peak = max(self.peak or 0, held)
-            if self._done.wait(INTERVAL):
-                return
-
-
-def anonymous_bytes(status: Path = Path("/proc/self/status")) -> int | None:
-    """Bytes of memory that this process holds and no file backs; None where the system does not tell."""
-    try:
-        lines = status.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), None)

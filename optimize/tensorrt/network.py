@@ -4,7 +4,8 @@ The file holds no weights, only where they lie: they are mapped into memory and 
 protobuf message comes near 2 GB and no weight is copied.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,29 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from llmc.errors import BuildError
-from llmc.optimize.tensorrt.abilities import LENGTHS, abilities
 from llmc.optimize.tensorrt.messages import dropped
-from llmc.optimize.tensorrt.order import Layer, Ranges
-from llmc.runtime.engine_library import logger
+from llmc.runtime.sessions.tensorrt.library import logger
 
-CAPACITY, ATTENDED = "capacity", "cache_slots"
+CAPACITY = "capacity"
 INTEGERS = {"INT32", "INT64", "BOOL"}
 NAMED_AT_MOST = 4
 
+# Least, best and largest size of each named dimension in one optimisation profile.
+Ranges = Mapping[str, tuple[int, int, int]]
 
-def read_graph(path: Path, capacity: int | None) -> onnx.ModelProto:
-    """The file without its weights; its dimension ``capacity`` is made static where one is given.
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a network; ``shape`` and ``dtype`` are its first output's, -1 marks sizes that vary."""
+
+    name: str
+    type: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_graph(path: Path, capacity: int) -> onnx.ModelProto:
+    """The file without its weights; its dimension ``capacity`` is made static, unless it is 0.
 
     Raises:
         BuildError: it is no ONNX file.
@@ -33,7 +45,7 @@ def read_graph(path: Path, capacity: int | None) -> onnx.ModelProto:
         model = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
         raise BuildError(f"{path} is missing or corrupt ({error}); lower the graph again") from error
-    if capacity is not None:
+    if capacity:
         graph = model.graph
         for value in (*graph.input, *graph.output, *graph.value_info):
             for dim in value.type.tensor_type.shape.dim:
@@ -45,15 +57,13 @@ def read_graph(path: Path, capacity: int | None) -> onnx.ModelProto:
 class Network:
     """A parsed graph. Keeps the mapped weights alive, which the library reads while it builds."""
 
-    def __init__(self, library: Any, builder: Any, path: Path, model: onnx.ModelProto) -> None:
+    def __init__(self, library: Any, builder: Any, path: Path, model: onnx.ModelProto, *, by_address: bool) -> None:
         self.library = library
         self.graph = model.graph
         self._weights: dict[str, Any] = {}
-        can = abilities(library)
-        flags = 1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if can.strongly_typed else 0
-        self.native = builder.create_network(flags)
+        self.native = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         self._parser = library.OnnxParser(self.native, logger(library).native)
-        self._parse(path, model, by_address=can.initializer_streaming)
+        self._parse(path, model, by_address=by_address)
 
     def _parse(self, path: Path, model: onnx.ModelProto, *, by_address: bool) -> None:
         with logger(self.library).collected() as messages:
@@ -128,83 +138,17 @@ class Network:
 
     # ------------------------------------------------------------------------------------------------- attention
 
-    def allow_decomposition(self) -> int:
-        """Let attention run as several kernels where no fused one fits, as in float32; return how many there are."""
-        found = 0
-        for layer in self._attentions():
-            layer.attention.decomposable = True
-            found += 1
-        return found
-
-    def attend_by_lengths(self) -> None:
-        """Give attention the lengths of keys instead of a mask: the form ``lengths``. Not run on a GPU yet.
-
-        ``past_lengths`` plus the new tokens is how many keys each row has; a mask aligned to the lower right then
-        lets token i of S see the keys up to ``length - S + i``.
-
-        Raises:
-            BuildError: the library's attention takes no lengths, the network has no attention, or one with a mask that
-                lengths cannot say (a sliding window).
-        """
-        if LENGTHS not in abilities(self.library).forms:
-            raise BuildError("this library's attention takes no lengths of keys; build the form native")
-        attentions = list(self._attentions())
-        if not attentions:
-            raise BuildError("the form lengths was asked for, and the network has no attention layer to change")
-        for layer in attentions:
-            self._check_causal(layer.attention)
-        lengths = self._lengths()
-        for layer in attentions:
-            self._replace_by_lengths(layer.attention, lengths)
-
-    def _check_causal(self, attention: Any) -> None:
-        """Lengths say what the mask ``cache_slots <= position`` says, and no more."""
-        mask = attention.mask.name if attention.mask is not None else ""
-        maker = next((node for node in self.graph.node if mask and mask in node.output), None)
-        if maker is None or maker.op_type != "LessOrEqual" or maker.input[0] != ATTENDED:
-            found = f"{maker.op_type} {maker.name}" if maker else "nothing"
-            raise BuildError(
-                f"{attention.name}: the form lengths cannot replace a mask that {found} makes, as of a sliding window; "
-                "build the form native"
-            )
-
-    def _replace_by_lengths(self, old: Any, lengths: Any) -> None:
-        """Put attention without a mask in the place of ``old``: a mask cannot be taken away again."""
-        tensors = [old.get_input(i) for i in range(3)]  # queries, keys, values
-        kind = self.library.CausalMaskKind.LOWER_RIGHT
-        new = self.native.add_attention_v2(*tensors, old.norm_op, kind)
-        new.name = f"{old.name}.lengths"
-        new.key_value_lengths = lengths
-        output = old.get_output(0)
-        for reader in self.layers():
-            for index in range(reader.num_inputs):
-                tensor = reader.get_input(index)
-                if tensor is not None and tensor.name == output.name:
-                    reader.set_input(index, new.get_output(0))
-
-    def _attentions(self) -> Iterator[Any]:
-        if not abilities(self.library).native_attention:
-            return
+    def allow_decomposition(self) -> None:
+        """Let attention run as several kernels where no fused one fits, as in float32."""
         for layer in self.layers():
-            if layer.type == self.library.LayerType.ATTENTION_INPUT:
+            if layer.type.name == "ATTENTION_INPUT":
                 layer.__class__ = self.library.IAttentionInputLayer  # the documented way to downcast
-                yield layer
-
-    def _lengths(self) -> Any:
-        """Valid keys of each row, int32 [batch]."""
-        inputs = {tensor.name: tensor for tensor in self.inputs()}
-        network, library = self.native, self.library
-        shape = network.add_shape(inputs["input_ids"]).get_output(0)
-        tokens = network.add_slice(shape, (1,), (1,), (1,)).get_output(0)
-        both = network.add_elementwise(inputs["past_lengths"], tokens, library.ElementWiseOperation.SUM)
-        lengths = network.add_cast(both.get_output(0), library.DataType.INT32)
-        lengths.name = "key_value_lengths"
-        return lengths.get_output(0)
+                layer.attention.decomposable = True
 
     # --------------------------------------------------------------------------------------------------- summary
 
     def summary(self) -> tuple[Layer, ...]:
-        """Layers that compute on tensors, see :class:`llmc.optimize.tensorrt.order.EngineReport`."""
+        """Layers that compute on tensors; constants and index arithmetic are left out."""
         described = [_describe(layer) for layer in self._live()]
         return tuple(layer for layer in described if layer.type != "CONSTANT" and layer.dtype not in INTEGERS)
 

@@ -1,15 +1,15 @@
 """The small engine beside a decoder's: from logits on the device to their largest, so that few bytes leave it."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import onnx
 from onnx import TensorProto, helper
 
 from llmc.errors import UsageError
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.tensorrt.builder import build_graph
-from llmc.optimize.tensorrt.order import EngineReport, Options
+from llmc.optimize.tensorrt.builder import EngineReport, build_engine
+from llmc.optimize.tensorrt.spec import EngineSpec
 
 # TensorRT's limit on the k of its TopK layer.
 CANDIDATES_AT_MOST = 3840
@@ -42,25 +42,18 @@ def select_graph(vocab_size: int, candidates: int) -> onnx.ModelProto:
 
 
 def build_select(
-    library: Any,
-    output: Path,
-    *,
-    vocab_size: int,
-    candidates: int,
-    rows: int,
-    options: Options | None = None,
-    progress: Progress = silent,
+    spec: EngineSpec, output: Path, *, vocab_size: int, candidates: int, progress: Progress = silent
 ) -> EngineReport:
-    """Build the engine of :func:`select_graph` for up to ``rows`` rows, with one profile.
+    """Build the engine of :func:`select_graph` for as many rows as a decode step has, with one profile.
 
     Raises:
         UsageError: as :func:`select_graph`.
         LlmcError: as :func:`llmc.optimize.tensorrt.builder.build_engine`.
     """
-    graph = output.with_name(f".{output.name}.onnx")
+    graph, rows = output.with_name(f".{output.name}.onnx"), spec.config.decode.batch
+    whole = replace(spec, config=replace(spec.config, stripped=False))  # no graph in the bundle could refit it
     try:
         graph.write_bytes(select_graph(vocab_size, candidates).SerializeToString())
-        profile = {"rows": (1, 1, rows)}
-        return build_graph(library, graph, output, [profile], options or Options(), progress=progress)
+        return build_engine(whole, graph, output, [{"rows": (1, 1, rows)}], progress=progress)
     finally:
         graph.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ class Throughput:
 
     @property
     def gain(self) -> float:
-        """How many times sooner they are done together."""
+        """Time one after another over time together."""
         return median_ratio(self.serial_s, self.together_s)
 
 

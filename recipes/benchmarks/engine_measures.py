@@ -1,4 +1,4 @@
-"""What the benchmarks of the engine share: arguments, an engine on a bundle, figures beside their targets, the JSON.
+"""Common parts of the engine's benchmarks: arguments, an engine on a bundle, figures beside their targets, the JSON.
 
 Everything is measured within one process on one loaded bundle, and what is compared takes turns, so ratios hold where
 absolute times do not. Nothing is timed before it ran once.
@@ -25,7 +25,7 @@ from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host.machine import available_memory, resident_bytes
-from llmc.runtime.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.speculation import Drafter
 
 QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are in doubt
@@ -43,7 +43,7 @@ class Check:
 
     @property
     def met(self) -> bool:
-        """Whether the figure reaches the target."""
+        """True if the figure reaches the target."""
         return self.figure <= self.target if self.at_most else self.figure >= self.target
 
     def row(self) -> tuple[str, str, str, str]:

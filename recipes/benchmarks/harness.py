@@ -1,4 +1,4 @@
-"""What all runners share: the arguments, the prompts, the stopwatch, and the one line of JSON at the end.
+"""Common parts of the runners: the arguments, the prompts, the stopwatch, and the one line of JSON at the end.
 
 Runners are plain scripts. Each runs in an interpreter that has its own system and need not have llmc, so this module
 imports the standard library only; a script's own folder is on ``sys.path``, hence ``import harness``.
@@ -30,7 +30,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Job:
-    """What a runner is asked to do. Lengths in tokens; ``threads`` is the number of CPUs the process may use."""
+    """The work of a runner. Lengths in tokens; ``threads`` is the number of CPUs the process may use."""
 
     model: Path
     prompts: tuple[int, ...]

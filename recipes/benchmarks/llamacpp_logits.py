@@ -53,7 +53,7 @@ def window_logits(context: Any, vocabulary: int, tokens: list[int], step: int) -
 
 
 def description(path: Path) -> dict[str, Any]:
-    """What is in the matrices: bits per weight with scales, their types, those of embedding and head by name."""
+    """Contents of the matrices: bits per weight with scales, their types, those of embedding and head by name."""
     matrices = [tensor for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1]
     weights = sum(int(tensor.n_elements) for tensor in matrices)
     types = collections.Counter(tensor.tensor_type.name for tensor in matrices)

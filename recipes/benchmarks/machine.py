@@ -1,4 +1,4 @@
-"""What the figures were measured on, and how busy everything else on that machine was."""
+"""The machine that figures were measured on, and how busy everything else on it was."""
 
 import os
 import platform

@@ -18,7 +18,7 @@ from llmc.optimize.plan.memory import plan_build
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime.host.machine import resident_bytes
-from llmc.runtime.memory import plan_load
+from llmc.runtime.kv.budget import plan_load
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 64
 # A prime, so that multiples of it reach every part of a vocabulary.

@@ -32,7 +32,7 @@ class OpenVino:
         return harness.Timing(metrics.get_ttft().mean / MILLISECONDS, decode_ms / MILLISECONDS)
 
     def details(self) -> dict[str, str]:
-        """Which build of the CPU plug-in ran."""
+        """Version of the CPU plug-in."""
         return {"plugin": str(openvino.get_version())}
 
 

@@ -46,7 +46,7 @@ class Entry:
     python: Path | None
 
     def missing(self) -> str:
-        """Why the system cannot run, or nothing."""
+        """The reason why the system cannot run, or nothing."""
         if self.python is None:
             return f"not run: no interpreter for {self.runner}"
         absent = [str(path) for path in (self.python, self.model) if not path.exists()]
@@ -55,7 +55,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Work:
-    """What every system does in every round, in tokens; ``timeout_s`` limits one process, in seconds."""
+    """The work of every system in every round, in tokens; ``timeout_s`` limits one process, in seconds."""
 
     prompts: tuple[int, ...]
     new_tokens: int

@@ -31,7 +31,7 @@ from unquantized import Unquantized
 
 from llmc.errors import LlmcError
 from llmc.export import export
-from llmc.optimize.reference import Reference
+from llmc.optimize.judge.reference import Reference
 from llmc.runtime import load
 from llmc.runtime.sessions import Phase
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Task:
-    """What every system is measured on; ``reference`` is float32 [windows, length, V], files go into ``folder``."""
+    """The text and reference of all systems; ``reference`` is float32 [windows, length, V], files go to ``folder``."""
 
     windows: NDArray[np.int64]
     reference: NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""What each quantization scheme costs in quality: build the small model with it, and judge both paths of the bundle.
+"""Cost of each quantization scheme in quality: build the small model with it, and judge both paths of the bundle.
 
     python schemes.py [NAME ...] [--windows 16]
 
@@ -14,8 +14,8 @@ from llmc.cli import output as show
 from llmc.export import export
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
-from llmc.optimize.calibration import CalibrationRequest
-from llmc.optimize.evaluate import evaluate, read_windows
+from llmc.optimize.calibrate.request import CalibrationRequest
+from llmc.optimize.judge.evaluate import evaluate, read_windows
 from llmc.optimize.recipe import Request, needs_calibration, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime import load

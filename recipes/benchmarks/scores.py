@@ -1,4 +1,4 @@
-"""How far logits are from reference logits of the same positions, and how sure the figures are."""
+"""Distance of logits from reference logits of the same positions, with standard errors."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.optimize.quality import log_softmax
+from llmc.optimize.judge.quality import log_softmax
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from llmc.runtime import Delta, GenerationResult, Handle, Model, Request, Sampli
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.sequence import RequestState
 from llmc.runtime.host.machine import resident_bytes
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.model import prefix_key
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.prefix_store import PrefixStore
 from llmc.runtime.speculation import PromptLookup
 
 MAX_GROWTH = 0.05  # of the resident set
@@ -88,7 +88,7 @@ class Case:
 
 @dataclass
 class Seen:
-    """What a client saw of a request: tokens and text per output, and how it ended.
+    """A client's view of a request: tokens and text per output, and how it ended.
 
     Of an error it keeps no more than type and message, for a traceback holds on to what the check of objects looks for.
     """
@@ -164,7 +164,7 @@ async def read_async(handle: Handle, seen: Seen) -> None:
 
 
 def mistakes(case: Case, expected: Seen, seen: Seen) -> Iterator[str]:
-    """What is wrong with what a client saw."""
+    """Mistakes in a client's view."""
     if case.kind in FAULTY or seen.result is None:
         allowed = (ProcessorError, CancelledError, DeadlineError) if case.kind in FAULTY else _ABORTED
         if seen.error is not None and not issubclass(seen.error, allowed):
@@ -346,7 +346,7 @@ def soak(model: Model, args: argparse.Namespace, folder: Path) -> Report:
 
 
 def settle(engine: Engine, jobs: int) -> int:
-    """What is left of requests once all have ended: gauges, and objects beyond the ``jobs`` that there were before."""
+    """Leftovers of requests once all have ended: gauges, and objects beyond the ``jobs`` that there were before."""
     deadline = time.monotonic() + SETTLED_S
     while True:
         engine.call(lambda: None)  # the engine's thread has done a step since

@@ -58,7 +58,7 @@ class OracleDraft:
         self._whole: dict[tuple[int, ...], list[int]] = {}
 
     def learn(self, prompt: Sequence[int], new: Sequence[int]) -> None:
-        """What follows ``prompt``."""
+        """Remember the continuation of ``prompt``."""
         corrupted = [
             (token + 1) % self._vocab_size if self._generator.random() < self._wrong else token for token in new
         ]
@@ -214,7 +214,7 @@ class Verification:
 def verifications(model: Model, prompt: int, right: float) -> list[Verification]:
     """Time calls of every draft length after ``prompt`` tokens; none at all comes first."""
     session = model.runner.session
-    session.reserve(1, prompt + LENGTHS[-1] + 1)
+    session.cache.reserve(1, prompt + LENGTHS[-1] + 1)
     model.runner.prefill(tokens(prompt, 0))
 
     def seconds(phase: Phase, count: int) -> float:

@@ -1,54 +1,46 @@
 """What one would use instead: transformers on the GPU, decoding compiled on a static cache, prefill by torch's SDPA."""
 
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from gpu_check.machine import installed, need
-from gpu_check.work import NotHereError
+from gpu_check import models
+from gpu_check.measure import ROUNDS, seconds_of
+from gpu_check.steps import NotHereError, Options
 
 PROMPT, PREFILL, NEW_TOKENS = 128, 2048, 128
 # Compiled calls before timing: the first compiles, the second records the CUDA graph, the third replays it.
 WARM_UP = 4
+FASTEST = {"mode": "reduce-overhead"}  # of torch's own compiler
 
 
-def baseline(export: str, rounds: int, device: str, compiler: str) -> dict[str, Any]:
-    """Seconds of a decode step and of a prefill of 2,048 tokens, both in float16, medians of ``rounds``.
+def baseline(geometry: str, options: Options) -> dict[str, Any]:
+    """Seconds of a decode step and of a prefill of 2,048 tokens, both in float16, medians of some rounds.
 
     Speeds do not depend on the weights, so the model is made from its config alone.
-
-    Raises:
-        NotHereError: torch, transformers or a GPU that torch can use are missing.
     """
-    need("torch", "transformers")
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if device == "cuda" and not torch.cuda.is_available():
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise NotHereError(f"torch and transformers are needed: {error}") from error
+    if not torch.cuda.is_available():
         raise NotHereError(f"torch {torch.__version__} sees no GPU")
-    config = AutoConfig.from_pretrained(Path(export))
+    config = transformers.AutoConfig.from_pretrained(models.export(geometry, options))
     torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation="sdpa").eval()
-    context = config.max_position_embeddings
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation="sdpa")
+    context, model = config.max_position_embeddings, model.eval()
     with torch.no_grad():
-        length = min(PREFILL, context)
-        prefill_s = prefill(model, length, rounds)
-        step_s = decode(model, min(PROMPT, context // 2), min(NEW_TOKENS, context // 4), rounds, compiler)
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "torch": torch.__version__,
-        "transformers": installed("transformers"),
-        "prefill_tokens": length,
-        "prefill_s": prefill_s,
-        "step_s": step_s,
-        "tokens_per_s": 1 / step_s,
-    }
+        return {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "prefill_tokens": min(PREFILL, context),
+            "prefill_s": prefill(model, min(PREFILL, context)),
+            "step_s": decode(model, min(PROMPT, context // 2), min(NEW_TOKENS, context // 4), FASTEST),
+        }
 
 
-def prefill(model: Any, length: int, rounds: int) -> float:
+def prefill(model: Any, length: int) -> float:
     """Median seconds to the logits after the last token, the keys and values kept."""
     import torch
 
@@ -59,11 +51,12 @@ def prefill(model: Any, length: int, rounds: int) -> float:
         wait(model)
 
     run()
-    return statistics.median(timed(run) for _ in range(max(3, rounds)))
+    return statistics.median(seconds_of(run) for _ in range(ROUNDS))
 
 
-def decode(model: Any, length: int, new_tokens: int, rounds: int, compiler: str) -> float:
-    """Median seconds of a greedy step, compiled in whole, on a static cache after a prompt of ``length``."""
+def decode(model: Any, length: int, new_tokens: int, compiler: dict[str, str]) -> float:
+    """Median seconds of a greedy step, compiled in whole, on a static cache after a prompt of ``length``; the steps of
+    a round follow each other without waiting for the host."""
     import torch
     from transformers import StaticCache
 
@@ -71,47 +64,26 @@ def decode(model: Any, length: int, new_tokens: int, rounds: int, compiler: str)
         found = model(token, position_ids=position, past_key_values=cache, use_cache=True)
         return found.logits[:, -1:].argmax(dim=-1)
 
-    compiled = torch.compile(step, fullgraph=True, **options(compiler))
+    compiled = torch.compile(step, fullgraph=True, **compiler)
     ids = torch.randint(10, 1000, (1, length), device=model.device)
     token, position = ids[:, -1:].clone(), torch.zeros((1, 1), dtype=torch.long, device=model.device)
     cache = StaticCache(config=model.config, max_cache_len=length + new_tokens + WARM_UP)
 
-    def advance() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        token.copy_(compiled(token, position, cache))
-        position.add_(1)
+    def advance(count: int) -> None:
+        for _ in range(count):
+            torch.compiler.cudagraph_mark_step_begin()
+            token.copy_(compiled(token, position, cache))
+            position.add_(1)
+        wait(model)
 
-    steps = []
-    for _ in range(rounds):
+    seconds = []
+    for _ in range(ROUNDS):
         cache.reset()
         model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         position.fill_(length)
-        for _ in range(WARM_UP):
-            advance()
-        steps.append(mean_step(advance, new_tokens, lambda: wait(model)))
-    return statistics.median(steps)
-
-
-def options(compiler: str) -> dict[str, str]:
-    """Arguments of torch.compile: the fastest mode of its own compiler, or another one that has no modes."""
-    return {"mode": "reduce-overhead"} if compiler == "inductor" else {"backend": compiler}
-
-
-def mean_step(advance: Callable[[], None], count: int, wait_for: Callable[[], None]) -> float:
-    """Mean seconds of ``count`` steps that follow each other without waiting for the host."""
-    wait_for()
-    start = time.perf_counter()
-    for _ in range(count):
-        advance()
-    wait_for()
-    return (time.perf_counter() - start) / count
-
-
-def timed(run: Callable[[], None]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+        advance(WARM_UP)
+        seconds.append(seconds_of(lambda: advance(new_tokens)) / new_tokens)
+    return statistics.median(seconds)
 
 
 def wait(model: Any) -> None:

@@ -1,151 +1,137 @@
-"""What the machine is, and how fast it copies memory: that is what decoding is held against."""
+"""What the machine is, and what its driver does without any engine: memory, copies, recorded work."""
 
-import importlib
+import ctypes
 import importlib.metadata
 import platform
+import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from gpu_check.work import NotHereError
+import numpy as np
 
-PACKAGES = (
-    "llmc",
-    "numpy",
-    "onnx",
-    "onnx-ir",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "cuda-bindings",
-    "tensorrt",
-    "tensorrt-cu12",
-    "tensorrt-cu13",
-    "tensorrt-rtx",
-    "tensorrt-rtx-cu13",
-    "torch",
-    "transformers",
-)
+from gpu_check.steps import NotHereError, Options
+
+PACKAGES = re.compile(r"llmc|numpy|onnx|tensorrt|cuda|nvidia|torch|transformers", re.IGNORECASE)
 PROBE_S = 120.0
-# Of each buffer, far beyond any cache: and no more than a quarter of what is free.
+# Of each buffer, far beyond any cache: and no more than an eighth of what is free.
 COPY_BYTES = 1 << 30
-COPIES, ROUNDS = 20, 5
-HOST_BYTES, HOST_COPIES = 1 << 28, 2
-PROVIDER = "CUDAExecutionProvider"
+COPIES, ROUNDS, ROWS = 20, 5, 16
 
 
-def machine() -> dict[str, Any]:
-    """The machine, its GPUs and libraries as the probe finds them, installed versions, the commit of this tree."""
-    return {
-        "platform": platform.platform(),
-        "processor": platform.machine(),
-        "python": platform.python_version(),
-        "commit": commit(),
-        "packages": {name: version for name in PACKAGES if (version := installed(name))},
-        "probe": probed(),
-    }
-
-
-def installed(name: str) -> str | None:
-    """Version of a distribution, None where it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def need(*names: str) -> None:
-    """Refuse to go on without the distributions ``names``.
-
-    Raises:
-        NotHereError: with those that are not installed.
-    """
-    missing = [name for name in names if installed(name) is None]
-    if missing:
-        raise NotHereError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed")
-
-
-def commit() -> str | None:
-    """The commit of the tree that this script lies in, with a plus sign where files of it were changed."""
-    root = Path(__file__).resolve().parents[2]
-    found = [_git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "--untracked-files=no")]
-    return None if found[0] is None else found[0] + ("+" if found[1] else "")
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def probed() -> dict[str, Any]:
-    """What ``llmc doctor`` bases its words on."""
+def machine(options: Options) -> dict[str, Any]:
+    """The machine, its GPUs and libraries as the probe finds them, and versions of what is installed."""
     from llmc.runtime.host.probe import probe
 
-    return asdict(probe(timeout_s=PROBE_S))
+    installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    packages = {name: installed[name] for name in sorted(installed) if PACKAGES.search(name)}
+    return {"platform": platform.platform(), "packages": packages, "probe": asdict(probe(timeout_s=PROBE_S))}
 
 
-def bandwidth(on_device: bool) -> dict[str, Any]:
-    """Bytes per second of a large copy, read and written bytes counted, and what copied them.
-
-    Raises:
-        NotHereError: there is no GPU.
-    """
-    return _device_bandwidth() if on_device else _host_bandwidth()
-
-
-def _device_bandwidth() -> dict[str, Any]:
-    with closing(opened_driver()) as driver, ExitStack() as taken:
-        size = min(COPY_BYTES, driver.memory_info()[0] // 4)
-        source, target = driver.alloc(size), driver.alloc(size)
-        for address in (source, target):
-            taken.callback(driver.free, address)
-        stream = driver.stream()
-        taken.callback(driver.destroy_stream, stream)
-        driver.fill(source, size, stream)
-
-        def copies() -> None:
-            for _ in range(COPIES):
-                driver.copy(target, source, size, stream)
-            driver.synchronize(stream)
-
-        rates = rates_of(copies, 2 * size * COPIES)
-        return {"kind": "device", "device": asdict(driver.device), "buffer_bytes": size, **rates}
-
-
-def opened_driver() -> Any:
-    """The CUDA driver.
-
-    Raises:
-        NotHereError: there is none, or it has no GPU.
-    """
+def driver(options: Options) -> dict[str, Any]:
+    """Allocation, pinned memory, copies, a resized cache, recorded copies: rates, times, and what came out wrong."""
     from llmc.errors import GpuError
-    from llmc.runtime.cuda import open_driver
+    from llmc.runtime.host import cuda
 
     try:
-        return open_driver()
+        gpu = cuda.open_driver()
     except GpuError as error:
         raise NotHereError(str(error)) from error
+    with closing(gpu), ExitStack() as taken:
+        return Rehearsal(gpu, taken).results()
 
 
-def _host_bandwidth() -> dict[str, Any]:
-    import numpy as np
+class Rehearsal:
+    """Buffers of one size on both sides, and what a session does with such."""
 
-    source, target = np.ones(HOST_BYTES // 8), np.zeros(HOST_BYTES // 8)
+    def __init__(self, gpu: Any, taken: ExitStack) -> None:
+        self.gpu, self.free = gpu, gpu.memory_info()[0]
+        self.size = min(COPY_BYTES, self.free // 8) // 4096 * 4096
+        start = time.perf_counter()
+        self.source, self.target = (self._taken(taken, gpu.alloc, gpu.free) for _ in range(2))
+        self.alloc_s = (time.perf_counter() - start) / 2
+        start = time.perf_counter()
+        self.up, self.down = (self._taken(taken, gpu.alloc_host, gpu.free_host) for _ in range(2))
+        self.pinned_alloc_s = (time.perf_counter() - start) / 2
+        self.stream = gpu.stream()
+        taken.callback(gpu.destroy_stream, self.stream)
+        self.given, self.got = (
+            np.frombuffer((ctypes.c_ubyte * self.size).from_address(place), np.uint8) for place in (self.up, self.down)
+        )
+        self.given[:] = np.random.default_rng(0).integers(0, 256, self.size, np.uint8)
 
-    def copies() -> None:
-        for _ in range(HOST_COPIES):
-            np.copyto(target, source)
+    def _taken(self, taken: ExitStack, take: Callable[[int], int], give: Callable[[int], None]) -> int:
+        place = take(self.size)
+        taken.callback(give, place)
+        return place
 
-    rates = rates_of(copies, 2 * HOST_BYTES * HOST_COPIES)
-    return {"kind": "host", "device": None, "buffer_bytes": HOST_BYTES, **rates}
+    def results(self) -> dict[str, Any]:
+        """Everything, in the order in which it is of use to the next."""
+        found: dict[str, Any] = {
+            "device": asdict(self.gpu.device),
+            "free_bytes": self.free,
+            "buffer_bytes": self.size,
+            "alloc_s": self.alloc_s,
+            "pinned_alloc_s": self.pinned_alloc_s,
+            "host_to_device": self.copies(self.source, self.up, 2),
+            "on_device": self.copies(self.target, self.source, COPIES),
+            "device_to_host": self.copies(self.down, self.target, 2),
+        }
+        wrong = [] if np.array_equal(self.given, self.got) else ["what came down differs from what went up"]
+        found["resize"], resized = self.resize()
+        wrong += [] if resized else ["rows of the cache are not what they were after it was resized"]
+        found["launches_s"], replayed = self.replay()
+        wrong += [] if replayed else ["recorded copies, launched as A, B, A, left something else"]
+        return found | {"problems": wrong}
+
+    def copies(self, target: int, source: int, count: int) -> dict[str, float]:
+        """Rates of some copies of everything."""
+
+        def run() -> None:
+            for _ in range(count):
+                self.gpu.copy(target, source, self.size, self.stream)
+            self.gpu.synchronize(self.stream)
+
+        return rates_of(run, 2 * self.size * count)
+
+    def read(self, size: int) -> Any:
+        """What lies at the beginning of the target."""
+        self.gpu.copy(self.down, self.target, size, self.stream)
+        self.gpu.synchronize(self.stream)
+        return self.got[:size]
+
+    def resize(self) -> tuple[dict[str, float], bool]:
+        """Rows moved to where each is twice as long."""
+        pitch = self.size // 2 // ROWS
+        self.gpu.fill(self.target, self.size, self.stream)
+
+        def grow() -> None:
+            self.gpu.copy_2d(self.target, 2 * pitch, self.source, pitch, pitch, ROWS, self.stream)
+            self.gpu.synchronize(self.stream)
+
+        rates = rates_of(grow, 2 * pitch * ROWS)
+        rows, wanted = self.read(2 * pitch * ROWS).reshape(ROWS, 2 * pitch), self.given[: pitch * ROWS]
+        return rates, np.array_equal(rows[:, :pitch].ravel(), wanted) and not rows[:, pitch:].any()
+
+    def replay(self) -> tuple[list[float], bool]:
+        """Two recorded copies into the same place, A and B, launched as A, B, A."""
+        half, graphs, seconds, right = self.size // 2, [], [], True
+        for offset in (0, half):
+            self.gpu.begin_capture(self.stream)
+            self.gpu.copy(self.target, self.source + offset, half, self.stream)
+            graphs.append(self.gpu.end_capture(self.stream))
+        for number in (0, 1, 0):
+            start = time.perf_counter()
+            self.gpu.launch(graphs[number], self.stream)
+            self.gpu.synchronize(self.stream)
+            seconds.append(time.perf_counter() - start)
+            right &= np.array_equal(self.read(half), self.given[number * half : (number + 1) * half])
+        for graph in graphs:
+            self.gpu.destroy_graph(graph)
+        return seconds, right
 
 
 def rates_of(copies: Callable[[], None], moved: int) -> dict[str, float]:
@@ -157,42 +143,3 @@ def rates_of(copies: Callable[[], None], moved: int) -> dict[str, float]:
         copies()
         seconds.append(time.perf_counter() - start)
     return {"bytes_per_s": moved / min(seconds), "median_bytes_per_s": moved / statistics.median(seconds)}
-
-
-def library(target: str, emulate: bool) -> dict[str, Any]:
-    """Name and version of the library that builds and runs bundles of ``target``.
-
-    Raises:
-        NotHereError: it is not installed, broken, too old, or has no kernels for GPUs.
-    """
-    cuda = _onnxruntime if emulate else _onnxruntime_cuda
-    return {"cpu": _onnxruntime, "cuda": cuda}.get(target, _tensorrt)(target)
-
-
-def _onnxruntime(target: str) -> dict[str, Any]:
-    from llmc.runtime.sessions.onnxruntime import import_onnxruntime
-
-    runtime = import_onnxruntime("0")
-    return {
-        "library": "onnxruntime",
-        "version": runtime.__version__,
-        "providers": runtime.get_available_providers(),
-    }
-
-
-def _onnxruntime_cuda(target: str) -> dict[str, Any]:
-    found = _onnxruntime(target)
-    if PROVIDER not in found["providers"]:
-        raise NotHereError(f"onnxruntime {found['version']} has no {PROVIDER}: pip install '.[gpu]' in llmc's folder")
-    return found
-
-
-def _tensorrt(target: str) -> dict[str, Any]:
-    from llmc.errors import GpuError
-    from llmc.runtime.engine_library import library_version, load_library
-
-    try:
-        found = load_library(target)
-    except GpuError as error:
-        raise NotHereError(str(error)) from error
-    return {"library": found.__name__, "version": library_version(found), "python": sys.version.split()[0]}

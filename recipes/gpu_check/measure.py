@@ -1,68 +1,75 @@
-"""How fast a bundle is: time to first token, decoding alone and in a batch, by bucket of the cache; device memory."""
+"""How fast a bundle is: first calls, single steps, answers alone and in a batch; with recorded steps and without."""
 
+import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
-from gpu_check.plan import PROMPTS, ROWS
+from gpu_check import models
 from gpu_check.reference import arbitrary
-from llmc.bundle import Manifest
-from llmc.runtime import Model, load
+from gpu_check.steps import Options
 
+ROUNDS = 5
+PROMPTS = (128, 512, 2048)
 NEW_TOKENS = 128
 # Steps per bucket, and where there is no engine, the lengths of the cache that are looked at.
 STEPS = 32
 LENGTHS = (128, 512, 1024, 2048, 4096)
 
 
-def measure(bundle: str, emulate: bool, on_device: bool, rounds: int) -> dict[str, Any]:
-    """Times of greedy generation through the public API, medians of ``rounds``, each after a run that is not counted.
+def measure(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+    """Times of greedy generation through the public API and of steps below it; the GPU's memory that is taken.
 
     No prefix is cached, and every prompt begins with another token.
     """
-    with driver(on_device) as gpu:
-        before = free_bytes(gpu)
-        start = time.perf_counter()
-        with load(Path(bundle), self_test=False, emulate=emulate, prefix_cache_bytes=0) as model:
-            load_s = time.perf_counter() - start
-            loaded = free_bytes(gpu)
+    from llmc.runtime.host import cuda
+
+    bundle = (target, geometry, precision, options)
+    models.check_here(target)
+    models.built(*bundle)
+    with contextlib.ExitStack() as stack:
+        gpu = None if target == "cpu" else stack.enter_context(contextlib.closing(cuda.open_driver()))
+        before, start = gpu and gpu.memory_info()[0], time.perf_counter()
+        with models.opened(*bundle) as model:
+            load_s, loaded = time.perf_counter() - start, gpu and gpu.memory_info()[0]
             new = min(NEW_TOKENS, model.runner.max_context // 2)
             prompts = fitting(model.runner.max_context, new)
             found = {
                 "load_s": load_s,
-                "rounds": rounds,
                 "new_tokens": new,
-                "alone": [alone(model, length, new, rounds, 100 * i) for i, length in enumerate(prompts)],
-                "runner_step_s": runner_step(model, prompts[0], new),
-                "batch": batch(model, prompts[0], new, rounds),
+                "first_calls_s": first_calls(model, prompts[0]),
+                "step": steps(model, range(prompts[0], prompts[0] + new)),
+                "alone": [alone(model, length, new, 100 * i) for i, length in enumerate(prompts)],
+                "batch": batch(model, prompts[0], new),
+                "captures": captures(model.runner.session),
                 **step_bytes(model.manifest),
             }
-            after = free_bytes(gpu)
-    taken = None if before is None else {"loaded": before - loaded, "after_runs": before - after}
-    return found | {"device_bytes": taken}
+            if gpu:
+                found["device_bytes"] = {"loaded": before - loaded, "after_runs": before - gpu.memory_info()[0]}
+        if target in ("cuda", "tensorrt"):  # TensorRT-RTX records by itself
+            with without_graphs(), models.opened(*bundle) as model:
+                first_calls(model, prompts[0])
+                found["step_without_graphs"] = steps(model, range(prompts[0], prompts[0] + new))
+    return found
 
 
-@contextmanager
-def driver(on_device: bool) -> Iterator[Any]:
-    """The CUDA driver, with its context made, or None where there is no GPU in play."""
-    if not on_device:
-        yield None
-        return
-    from llmc.runtime.cuda import open_driver
+@contextlib.contextmanager
+def without_graphs() -> Iterator[None]:
+    """Sessions on a GPU launch every kernel by itself."""
+    from llmc.runtime.sessions.onnxruntime import cuda
+    from llmc.runtime.sessions.tensorrt import steps as tensorrt_steps
 
-    gpu = open_driver()
-    try:
-        yield gpu
-    finally:
-        gpu.close()
+    with patch.object(cuda, "MOST_RECORDINGS", 0), patch.object(tensorrt_steps, "RECORDED_TOKENS", 0):
+        yield
 
 
-def free_bytes(gpu: Any) -> Any:
-    """Free bytes of the GPU, None where there is none."""
-    return None if gpu is None else gpu.memory_info()[0]
+def captures(session: Any) -> int | None:
+    """How many calls a session has recorded; None where it does not record."""
+    if hasattr(session, "_steps"):
+        return sum(bool(step.graph) for step in session._steps._kept.values())
+    return getattr(session, "_recordings", None)
 
 
 def fitting(context: int, new_tokens: int) -> list[int]:
@@ -71,95 +78,75 @@ def fitting(context: int, new_tokens: int) -> list[int]:
     return kept if len(kept) == len(PROMPTS) else [*kept, context - new_tokens]
 
 
-def alone(model: Model, length: int, new_tokens: int, rounds: int, salt: int) -> dict[str, Any]:
+def first_calls(model: Any, length: int) -> dict[str, float]:
+    """Seconds of the first prefill and steps, in which kernels are made, memory is taken and steps are recorded."""
+    prompt = arbitrary(length, model.manifest.geometry.vocab_size)
+    found = {f"prefill_{i}": seconds_of(lambda: model.runner.prefill(prompt)) for i in (1, 2)}
+    return found | {f"step_{i}": seconds_of(lambda: model.runner.step(10, length)) for i in (1, 2, 3)}
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def steps(model: Any, positions: Sequence[int]) -> dict[str, float]:
+    """Seconds of decode steps at ``positions``, below the engine, all logits fetched."""
+    return spread([seconds_of(lambda position=position: model.runner.step(10, position)) for position in positions])
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """The median, the time that 19 of 20 are within, and the best."""
+    ordered = sorted(seconds)
+    within = -(-19 * len(ordered) // 20)
+    return {"p50_s": statistics.median(ordered), "p95_s": ordered[within - 1], "best_s": ordered[0]}
+
+
+def alone(model: Any, length: int, new_tokens: int, salt: int) -> dict[str, Any]:
     """One request at a time."""
-    vocab = model.manifest.geometry.vocab_size
-
-    def timings(number: int) -> Any:
-        prompt = arbitrary(length, vocab, salt + number)
-        return model.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True).timings
-
-    timings(0)  # allocates, and captures the steps of every bucket that the timed runs come to
-    runs = [timings(number) for number in range(1, rounds + 1)]
-    return {
-        "prompt": length,
-        "ttft_s": statistics.median(run.ttft_s for run in runs),
-        "tpot_s": statistics.median(run.tpot_s for run in runs),
-        "best_ttft_s": min(run.ttft_s for run in runs),
-        "best_tpot_s": min(run.tpot_s for run in runs),
-    }
+    asked = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    prompts = [arbitrary(length, model.manifest.geometry.vocab_size, salt + i) for i in range(1 + ROUNDS)]
+    # The first allocates, and captures the steps of every bucket that the timed runs come to.
+    _, *runs = [model.generate(prompt, **asked).timings for prompt in prompts]
+    times = {"ttft": spread([run.ttft_s for run in runs]), "tpot": spread([run.tpot_s for run in runs])}
+    return {"prompt": length, **times}
 
 
-def runner_step(model: Model, length: int, new_tokens: int) -> float:
-    """Median seconds of a step below the engine, all logits fetched: what is above it is the engine's own time."""
-    model.runner.prefill(arbitrary(length, model.manifest.geometry.vocab_size))
-    return median_step(model, range(length, length + new_tokens))
-
-
-def median_step(model: Model, positions: Sequence[int]) -> float:
-    """Median seconds of decode steps at ``positions``."""
-    seconds = []
-    for position in positions:
-        start = time.perf_counter()
-        model.runner.step(10, position)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def batch(model: Model, length: int, new_tokens: int, rounds: int) -> dict[str, Any] | None:
+def batch(model: Any, length: int, new_tokens: int) -> dict[str, Any] | None:
     """Several requests at once; None where the bundle has not so many rows."""
-    if model.manifest.limits.max_batch < ROWS:
+    rows, vocab = models.ROWS, model.manifest.geometry.vocab_size
+    if model.manifest.limits.max_batch < rows:
         return None
-    vocab = model.manifest.geometry.vocab_size
 
-    def together(salt: int) -> tuple[float, float]:
-        requests = [
-            model.request(arbitrary(length, vocab, salt + i), max_tokens=new_tokens, temperature=0, ignore_eos=True)
-            for i in range(ROWS)
-        ]
-        start = time.perf_counter()
-        results = [handle.result() for handle in [model.submit(request) for request in requests]]
-        return time.perf_counter() - start, statistics.median(result.timings.tpot_s for result in results)
+    def tpot(salt: int) -> float:
+        prompts = [arbitrary(length, vocab, salt + i) for i in range(rows)]
+        asked = [model.request(ids, max_tokens=new_tokens, temperature=0, ignore_eos=True) for ids in prompts]
+        results = [handle.result() for handle in [model.submit(request) for request in asked]]
+        return statistics.median(result.timings.tpot_s for result in results)
 
-    together(1000)
-    runs = [together(2000 + 100 * number) for number in range(rounds)]
-    tpot = statistics.median(step for _, step in runs)
-    return {
-        "rows": ROWS,
-        "prompt": length,
-        "tpot_s": tpot,
-        "decode_tokens_per_s": ROWS / tpot,
-        "tokens_per_s": ROWS * new_tokens / statistics.median(seconds for seconds, _ in runs),
-    }
+    _, *found = [tpot(1000 + 100 * number) for number in range(1 + ROUNDS)]
+    return {"rows": rows, "prompt": length, "tpot": spread(found), "tokens_per_s": rows / statistics.median(found)}
 
 
-def step_bytes(manifest: Manifest) -> dict[str, int]:
+def step_bytes(manifest: Any) -> dict[str, int]:
     """Bytes that a decode step must read: of the weights, and of the cache for each position that it attends to."""
     plan = manifest.memory if manifest.device is None else manifest.device
-    return {
-        "weight_bytes": manifest.graphs["decode"].step_weight_bytes,
-        "cache_bytes_per_position": plan.cache_per_token,
-    }
+    weights = manifest.graphs["decode"].step_weight_bytes
+    return {"weight_bytes": weights, "cache_bytes_per_position": plan.cache_per_token}
 
 
-def buckets(bundle: str, emulate: bool) -> dict[str, Any]:
-    """Median seconds of a decode step whose last position is the last one of each bucket of the cache.
+def buckets(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+    """Seconds of a decode step whose last position is the last one of each bucket of the cache, and their slope.
 
     What the cache holds does not matter for that, so nothing is fed before.
     """
-    with load(Path(bundle), self_test=False, emulate=emulate, prefix_cache_bytes=0) as model:
-        engine = model.manifest.engine
-        return {"form": engine and engine.form, "steps": [step_at(model, end) for end in bucket_ends(model)]}
-
-
-def bucket_ends(model: Model) -> list[int]:
-    """The last positions of the engine's buckets; without an engine, some lengths."""
-    engine, context = model.manifest.engine, model.runner.max_context
-    return sorted({min(end, context) for end in (engine.buckets if engine is not None else LENGTHS)})
-
-
-def step_at(model: Model, end: int) -> dict[str, Any]:
-    """The step that fills position ``end - 1``."""
-    same = [end - 1] * STEPS
-    median_step(model, same)  # allocates, and captures what can be captured
-    return {"positions": end, "step_s": median_step(model, same)}
+    with models.opened(target, geometry, precision, options) as model:
+        engine, context, found = model.manifest.engine, model.runner.max_context, []
+        ends = sorted({min(end, context) for end in (engine.buckets if engine is not None else LENGTHS)})
+        for end in ends:
+            steps(model, [end - 1] * STEPS)  # allocates, and captures what can be captured
+            found.append({"positions": end, **steps(model, [end - 1] * STEPS)})
+        slope = statistics.linear_regression(ends, [step["p50_s"] for step in found]).slope if len(ends) > 1 else None
+        return {"steps": found, "s_per_position": slope, **step_bytes(model.manifest)}

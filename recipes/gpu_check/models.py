@@ -1,29 +1,33 @@
-"""Exports of models with random weights and real shapes, and how they travel without their weights.
+"""Exports of models with random weights and real shapes, how they travel without their weights, and their bundles.
 
 A file of random weights is named by its header alone (``model.safetensors.header``): where it is used, the weights are
 made from a seed. They are the same on every machine, so results of different machines can be compared.
 """
 
+import contextlib
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_check.work import NotHereError
+from gpu_check.steps import NotHereError, Options
 
 RECIPES = Path(__file__).resolve().parents[1]
 # The small model that is trained and lies in the repository, and geometries of make_model.py.
 TINY = "tiny"
-GEOMETRIES = {TINY: "", "0.5b": "qwen2.5-0.5b", "1b": "llama-3.2-1b"}
+GEOMETRIES = {"0.5b": "qwen2.5-0.5b", "1b": "llama-3.2-1b"}
+# Prompts of 2,048 tokens and 128 new ones, with room. The small model ends at 2,048.
+CONTEXTS = {TINY: 2048, "0.5b": 4096, "1b": 4096}
+ROWS = 8
 WEIGHTS, HEADER = ".safetensors", ".safetensors.header"
 # As transformers begins, with biases that are not zero, for else a runtime that forgets them would go unnoticed.
 DEVIATION, BIAS_DEVIATION = 0.02, 0.1
@@ -31,17 +35,99 @@ SEED = 0
 PIECE = 1 << 24
 
 
-def export(geometry: str, output: str, exports: str | None) -> dict[str, Any]:
-    """Put the export of ``geometry`` at ``output``: from the folder of exports that was carried along, or made here.
+def build(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+    """Build a bundle anew; its size, and what its manifest says of engine, memory and quality."""
+    folder, trouble = _places(target, geometry, precision, options)
+    trouble.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    manifest = json.loads((built(target, geometry, precision, options) / "llmc.json").read_text(encoding="utf-8"))
+    kept = ("target", "limits", "memory", "device", "engine", "graphs", "quality")
+    total = sum(file["size"] for file in manifest["files"].values())
+    return {"bytes": total, **{name: manifest.get(name) for name in kept}}
+
+
+def built(target: str, geometry: str, precision: str, options: Options) -> Path:
+    """The bundle, which is built if it is not there.
 
     Raises:
-        NotHereError: it was not carried along, or torch is not installed.
+        NotHereError: building it failed or hung before: it is not tried again but by the step for it.
     """
-    if exports is not None:
-        bring(Path(exports) / geometry, Path(output))
-    else:
-        make(geometry, Path(output))
-    return {"files": sizes(Path(output))}
+    from llmc.errors import LlmcError
+    from llmc.optimize.build import build as build_bundle
+
+    folder, trouble = _places(target, geometry, precision, options)
+    if (folder / "llmc.json").is_file():
+        return folder
+    if trouble.exists():
+        raise NotHereError(trouble.read_text(encoding="utf-8"))
+    source = export(geometry, options)
+    trouble.write_text("no bundle: building it was cut off", encoding="utf-8")
+    limits: dict[str, Any] = {"max_context": CONTEXTS[geometry], "max_batch": ROWS}
+    try:
+        build_bundle(source, folder, target=target, precision=precision, **limits)
+    except LlmcError as error:
+        trouble.write_text(f"no bundle: {' '.join(str(error).split())}", encoding="utf-8")
+        raise
+    trouble.unlink()
+    return folder
+
+
+def _places(target: str, geometry: str, precision: str, options: Options) -> tuple[Path, Path]:
+    name = f"{target}-{geometry}-{precision}"
+    return options.work / name, options.work / f"{name}.trouble"
+
+
+@contextlib.contextmanager
+def opened(target: str, geometry: str, precision: str, options: Options) -> Iterator[Any]:
+    """The bundle loaded, with no prefix cached, where library and GPU are here."""
+    from llmc.runtime import load
+
+    check_here(target)
+    folder = built(target, geometry, precision, options)
+    with load(folder, self_test=False, prefix_cache_bytes=0) as model:
+        yield model
+
+
+def check_here(target: str) -> None:
+    """Refuse to go on without the library of a target or a GPU for it.
+
+    Raises:
+        NotHereError, MissingExtraError: with what is missing.
+    """
+    from llmc.errors import GpuError
+    from llmc.runtime.host import cuda
+    from llmc.runtime.sessions.onnxruntime import cuda_provider
+    from llmc.runtime.sessions.tensorrt import library as engine_library
+
+    try:
+        if target == "cuda":
+            cuda_provider.import_onnxruntime_gpu("0")
+        elif target != "cpu":
+            engine_library.load_library(target)
+        if target != "cpu":
+            cuda.open_driver().close()
+    except GpuError as error:
+        raise NotHereError(str(error)) from error
+
+
+def export(geometry: str, options: Options) -> Path:
+    """The export of a model: carried along, with the weights that it lacks, or made here, which needs torch."""
+    output = options.work / "exports" / geometry
+    if (output / "export.json").is_file():
+        return output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if options.models is None:
+        make(geometry, output)
+        return output
+    source = options.models / geometry
+    if not (source / "export.json").is_file():
+        raise NotHereError(f"{source} is no export; make it with --prepare where torch is installed")
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+        made = Path(shutil.copytree(source, Path(folder) / geometry))
+        for path in sorted(made.glob(f"*{HEADER}")):
+            randomize(path.rename(path.with_suffix("")))
+        made.rename(output)
+    return output
 
 
 def make(geometry: str, output: Path) -> None:
@@ -51,51 +137,24 @@ def make(geometry: str, output: Path) -> None:
     require("torch", "export")
     from llmc.export import export as export_checkpoint
 
-    if geometry == TINY:
-        export_checkpoint(RECIPES / "tiny" / "checkpoint", output, force=True)
-        return
-    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:  # near: the export has links to its weights
-        checkpoint = Path(folder) / GEOMETRIES[geometry]
-        script = RECIPES / "benchmarks" / "make_model.py"
-        subprocess.run([sys.executable, str(script), GEOMETRIES[geometry], str(checkpoint)], check=True)
-        for path in sorted(checkpoint.glob(f"*{WEIGHTS}")):
-            randomize(path)
+        checkpoint = RECIPES / "tiny" / "checkpoint"
+        if geometry != TINY:
+            checkpoint = Path(folder) / GEOMETRIES[geometry]
+            script = RECIPES / "benchmarks" / "make_model.py"
+            subprocess.run([sys.executable, str(script), GEOMETRIES[geometry], str(checkpoint)], check=True)
+            for path in sorted(checkpoint.glob(f"*{WEIGHTS}")):
+                randomize(path)
         export_checkpoint(checkpoint, output, force=True)
-
-
-def bring(source: Path, output: Path) -> None:
-    """Link or copy an export, and make the weights that it lacks.
-
-    Raises:
-        NotHereError: there is no export.
-    """
-    if not (source / "export.json").is_file():
-        raise NotHereError(f"{source} is no export; make it with --prepare where torch is installed")
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    for path in sorted(source.iterdir()):
-        if path.name.endswith(HEADER):
-            target = output / path.name.removesuffix(".header")
-            shutil.copyfile(path, target)
-            randomize(target)
-        else:
-            link(path, output / path.name)
 
 
 def prepare(geometry: str, folder: Path) -> None:
     """Write an export that can be carried along: of random weights the header alone."""
-    work = folder / f".{geometry}"
-    make(geometry, work)
     target = folder / geometry
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    for path in sorted(work.iterdir()):
-        if path.name.endswith(WEIGHTS) and geometry != TINY:
-            (target / f"{path.name}.header").write_bytes(_head(path))
-        else:
-            shutil.copyfile(path, target / path.name)
-    shutil.rmtree(work)
+    make(geometry, target)
+    for path in sorted(target.glob(f"*{WEIGHTS}")) if geometry != TINY else ():
+        path.with_suffix(HEADER).write_bytes(_head(path))
+        path.unlink()
 
 
 def _head(path: Path) -> bytes:
@@ -103,19 +162,6 @@ def _head(path: Path) -> bytes:
     with path.open("rb") as file:
         length = file.read(8)
         return length + file.read(int.from_bytes(length, "little"))
-
-
-def link(path: Path, target: Path) -> None:
-    """A hard link, or a copy where there can be none."""
-    try:
-        os.link(path.resolve(), target)
-    except OSError:
-        shutil.copyfile(path, target)
-
-
-def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file of a folder."""
-    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def randomize(path: Path) -> None:
@@ -136,11 +182,9 @@ def _write_tensor(file: IO[bytes], name: str, dtype: str, count: int) -> None:
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([SEED, zlib.crc32(name.encode())])))
     deviation = np.float32(BIAS_DEVIATION if name.endswith(".bias") else DEVIATION)
     for start in range(0, count, PIECE):
-        length = min(PIECE, count - start)
-        if name.endswith("norm.weight"):
-            values = np.ones(length, np.float32)
-        else:
-            values = generator.standard_normal(length, np.float32) * deviation
+        values = np.ones(min(PIECE, count - start), np.float32)
+        if not name.endswith("norm.weight"):
+            values = generator.standard_normal(len(values), np.float32) * deviation
         file.write(stored(values, dtype).tobytes())
 
 

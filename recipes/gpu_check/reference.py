@@ -1,18 +1,18 @@
 """What the unquantized model says, on the CPU and in float32: by transformers, and by the portable graph."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_check.machine import need
-from gpu_check.work import NotHereError
-from llmc.errors import MissingExtraError
+from gpu_check import models
+from gpu_check.steps import NotHereError, Options
 
 Float = NDArray[np.float32]
+# A prompt, and the reference's logits [n, V] after its last tokens.
+Case = tuple[list[int], Float]
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and then",
@@ -23,58 +23,27 @@ TEXTS = (
 LONG_PROMPT = 320
 # The last positions of each prompt are compared: logits of all would be gigabytes.
 POSITIONS = 24
-NEW_TOKENS = 16
 # Of the two references: both add in float32, in another order. Planted in a test: a scaled norm is 0.1 and more.
 SAME_MODEL = 1e-3
 
 
-@dataclass(frozen=True)
-class Case:
-    """A prompt, the reference's logits after its last tokens [n, V], and its greedy tokens with their leads.
+def reference(geometry: str, options: Options) -> dict[str, Any]:
+    """Write the reference's cases, by transformers where it is installed; and how far apart both references are."""
+    from llmc.errors import MissingExtraError
 
-    Without transformers there are no greedy tokens.
-    """
-
-    ids: list[int]
-    logits: Float
-    tokens: list[int]
-    leads: list[float]
-
-
-def reference(export: str, output: str) -> dict[str, Any]:
-    """Write the reference's cases to ``output`` (npz), by transformers where it is installed.
-
-    Raises:
-        NotHereError: neither transformers nor what runs the portable graph is installed.
-    """
-    folder = Path(export)
+    folder, found, missing = models.export(geometry, options), {}, []
     prompts = prompts_of(folder)
-    ways = {"transformers": by_transformers, "the portable graph": by_portable_graph}
-    found: dict[str, list[Case]] = {}
-    missing = []
-    for name, way in ways.items():
+    for way in (by_transformers, by_portable_graph):
         try:
-            found[name] = way(folder, prompts)
-        except (ImportError, MissingExtraError, NotHereError) as error:
-            missing.append(f"{name}: {error}")
+            found[way.__name__] = way(folder, prompts)
+        except (ImportError, MissingExtraError) as error:
+            missing.append(f"{way.__name__}: {error}")
     if not found:
         raise NotHereError("; ".join(missing))
-    source, cases = next(iter(found.items()))
-    save(cases, Path(output))
-    apart = difference(*found.values()) if len(found) == len(ways) else None
-    return {
-        "source": source,
-        "missing": missing,
-        "prompts": [len(ids) for ids in prompts],
-        "positions": POSITIONS,
-        "difference_of_both": apart,
-        "problems": problems(apart),
-    }
-
-
-def difference(first: Sequence[Case], second: Sequence[Case]) -> float:
-    """The largest relative difference of the logits of the same prompts; NaN where something is not finite."""
-    return float(np.max([worst(a.logits, b.logits) for a, b in zip(first, second, strict=True)]))
+    source, logits = next(iter(found.items()))
+    save(list(zip(prompts, logits, strict=True)), options.work / f"{geometry}.npz")
+    apart = None if missing else max(worst(a, b) for a, b in zip(*found.values(), strict=True))
+    return {"source": source, "missing": missing, "difference_of_both": apart, "problems": problems(apart)}
 
 
 def problems(apart: float | None) -> list[str]:
@@ -91,8 +60,7 @@ def prompts_of(folder: Path) -> list[list[int]]:
 
     tokenizer, geometry = Tokenizer.from_folder(folder), read_export(folder).geometry
     texts = [tokenizer.encode(text)[:POSITIONS] for text in TEXTS]
-    length = min(LONG_PROMPT, geometry.max_positions - NEW_TOKENS)
-    return [*(ids for ids in texts if ids), arbitrary(length, geometry.vocab_size)]
+    return [*filter(None, texts), arbitrary(min(LONG_PROMPT, geometry.max_positions), geometry.vocab_size)]
 
 
 def arbitrary(length: int, vocab_size: int, salt: int = 0) -> list[int]:
@@ -101,85 +69,43 @@ def arbitrary(length: int, vocab_size: int, salt: int = 0) -> list[int]:
     return found
 
 
-def by_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Case]:
-    """The cases by transformers in float32, read from the export's own weights."""
-    need("torch", "transformers")
+def by_transformers(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Float]:
+    """Logits by transformers in float32, from the export's own weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.generation_config.eos_token_id = None  # as many tokens as asked for
-    cases = []
     with torch.inference_mode():
-        for ids in prompts:
-            batch = torch.tensor([ids])
-            logits = model(batch, logits_to_keep=POSITIONS).logits[0].numpy()
-            tokens, leads = greedy(model, batch)
-            cases.append(Case(list(ids), logits, tokens, leads))
-    return cases
+        return [model(torch.tensor([ids]), logits_to_keep=POSITIONS).logits[0].numpy() for ids in prompts]
 
 
-def greedy(model: Any, batch: Any) -> tuple[list[int], list[float]]:
-    """New tokens of transformers, and how far each leads the second choice."""
-    import torch
-
-    answer = model.generate(
-        batch,
-        attention_mask=torch.ones_like(batch),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    two = torch.stack(answer.logits)[:, 0].topk(2).values
-    return answer.sequences[0, batch.shape[1] :].tolist(), (two[:, 0] - two[:, 1]).tolist()
-
-
-def by_portable_graph(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Case]:
-    """The cases by the exported graph in ONNX Runtime; without greedy tokens."""
-    from llmc.optimize.reference import Reference
+def by_portable_graph(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Float]:
+    """Logits by the exported graph in ONNX Runtime."""
+    from llmc.optimize.judge.reference import Reference
 
     model = Reference(folder)
-    states = model.normed(prompts)
-    return [
-        Case(list(ids), model.project(rows[-POSITIONS:]), [], []) for ids, rows in zip(prompts, states, strict=True)
-    ]
+    return [model.project(rows[-POSITIONS:]) for rows in model.normed(prompts)]
 
 
 def save(cases: Sequence[Case], path: Path) -> None:
-    """Write the cases."""
-    arrays: dict[str, Any] = {}
-    for i, case in enumerate(cases):
-        arrays |= {f"{name}.{i}": np.array(value) for name, value in vars(case).items()}
-    np.savez(path, **arrays)
+    """Write the cases, in one piece."""
+    part = path.with_suffix(".part.npz")
+    names = ("ids", "logits")
+    np.savez(part, **{f"{names[j]}.{i}": np.array(case[j]) for i, case in enumerate(cases) for j in (0, 1)})  # type: ignore[arg-type]
+    part.replace(path)
 
 
 def read(path: Path) -> list[Case]:
     """The cases that :func:`save` wrote."""
     with np.load(path) as file:
-        count = sum(name.startswith("ids.") for name in file.files)
-        return [
-            Case(
-                file[f"ids.{i}"].tolist(),
-                file[f"logits.{i}"],
-                file[f"tokens.{i}"].astype(int).tolist(),
-                file[f"leads.{i}"].tolist(),
-            )
-            for i in range(count)
-        ]
+        return [(file[f"ids.{i}"].tolist(), file[f"logits.{i}"]) for i in range(len(file.files) // 2)]
 
 
-def worst(found: Float, wanted: Float) -> float:
-    """The largest relative difference of any position, see :func:`relative`; NaN where something is not finite."""
-    return float(relative(found, wanted).max())
+def worst(found: Any, wanted: Any) -> float:
+    """The largest relative difference of any position; NaN where something is not finite.
 
-
-def relative(found: Float, wanted: Float) -> NDArray[np.float64]:
-    """Root mean square of the differences over the deviation of the wanted logits, for each position [n].
-
-    Both are centred first, for a constant that is added to all logits means nothing.
+    It is the root mean square of the differences over the deviation of the wanted logits. Both are centred first, for a
+    constant that is added to all logits means nothing.
     """
     x, y = (np.asarray(a, np.float64) - np.asarray(a, np.float64).mean(axis=-1, keepdims=True) for a in (found, wanted))
-    distance: NDArray[np.float64] = np.sqrt(((x - y) ** 2).mean(axis=-1) / (y**2).mean(axis=-1))
-    return distance
+    return float(np.sqrt(((x - y) ** 2).mean(axis=-1) / (y**2).mean(axis=-1)).max())

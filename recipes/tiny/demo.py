@@ -15,7 +15,7 @@ import numpy as np
 from llmc.cli import output as show
 from llmc.export import export
 from llmc.optimize.build import build
-from llmc.optimize.quality import negative_log_likelihood
+from llmc.optimize.judge.quality import negative_log_likelihood
 from llmc.runtime import Model, load
 from llmc.runtime.bench.benchmark import benchmark
 from llmc.runtime.sessions import Phase

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmc.bundle import Manifest
 from llmc.errors import UsageError
-from llmc.runtime.host.machine import cpu_features
+from llmc.runtime.host.machine import computable
 
 # Decode steps between two chunks of one prompt while others stream. One step in 29 is slow then, so that the 95th
 # percentile of the time between tokens does not see the chunks; a smaller share of larger chunks also feeds the prompt
@@ -113,10 +113,9 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
     """
     if level is Determinism.FAST:
         return
-    graph = manifest.graphs.get("prefill", manifest.graphs["decode"])
-    usable = cpu_features().issuperset(graph.cpu_features)
     decode = manifest.graphs["decode"].invariance
-    prefill = graph.invariance if usable else decode  # whose graph stands in
+    graph = computable(manifest).get("prefill")
+    prefill = decode if graph is None else graph.invariance  # decode's graph stands in
     kept = {"chunks of prompts": prefill.tokens > 0}
     if level is Determinism.BATCH:
         kept["rows of a batch"] = decode.rows > 0 or manifest.limits.max_batch == 1

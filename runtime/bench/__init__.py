@@ -1,1 +1,1 @@
-"""Speed on a machine, alone and under load, and what a machine can run."""
+"""Speed on a machine, alone and under load, and the diagnosis of a machine."""

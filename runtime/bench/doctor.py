@@ -9,21 +9,21 @@ from llmc.errors import LlmcError, text_of
 from llmc.plans import version
 from llmc.runtime.host.jetson import Jetson
 from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
-from llmc.runtime.host.probe import Library, Probe
-from llmc.runtime.host.targets import NEEDS, REBUILD, RUN, Obstacle, Outlook, first_device, judges, outlook, upgrade
-from llmc.runtime.kv_cache import next_capacity
-from llmc.runtime.memory import check_load
-from llmc.runtime.sessions.onnxruntime import usable_graphs
+from llmc.runtime.host.probe import Device, Probe
+from llmc.runtime.host.targets import ALL, NEEDS, REBUILD, RUN, Check, Facts, Outlook, Subject, issues, outlook, upgrade
+from llmc.runtime.kv.budget import check_load, next_capacity
+from llmc.runtime.sessions.onnxruntime.cpu import usable_graphs
 
 MB = 1_000_000
 DEFERRED = "it has no engine yet (--deferred)"
+REBUILT = f"{REBUILD} {{f.folder}}"
 # What a manifest may hold that no build writes shows itself as one of these.
 UNREADABLE = (LlmcError, ArithmeticError, LookupError, OSError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
 class BundleOutlook:
-    """Whether one bundle runs here; if not, why, and the one command (or deed) that mends it.
+    """One bundle on this machine: why it does not run, if so, and the one command (or deed) that mends it.
 
     ``instead`` is what can be done without that: run a GPU's graph on the CPU; empty where that cannot be done either.
     """
@@ -36,7 +36,7 @@ class BundleOutlook:
 
     @property
     def runs(self) -> bool:
-        """Whether nothing speaks against it."""
+        """True if nothing speaks against it."""
         return not self.reasons
 
 
@@ -74,7 +74,7 @@ def diagnose(probe: Probe, machine: Machine, bundle: Path | None = None) -> Diag
 
 
 def _advice(jetson: Jetson | None) -> Iterator[str]:
-    """What makes a Jetson faster."""
+    """Ways to make a Jetson faster."""
     if jetson is None:
         return
     fastest = next((mode for mode in jetson.power_modes if mode.name == "MAXN_SUPER"), None)
@@ -91,7 +91,7 @@ def _advice(jetson: Jetson | None) -> Iterator[str]:
 
 
 def judge_bundle(folder: Path, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
-    """Whether the bundle in ``folder`` runs here, by what its manifest says; nothing is loaded."""
+    """Judge the bundle in ``folder`` by its manifest; nothing is loaded."""
     try:
         return _judged(folder, read_bundle(folder), probe, targets)
     except UNREADABLE as error:
@@ -102,7 +102,7 @@ def judge_bundle(folder: Path, probe: Probe, targets: dict[str, Outlook]) -> Bun
 
 
 def _only_engine_damaged(folder: Path) -> bool:
-    """Whether a bundle that cannot be read could be if its engine were made anew."""
+    """True for a bundle that cannot be read and could be if its engine were made anew."""
     try:
         read_bundle(folder, engine_matters=False)
     except UNREADABLE:
@@ -114,69 +114,82 @@ def _only_engine_damaged(folder: Path) -> bool:
     return False
 
 
-def _judged(folder: Path, manifest: Manifest, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
-    target = manifest.target.name
-    if target not in targets:
-        return BundleOutlook(folder, target, (f"its target {target!r} is unknown to this llmc",), "pip install -U llmc")
-    blocking = [obstacle for obstacle in targets[target].obstacles if RUN in obstacle.blocks]
-    found = [*blocking, *_misfits(folder, manifest, probe)]
-    remedy = found[0].remedy if found else ""
-    if blocking and manifest.engine is not None and not manifest.engine.file:  # as where it was built for elsewhere
-        found.sort(key=lambda obstacle: obstacle.found != DEFERRED)
-        remedy += f", then {REBUILD} {folder}; or take it to the machine that is to run it, and rebuild it there"
-    reasons = tuple(f"{obstacle.found}: {obstacle.remedy}" for obstacle in found)
-    emulates = bool(found) and manifest.device is not None and judges(probe.libraries["onnxruntime"])
-    instead = f"llmc run {folder} --emulate, which runs its graph on the CPU, slowly" if emulates else ""
-    return BundleOutlook(folder, target, reasons, remedy, instead)
+class BundleFacts(Facts):
+    """A bundle on a machine: what the checks of a bundle ask."""
+
+    def __init__(self, folder: Path, manifest: Manifest, probe: Probe) -> None:
+        super().__init__(manifest.target.name, probe)
+        self.folder, self.made_for, plan = folder, manifest.target, manifest.engine
+        self.deferred = plan is not None and not plan.file
+        self.engine = None if self.deferred else plan
+        self.shortage = _shortage(manifest, self.device)
+        self.refusal = _refusal(folder, manifest)
 
 
-def _misfits(folder: Path, manifest: Manifest, probe: Probe) -> Iterator[Obstacle]:
-    """What speaks against this bundle on a machine where its target runs."""
-    library = probe.libraries[NEEDS[manifest.target.name].library]
-    if library.state == "ok" and version(library.version) < version(manifest.target.engine_minimum):
-        found = f"it needs {manifest.target.engine} {manifest.target.engine_minimum}, {library.version} is installed"
-        yield Obstacle((RUN,), found, upgrade(manifest.target.name, NEEDS[manifest.target.name], probe))
-    yield from _engine(folder, manifest, probe, library)
-    yield from _device_memory(manifest, probe)
-    try:
-        check_load(folder, manifest, manifest.limits.max_context)
-        if manifest.target.name == "cpu":
-            usable_graphs(manifest)
-    except LlmcError as error:
-        yield Obstacle((RUN,), str(error), f"llmc plan {folder}")
-
-
-def _engine(folder: Path, manifest: Manifest, probe: Probe, library: Library) -> Iterator[Obstacle]:
-    """An engine belongs to one platform, one version of its library, and some GPUs."""
-    plan, built = manifest.engine, manifest.target.engine_version
-    if plan is None:
-        return
-    again, device = f"{REBUILD} {folder}", first_device(probe)
-    if not plan.file:
-        yield Obstacle((RUN,), DEFERRED, again)
-        return
-    if plan.platform != probe.platform:
-        yield Obstacle((RUN,), f"its engine was built for {plan.platform}, this is {probe.platform}", again)
-    if library.state == "ok" and not plan.fits_version(library.version, built):
-        found = f"its engine was built by {manifest.target.engine} {built}, {library.version} is installed"
-        yield Obstacle((RUN,), found, again)
-    if device is not None and not plan.fits_gpu(device.compute_capability):
-        found = f"its engine is for compute capability {plan.gpus}, {device.name} has {device.compute_capability}"
-        yield Obstacle((RUN,), found, again)
-
-
-def _device_memory(manifest: Manifest, probe: Probe) -> Iterator[Obstacle]:
-    """One row with the cache that is taken first must fit."""
-    device, plan, engine = first_device(probe), manifest.device, manifest.engine
+def _shortage(manifest: Manifest, device: Device | None) -> str:
+    """Words about a GPU in which one row with the cache that is taken first does not fit; nothing where it does."""
+    plan, engine = manifest.device, manifest.engine
     if device is None or device.free_memory is None or plan is None:
-        return
+        return ""
     positions = next_capacity(1, manifest.limits.max_context)
     if engine is not None:
         positions = engine.capacity or engine.buckets[0]
     needed = plan.total(positions)
-    if needed > device.free_memory:
-        found = (
-            f"it needs {needed // MB} MB of the GPU's memory for one row of {positions} positions, "
-            f"{device.free_memory // MB} MB of {device.name} are free"
-        )
-        yield Obstacle((RUN,), found, "end what fills the GPU's memory, or build with a smaller precision or context")
+    return (
+        f"it needs {needed // MB} MB of the GPU's memory for one row of {positions} positions, "
+        f"{device.free_memory // MB} MB of {device.name} are free"
+        if needed > device.free_memory
+        else ""
+    )
+
+
+def _refusal(folder: Path, manifest: Manifest) -> str:
+    """The reason why it cannot be loaded that no other check tells."""
+    try:
+        check_load(folder, manifest, manifest.limits.max_context)
+        if manifest.device is None:
+            usable_graphs(manifest)
+    except LlmcError as error:
+        return str(error)
+    return ""
+
+
+def _about(name: str) -> Subject:
+    return Subject(name, ALL, (RUN,))
+
+
+# fmt: off
+CHECKS: tuple[Check[BundleFacts], ...] = (
+    Check(_about("library"), lambda f: f.works and version(f.library.version) < version(f.made_for.engine_minimum),
+          "it needs {f.made_for.engine} {f.made_for.engine_minimum}, {f.library.version} is installed", upgrade),
+    Check(_about("deferred"), lambda f: f.deferred, DEFERRED, REBUILT),
+    Check(_about("platform"), lambda f: f.engine and f.engine.platform != f.probe.platform,
+          "its engine was built for {f.engine.platform}, this is {f.probe.platform}", REBUILT),
+    Check(_about("version"),
+          lambda f: f.engine and f.works and not f.engine.fits_version(f.library.version, f.made_for.engine_version),
+          "its engine was built by {f.made_for.engine} {f.made_for.engine_version}, {f.library.version} is installed",
+          REBUILT),
+    Check(_about("GPU"), lambda f: f.engine and f.capability and not f.engine.fits_gpu(f.capability),
+          "its engine is for compute capability {f.engine.gpus}, {f.device.name} has {f.capability}", REBUILT),
+    Check(_about("memory"), lambda f: f.shortage,
+          "{f.shortage}", "end what fills the GPU's memory, or build with a smaller precision or context"),
+    Check(_about("load"), lambda f: f.refusal, "{f.refusal}", "llmc plan {f.folder}"),
+)
+# fmt: on
+
+
+def _judged(folder: Path, manifest: Manifest, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
+    target = manifest.target.name
+    if target not in targets:
+        return BundleOutlook(folder, target, (f"its target {target!r} is unknown to this llmc",), "pip install -U llmc")
+    facts = BundleFacts(folder, manifest, probe)
+    blocking = [issue for issue in targets[target].obstacles if RUN in issue.blocks]
+    found = [*blocking, *issues(CHECKS, facts)]
+    remedy = found[0].remedy if found else ""
+    if blocking and facts.deferred:  # as where it was built for elsewhere
+        found.sort(key=lambda issue: issue.found != DEFERRED)
+        remedy += f", then {REBUILD} {folder}; or take it to the machine that is to run it, and rebuild it there"
+    reasons = tuple(f"{issue.found}: {issue.remedy}" for issue in found)
+    emulates = bool(found) and manifest.device is not None and facts.judges
+    instead = f"llmc run {folder} --emulate, which runs its graph on the CPU, slowly" if emulates else ""
+    return BundleOutlook(folder, target, reasons, remedy, instead)

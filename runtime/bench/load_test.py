@@ -1,4 +1,4 @@
-"""How an engine holds up when requests come whether or not it keeps pace: an open-loop benchmark.
+"""An engine under requests that come whether or not it keeps pace: an open-loop benchmark.
 
 Requests arrive as a Poisson process: the gaps between them are drawn from an exponential distribution with a fixed
 seed, and no arrival waits for an answer. Latencies are measured from the moment at which a request was due, so a client
@@ -9,29 +9,21 @@ answer, would slow down together with the engine and never see a queue
 https://www.usenix.org/legacy/event/nsdi06/tech/schroeder/schroeder.pdf).
 """
 
-import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmc import __version__
 from llmc.bundle import Limits, read_bundle
-from llmc.errors import LlmcError, QueueFullError, UsageError
-from llmc.runtime.api.handle import Handle
+from llmc.errors import QueueFullError, UsageError
 from llmc.runtime.api.options import Determinism, row_limit
-from llmc.runtime.api.request import Request
-from llmc.runtime.api.results import Delta
-from llmc.runtime.bench.benchmark import energy
+from llmc.runtime.bench.client import Report, Visit, common, draw_prompt, energy, visit
 from llmc.runtime.host.energy import EnergyMeter, Joules
-from llmc.runtime.host.machine import cpu_model, resident_bytes
-from llmc.runtime.model import Model, load
-from llmc.runtime.observe.metrics import RequestMetrics
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.model import load
 
 PERCENTILES = (50, 95, 99)
 MAX_REQUESTS = 1_000_000  # every token's time is kept
@@ -47,9 +39,9 @@ class Percentiles:
     p99_s: float
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load test found.
+@dataclass(frozen=True, kw_only=True)
+class LoadReport(Report):
+    """The findings of a load test.
 
     Attributes:
         concurrency: rows that ran at once at most (an even number with determinism ``batch``); the rest queued.
@@ -70,23 +62,15 @@ class LoadReport:
         e2e: from the moment at which the request was due to its last token.
         queue: from that moment until the engine took the request up.
         draft_acceptance: accepted drafts by proposed ones; None where nothing was proposed.
-        energy_joules, joules_per_token, energy_source: as in a :class:`llmc.runtime.bench.benchmark.BenchmarkReport`.
     """
 
-    bundle: str
-    model: str
-    precision: str
     concurrency: int
     max_queue: int
     rate: float | None
     arrival_seed: int
     requests: int
-    prompt_length: int
-    new_tokens: int
-    threads: int
     determinism: str
     draft: str | None
-    load_s: float
     arrived_rate: float | None
     completed: int
     rejected: int
@@ -102,40 +86,6 @@ class LoadReport:
     e2e: Percentiles
     queue: Percentiles
     draft_acceptance: float | None
-    rss_peak_bytes: int
-    energy_joules: float | None
-    joules_per_token: float | None
-    energy_source: str | None
-    llmc_version: str
-    engine: str
-    engine_version: str
-    python_version: str
-    cpu: str
-
-
-@dataclass(eq=False)
-class Visit:
-    """A request as its client sees it; times are those of ``time.monotonic``.
-
-    Attributes:
-        due: when it arrives.
-        sent: when it was handed to the engine, which is later if the client is late.
-        tokens: when each token came.
-        handle: the engine's, None if it turned the request away.
-        metrics: what the engine measured, None if the request was not answered.
-        error: why it was not answered.
-    """
-
-    due: float
-    sent: float = 0.0
-    tokens: list[float] = field(default_factory=list)
-    handle: Handle | None = None
-    metrics: RequestMetrics | None = None
-    error: LlmcError | None = None
-
-    def note(self, delta: Delta) -> None:
-        """Tokens came; called on the engine's thread."""
-        self.tokens += [time.monotonic()] * len(delta.token_ids)
 
 
 def load_test(
@@ -177,22 +127,24 @@ def load_test(
     start = time.perf_counter()
     with load(folder, threads=threads, self_test=False, max_batch=rows, **options) as model:
         load_s = time.perf_counter() - start
-        prompt = partial(_prompt, model.manifest.geometry.vocab_size, prompt_length, seed)
+        prompt = partial(draw_prompt, model.manifest.geometry.vocab_size, prompt_length, seed)
         # The first calls allocate; they are not counted. A queue shorter than the rows may turn some of them away.
-        _visit(model, lambda index: prompt(requests + index), [0.0] * rows, 2)
+        visit(model, lambda index: prompt(requests + index), [0.0] * rows, 2)
         with EnergyMeter() as meter:
-            visits = _visit(model, prompt, arrivals(requests, rate, seed), new_tokens)
+            visits = visit(model, prompt, arrivals(requests, rate, seed), new_tokens)
+        engine = model.engine.options
         return LoadReport(
-            bundle=str(folder),
-            model=model.manifest.source.name,
-            precision=model.manifest.recipe.precision,
+            concurrency=row_limit(model.manifest, engine),
+            max_queue=engine.max_queue,
             rate=rate,
             arrival_seed=seed,
             requests=requests,
             prompt_length=prompt_length,
             new_tokens=new_tokens,
+            determinism=engine.determinism.value,
+            draft=None if engine.draft is None else str(engine.draft),
             load_s=load_s,
-            **_setup(model),
+            **common(model),
             **figures(visits, prompt_length, meter.joules),
         )
 
@@ -241,45 +193,6 @@ def _check(
         )
 
 
-def _prompt(vocab_size: int, length: int, seed: int, index: int) -> list[int]:
-    """Tokens drawn evenly, so that no two prompts share a prefix worth caching."""
-    tokens: list[int] = np.random.default_rng([seed, 1, index]).integers(0, vocab_size, length).tolist()
-    return tokens
-
-
-def _submit(model: Model, visit: Visit, prompt: list[int], new_tokens: int) -> Handle:
-    params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
-    return model.submit(Request(prompt, params, on_delta=visit.note))
-
-
-def _visit(model: Model, prompt: Callable[[int], list[int]], offsets: Sequence[float], new_tokens: int) -> list[Visit]:
-    """Send every request when it is due, then wait for all."""
-    visits = send(offsets, lambda index, visit: _submit(model, visit, prompt(index), new_tokens))
-    for visit in visits:
-        if visit.handle is None:
-            continue
-        try:
-            visit.metrics = visit.handle.result().metrics
-        except LlmcError as error:
-            visit.error = error
-    return visits
-
-
-def send(offsets: Sequence[float], submit: Callable[[int, Visit], Handle]) -> list[Visit]:
-    """Call ``submit`` for every request when it is due, late ones at once; its LlmcErrors are kept."""
-    start = time.monotonic()
-    visits = [Visit(start + offset) for offset in offsets]
-    for index, visit in enumerate(visits):
-        if (wait := visit.due - time.monotonic()) > 0:
-            time.sleep(wait)
-        visit.sent = time.monotonic()
-        try:
-            visit.handle = submit(index, visit)
-        except LlmcError as error:
-            visit.error = error
-    return visits
-
-
 def figures(visits: Sequence[Visit], prompt_length: int, joules: Joules | None) -> dict[str, Any]:
     """The fields of a report that follow from what the clients saw.
 
@@ -321,21 +234,3 @@ def figures(visits: Sequence[Visit], prompt_length: int, joules: Joules | None) 
 
 def _percentiles(seconds: list[float]) -> Percentiles:
     return Percentiles(*(float(value) for value in np.percentile(seconds, PERCENTILES)))
-
-
-def _setup(model: Model) -> dict[str, Any]:
-    """The fields of a report that say what ran, and where."""
-    options = model.engine.options
-    return {
-        "concurrency": row_limit(model.manifest, options),
-        "max_queue": options.max_queue,
-        "threads": model.threads,
-        "determinism": options.determinism.value,
-        "draft": None if options.draft is None else str(options.draft),
-        "rss_peak_bytes": resident_bytes()[1],
-        "llmc_version": __version__,
-        "engine": model.manifest.target.engine,
-        "engine_version": model.engine_version,
-        "python_version": platform.python_version(),
-        "cpu": cpu_model(),
-    }

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
@@ -28,16 +27,16 @@ from llmc.errors import (
 from llmc.runtime.api.handle import Handle, OutputCollector, is_serving, mark_serving
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
-from llmc.runtime.cache_file import load_session, save_session
 from llmc.runtime.engine.input_processor import InputProcessor
 from llmc.runtime.engine.output_processor import OutputProcessor
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
-from llmc.runtime.kv_cache import CacheBudget
+from llmc.runtime.kv.budget import CacheBudget
+from llmc.runtime.kv.cache_file import load_session, save_session
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
+from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.prefix_store import PrefixStore
-from llmc.runtime.rows import Rows, TornError
 from llmc.runtime.runner.model_runner import ModelRunner, calls
 from llmc.runtime.sessions import Session
 from llmc.runtime.speculation import LENGTHS, Drafter, Ledger, Speculator
@@ -86,7 +85,7 @@ class Engine:
         self.prefixes = prefixes
         # A strict step feeds a dummy token after the last one, which wants a position of its own.
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
-        max_rows, rows = row_limit(manifest, options), Rows(session)
+        max_rows, rows = row_limit(manifest, options), Rows(session.cache)
         self._runner = ModelRunner(
             session,
             manifest,
@@ -102,7 +101,9 @@ class Engine:
             rows,
             max_rows=max_rows,
             max_context=self.max_context,
-            budget=CacheBudget(manifest, memory, 0 if prefixes is None else prefixes.max_bytes, session.device_memory),
+            budget=CacheBudget(
+                manifest, memory, 0 if prefixes is None else prefixes.max_bytes, session.cache.device_memory
+            ),
             options=options,
             cache_per_token=(manifest.device or manifest.memory).cache_per_token,
             guarded=self._guarded,
@@ -194,9 +195,8 @@ class Engine:
                 f"none of the {len(tokens)} tokens is in the prefix cache, which keeps blocks of {prefixes.block}; "
                 "generate from them first, or give the cache more memory"
             )
-        values = np.concatenate(held, axis=2)
-        save_session(Path(path), tokens, values, prefixes.key)
-        return int(values.shape[2])
+        save_session(Path(path), tokens, held, prefixes.block, prefixes.key)
+        return len(held) * prefixes.block
 
     def restore(self, path: str | Path) -> list[int]:
         """Put what :meth:`save` saved back into the prefix cache; the tokens that it was given.
@@ -206,9 +206,10 @@ class Engine:
             RequestError: it is no such file, is damaged, or belongs to another model.
         """
         prefixes = self._prefix_cache()
-        tokens, values = load_session(Path(path), prefixes.key)
-        cached = tokens[: values.shape[2]]
-        self.call(lambda: prefixes.insert(cached, lambda start, end: values[:, :, start:end]))
+        size = prefixes.block
+        tokens, blocks = load_session(Path(path), size, prefixes.key)
+        cached = tokens[: len(blocks) * size]
+        self.call(lambda: prefixes.insert(cached, lambda start, end: blocks[start // size : end // size]))
         return tokens
 
     def _prefix_cache(self) -> PrefixCache:

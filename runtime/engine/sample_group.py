@@ -7,7 +7,7 @@ from llmc.errors import ProcessorError, text_of
 from llmc.runtime.api.results import Delta, FinishReason, Output
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup, Slots
 from llmc.runtime.sampling import Choice, Guide, Logits, Sampler, TokenLogprobs
-from llmc.runtime.search import SIMILARITIES, choose
+from llmc.runtime.search import SIMILARITIES, expected_similarities
 from llmc.runtime.speculation import Speculator, verify
 from llmc.runtime.text.detokenizer import TextStream
 
@@ -237,6 +237,6 @@ class SampleGroup(SequenceGroup[Sample]):
     def _by_consensus(self, samples: List[Sample]) -> list[Output]:
         similarity = self.request.request.similarity or SIMILARITIES[self.request.params.consensus or ""]
         outputs = [sample.output() for sample in samples]
-        scores = choose([output.text for output in outputs], similarity).scores
-        scored = [sample.output(float(score)) for sample, score in zip(samples, scores, strict=True)]
+        scores = expected_similarities([output.text for output in outputs], similarity)
+        scored = [sample.output(score) for sample, score in zip(samples, scores, strict=True)]
         return sorted(scored, key=lambda output: -(output.score or 0.0))

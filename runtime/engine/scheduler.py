@@ -10,9 +10,9 @@ from typing import Any
 
 from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK, Determinism, EngineOptions
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
-from llmc.runtime.kv_cache import CacheBudget, next_capacity
-from llmc.runtime.prefix_cache import PrefixCache
-from llmc.runtime.rows import Rows
+from llmc.runtime.kv.budget import CacheBudget, next_capacity
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.rows import Rows
 from llmc.runtime.runner.model_runner import ModelRunner
 
 # What a step of priority is worth: a request overtakes those with a priority one worse that came at most so many
@@ -136,7 +136,7 @@ class Scheduler:
         self.max_rows = max_rows
         self.max_context = max_context
         self._runner = runner
-        self._cache = runner.session
+        self._cache = runner.session.cache
         self._rows = rows
         self._budget = budget
         self._guarded = guarded
@@ -223,7 +223,8 @@ class Scheduler:
             return
         with self._prefixes.match(sequence.context, limit) as match:
             for i, values in enumerate(match.blocks):
-                self._cache.write(sequence.row, i * self._prefixes.block, values)
+                start = i * self._prefixes.block
+                self._cache.write(sequence.row, start, start + self._prefixes.block, values)
         sequence.cached = sequence.reused = match.length
 
     # ------------------------------------------------------------------------------------------ steps
@@ -309,7 +310,8 @@ class Scheduler:
 
     def _keep_prefix(self, sequence: Sequence, length: int) -> None:
         if self._prefixes is not None and length >= self._prefixes.block:
-            self._prefixes.insert(sequence.context[:length], partial(self._cache.read, sequence.row))
+            read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
+            self._prefixes.insert(sequence.context[:length], read)
 
     def drop(self, request: RequestState) -> None:
         """Take a request out of the queue and off its rows."""

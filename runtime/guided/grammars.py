@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -55,7 +55,7 @@ class Grammars:
         Of equal choices one counts.
 
         Raises:
-            UsageError: more than one form is asked for, or a value is of the wrong type or empty.
+            UsageError: a text is not valid Unicode, or a schema is not a JSON object.
             GrammarError: the grammar is invalid, too complex, uses what cannot be enforced, or allows no token.
             MissingExtraError: llguidance is not installed.
         """
@@ -94,12 +94,9 @@ class _Source:
 
     @classmethod
     def of(cls, params: SamplingParams) -> "_Source | None":
-        given = [kind for kind in _READ if getattr(params, kind) is not None]
-        if not given:
+        kind = next((kind for kind in _READ if getattr(params, kind) is not None), None)
+        if kind is None:
             return None
-        if len(given) > 1:
-            raise UsageError(f"{' and '.join(given)} are given together; an output can have one form, so leave one")
-        kind = given[0]
         text = _READ[kind](getattr(params, kind), kind)
         if len(text) > _LONGEST[kind]:
             raise GrammarError(f"{kind} has {len(text)} characters, expected at most {_LONGEST[kind]}")
@@ -131,9 +128,7 @@ class _Source:
         return f"start: CHOICE\nCHOICE: {literals}\n"
 
 
-def _plain_text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise UsageError(f"{name} is {type(value).__name__}, expected str")
+def _plain_text(value: str, name: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -141,13 +136,13 @@ def _plain_text(value: object, name: str) -> str:
     return value
 
 
-def _choice_text(value: object, name: str) -> str:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise UsageError(f"{name} is {type(value).__name__}, expected a tuple of texts")
-    choices = list(dict.fromkeys(_plain_text(item, "an entry of choice") for item in value))
-    if not choices or "" in choices:
-        raise UsageError(f"{name} is {shortened(repr(value))}, expected one or more texts, none of them empty")
-    return json.dumps(choices)
+def _choice_text(value: Sequence[str], name: str) -> str:
+    return json.dumps(list(dict.fromkeys(_plain_text(item, "an entry of choice") for item in value)))
 
 
-_READ = {"json_schema": schema_text, "regex": _plain_text, "grammar": _plain_text, "choice": _choice_text}
+_READ: dict[str, Callable[[Any, str], str]] = {
+    "json_schema": schema_text,
+    "regex": _plain_text,
+    "grammar": _plain_text,
+    "choice": _choice_text,
+}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from llmc.errors import GrammarError, ResourceError, UsageError, require
+from llmc.errors import GrammarError, ResourceError, require
 from llmc.runtime.guided.vocabulary import Bits, Vocabulary, shortened
 from llmc.runtime.sampling.masses import Logits
 
@@ -149,34 +149,6 @@ class GrammarGuide:
         else:
             self._advance(token)
         self._allowed = None
-
-    def forced(self) -> list[int]:
-        if self._ended or self._matcher.is_stopped():
-            return []
-        tokens = self._matcher.compute_ff_tokens()
-        size, eos = self._compiled.vocabulary.size, self._compiled.vocabulary.eos_token_ids
-        usable = next((i for i, token in enumerate(tokens) if token >= size or token in eos), len(tokens))
-        return tokens[: self._matcher.validate_tokens(tokens[:usable])]
-
-    def rollback(self, count: int) -> None:
-        length = len(self._accepted) + self._ended
-        if not 0 <= count <= length:
-            raise UsageError(f"cannot take back {count} tokens of {length}")
-        if count and self._ended:
-            self._ended = False
-            count -= 1
-        if count:
-            del self._accepted[-count:]
-            if not self._matcher.rollback(count):
-                self._renew()
-        self._allowed = None
-
-    def fork(self) -> "GrammarGuide":
-        copy = GrammarGuide(self._compiled)
-        copy._matcher = self._matcher.deep_copy()
-        copy._accepted = list(self._accepted)
-        copy._ended = self._ended
-        return copy
 
     def _next_allowed(self) -> Bits:
         vocabulary = self._compiled.vocabulary

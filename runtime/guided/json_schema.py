@@ -1,4 +1,4 @@
-"""Which JSON Schemas guided decoding can enforce: those whose every keyword the grammar library implements.
+"""The JSON Schemas that guided decoding can enforce: those whose every keyword the grammar library implements.
 
 JSON Schema has implementations ignore keywords that they do not know. Here an output would then break the schema, so
 such keywords are refused by name.
@@ -35,16 +35,14 @@ _KEYWORDS = _SCHEMAS | _LISTS_OF_SCHEMAS | _NAMED_SCHEMAS | _VALUES | _ANNOTATIO
 _MOST_SUBSCHEMAS = 10_000
 
 
-def schema_text(value: object, name: str) -> str:
+def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
     """A schema as JSON text, with its properties in their order, which is that of the output.
 
     ``name`` is that of the argument it came in.
 
     Raises:
-        UsageError: it is neither a dict nor the JSON text of an object, or holds what JSON has not.
+        UsageError: it is not the JSON text of an object, or holds what JSON has not.
     """
-    if not isinstance(value, (str, Mapping)):
-        raise UsageError(f"{name} is {type(value).__name__}, expected a dict or JSON text")
     try:
         parsed = json.loads(value) if isinstance(value, str) else dict(value)
         text = json.dumps(parsed, allow_nan=False)

@@ -1,1 +1,1 @@
-"""What a machine is and has, and what it lets us keep."""
+"""The machine: processor, memory, GPUs, energy, engines' libraries, and the folder of what is kept."""

@@ -46,12 +46,12 @@ def cache_root() -> Path:
 
 
 def writable() -> bool:
-    """Whether what is written into :func:`cache_root` stays there; warns once where it cannot be written."""
+    """True if what is written into :func:`cache_root` stays there; warns once where it cannot be written."""
     return _writable(cache_root())
 
 
 def bound(default: int) -> int:
-    """How many bytes may be kept: ``$LLMC_CACHE_BYTES``, or ``default`` where it is not set.
+    """The bytes that may be kept: ``$LLMC_CACHE_BYTES``, or ``default`` where it is not set.
 
     Raises:
         UsageError: it is no number of bytes.
@@ -216,7 +216,7 @@ def _clear(path: Path) -> None:
 
 @contextmanager
 def _claimed(path: Path) -> Iterator[bool | None]:
-    """Whether nobody holds ``path``, nor can begin to in this block; None where no lock tells."""
+    """Yield true if nobody holds ``path``, nor can begin to in this block; None where no lock tells."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a Jetson says of itself in files: its model, its release, its power mode, its clocks."""
+"""A Jetson by its own files: model, release, power mode, clocks."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class JetPack:
-    """What one JetPack installs: CUDA, TensorRT, and the Python that TensorRT's module is for."""
+    """The contents of a JetPack: CUDA, TensorRT, and the Python that TensorRT's module is for."""
 
     name: str
     cuda: str

@@ -1,4 +1,4 @@
-"""What this process may use: processors by affinity and quota, memory by cgroup and by what is free, CPU features."""
+"""This process's share of the machine: processors by affinity and quota, memory by cgroup, CPU features."""
 
 import math
 import os
@@ -6,6 +6,8 @@ import platform
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from llmc.bundle import Graph, Manifest
 
 CGROUP = Path("/sys/fs/cgroup")
 # Linux's names of the instructions that multiply uint8 by int8 and accumulate in 32 bits without saturating.
@@ -28,7 +30,7 @@ class Available:
 
 
 def memory_here() -> Available:
-    """What can be taken now without swapping: free memory of the machine, cut by the cgroup's limit."""
+    """Memory that can be taken now without swapping: free memory of the machine, cut by the cgroup's limit."""
     free, granted = _meminfo_available(), _cgroup_available()
     return Available(free, "machine") if granted is None or free <= granted else Available(granted, "cgroup")
 
@@ -44,6 +46,12 @@ def cpu_features() -> frozenset[str]:
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
     return frozenset({"vnni"}) if VNNI_FLAGS & _cpu_flags() else frozenset()
+
+
+def computable(manifest: Manifest) -> dict[str, Graph]:
+    """The graphs of a bundle by name that compute correctly on this CPU."""
+    here = cpu_features()
+    return {name: graph for name, graph in manifest.graphs.items() if here.issuperset(graph.cpu_features)}
 
 
 def cpu_model() -> str:
@@ -86,7 +94,7 @@ def _meminfo_available() -> int:
 
 
 def _cgroup_available() -> int | None:
-    """What the cgroup's limit leaves; pages of files count as free, since the kernel drops them first."""
+    """Bytes that the cgroup's limit leaves; pages of files count as free, since the kernel drops them first."""
     limit, usage, folder = "memory.max", "memory.current", CGROUP
     if not (CGROUP / limit).exists():  # version 1, whose limit is an absurdly large number where there is none
         limit, usage, folder = "memory.limit_in_bytes", "memory.usage_in_bytes", CGROUP / "memory"

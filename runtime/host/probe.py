@@ -1,8 +1,7 @@
-"""What is here to run a model on: driver, GPUs, engine libraries, and whether this is a Jetson.
+"""The machine to run a model on: driver, GPUs, engine libraries, Jetson.
 
 A broken driver or library can end the process that touches it, or hold it for ever. So each is examined by a process of
 its own (:mod:`llmc.runtime.host.probe_steps`), and what becomes of that process is a finding. Nothing is imported here.
-``python -m llmc.runtime.host.probe`` prints a probe as JSON.
 """
 
 import importlib.metadata
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 from llmc.errors import BundleError
 from llmc.runtime.host.jetson import ROOT, Jetson, read_jetson
@@ -164,8 +163,7 @@ def try_import(module: str, timeout_s: float = IMPORT_TIMEOUT_S) -> Library:
 def _finding(kind: type[Found], answer: dict[str, Any]) -> Found:
     defaults = json.loads(json.dumps(asdict(kind("", ""))))
     try:
-        found: Found = decode(kind, defaults | answer)
-        return found
+        return cast(Found, decode(kind, defaults | answer))
     except BundleError as error:
         return kind("failed", f"the probe's answer makes no sense: {error}")
 
@@ -269,11 +267,7 @@ def _signal_name(number: int) -> str:
 
 
 def _said(what: str, err: IO[bytes]) -> str:
-    """What happened, and the last line that the process wrote on stderr."""
+    """The event, and the last line that the process wrote on stderr."""
     err.seek(0)
     lines = err.read().decode(errors="replace").strip().splitlines()
     return f"{what}; last it said: {lines[-1][:300]}" if lines else what
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(probe()), indent=2) + "\n")

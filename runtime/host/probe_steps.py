@@ -1,4 +1,4 @@
-"""What the processes of a probe do: one step each, that may crash or hang without harm to whoever asked.
+"""The steps of a probe, each in a process of its own that may crash or hang without harm to whoever asked.
 
 Runs as a script, ``python probe_steps.py STEP`` or ``python probe_steps.py import MODULE``, and writes one JSON object:
 ``state`` (ok, missing or failed), a ``problem`` in words, and what the step found. It imports only the standard library
@@ -20,7 +20,7 @@ Found = dict[str, Any]
 DRIVER_LIBRARY = "libcuda.so.1"
 # Of cuda.h: CUdevice_attribute.
 COMPUTE_MAJOR, COMPUTE_MINOR, INTEGRATED = 75, 76, 18
-# What the form "native" of a TensorRT engine is made of; see llmc.plans.EnginePlan.
+# What the form "native" of a TensorRT engine is made of; see llmc.plans.EngineConfig.
 NATIVE = ("add_kv_cache_update", "add_attention", "add_rotary_embedding", "add_normalization_v2")
 # ONNX: y = Identity(x), opset 13, float32 [1]. A provider shows whether it can be loaded when it gets a graph.
 IDENTITY = bytes.fromhex(
@@ -48,7 +48,7 @@ class Calls:
             raise DriverError(f"{name}: {self._name(code)} ({code})")
 
     def number(self, name: str, *arguments: Any) -> int:
-        """What a function writes into an int that is its first argument."""
+        """The int that a function writes where its first argument points."""
         value = ctypes.c_int()
         self(name, ctypes.byref(value), *arguments)
         return value.value
@@ -200,13 +200,13 @@ STEPS: dict[str, Callable[[], Found]] = {
 
 
 def imported(name: str) -> Found:
-    """Whether a module can be imported at all."""
+    """Import a module, and nothing else."""
     importlib.import_module(name)
     return {"state": "ok", "problem": ""}
 
 
 def take(step: Callable[[], Found]) -> Found:
-    """What a step finds; an exception is a finding too."""
+    """Take a step; an exception is a finding too."""
     try:
         return step()
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What serving costs, in numbers: the timeline of a request, and counters and histograms of an engine.
+"""Measurements of serving: the timeline of a request, and counters and histograms of an engine.
 
 One thread writes, usually the engine's, and any thread may read meanwhile. Times are seconds of ``time.monotonic``.
 Names of what is measured follow vLLM (https://docs.vllm.ai/en/latest/design/metrics.html); the buckets do not, for they
@@ -10,7 +10,6 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
@@ -25,15 +24,13 @@ BATCH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 24.0, 32.0,
 # Outcomes that are always listed, with 0 where none had it; another one is listed once it happened.
 OUTCOMES = ("stop", "length", "cancelled", "deadline", "refused", "error")
 
-_Key = TypeVar("_Key")
-
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """What one request cost; a time is None as long as what it measures has not happened.
+    """Figures of one request; a time is None as long as what it measures has not happened.
 
     Attributes:
-        queue_s: from submission to the first admission.
+        queue_s: from submission to admission.
         ttft_s: time to first token, from submission.
         tpot_s: time per output token, the mean gap between the tokens of an output; None below two tokens.
         itl_p50_s: median inter-token latency. Tokens that one step commits share its time: the gaps between them are 0.
@@ -41,11 +38,10 @@ class RequestMetrics:
         itl_max_s: its maximum.
         e2e_s: from submission to the end.
         prompt_tokens: length of the prompt.
-        cached_tokens: of these, taken from the prefix cache at the first admission.
+        cached_tokens: of these, taken from the prefix cache.
         output_tokens: tokens generated.
         drafted: tokens proposed by speculation.
         accepted: of these, those that the model agreed with.
-        preemptions: how often the request had to give up its place and wait again.
         overflows: how often its context was cut, as its overflow policy allows.
         finish_reason: why it ended, None while it runs.
     """
@@ -62,7 +58,6 @@ class RequestMetrics:
     output_tokens: int
     drafted: int
     accepted: int
-    preemptions: int
     overflows: int
     finish_reason: str | None
 
@@ -74,7 +69,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Gauges:
-    """What holds at this moment.
+    """Levels at one moment.
 
     Attributes:
         waiting: requests in the queue.
@@ -104,14 +99,13 @@ class EngineSnapshot:
         prefix_miss_tokens: prompt tokens that had to be computed.
         draft_proposed: tokens proposed by speculation.
         draft_accepted: of these, those that the model agreed with.
-        preemptions: requests that gave up their place and waited again.
         overflows: contexts that were cut, as their requests' policy allows.
         energy_joules: None where the machine exposes no energy.
         ttft: time to first token, seconds.
         tpot: mean time per output token of each finished request, seconds.
         itl: inter-token latency, seconds.
         e2e: from submission to the end of each request, seconds.
-        queue: from submission to the first admission, seconds.
+        queue: from submission to admission, seconds.
         step: duration of the calls of the session by phase, seconds.
         batch_size: rows of each call.
         gauges: as the engine set them last.
@@ -125,7 +119,6 @@ class EngineSnapshot:
     prefix_miss_tokens: int
     draft_proposed: int
     draft_accepted: int
-    preemptions: int
     overflows: int
     energy_joules: float | None
     ttft: HistogramSnapshot
@@ -178,7 +171,6 @@ class _Counters:
     prefix_miss_tokens: int = 0
     draft_proposed: int = 0
     draft_accepted: int = 0
-    preemptions: int = 0
     overflows: int = 0
     energy_joules: float | None = None
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
@@ -210,12 +202,12 @@ class EngineMetrics:
 
     def timeline(self, prompt_tokens: int) -> "RequestTimeline":
         """A request enters the queue now; whatever its timeline records is counted here too."""
-        return RequestTimeline(prompt_tokens, self, self.clock)
+        return RequestTimeline(prompt_tokens, self)
 
     def refuse(self) -> None:
         """A request was turned away before it could wait: the queue is full, or it can never fit."""
         with self._lock:
-            _count(self._counters.requests, "refused")
+            self._counters.requests["refused"] += 1
 
     def step(self, phase: str, seconds: float, rows: int) -> None:
         """A call of the session ended: its phase (of :class:`Phase`, or another name), duration and rows."""
@@ -250,14 +242,12 @@ class EngineMetrics:
 
     # What follows is called by timelines.
 
-    def _admitted(self, queue_s: float | None, prompt_tokens: int, hits: int, misses: int) -> None:
+    def _admitted(self, queue_s: float, prompt_tokens: int, hits: int) -> None:
         with self._lock:
-            counters = self._counters
-            counters.prefix_hit_tokens += hits
-            counters.prefix_miss_tokens += misses
-            if queue_s is not None:
-                counters.prompt_tokens += prompt_tokens
-                self._queue.observe(queue_s)
+            self._counters.prompt_tokens += prompt_tokens
+            self._counters.prefix_hit_tokens += hits
+            self._counters.prefix_miss_tokens += prompt_tokens - hits
+            self._queue.observe(queue_s)
 
     def _tokens(self, count: int, ttft_s: float | None, gap_s: float | None) -> None:
         with self._lock:
@@ -274,45 +264,36 @@ class EngineMetrics:
             self._counters.draft_proposed += proposed
             self._counters.draft_accepted += accepted
 
-    def _preempted(self) -> None:
-        with self._lock:
-            self._counters.preemptions += 1
-
     def _overflowed(self) -> None:
         with self._lock:
             self._counters.overflows += 1
 
     def _finished(self, outcome: str, e2e_s: float, tpot_s: float | None) -> None:
         with self._lock:
-            _count(self._counters.requests, outcome)
+            requests = self._counters.requests
+            requests[outcome] = requests.get(outcome, 0) + 1
             self._e2e.observe(e2e_s)
             if tpot_s is not None:
                 self._tpot.observe(tpot_s)
 
 
 class RequestTimeline:
-    """When what happened to one request; made when it enters the queue. One thread writes, any may read.
+    """The moments of one request's events; made when it enters the queue. One thread writes, any may read.
 
     Every ``now`` is the moment of the event on the timeline's clock, the present by default.
 
     Args:
         prompt_tokens: length of the prompt.
-        engine: counts the same events; None for a request on its own.
-        clock: seconds that never go back.
+        engine: counts the same events, and has the clock.
     """
 
-    def __init__(
-        self,
-        prompt_tokens: int,
-        engine: EngineMetrics | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, prompt_tokens: int, engine: EngineMetrics) -> None:
         self._engine = engine
-        self._clock = clock
+        self._clock = engine.clock
         self._times = array("d")
         self._gaps = array("d")
         self._latest: dict[int, float] = {}  # output -> time of its latest token
-        self.queued = clock()
+        self.queued = self._clock()
         self.queued_unix_ns = time.time_ns()  # where the timeline lies on the calendar, for spans
         self.admitted: float | None = None
         self.ended: float | None = None
@@ -321,35 +302,22 @@ class RequestTimeline:
         self.cached_tokens = 0
         self.drafted = 0
         self.accepted = 0
-        self.preemptions = 0
         self.overflows = 0
 
     @property
     def first_token(self) -> float | None:
-        """When the first token was committed; None before."""
+        """Moment when the first token was committed; None before."""
         return self._times[0] if self._times else None
 
-    @property
-    def last_token(self) -> float | None:
-        """When the latest token was committed; None before the first."""
-        return self._times[-1] if self._times else None
-
     def token_times(self) -> list[float]:
-        """When each token was committed, so far."""
+        """Moments when the tokens so far were committed."""
         return self._times.tolist()
 
     def admit(self, cached_tokens: int = 0, now: float | None = None) -> None:
-        """The request gets a place; ``cached_tokens`` of what it must hold came from the prefix cache.
-
-        After a preemption it is called again: the tokens count again as looked up, its time in the queue does not.
-        """
-        at = self._clock() if now is None else now
-        first, held = self.admitted is None, self.prompt_tokens + len(self._times)
-        if first:
-            self.admitted, self.cached_tokens = at, cached_tokens
-        if self._engine is not None:
-            queue_s = at - self.queued if first else None
-            self._engine._admitted(queue_s, self.prompt_tokens, cached_tokens, held - cached_tokens)
+        """The request gets a place; ``cached_tokens`` of its prompt came from the prefix cache."""
+        self.admitted = self._clock() if now is None else now
+        self.cached_tokens = cached_tokens
+        self._engine._admitted(self.admitted - self.queued, self.prompt_tokens, cached_tokens)
 
     def token(self, count: int = 1, now: float | None = None, output: int = 0) -> None:
         """A step committed ``count`` tokens, at least 1, to one of the request's outputs.
@@ -366,27 +334,18 @@ class RequestTimeline:
         for _ in range(count - 1):
             self._times.append(at)
             self._gaps.append(0.0)
-        if self._engine is not None:
-            self._engine._tokens(count, ttft_s, gap_s)
+        self._engine._tokens(count, ttft_s, gap_s)
 
     def draft(self, proposed: int, accepted: int) -> None:
         """Speculation proposed tokens, and the model agreed with ``accepted`` of them."""
         self.drafted += proposed
         self.accepted += accepted
-        if self._engine is not None:
-            self._engine._drafted(proposed, accepted)
-
-    def preempt(self) -> None:
-        """The request lost its place and waits again."""
-        self.preemptions += 1
-        if self._engine is not None:
-            self._engine._preempted()
+        self._engine._drafted(proposed, accepted)
 
     def overflow(self) -> None:
         """The context was cut, as the request's policy allows."""
         self.overflows += 1
-        if self._engine is not None:
-            self._engine._overflowed()
+        self._engine._overflowed()
 
     def finish(self, reason: str, now: float | None = None) -> None:
         """The request ended for ``reason``, one of OUTCOMES or a word of its own; only the first call counts."""
@@ -394,11 +353,10 @@ class RequestTimeline:
             return
         self.ended = self._clock() if now is None else now
         self.finish_reason = reason
-        if self._engine is not None:
-            self._engine._finished(reason, self.ended - self.queued, _mean(self._gaps.tolist()))
+        self._engine._finished(reason, self.ended - self.queued, _mean(self._gaps.tolist()))
 
     def metrics(self) -> RequestMetrics:
-        """What the request cost so far."""
+        """The request's figures so far."""
         gaps = self._gaps.tolist()  # a copy in one step of the interpreter: numpy would lock the array while it reads
         p50, p95, most = (float(value) for value in np.percentile(gaps, (50, 95, 100))) if gaps else [None] * 3
         return RequestMetrics(
@@ -414,7 +372,6 @@ class RequestTimeline:
             output_tokens=len(self._times),
             drafted=self.drafted,
             accepted=self.accepted,
-            preemptions=self.preemptions,
             overflows=self.overflows,
             finish_reason=self.finish_reason,
         )
@@ -422,10 +379,6 @@ class RequestTimeline:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _count(counts: dict[_Key, int], key: _Key) -> None:
-    counts[key] = counts.get(key, 0) + 1
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -24,7 +24,6 @@ _COUNTERS = (
     ("llmc_prefix_cache_miss_tokens", "prefix_miss_tokens", "Prompt tokens that had to be computed."),
     ("llmc_spec_decode_draft_tokens", "draft_proposed", "Tokens proposed by speculation."),
     ("llmc_spec_decode_accepted_tokens", "draft_accepted", "Proposed tokens that the model agreed with."),
-    ("llmc_preemptions", "preemptions", "Requests that gave up their place and waited again."),
     ("llmc_context_overflows", "overflows", "Contexts that were cut, as their requests' policy allows."),
 )
 _GAUGES = (
@@ -61,7 +60,7 @@ def exposition(metrics: EngineMetrics, labels: Mapping[str, str] | None = None) 
 
 
 class EngineCollector:
-    """What a registry of prometheus-client collects an engine's metrics from; each scrape is one snapshot.
+    """An engine's metrics for a registry of prometheus-client to collect; each scrape is one snapshot.
 
     Args:
         labels: put on every sample, such as ``{"model_name": "tiny"}``; two engines in one process need different ones.

@@ -26,6 +26,7 @@ _RESERVED = frozenset({"time", "level", "logger", "message", "exception"})
 # Reasons to end that are the request's own; any other marks its span as failed.
 _SUCCESSES = frozenset({"stop", "length"})
 _NANOSECONDS = 1_000_000_000
+_OPERATION = "text_completion"  # a request brings its chat as text
 
 
 # ---------------------------------------------------------------------------------------------------------------- logs
@@ -100,15 +101,7 @@ def current_context() -> "Context | None":
     return None if api is None else api.get_current()
 
 
-def record_spans(
-    timeline: RequestTimeline,
-    *,
-    model: str,
-    request_id: str | None = None,
-    operation: str = "text_completion",
-    parent: "Context | None" = None,
-    attributes: Mapping[str, AttributeValue] | None = None,
-) -> bool:
+def record_spans(timeline: RequestTimeline, *, model: str, parent: "Context | None" = None) -> bool:
     """Make the spans of a request that has ended: the request, and in it ``queue``, ``prefill`` and ``decode``.
 
     Names and attributes follow the semantic conventions for generative AI
@@ -117,19 +110,15 @@ def record_spans(
 
     Args:
         model: name of the model, ``gen_ai.request.model``.
-        request_id: ``gen_ai.response.id``.
-        operation: ``chat`` or ``text_completion``.
         parent: from :func:`current_context`; None for the context that the calling thread is in.
-        attributes: more of them, such as ``gen_ai.request.temperature``.
 
     Returns:
-        Whether spans were made: not without a configured tracer provider, nor before the request has ended.
+        True if spans were made: not without a configured tracer provider, nor before the request has ended.
     """
     tracer = _tracer()
     if tracer is None or timeline.ended is None:
         return False
-    own = _attributes(timeline, model, request_id, operation)
-    span = _start(tracer, f"{operation} {model}", timeline, timeline.queued, parent, {**own, **(attributes or {})})
+    span = _start(tracer, f"{_OPERATION} {model}", timeline, timeline.queued, parent, _attributes(timeline, model))
     _children(tracer, span, timeline)
     if timeline.finish_reason not in _SUCCESSES:
         _fail(span, str(timeline.finish_reason))
@@ -149,16 +138,13 @@ def _tracer() -> "Tracer | None":
     return tracer
 
 
-def _attributes(
-    timeline: RequestTimeline, model: str, request_id: str | None, operation: str
-) -> dict[str, AttributeValue]:
+def _attributes(timeline: RequestTimeline, model: str) -> dict[str, AttributeValue]:
     metrics = timeline.metrics()
     values: dict[str, AttributeValue | None] = {
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": _OPERATION,
         "gen_ai.provider.name": "llmc",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
-        "gen_ai.response.id": request_id,
         "gen_ai.response.finish_reasons": [str(metrics.finish_reason)],
         "gen_ai.response.time_to_first_chunk": metrics.ttft_s,
         "gen_ai.usage.input_tokens": metrics.prompt_tokens,
@@ -166,7 +152,6 @@ def _attributes(
         "gen_ai.usage.cache_read.input_tokens": metrics.cached_tokens,
         "llmc.draft.proposed_tokens": metrics.drafted or None,
         "llmc.draft.accepted_tokens": metrics.accepted if metrics.drafted else None,
-        "llmc.preemptions": metrics.preemptions or None,
         "llmc.context_overflows": metrics.overflows or None,
     }
     return {name: value for name, value in values.items() if value is not None}

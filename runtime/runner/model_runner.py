@@ -16,10 +16,10 @@ import numpy as np
 
 from llmc.bundle import Manifest
 from llmc.runtime.api.options import Determinism, in_pairs
+from llmc.runtime.kv.rows import Rows
 from llmc.runtime.observe.metrics import EngineMetrics
-from llmc.runtime.rows import Rows
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.runner.prefill import Feedable, Floats, grow, prefill
+from llmc.runtime.runner.prefill import Feedable, Floats, prefill
 from llmc.runtime.sampling import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
@@ -100,7 +100,6 @@ class ModelRunner:
         self.session = session
         self.max_context = max_context
         self.costs = StepCosts()
-        self._manifest = manifest
         self._rows = rows
         self._chunk = prefill_chunk
         self._metrics = metrics
@@ -120,7 +119,7 @@ class ModelRunner:
             ResourceError: the machine has not enough memory left.
         """
         rows += rows % 2 if self._policy.in_pairs else 0
-        grow(self.session, self._manifest, rows, positions + self._strict, self.max_context)
+        self.session.cache.grow(rows, max(1, positions + self._strict), self.max_context)
 
     def prefill(self, sequence: Feedable, every: bool = False) -> Floats:
         """Feed the next chunk of a sequence; logits [O, V] of ``every`` new position, or of the context's last one."""

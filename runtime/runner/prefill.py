@@ -7,10 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import Manifest
 from llmc.errors import RequestError
-from llmc.runtime.kv_cache import next_capacity
-from llmc.runtime.memory import check_growth
 from llmc.runtime.sessions import Batch, Phase, Session
 
 Floats = NDArray[np.float32]
@@ -85,33 +82,19 @@ def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], outputs: Se
     return Batch(phase, ids, np.asarray(past, np.int64), np.array([outputs], np.int64), row)
 
 
-def grow(session: Session, manifest: Manifest, rows: int, positions: int, limit: int) -> None:
-    """Make room in the cache for ``rows`` rows of ``positions`` positions, in steps up to ``limit`` positions.
-
-    Raises:
-        ResourceError: the machine has not enough memory left.
-    """
-    capacity = next_capacity(max(positions, 1), limit)
-    if rows > session.rows or capacity > session.capacity:
-        check_growth(manifest, session, rows, capacity)
-        session.reserve(rows, capacity)
-
-
 class SingleRunner:
     """Runs one sequence at a time on a session, for evaluation and measurements. Not thread-safe.
 
     Args:
         session: the loaded graphs and their cache; no engine may use it meanwhile.
-        manifest: of the bundle the session was opened from.
         max_context: longest sequence, prompt and new tokens together.
         prefill_chunk: prompt tokens per call.
     """
 
-    def __init__(self, session: Session, manifest: Manifest, max_context: int, prefill_chunk: int) -> None:
+    def __init__(self, session: Session, max_context: int, prefill_chunk: int) -> None:
         self.session = session
         self.max_context = max_context
         self.prefill_chunk = prefill_chunk
-        self._manifest = manifest
         # Reused by every step: its arrays are written in place, for after a step all caches are cold.
         self._step = batch(Phase.DECODE, np.zeros((1, 1), np.int64), [0], [0])
 
@@ -143,4 +126,4 @@ class SingleRunner:
         """
         if positions > self.max_context:
             raise RequestError(f"position {positions} is asked for, the context holds {self.max_context}")
-        grow(self.session, self._manifest, 1, positions, self.max_context)
+        self.session.cache.grow(1, positions, self.max_context)

@@ -12,13 +12,17 @@ The steps run in the order of :mod:`llmc.runtime.sampling.processors`. Three pro
   :class:`RandomSampler`.
 """
 
-from llmc.runtime.sampling.candidates import suffice
-from llmc.runtime.sampling.draws import uniform
-from llmc.runtime.sampling.logprobs import TokenLogprobs, prompt_logprobs
-from llmc.runtime.sampling.masses import Logits
-from llmc.runtime.sampling.params import STEPS, SamplingParams
-from llmc.runtime.sampling.processors import Guide, Processor, build_processors
-from llmc.runtime.sampling.samplers import Choice, GreedySampler, RandomSampler, Sampler, make_sampler
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmc.runtime.sampling.candidates import suffice
+    from llmc.runtime.sampling.draws import uniform
+    from llmc.runtime.sampling.logprobs import TokenLogprobs, prompt_logprobs
+    from llmc.runtime.sampling.masses import Logits
+    from llmc.runtime.sampling.params import STEPS, SamplingParams
+    from llmc.runtime.sampling.processors import Guide, Processor, build_processors
+    from llmc.runtime.sampling.samplers import Choice, GreedySampler, RandomSampler, Sampler, make_sampler
 
 __all__ = [
     "STEPS",
@@ -37,3 +41,14 @@ __all__ = [
     "suffice",
     "uniform",
 ]
+# Loaded on use: the command line reads the parameters' statements without numpy.
+_HOMES = ("params", "candidates", "draws", "logprobs", "masses", "processors", "samplers")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in _HOMES:
+            module = importlib.import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Whether the largest logits are enough to choose a token as all of them would."""
+"""A check that the largest logits are enough to choose a token as all of them would."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from llmc.runtime.sampling.masses import Logits
 
 
 def suffice(logits: Logits, needs: int) -> bool:
-    """Whether ``logits`` [V], with -inf wherever a session left one out, hold the ``needs`` largest and all their
+    """True if ``logits`` [V], with -inf wherever a session left one out, hold the ``needs`` largest and all their
     equals.
 
     What was left out is no larger than the least of those that are there. So it is enough that the last of the needed

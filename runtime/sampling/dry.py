@@ -77,7 +77,7 @@ class Dry(Follower):
         self._size = len(tokens)
 
     def _lengths(self, ids: npt.NDArray[np.int64], ends: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-        """How many tokens up to each of ``ends`` equal the last tokens, counted no further than matters."""
+        """Numbers of tokens up to each of ``ends`` that equal the last tokens, counted no further than matters."""
         lengths = np.ones(ends.size, np.int64)
         alive = np.arange(ends.size)
         for length in range(1, min(self._longest, ids.size - 1)):

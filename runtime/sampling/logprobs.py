@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc.errors import UsageError
-from llmc.runtime.sampling.masses import Logits, check_peak, largest
+from llmc.runtime.sampling.masses import Logits, check_peak, most_probable
 
 # Up to one possible token in so many, they are taken out of the others.
 _FEW = 16
@@ -96,9 +96,6 @@ def _top(values: Logits, tokens: npt.NDArray[np.intp] | None, total: float, coun
     """The most probable of ``tokens`` (None: all), whose logits are ``values``."""
     if count == 0:
         return ()
-    places = largest(values, min(count, values.size))
-    found = values[places]
-    order = np.lexsort((places, -found))[:count]
-    ids = places[order] if tokens is None else tokens[places[order]]
-    pairs = zip(ids.tolist(), found[order].tolist(), strict=True)
-    return tuple((token, value - total) for token, value in pairs if value > -math.inf)
+    places = most_probable(values, count)
+    ids = places if tokens is None else tokens[places]
+    return tuple((token, value - total) for token, value in zip(ids.tolist(), values[places].tolist(), strict=True))

@@ -47,6 +47,12 @@ def largest(logits: Logits, k: int) -> npt.NDArray[np.intp]:
     return np.compress(values >= smallest, candidates)
 
 
+def most_probable(logits: Logits, k: int) -> npt.NDArray[np.intp]:
+    """The ``k`` most probable tokens, most probable first, of equals the lowest id; impossible ones never."""
+    candidates = largest(logits, k)
+    return candidates[np.argsort(-logits[candidates], kind="stable")[:k]]
+
+
 def _fast_exponential() -> tuple[np.ufunc, float]:
     """The faster of exp and exp2 in float32, and the natural logarithm of its base.
 

@@ -26,7 +26,7 @@ _LOG_2 = math.log(2.0)
 
 
 class _Mirostat(ABC):
-    """What both versions share.
+    """Base of both versions.
 
     Attributes:
         mu: the bound on surprise, in bits; it may be set, to resume.
@@ -52,7 +52,7 @@ class _Mirostat(ABC):
         return token
 
     def truncated(self, logits: Logits) -> Logits:
-        """What the next token is drawn from: ``logits`` with -inf for the tokens cut, as a new array.
+        """The logits that the next token is drawn from: ``logits`` with -inf for the tokens cut, as a new array.
 
         Raises:
             RequestError: the logits hold NaN or +inf, or nothing but -inf.

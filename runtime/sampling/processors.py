@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from llmc.errors import GrammarError, ProcessorError, UsageError, text_of
+from llmc.errors import GrammarError, ProcessorError, text_of
 from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.dry import Dry
@@ -38,11 +38,11 @@ _XTC_DRAW = 2**63
 
 
 class Guide(Protocol):
-    """What a grammar allows, one token after the other."""
+    """A grammar as the sampler sees it: the tokens that it allows, one after the other."""
 
     @property
     def finished(self) -> bool:
-        """Whether the output is complete."""
+        """True if the output is complete."""
 
     def mask(self, logits: Logits) -> Logits:
         """``logits`` [V] with -inf where the grammar forbids a token; the argument, or an array of its own."""
@@ -52,7 +52,7 @@ class Guide(Protocol):
 
 
 @dataclass(frozen=True)
-class Setting:
+class SamplingContext:
     """All that steps are built from.
 
     Args:
@@ -78,17 +78,12 @@ class Setting:
     branching: bool = False
 
 
-Builder = Callable[[Setting], Processor | None]
+Builder = Callable[[SamplingContext], Processor | None]
 
 
-def build_steps(setting: Setting) -> list[tuple[str, Processor]]:
-    """The steps that the request needs, by name, in the order in which they run.
-
-    Raises:
-        UsageError: a token id is outside the vocabulary.
-    """
-    _check_tokens(setting.params, setting.vocab_size)
-    built = ((name, BUILDERS[name](setting)) for name in step_order(setting.params.processor_order))
+def build_steps(context: SamplingContext) -> list[tuple[str, Processor]]:
+    """The steps that the request needs, by name, in the order in which they run."""
+    built = ((name, BUILDERS[name](context)) for name in step_order(context.params.processor_order))
     return [(name, step) for name, step in built if step is not None]
 
 
@@ -100,54 +95,52 @@ def build_processors(
     processors: Sequence[Processor] = (),
     breakers: Collection[int] = (),
 ) -> list[Processor]:
-    """The steps before the grammar's, for searches that score several sequences: calls may switch between these.
-
-    Raises:
-        UsageError: a token id is outside the vocabulary.
-    """
-    setting = Setting(params, vocab_size, prompt_length, eos_token_ids, processors, None, breakers, 0, branching=True)
-    return [step for name, step in build_steps(setting) if name not in FILTERS]
+    """The steps before the grammar's, for searches that score several sequences: calls may switch between these."""
+    context = SamplingContext(
+        params, vocab_size, prompt_length, eos_token_ids, processors, breakers=breakers, branching=True
+    )
+    return [step for name, step in build_steps(context) if name not in FILTERS]
 
 
 # ------------------------------------------------------------------------------------------------------------- steps
 
 
-def _logit_bias(setting: Setting) -> Processor | None:
-    if not setting.params.logit_bias:
+def _logit_bias(context: SamplingContext) -> Processor | None:
+    if not context.params.logit_bias:
         return None
-    tokens, biases = (np.array(column) for column in zip(*setting.params.logit_bias, strict=True))
+    tokens, biases = (np.array(column) for column in zip(*context.params.logit_bias, strict=True))
     return _Bias(tokens, biases.astype(np.float32))
 
 
-def _allowed_tokens(setting: Setting) -> Processor | None:
-    params = setting.params
+def _allowed_tokens(context: SamplingContext) -> Processor | None:
+    params = context.params
     if params.allowed_tokens is None:
         return _Ban(sorted(set(params.banned_tokens))) if params.banned_tokens else None
     return _Allow(sorted(set(params.allowed_tokens) - set(params.banned_tokens)))
 
 
-def _min_tokens(setting: Setting) -> Processor | None:
-    params = setting.params
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else setting.eos_token_ids)}
+def _min_tokens(context: SamplingContext) -> Processor | None:
+    params = context.params
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else context.eos_token_ids)}
     if not params.min_tokens or not ends:
         return None
-    return _Ban(sorted(ends), until=setting.prompt_length + params.min_tokens)
+    return _Ban(sorted(ends), until=context.prompt_length + params.min_tokens)
 
 
-def _repetition_penalty(setting: Setting) -> Processor | None:
-    penalty = setting.params.repetition_penalty
-    return RepetitionPenalty(penalty, setting.branching) if penalty != 1 else None
+def _repetition_penalty(context: SamplingContext) -> Processor | None:
+    penalty = context.params.repetition_penalty
+    return RepetitionPenalty(penalty, context.branching) if penalty != 1 else None
 
 
-def _frequency_penalty(setting: Setting) -> Processor | None:
-    presence, frequency = setting.params.presence_penalty, setting.params.frequency_penalty
+def _frequency_penalty(context: SamplingContext) -> Processor | None:
+    presence, frequency = context.params.presence_penalty, context.params.frequency_penalty
     if not presence and not frequency:
         return None
-    return OutputPenalty(presence, frequency, setting.prompt_length, setting.branching)
+    return OutputPenalty(presence, frequency, context.prompt_length, context.branching)
 
 
-def _dry(setting: Setting) -> Processor | None:
-    params = setting.params
+def _dry(context: SamplingContext) -> Processor | None:
+    params = context.params
     if not params.dry_multiplier:
         return None
     return Dry(
@@ -155,71 +148,71 @@ def _dry(setting: Setting) -> Processor | None:
         params.dry_base,
         params.dry_allowed_length,
         params.dry_range,
-        setting.breakers,
-        setting.branching,
+        context.breakers,
+        context.branching,
     )
 
 
-def _no_repeat_ngram_size(setting: Setting) -> Processor | None:
-    size = setting.params.no_repeat_ngram_size
-    return NoRepeatNGram(size, setting.branching) if size else None
+def _no_repeat_ngram_size(context: SamplingContext) -> Processor | None:
+    size = context.params.no_repeat_ngram_size
+    return NoRepeatNGram(size, context.branching) if size else None
 
 
-def _processors(setting: Setting) -> Processor | None:
-    return _Own(setting.processors) if setting.processors else None
+def _processors(context: SamplingContext) -> Processor | None:
+    return _Own(context.processors) if context.processors else None
 
 
-def _guide(setting: Setting) -> Processor | None:
-    return _Grammar(setting.guide) if setting.guide is not None else None
+def _guide(context: SamplingContext) -> Processor | None:
+    return _Grammar(context.guide) if context.guide is not None else None
 
 
-def _temperature(setting: Setting) -> Processor | None:
-    temperature = setting.params.temperature
-    if temperature == 1 or setting.params.dynatemp_range:
+def _temperature(context: SamplingContext) -> Processor | None:
+    temperature = context.params.temperature
+    if temperature == 1 or context.params.dynatemp_range:
         return None
     return lambda tokens, logits: scaled(logits, temperature)
 
 
-def _dynamic_temperature(setting: Setting) -> Processor | None:
-    centre, spread = setting.params.temperature, setting.params.dynatemp_range
-    exponent = setting.params.dynatemp_exponent
+def _dynamic_temperature(context: SamplingContext) -> Processor | None:
+    centre, spread = context.params.temperature, context.params.dynatemp_range
+    exponent = context.params.dynatemp_exponent
     if not spread:
         return None
     return lambda tokens, logits: dynamic_temperature(logits, centre - spread, centre + spread, exponent)
 
 
-def _top_k(setting: Setting) -> Processor | None:
-    k = setting.params.top_k
-    return (lambda tokens, logits: truncation.top_k(logits, k)) if 0 < k < setting.vocab_size else None
+def _top_k(context: SamplingContext) -> Processor | None:
+    k = context.params.top_k
+    return (lambda tokens, logits: truncation.top_k(logits, k)) if 0 < k < context.vocab_size else None
 
 
-def _top_p(setting: Setting) -> Processor | None:
-    return _cut(truncation.top_p, setting.params.top_p, neutral=1)
+def _top_p(context: SamplingContext) -> Processor | None:
+    return _cut(truncation.top_p, context.params.top_p, neutral=1)
 
 
-def _min_p(setting: Setting) -> Processor | None:
-    return _cut(truncation.min_p, setting.params.min_p)
+def _min_p(context: SamplingContext) -> Processor | None:
+    return _cut(truncation.min_p, context.params.min_p)
 
 
-def _typical_p(setting: Setting) -> Processor | None:
-    return _cut(truncation.typical, setting.params.typical_p, neutral=1)
+def _typical_p(context: SamplingContext) -> Processor | None:
+    return _cut(truncation.typical, context.params.typical_p, neutral=1)
 
 
-def _epsilon_cutoff(setting: Setting) -> Processor | None:
-    return _cut(truncation.epsilon_cutoff, setting.params.epsilon_cutoff)
+def _epsilon_cutoff(context: SamplingContext) -> Processor | None:
+    return _cut(truncation.epsilon_cutoff, context.params.epsilon_cutoff)
 
 
-def _eta_cutoff(setting: Setting) -> Processor | None:
-    return _cut(truncation.eta_cutoff, setting.params.eta_cutoff)
+def _eta_cutoff(context: SamplingContext) -> Processor | None:
+    return _cut(truncation.eta_cutoff, context.params.eta_cutoff)
 
 
-def _top_n_sigma(setting: Setting) -> Processor | None:
-    return _cut(truncation.top_n_sigma, setting.params.top_n_sigma)
+def _top_n_sigma(context: SamplingContext) -> Processor | None:
+    return _cut(truncation.top_n_sigma, context.params.top_n_sigma)
 
 
-def _xtc(setting: Setting) -> Processor | None:
-    probability, threshold = setting.params.xtc_probability, setting.params.xtc_threshold
-    seed, protected = setting.seed, frozenset(setting.eos_token_ids)
+def _xtc(context: SamplingContext) -> Processor | None:
+    probability, threshold = context.params.xtc_probability, context.params.xtc_threshold
+    seed, protected = context.seed, frozenset(context.eos_token_ids)
     if not probability:
         return None
     return lambda tokens, logits: xtc(logits, probability, threshold, uniform(seed, len(tokens), _XTC_DRAW), protected)
@@ -327,7 +320,7 @@ class _Grammar:
 
 
 def _is_usable(logits: Logits) -> bool:
-    """Whether there is a token to choose; if not, the check after the steps says whose fault it is."""
+    """True if there is a token to choose; if not, the check after the steps says whose fault it is."""
     return bool(np.isfinite(logits.max()))
 
 
@@ -350,16 +343,3 @@ def _check_result(where: str, result: object, logits: Logits) -> None:
 
 def _name(processor: Processor) -> str:
     return getattr(processor, "__qualname__", type(processor).__qualname__)
-
-
-def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
-    given = {
-        "logit_bias": [token for token, _ in params.logit_bias],
-        "banned_tokens": params.banned_tokens,
-        "allowed_tokens": params.allowed_tokens or (),
-        "stop_token_ids": params.stop_token_ids,
-    }
-    for name, tokens in given.items():
-        wrong = next((token for token in tokens if token >= vocab_size), None)
-        if wrong is not None:
-            raise UsageError(f"{name} holds token id {wrong}, expected 0 ... {vocab_size - 1}")

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from llmc.runtime.sampling.masses import Logits, Masses, check_peak, inverse, largest
 from llmc.runtime.sampling.mirostat import Mirostat1, Mirostat2
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.sampling.processors import FILTERS, Guide, Processor, Setting, build_steps
+from llmc.runtime.sampling.processors import FILTERS, Guide, Processor, SamplingContext, build_steps
 from llmc.runtime.sampling.scratch import borrowed, masses
 
 _FAST = ("temperature", "top_k", "top_p", "min_p")  # what RandomSampler does itself, in its order
@@ -33,18 +32,19 @@ class Choice:
     logprobs: TokenLogprobs | None = None
 
 
-class Sampler(Protocol):
-    """Chooses the tokens of one request. Use it from one thread at a time: what it chose before may count."""
+class Sampler(ABC):
+    """Chooses the tokens of one request. Use it from one thread at a time: what it chose before may count.
 
-    @property
-    def seed(self) -> int | None:
-        """What makes the draws repeatable; None for a sampler that draws nothing."""
+    Attributes:
+        seed: of the draws, which it makes repeatable; None for a sampler that draws nothing.
+        needs: number of the largest logits that decide the token, 0 for all of them: the others may be -inf, as long
+            as :func:`llmc.runtime.sampling.candidates.suffice` holds.
+    """
 
-    @property
-    def needs(self) -> int:
-        """How many of the largest logits decide the token, 0 for all of them: the others may be -inf, as long as
-        :func:`llmc.runtime.sampling.candidates.suffice` holds."""
+    seed: int | None = None
+    needs: int = 0
 
+    @abstractmethod
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
         """The token that follows ``tokens`` (prompt and output), from ``logits`` (float32 [V], left as they are).
 
@@ -57,16 +57,8 @@ class Sampler(Protocol):
         """
 
 
-class Chooser(ABC):
-    """Base of samplers that choose from logits as they are.
-
-    Attributes:
-        seed: what makes the draws repeatable; None if nothing is drawn.
-        needs: see :class:`Sampler`.
-    """
-
-    seed: int | None = None
-    needs: int = 0
+class PlainSampler(Sampler):
+    """Base of samplers that choose from logits as they are."""
 
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
         return Choice(self.choose(logits, len(tokens)))
@@ -102,27 +94,24 @@ def make_sampler(
         guide: what the request's grammar allows; it is told every token chosen.
         breakers: ids of the tokens that ``dry_sequence_breakers`` end with.
         index: which of a request's ``n`` sequences; it draws with seed + index, modulo 2**64.
-
-    Raises:
-        UsageError: a token id is outside the vocabulary.
     """
     seed = secrets.randbits(64) if params.seed is None else (params.seed + index) % 2**64
-    setting = Setting(params, vocab_size, prompt_length, eos_token_ids, processors, guide, breakers, seed)
-    steps, chooser, tail = _plan(build_steps(setting), setting)
+    context = SamplingContext(params, vocab_size, prompt_length, eos_token_ids, processors, guide, breakers, seed)
+    steps, sampler, tail = _plan(build_steps(context), context)
     top = 0 if params.logprobs is None and params.best_of is not None else params.logprobs
     if not steps and top is None:
-        return chooser
+        return sampler
     # After a first cut to k, nothing sees more than that; a log-probability is a share of the whole.
     needs = params.top_k if top is None and steps[0][0] == "top_k" else 0
-    return ProcessedSampler(steps, chooser, tail, guide, top, needs, trusted=not processors)
+    return ProcessedSampler(steps, sampler, tail, guide, top, needs, trusted=not processors)
 
 
 _Steps = list[tuple[str, Processor]]
 
 
-def _plan(steps: _Steps, setting: Setting) -> tuple[_Steps, Chooser, _Steps]:
-    """Steps to run, what chooses after them, and the steps that the chooser does itself, as they would be run."""
-    params, seed = setting.params, setting.seed
+def _plan(steps: _Steps, context: SamplingContext) -> tuple[_Steps, PlainSampler, _Steps]:
+    """Steps to run, the sampler after them, and the steps that it does itself, as they would be run."""
+    params, seed = context.params, context.seed
     if params.temperature == 0:
         return [(name, step) for name, step in steps if name not in FILTERS], GreedySampler(), []
     if params.mirostat:
@@ -131,7 +120,7 @@ def _plan(steps: _Steps, setting: Setting) -> tuple[_Steps, Chooser, _Steps]:
     if any(name in CUTS for name, _ in head):
         return steps, SupportSampler(seed), []
     named = {name: getattr(params, name) for name, _ in tail}
-    return head, RandomSampler(SamplingParams(**named, seed=seed), setting.vocab_size), tail
+    return head, RandomSampler(SamplingParams(**named, seed=seed), context.vocab_size), tail
 
 
 def _split(steps: _Steps) -> tuple[_Steps, _Steps]:
@@ -143,7 +132,7 @@ def _split(steps: _Steps) -> tuple[_Steps, _Steps]:
     return steps[:start], steps[start:]
 
 
-class GreedySampler(Chooser):
+class GreedySampler(PlainSampler):
     """The most probable token; of several, the one with the lowest id."""
 
     needs = 1
@@ -153,13 +142,8 @@ class GreedySampler(Chooser):
         check_peak(float(logits[token]))
         return token
 
-    def probabilities(self, logits: Logits) -> npt.NDArray[np.float32]:
-        result = np.zeros(logits.shape, np.float32)
-        result[self.choose(logits, 0)] = 1.0
-        return result
 
-
-class RandomSampler(Chooser):
+class RandomSampler(PlainSampler):
     """Draws from the distribution that temperature, top-k, top-p and min-p leave.
 
     *With top-k*: the k-th largest of many block maxima bounds the k-th largest logit from below, which leaves few
@@ -190,12 +174,6 @@ class RandomSampler(Chooser):
             return self._draw(filled, numbers)
         tokens, weights = self._support(logits)
         return int(tokens[pick(np.add.accumulate(weights), next(numbers))])
-
-    def probabilities(self, logits: Logits) -> npt.NDArray[np.float32]:
-        tokens, weights = self._support(logits)
-        result = np.zeros(logits.shape, np.float32)
-        result[tokens] = weights / weights.sum()
-        return result
 
     def _draw(self, filled: Masses, numbers: Iterator[float]) -> int:
         params = self._params
@@ -234,7 +212,7 @@ class RandomSampler(Chooser):
         return max(least, float(weights[max(nucleus, 1) - 1]))
 
 
-class SupportSampler(Chooser):
+class SupportSampler(PlainSampler):
     """Draws from what truncations have left, which are few tokens as a rule."""
 
     seed: int
@@ -255,7 +233,7 @@ class SupportSampler(Chooser):
         return int(tokens[pick(np.add.accumulate(weights), uniform(self.seed, position, 0))])
 
 
-class MirostatSampler(Chooser):
+class MirostatSampler(PlainSampler):
     """Draws with mirostat's feedback: what it drew before decides what it may draw next."""
 
     seed: int
@@ -265,35 +243,32 @@ class MirostatSampler(Chooser):
         version = Mirostat1 if params.mirostat == 1 else Mirostat2
         self._mirostat = version(params.mirostat_tau, params.mirostat_eta)
 
-    def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
-        return Choice(self.choose(logits, len(tokens)))
-
     def choose(self, logits: Logits, position: int) -> int:
         return self._mirostat(logits, uniform(self.seed, position, 0))
 
     def truncated(self, logits: Logits) -> Logits:
-        """What the next token will be drawn from, -inf where cut, as a new array."""
+        """The logits that the next token will be drawn from, -inf where cut, as a new array."""
         return self._mirostat.truncated(logits)
 
 
-class ProcessedSampler:
+class ProcessedSampler(Sampler):
     """Runs a request's steps on a copy of the logits, then chooses.
 
     Args:
         steps: by name, in order.
-        chooser: what chooses from the logits that the steps leave.
-        tail: the steps that the chooser does itself, to report the distribution that it draws from.
+        sampler: chooses from the logits that the steps leave.
+        tail: the steps that the sampler does itself, to report the distribution that it draws from.
         guide: told every token chosen.
         top: how many of the most probable tokens to report; None reports no log-probabilities.
         needs: see :class:`Sampler`.
-        trusted: whether all steps are ours; those of others may keep the logits that they see, so they see no memory
+        trusted: true if all steps are ours; those of others may keep the logits that they see, so they see no memory
             of other requests.
     """
 
     def __init__(
         self,
         steps: _Steps,
-        chooser: Chooser,
+        sampler: PlainSampler,
         tail: _Steps,
         guide: Guide | None,
         top: int | None,
@@ -306,14 +281,10 @@ class ProcessedSampler:
         self._processors = [step for _, step in steps[:shaping]]
         self._filters = [step for _, step in steps[shaping:]]
         self._tail = [step for _, step in tail]
-        self._chooser, self._guide, self._top = chooser, guide, top
-        self.needs = needs
+        self._sampler, self._guide, self._top = sampler, guide, top
+        self.seed, self.needs = sampler.seed, needs
         self._trusted = trusted
         self._own = np.empty(0, np.float32)
-
-    @property
-    def seed(self) -> int | None:
-        return self._chooser.seed
 
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
         with borrowed(logits.size) if self._trusted else nullcontext(self._scratch(logits)) as scratch:
@@ -326,13 +297,13 @@ class ProcessedSampler:
 
     def _choose(self, logits: Logits, tokens: Sequence[int], processed: Logits) -> Choice:
         drawn_from = self._drawn_from(processed, tokens) if self._top is not None else None
-        token = self._chooser.choose(processed, len(tokens))
+        token = self._sampler.choose(processed, len(tokens))
         if self._guide is not None:
             self._guide.accept(token)
         return Choice(token, None if drawn_from is None else self._logprobs(logits, drawn_from, token))
 
     def _run(self, logits: Logits, tokens: Sequence[int], current: Logits) -> Logits:
-        """What the steps leave; they may work in ``current``."""
+        """The logits that the steps leave; they may work in ``current``."""
         if not self._names:
             return logits
         np.copyto(current, logits)
@@ -352,8 +323,8 @@ class ProcessedSampler:
         raise RequestError(f"{', '.join(self._names)} {what} at position {position}; loosen one of them")
 
     def _drawn_from(self, processed: Logits, tokens: Sequence[int]) -> Logits:
-        if isinstance(self._chooser, MirostatSampler):
-            return self._chooser.truncated(processed)
+        if isinstance(self._sampler, MirostatSampler):
+            return self._sampler.truncated(processed)
         if not self._tail:
             return processed
         current: Logits = processed.copy()

@@ -15,7 +15,7 @@ from llmc.runtime.sampling.masses import Logits, Masses
 
 
 class _Shelf(threading.local):
-    """What a thread keeps, by the size of the vocabulary."""
+    """Memory that a thread keeps, by the size of the vocabulary."""
 
     def __init__(self) -> None:
         self.logits: defaultdict[int, list[Logits]] = defaultdict(list)

@@ -35,7 +35,7 @@ _PLUS_INFINITY = np.int32(0x7F800000)  # float32 +inf as bits
 
 
 class Distribution(NamedTuple):
-    """What logits say of the probabilities: token t has probability ``weights[t] / total``.
+    """Probabilities from logits: token t has probability ``weights[t] / total``.
 
     ``distances`` [V] are peak - logit, in nats, and stop at 87; ``weights`` [V] are exp(-distances), so a token that
     is impossible counts for 1e-38 of the most probable one, which float64 sums do not see.
@@ -55,7 +55,7 @@ class Distribution(NamedTuple):
         return math.log(self.total) + self.mean_distance()
 
     def distance_of(self, probability: float) -> float:
-        """How far from the peak tokens of this probability (from 0) lie; negative if the peak is less probable."""
+        """Distance from the peak at which tokens of this probability (from 0) lie, negative if it is less probable."""
         return math.inf if probability == 0 else -math.log(probability) - math.log(self.total)
 
 
@@ -258,5 +258,5 @@ def _masses_in_bins(deviations: Logits, weights: Logits) -> npt.NDArray[np.float
 
 
 def _crossing(cumulative: npt.NDArray[np.float64], needed: float) -> int:
-    """Where ``cumulative`` first reaches ``needed``, or its end if rounding left that just below."""
+    """The index at which ``cumulative`` first reaches ``needed``, or its end if rounding left that just below."""
     return int(cumulative.searchsorted(min(needed, float(cumulative[-1]))))

@@ -8,18 +8,16 @@ from typing import Literal
 import numpy as np
 
 from llmc.errors import RequestError
-from llmc.runtime.sampling.params import LARGEST_PENALTY
+from llmc.runtime.sampling import Processor
+from llmc.runtime.sampling.masses import most_probable
 from llmc.runtime.search.base import (
     Branch,
     Ending,
     Floats,
     Hypothesis,
-    Processor,
     StopCriterion,
-    largest,
     log_softmax,
     processed,
-    require,
 )
 
 EarlyStopping = bool | Literal["never"]
@@ -46,12 +44,8 @@ class BeamSearch:
         diversity_penalty: in units of log-probability, from 0 to 1e30.
         processors: applied to the log-probabilities of every beam, not normalised again.
         stops: a stopping criterion beside ``eos_token_ids``, asked about the new tokens.
-
-    Raises:
-        UsageError: an argument is out of its range.
     """
 
-    wants_hidden = False
     prompt_chunk_outputs = False
 
     def __init__(
@@ -68,16 +62,6 @@ class BeamSearch:
         processors: Sequence[Processor] = (),
         stops: StopCriterion | None = None,
     ) -> None:
-        require(num_beams >= 1, "num_beams", num_beams, "an integer of at least 1")
-        fits = 1 <= num_return_sequences <= num_beams
-        require(fits, "num_return_sequences", num_return_sequences, f"1 ... num_beams, which is {num_beams}")
-        require(-20 <= length_penalty <= 20, "length_penalty", length_penalty, "a number from -20 to 20")
-        known = isinstance(early_stopping, bool) or early_stopping == "never"
-        require(known, "early_stopping", early_stopping, "True, False or 'never'")
-        divides = num_beam_groups >= 1 and num_beams % num_beam_groups == 0
-        require(divides, "num_beam_groups", num_beam_groups, f"a divisor of num_beams, which is {num_beams}")
-        kept = 0 <= diversity_penalty <= LARGEST_PENALTY
-        require(kept, "diversity_penalty", diversity_penalty, f"a number from 0 to {LARGEST_PENALTY}")
         self.width = num_beams
         ending = Ending(max_tokens, eos_token_ids, stops)
         rules = _Rules(num_beams // num_beam_groups, length_penalty, early_stopping, ending)
@@ -178,7 +162,10 @@ class _Group:
             return []
         width = self.rules.width
         scores += np.array([beam.score for beam in self.beams], np.float32)[:, None]
-        best = largest(scores.reshape(-1), (1 + self.rules.ending.kinds) * width)
+        if scores.max() == -np.inf:  # the processors forbid all
+            self.beams = []
+            return []
+        best = most_probable(scores.reshape(-1), (1 + self.rules.ending.kinds) * width)
         going: list[_Beam] = []
         ended: list[Hypothesis] = []
         for rank, (parent, token) in enumerate(zip(*np.unravel_index(best, scores.shape), strict=True)):

@@ -5,17 +5,16 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from llmc.errors import RequestError
+from llmc.runtime.sampling import Processor
+from llmc.runtime.sampling.masses import most_probable
 from llmc.runtime.search.base import (
     Branch,
     Ending,
     Floats,
     Hypothesis,
-    Processor,
     StopCriterion,
-    largest,
     log_softmax,
     processed,
-    require,
 )
 
 
@@ -34,12 +33,8 @@ class Contrastive:
         eos_token_ids: tokens that end the output.
         processors: applied to the logits; the probabilities are those after them.
         stops: a stopping criterion beside ``eos_token_ids``, asked about the new tokens.
-
-    Raises:
-        UsageError: an argument is out of its range.
     """
 
-    wants_hidden = True
     prompt_chunk_outputs = True
 
     def __init__(
@@ -52,8 +47,6 @@ class Contrastive:
         processors: Sequence[Processor] = (),
         stops: StopCriterion | None = None,
     ) -> None:
-        require(top_k >= 1, "top_k", top_k, "an integer of at least 1")
-        require(0 <= penalty_alpha <= 1, "penalty_alpha", penalty_alpha, "a number from 0 to 1")
         self.width = top_k
         self._alpha = penalty_alpha
         self._ending = Ending(max_tokens, eos_token_ids, stops)
@@ -106,7 +99,7 @@ class Contrastive:
             if logits.max() == -np.inf:
                 raise RequestError("the logits processors forbid every token; allow at least one")
         logarithms = log_softmax(logits[None])[0]
-        tokens = largest(logarithms, self.width)
+        tokens = most_probable(logarithms, self.width)
         self._candidates = [int(token) for token in tokens]
         self._logarithms = logarithms[tokens]
         return [Branch(parent, token) for token in self._candidates]

@@ -1,21 +1,19 @@
-"""How alike two texts are, from 0 to 1."""
+"""Similarities of two texts, from 0 to 1."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-
-Text = str | Sequence[int]
+from collections.abc import Callable
 
 CHRF_ORDER = 6
 CHRF_BETA = 2
 
 
-def token_f1(hypothesis: Text, reference: Text) -> float:
-    """Harmonic mean of precision and recall of tokens, without regard to their order.
+def token_f1(hypothesis: str, reference: str) -> float:
+    """Harmonic mean of precision and recall of words, without regard to their order.
 
-    Tokens are the words of a text, parted by white space, or the token ids as they are given. Two empty texts are
-    alike. Rajpurkar et al., SQuAD, https://arxiv.org/abs/1606.05250, section 6.1, without its normalisation of text.
+    Words are parted by white space. Two empty texts are alike. Rajpurkar et al., SQuAD, section 6.1, without its
+    normalisation of text, https://arxiv.org/abs/1606.05250
     """
-    ours, theirs = (Counter(text.split() if isinstance(text, str) else text) for text in (hypothesis, reference))
+    ours, theirs = (Counter(text.split()) for text in (hypothesis, reference))
     total = ours.total() + theirs.total()
     return 2 * (ours & theirs).total() / total if total else 1.0
 

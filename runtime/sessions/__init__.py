@@ -11,10 +11,10 @@ from llmc.runtime.sessions.base import Batch, Phase, Session
 __all__ = ["Batch", "Phase", "Session", "emulated", "open_session"]
 
 ENGINES = {
-    "onnxruntime": "llmc.runtime.sessions.onnxruntime:OnnxRuntimeSession",
-    "onnxruntime-cuda": "llmc.runtime.sessions.cuda:CudaSession",
-    "tensorrt": "llmc.runtime.sessions.tensorrt:TensorRTSession",
-    "tensorrt-rtx": "llmc.runtime.sessions.tensorrt:TensorRTSession",
+    "onnxruntime": "llmc.runtime.sessions.onnxruntime.cpu:OnnxRuntimeSession",
+    "onnxruntime-cuda": "llmc.runtime.sessions.onnxruntime.cuda:CudaSession",
+    "tensorrt": "llmc.runtime.sessions.tensorrt.session:TensorRTSession",
+    "tensorrt-rtx": "llmc.runtime.sessions.tensorrt.session:TensorRTSession",
 }
 # The oldest ONNX Runtime whose Attention and TensorScatter mean what the standard says.
 EMULATOR = "1.28"

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmc.bundle import TOKENIZER_FILE, Manifest
 from llmc.errors import DraftError, ResourceError
-from llmc.runtime.runner.prefill import LoneSequence, SingleRunner, batch, grow, prefill
+from llmc.runtime.runner.prefill import LoneSequence, SingleRunner, batch, prefill
 from llmc.runtime.sessions.base import Phase
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -126,7 +126,7 @@ class ModelDrafter:
         """Make room for ``positions`` in all rows in use; drafting is no reason to fail, so lack of memory ends it."""
         rows = 1 + max(sequence.row for sequence in self._sequences.values())
         try:
-            grow(self._session, self._model.manifest, rows, positions, self._context)
+            self._session.cache.grow(rows, positions, self._context)
         except ResourceError as error:
             if not self._warned:
                 log.warning("%s: the draft model does not go on with a sequence: %s", self._model.folder, error)

@@ -100,11 +100,11 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether decoding skips this id: a special token, or no token at all (a padded vocabulary)."""
+        """True if decoding skips this id: a special token, or no token at all (a padded vocabulary)."""
         return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether this is a byte-fallback token such as ``<0xE4>``, whose text depends on the bytes around it."""
+        """True for a byte-fallback token such as ``<0xE4>``, whose text depends on the bytes around it."""
         return token_id in self._byte_ids
 
 

@@ -11,10 +11,10 @@ import pytest
 import llmc as llmc_package
 from llmc import bundle
 from llmc.errors import BuildError
-from llmc.optimize.auto import AutoReport, Trial
+from llmc.optimize.auto.search import AutoReport, Trial
 from llmc.optimize.build import BuildReport
-from llmc.optimize.calibration import DEFAULT_LENGTH, DEFAULT_SAMPLES
-from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES
+from llmc.optimize.tensorrt.request import EngineRequest
 
 TRIAL = Trial("int4", 2, 1000.0, 50.5, 400_000_000, 300_000_000, 0.0123, 0.961, 0.012)
 OUT = dataclasses.replace(TRIAL, name="int8", prefill_tokens_per_s=2000.0, reason="400 MB")
@@ -54,7 +54,7 @@ class FakeLibrary:
 def library(monkeypatch: pytest.MonkeyPatch, manifest: bundle.Manifest) -> FakeLibrary:
     fake = FakeLibrary(manifest)
     monkeypatch.setattr("llmc.optimize.build.build", fake.build)
-    monkeypatch.setattr("llmc.optimize.auto.automatic", fake.automatic)
+    monkeypatch.setattr("llmc.optimize.auto.search.automatic", fake.automatic)
     monkeypatch.setattr("llmc.export.export", fake.export)
     return fake
 

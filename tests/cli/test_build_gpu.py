@@ -12,12 +12,12 @@ import pytest
 from doubles.machines import NO_GPU, RTX_4090
 from doubles.plans import FULL
 
-from llmc.bundle import DeviceMemory, EnginePlan, FileEntry, Manifest, Profile, Target, read_bundle, write_manifest
+from llmc.bundle import DeviceMemory, EngineConfig, FileEntry, Manifest, Profile, Target, read_bundle, write_manifest
 from llmc.cli.build import build_command
 from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.optimize.build import BuildReport
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
+from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime.host.machine import Available
 from llmc.runtime.selftest import VerifyReport
@@ -61,7 +61,7 @@ class FakeLibrary:
 def library(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> FakeLibrary:
     fake = FakeLibrary(manifest)
     monkeypatch.setattr("llmc.optimize.build.build", fake.build)
-    monkeypatch.setattr("llmc.optimize.rebuild.rebuild", fake.rebuild)
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.rebuild", fake.rebuild)
     monkeypatch.setattr("llmc.runtime.model.verify", fake.verify)
     return fake
 
@@ -78,7 +78,7 @@ def export_folder(tmp_path: Path) -> Path:
 def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
     """Writes a bundle for TensorRT whose files hold nothing of use; changes are of the engine's plan."""
 
-    def write(engine: EnginePlan | None = PLAN, target: str = "tensorrt", **changes: Any) -> Path:
+    def write(engine: EngineConfig | None = PLAN, target: str = "tensorrt", **changes: Any) -> Path:
         folder = tmp_path / "bundle"
         folder.mkdir()
         plan = dataclasses.replace(engine, **changes) if engine is not None else None
@@ -116,11 +116,11 @@ def test_target_and_precision_reach_the_library(
 
 
 def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: FakeLibrary, export_folder: Path):
-    options = ["--form", "lengths", "--compute-capabilities", "8.6,8.9", "--hardware-compatibility", "ampere"]
+    options = ["--form", "native", "--compute-capabilities", "8.6,8.9", "--hardware-compatibility", "ampere"]
     options += ["--version-compatible", "--stripped", "--deferred"]
     assert llmc("build", export_folder, "-o", "out", "--target", "tensorrt-rtx", *options).code == 0
     assert library.built[0]["engine"] == EngineRequest(
-        form="lengths",
+        form="native",
         compute_capabilities="8.6,8.9",
         hardware_compatibility="ampere",
         version_compatible=True,
@@ -153,7 +153,7 @@ def test_a_flag_that_is_not_given_leaves_the_choice_to_the_recipe(llmc: Any, lib
             ["--target", "tensorrt", "--deferred", "--hardware-compatibility", "any"],
             "expected one of none, ampere, same",
         ),
-        (["--target", "tensorrt", "--deferred", "--form", "fast"], "expected one of native, lengths, primitives"),
+        (["--target", "tensorrt", "--deferred", "--form", "fast"], "expected one of native, primitives"),
     ],
 )
 def test_contradictions_exit_with_2_and_one_sentence(
@@ -292,7 +292,7 @@ def test_layers_of_16_bits_are_not_looked_into(
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: Available(64_000 * MB, "cgroup"))
+    monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: Available(64_000 * MB, "cgroup"))
     return lambda probe: monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: probe)
 
 

@@ -18,7 +18,7 @@ from llmc.errors import CancelledError, RequestError, ResourceError, UsageError
 from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage, load
 from llmc.runtime.observe.metrics import RequestMetrics
 
-METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, 0, "stop")
+METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, "stop")
 RESULT = GenerationResult(
     (Output(0, "ab", (1, 2), "stop"),), Usage(7, 2), Timings(0.5, 0.25, 7, 1), SamplingParams(), METRICS
 )

@@ -152,7 +152,7 @@ def test_a_missing_engine_names_the_pip_command(tiny_bundle: Path):
     command = [sys.executable, "-c", code, "run", str(tiny_bundle), "-p", "x"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert "pip install '.[cpu]'" in ran.stderr
+    assert "pip install 'onnxruntime>=" in ran.stderr
     assert ran.stderr.count("\n") == 1
 
 
@@ -162,7 +162,7 @@ def test_a_missing_exporter_names_the_pip_command(tiny_checkpoint: Path, tmp_pat
     command = [sys.executable, "-c", code, "export", str(tiny_checkpoint), "-o", str(tmp_path / "out")]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
-    assert "pip install '.[export]'" in ran.stderr
+    assert "pip install 'onnx>=" in ran.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -171,7 +171,7 @@ def test_a_missing_compiler_names_the_pip_command(tiny_export: Path, tmp_path: P
     command = [sys.executable, "-c", code, "build", str(tiny_export), "-o", str(tmp_path / "out")]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
-    assert "pip install '.[build]'" in ran.stderr
+    assert "pip install 'onnx>=" in ran.stderr
     assert ran.stderr.count("\n") == 1
 
 

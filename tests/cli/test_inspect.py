@@ -27,7 +27,7 @@ def export_folder(tmp_path: Path, tiny_checkpoint: Path) -> Path:
     source = bundle.Source("tiny", "f" * 64, "float16", 5_000_000)
     generation = bundle.Generation((0,), None, False, None, None, None, None)
     versions = (bundle.SCHEMA_VERSION, "0.1.0", bundle.GRAPH_CONTRACT_VERSION)
-    bundle.write_manifest(bundle.ExportManifest(*versions, geometry, source, generation), tmp_path)
+    bundle.write_manifest(bundle.ExportManifest(*versions, geometry, source, generation, ("a note",)), tmp_path)
     (tmp_path / bundle.DECODER_FILE).write_bytes(b"graph")
     (tmp_path / bundle.TOKENIZER_FILE).write_text("{}")
     (tmp_path / "model.safetensors").symlink_to(tiny_checkpoint / "model.safetensors")
@@ -63,6 +63,7 @@ def test_an_export_shows_the_weights_behind_its_links(llmc, export_folder: Path,
     summary = json.loads(llmc("inspect", export_folder, "--json").out)
     assert summary["kind"] == "export"
     assert summary["bundle"] is None
+    assert rows(llmc("inspect", export_folder).out)["note"] == "a note"
     assert summary["weights"] == json.loads(llmc("inspect", tiny_checkpoint, "--json").out)["weights"]
 
 
@@ -75,6 +76,7 @@ def test_a_bundle_shows_what_it_was_built_for(llmc, bundle_folder: Path):
     assert shown["window"] == "all positions (1 layers), the last 128 positions (1 layers)"
     assert shown["decode quality"].startswith("KL 0.00200 mean, ")
     assert shown["decode.onnx"] == "1.5 kB"
+    assert shown["note"] == "generation_config.json: num_beams=4 is not supported and was left out"
 
 
 def test_a_bundles_memory_is_its_own_plan(llmc, bundle_folder: Path):

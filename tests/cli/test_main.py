@@ -97,7 +97,7 @@ def test_wrong_usage_is_one_sentence_and_exits_with_two(llmc, arguments: list[st
         (errors.CheckpointError("broken"), 1),
         (errors.BundleError("corrupt"), 1),
         (errors.ResourceError("too large"), 1),
-        (errors.MissingExtraError("pip install 'llmc[cpu]'"), 1),
+        (errors.MissingExtraError("pip install 'onnxruntime>=1.23'"), 1),
     ],
 )
 def test_an_error_of_llmcs_is_its_sentence_and_its_exit_code(llmc, fail_with, error: errors.LlmcError, code: int):

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from llmc.bundle import Limits
-from llmc.cli.plan import Stage, refusal
+from llmc.optimize.plan.stages import Stage, refusal
 from llmc.runtime.host.machine import Available
-from llmc.runtime.memory import Plan
+from llmc.runtime.kv.budget import Plan
 
 MB = 1_000_000
 
@@ -19,7 +19,7 @@ def stages(out: str) -> dict[str, dict]:
 
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: Available(64_000 * MB, "cgroup"))
+    monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: Available(64_000 * MB, "cgroup"))
 
 
 @pytest.mark.usefixtures("roomy")
@@ -146,7 +146,7 @@ def test_a_folder_of_something_else_is_refused(llmc, tmp_path: Path):
 def test_an_export_that_does_not_fit_is_refused_before_it_begins(
     llmc, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("llmc.runtime.memory.available_memory", lambda: 100 * MB)
+    monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 100 * MB)
     ran = llmc("export", tiny_checkpoint, "-o", tmp_path / "out")
     assert (ran.code, list(tmp_path.iterdir())) == (1, [])
     assert "to export it needs" in ran.err

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from doubles.machines import NO_GPU, ORIN, RTX_4090
 
-from llmc.cli.plan import ONE_MEMORY, Memories, memories
 from llmc.errors import UsageError
 from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
+from llmc.optimize.plan.stages import ONE_MEMORY, Memories, memories
 from llmc.runtime.host.machine import Available
 from llmc.runtime.host.probe import Probe
 
@@ -26,7 +26,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make this a machine as a probe found it, with so much free memory."""
 
     def become(probe: Probe, free: Available = FREE) -> None:
-        monkeypatch.setattr("llmc.runtime.memory.memory_here", lambda: free)
+        monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: free)
         monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: probe)
 
     return become

@@ -15,14 +15,16 @@ import pytest
 from llmc.cli import options
 from llmc.cli.chat import chat_command
 from llmc.cli.main import main
-from llmc.cli.options import SAMPLING, Parameter, with_flags
+from llmc.cli.options import with_flags
 from llmc.cli.run import run_command
+from llmc.cli.sampling import COMMON
 from llmc.errors import RequestError, UsageError
 from llmc.runtime import EngineOptions, GenerationResult, Output, SamplingParams, Timings, Usage
 from llmc.runtime.observe.metrics import RequestMetrics
 from llmc.runtime.sampling import TokenLogprobs
+from llmc.runtime.sampling.params import PARAMETERS
 
-METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, 0, "stop")
+METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, "stop")
 LOGPROBS = (TokenLogprobs(1, -0.5, ((1, -0.5),), -0.25, ((1, -0.25),)), TokenLogprobs(2, -9.0, (), -math.inf, ()))
 FIRST = Output(0, "ab", (1, 2), "stop", 42, logprobs=LOGPROBS)
 RESULT = GenerationResult(
@@ -30,7 +32,6 @@ RESULT = GenerationResult(
 )
 SEVERAL = dataclasses.replace(RESULT, outputs=(FIRST, Output(1, "cd", (3, 4), "length", None, -1.25)))
 FIELDS = {field.name: field for field in dataclasses.fields(SamplingParams)}
-ROWS = [parameter for section in SAMPLING.values() for parameter in section]
 
 
 class FakeStream:
@@ -189,19 +190,14 @@ def test_what_the_command_line_makes_of_a_value_is_in_the_range_of_its_parameter
         assert not str(error).startswith(f"{name} is")
 
 
-def test_the_table_lists_every_parameter_once_with_its_default():
-    assert sorted(parameter.name for parameter in ROWS) == sorted(FIELDS)
-    for parameter in ROWS:
-        assert parameter.default in (None, FIELDS[parameter.name].default)
-
-
-def test_a_planted_default_is_caught():
-    planted = Parameter("top_p", float, "", 0.9)
-    assert planted.default not in (None, FIELDS[planted.name].default)
-
-
-def test_the_table_says_which_parameters_may_be_repeated():
-    assert {parameter.name for parameter in ROWS if parameter.many} == {"stop", "dry_sequence_breakers", "choice"}
+def test_help_says_of_every_parameter_what_its_field_states():
+    options = {option.name: option for option in run_command.params}
+    assert options["min_tokens"].help == "New tokens before one that ends the output may come."
+    assert options["top_k"].help == (
+        "Keep the k most probable tokens and their equals; 0 keeps all.  [default: the checkpoint's]"
+    )
+    assert options["best_of"].help == "Draw so many, return the --n with the highest mean log-probability."
+    assert {name for name in FIELDS if options[name].multiple} == {"stop", "dry_sequence_breakers", "choice"}
 
 
 def test_engine_options_are_fields_of_the_engines():
@@ -221,8 +217,9 @@ def test_chat_takes_the_same_parameters_as_run():
 def test_help_begins_with_the_common_parameters(llmc):
     out = llmc("run", "--help").out
     headings = [line[:-1] for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Options", *SAMPLING, options.ENGINE_SECTION]
-    assert len(SAMPLING["Common parameters"]) == 12
+    sections = dict.fromkeys(stated.section for stated in PARAMETERS.values() if not stated.common)
+    assert headings == ["Options", COMMON, *sections, options.ENGINE_SECTION]
+    assert sum(stated.common for stated in PARAMETERS.values()) == 12
     assert "BUNDLE\n" not in out.partition("Options:")[2]
 
 

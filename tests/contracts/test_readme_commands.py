@@ -11,8 +11,12 @@ from llmc.cli.main import cli
 
 PAGES = [
     "README.md",
+    "export/README.md",
+    "optimize/README.md",
     "runtime/README.md",
     "recipes/README.md",
+    "recipes/benchmarks/README.md",
+    "recipes/benchmarks/RESULTS.md",
     "recipes/gpu.md",
     "recipes/jetson.md",
     "CONTRIBUTING.md",
@@ -83,7 +87,7 @@ def test_links_lead_to_files_and_headings(page: Path):
 
 
 def test_a_broken_link_would_be_seen(root: Path):
-    planted = "[a](runtime/README.md#no-such-heading) [b](nowhere.md) [c](#determinism)"
+    planted = "[a](runtime/README.md#no-such-heading) [b](nowhere.md) [c](#embed-it)"
     assert broken_links(root / "README.md", planted) == ["runtime/README.md#no-such-heading", "nowhere.md"]
 
 
@@ -91,9 +95,7 @@ def test_python_in_the_readmes_runs(root: Path, tiny_bundle: Path, tmp_path: Pat
     from llmc.runtime import load
 
     monkeypatch.chdir(tmp_path)
-    for block in python_blocks((root / "README.md").read_text(encoding="utf-8")):
-        assert '"BUNDLE"' in block
-        exec(compile(block.replace('"BUNDLE"', repr(str(tiny_bundle))), "README.md", "exec"), {})
     with load(tiny_bundle) as model:
-        for block in python_blocks((root / "runtime" / "README.md").read_text(encoding="utf-8")):
-            exec(compile(block, "runtime/README.md", "exec"), {"model": model})
+        for page in ("README.md", "runtime/README.md"):
+            for block in python_blocks((root / page).read_text(encoding="utf-8")):
+                exec(compile(block.replace('"BUNDLE"', repr(str(tiny_bundle))), page, "exec"), {"model": model})

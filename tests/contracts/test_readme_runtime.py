@@ -15,39 +15,38 @@ from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK
 from llmc.runtime.engine import input_processor
 from llmc.runtime.engine.scheduler import ARRIVALS_PER_PRIORITY
 from llmc.runtime.guided import grammars, json_schema
+from llmc.runtime.kv.prefix_cache import BLOCK
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.prometheus import EngineCollector
-from llmc.runtime.prefix_cache import BLOCK
 from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAPH_FROM
 from llmc.runtime.sampling import STEPS
+from llmc.runtime.sampling.params import PARAMETERS
 from llmc.runtime.speculation import LENGTHS, control
 
 TABLE = re.compile(r"^\|(?P<head>[^\n]+)\|\n\|[-:| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n)+)", re.M)
 MB = 1_000_000
-# What the pages say in words, and the constants of the code that the numbers are.
-IN_WORDS = {
-    f"a step of priority is worth {ARRIVALS_PER_PRIORITY} arrivals": "runtime/README.md",
-    f"Blocks of {BLOCK} tokens": "runtime/README.md",
-    f"`sink` keeps the first {input_processor.SINK_TOKENS} tokens": "runtime/README.md",
-    f"in chunks of {CHUNK_WITH_ALL_LOGITS} tokens, without the prefix cache": "runtime/README.md",
-    f"at most {model.PENDING_BYTES // MB} MB waiting": "runtime/README.md",
-    f"at most {model.PREFIX_BYTES // MB} MB |": "runtime/README.md",
-    f"({', '.join(map(str, LENGTHS[:-1]))} or {LENGTHS[-1]}, at most": "runtime/README.md",
-    f"expected to win less than {control.MARGIN - 1:.0%}".replace("%", " %"): "runtime/README.md",
-    f"to lose more than {1 - control.LENIENCE:.0%}".replace("%", " %"): "runtime/README.md",
-    f"after {control.FIRST_PAUSE} tokens, then {2 * control.FIRST_PAUSE}, up to {control.LONGEST_PAUSE}": (
-        "runtime/README.md"
-    ),
-    f"{control.REPAYMENT:.0%}".replace("%", " %") + " of a token with each one": "runtime/README.md",
-    f"more than {grammars._LONGEST['json_schema']:,} characters of schema": "runtime/README.md",
-    f"{grammars._LONGEST['regex']:,} of regular expression": "runtime/README.md",
-    f"{grammars._LONGEST['grammar']:,} of grammar or choices": "runtime/README.md",
-    f"more than {json_schema._MOST_SUBSCHEMAS:,} subschemas": "runtime/README.md",
-    f"The last {grammars._MOST_GRAMMARS} grammars": "runtime/README.md",
-    f"with {DECODE_STEPS_PER_CHUNK} decode steps": "README.md",
-    f"in blocks of {BLOCK} tokens": "README.md",
-    f"from {PREFILL_GRAPH_FROM['int8']} rows (int8) or {PREFILL_GRAPH_FROM['int4']} (int4) on": "README.md",
-}
+# What the page says in words, and the constants of the code that the numbers are.
+IN_WORDS = [
+    f"a step of priority is worth {ARRIVALS_PER_PRIORITY} arrivals",
+    f"Blocks of {BLOCK} tokens",
+    f"`sink` keeps the first {input_processor.SINK_TOKENS} tokens",
+    f"in chunks of {CHUNK_WITH_ALL_LOGITS} tokens, without the prefix cache",
+    f"at most {model.PENDING_BYTES // MB} MB waiting",
+    f"at most {model.PREFIX_BYTES // MB} MB |",
+    f"({', '.join(map(str, LENGTHS[:-1]))} or {LENGTHS[-1]}, at most",
+    f"expected to win less than {control.MARGIN - 1:.0%}".replace("%", " %"),
+    f"to lose more than {1 - control.LENIENCE:.0%}".replace("%", " %"),
+    f"after {control.FIRST_PAUSE} tokens, then {2 * control.FIRST_PAUSE}, up to {control.LONGEST_PAUSE}",
+    f"{control.REPAYMENT:.0%}".replace("%", " %") + " of a token with each one",
+    f"more than {grammars._LONGEST['json_schema']:,} characters of schema",
+    f"{grammars._LONGEST['regex']:,} of regular expression",
+    f"{grammars._LONGEST['grammar']:,} of grammar or choices",
+    f"more than {json_schema._MOST_SUBSCHEMAS:,} subschemas",
+    f"The last {grammars._MOST_GRAMMARS} grammars",
+    f"with {DECODE_STEPS_PER_CHUNK} decode steps",
+    f"in blocks of {BLOCK} tokens",
+    f"from {PREFILL_GRAPH_FROM['int8']} rows (int8) or {PREFILL_GRAPH_FROM['int4']} (int4) on",
+]
 
 
 @pytest.fixture(scope="session")
@@ -109,6 +108,29 @@ def test_tables_list_every_field_with_its_default(readme: str, column: str, kind
     }
 
 
+def parameter_tables() -> dict[str, str]:
+    """The tables of parameters by their heading, from what SamplingParams states."""
+    rows: dict[str, list[list[str]]] = {}
+    for field in fields(SamplingParams):
+        stated = PARAMETERS[field.name]
+        meaning = "; ".join(filter(None, (stated.meaning, stated.range.note))) + stated.more
+        cells = [f"`{field.name}`", stated.short or stated.range.short, f"`{field.default!r}`", meaning, stated.source]
+        rows.setdefault(stated.section, []).append(cells)
+    return {section: table(listed) for section, listed in rows.items()}
+
+
+def table(rows: list[list[str]]) -> str:
+    width = 5 if any(row[4] for row in rows) else 4
+    lines = [["parameter", "range", "default", "meaning", "source"], ["---"] * 5, *rows]
+    text = ["| " + " | ".join(line[:width]) + " |" for line in lines]
+    return re.sub(r"(?<=\|) +(?=\|)", " ", "\n".join(text)).replace("| --- ", "|---").replace("--- |", "---|") + "\n"
+
+
+@pytest.mark.parametrize("section", parameter_tables())
+def test_tables_of_parameters_are_those_that_the_fields_state(readme: str, section: str):
+    assert f"### {section}\n\n{parameter_tables()[section]}\n" in readme
+
+
 def test_a_wrong_default_or_a_missing_row_would_be_seen(readme: str):
     wrong = readme.replace("| `top_k` | from 0 | `0` |", "| `top_k` | from 0 | `50` |")
     assert wrong != readme and defaults_in(wrong, "parameter") != defaults_of(SamplingParams)
@@ -140,12 +162,12 @@ def test_every_field_of_a_snapshot_named_exists(readme: str):
 
 
 @pytest.mark.parametrize("phrase", IN_WORDS)
-def test_numbers_in_words_are_those_of_the_code(root: Path, phrase: str):
-    assert phrase in " ".join((root / IN_WORDS[phrase]).read_text(encoding="utf-8").split())
+def test_numbers_in_words_are_those_of_the_code(readme: str, phrase: str):
+    assert phrase in " ".join(readme.split())
 
 
-def test_every_level_of_determinism_has_a_row(root: Path):
-    section = (root / "README.md").read_text(encoding="utf-8").partition("### Determinism")[2]
+def test_every_level_of_determinism_has_a_row(readme: str):
+    section = readme.partition("## Determinism")[2]
     assert re.findall(r"^\| `(\w+)`", section.partition("\n## ")[0], re.M) == [level.value for level in Determinism]
 
 

@@ -11,16 +11,10 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("cli", "export", "optimize", "runtime", "recipes", "tests")
 MODULES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
 PRODUCT = [path for path in MODULES if path.relative_to(ROOT).parts[0] not in ("recipes", "tests")]
-LINES_AT_MOST = 500
 
 
 def names(paths: list[Path]) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in paths]
-
-
-def test_no_file_exceeds_the_limit_of_lines():
-    long = [path for path in MODULES if len(path.read_text(encoding="utf-8").splitlines()) > LINES_AT_MOST]
-    assert names(long) == []
 
 
 def test_nothing_is_left_unimplemented():

@@ -1,4 +1,4 @@
-"""A GPU in host memory that enforces CUDA's rules: what ``llmc.runtime.cuda`` promises, and what a session may not do.
+"""A GPU in host memory that enforces CUDA's rules: what ``host.cuda`` promises, and what a session may not do.
 
 Addresses are real, so another engine can compute on them. Work is queued per stream and done by ``synchronize``: who
 reads results before sees what was there before. Memory begins as NaNs, and must not be touched once it is freed.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import GpuError, ResourceError
-from llmc.runtime.cuda import DeviceInfo
+from llmc.runtime.host.cuda import DeviceInfo
 
 ORIN = DeviceInfo("Orin", "8.7", 8 * 2**30, integrated=True, driver_version="12.6")
 SERVER = DeviceInfo("NVIDIA L4", "8.9", 24 * 2**30, integrated=False, driver_version="13.0")
@@ -37,7 +37,7 @@ class Block:
 
 
 class FakeDriver:
-    """A :class:`llmc.runtime.cuda.Driver` without a GPU.
+    """A :class:`llmc.runtime.host.cuda.Driver` without a GPU.
 
     Args:
         device: what it says it is; ``total_memory`` limits what can be allocated.

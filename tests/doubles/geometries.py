@@ -1,7 +1,7 @@
 """Geometries of decoders whose layers are all alike, for tests that need no checkpoint."""
 
 from llmc.bundle import Geometry
-from llmc.export.config import DecoderConfig, Rope
+from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, NormConfig, Rope
 
 
 def uniform(
@@ -18,18 +18,15 @@ def uniform(
     windows: tuple[int, ...],
 ) -> Geometry:
     """What export would write for such a decoder."""
+    assert len(windows) == layers
+    attentions = (AttentionConfig(heads, kv_heads, head_dim, window) for window in windows)
     return DecoderConfig(
         model_type=model_type,
-        layers=layers,
+        layers=tuple(Layer(attention, MlpConfig(intermediate_size)) for attention in attentions),
+        ropes=(Rope(head_dim, 10_000.0),),
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
         vocab_size=vocab_size,
         max_positions=max_positions,
-        norm_eps=1e-6,
-        rope=Rope(10_000.0),
+        norm=NormConfig(1e-6),
         tied_head=tied_head,
-        windows=windows,
     ).geometry

@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.bundle import DECODER_FILE, read_export
-from llmc.optimize.lower.plan import Computed, Float16, Float32, Form, Plan
+from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, QuantConfig
+from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.passes import Step
 from llmc.optimize.quantize import rtn
-from llmc.optimize.rewrite import remove_dead
 from llmc.optimize.weights import WeightFile, rows_of
 
 
@@ -26,7 +26,7 @@ class Lowering:
         opsets: versions by domain, as the build declares them; so with ``ir_version``.
     """
 
-    plan: Plan
+    context: LoweringContext
     """What the passes are given; whoever knows the target makes it."""
 
     def __init__(
@@ -52,13 +52,13 @@ class Lowering:
     def before(self, name: str) -> "Lowering":
         """Run the passes that come before the one called ``name``."""
         while self.steps[0].name != name:
-            self.steps.pop(0).run(self.graph, self.plan)
+            self.steps.pop(0).run(self.graph, self.context)
         return self
 
     def apply(self, name: str) -> int:
         """Run the passes up to the one called ``name``, clear dead nodes away, return how often it applied."""
         self.before(name)
-        times = self.steps.pop(0).run(self.graph, self.plan)
+        times = self.steps.pop(0).run(self.graph, self.context)
         remove_dead(self.graph)
         return times
 
@@ -68,7 +68,7 @@ class Lowering:
         while self.steps:
             step = self.steps.pop(0)
             if step.name not in without:
-                step.run(self.graph, self.plan)
+                step.run(self.graph, self.context)
         self.weights.close()
         return self
 
@@ -107,7 +107,7 @@ def open_session(model: Path | bytes, *, optimized: bool = True) -> Any:
 # ---------------------------------------------------------------------------------- what quantized weights stand for
 
 
-def stood_for(array: np.ndarray, form: Form, compute: str) -> np.ndarray:
+def stood_for(array: np.ndarray, form: QuantConfig, compute: str) -> np.ndarray:
     """The weights that ``array`` becomes in a form: scales have the type of the activations."""
     match form:
         case Float32():
@@ -123,11 +123,11 @@ def stood_for(array: np.ndarray, form: Form, compute: str) -> np.ndarray:
 
 def portable(lowering: Lowering, folder: Path) -> Path:
     """The portable decoder with the weights that the plan's forms stand for, in ``folder``."""
-    plan, model = lowering.plan, ir.load(lowering.export / DECODER_FILE)
+    context, model = lowering.context, ir.load(lowering.export / DECODER_FILE)
 
     def stored(module: str, array: np.ndarray) -> np.ndarray:
-        form = plan.embedding if module == "model.embed_tokens" else plan.forms.of(module)
-        return stood_for(array, form, plan.compute)
+        form = context.embedding if module == "model.embed_tokens" else context.quant.of(module)
+        return stood_for(array, form, context.compute)
 
     replace_weights(model, stored)
     folder.mkdir()

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 from doubles.cuda import FakeDriver, RuleBrokenError
 
-from llmc.runtime.sessions.cuda_provider import PROVIDER
+from llmc.runtime.sessions.onnxruntime.cuda_provider import PROVIDER
 
 
 class FakeOnnxRuntime:

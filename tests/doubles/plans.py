@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from llmc.plans import EnginePlan, Profile
+from llmc.plans import EngineConfig, Profile
 
-PLAN = EnginePlan(
+PLAN = EngineConfig(
     file="engine.plan",
     form="native",
     compute="float16",

@@ -223,7 +223,6 @@ def _import(library: RecordedLibrary, network: Any, graph: Any) -> None:
             network._layers[-1].__dict__["attention"] = library.make(
                 "IAttention",
                 name=node.name,
-                mask=tensor(read[3]) if len(read) > 3 else None,
                 _inputs=list(map(tensor, read)),
                 _outputs=made,
             )
@@ -246,30 +245,6 @@ def _layer(library: RecordedLibrary, name: str, kind: str, inputs: list[Any], ou
         _inputs=inputs,
         _outputs=outputs,
     )
-
-
-def add(kind: str, dtype: str = "INT64") -> Callable[..., Any]:
-    """A behaviour that appends a layer of one output."""
-
-    def behaviour(library: RecordedLibrary, self: Any, *args: Any) -> Any:
-        inputs = [arg for arg in args if type(arg) is library.ITensor]
-        output = library.make("ITensor", name=f"{kind}.{len(self._layers)}", shape=(-1,), dtype=library.DataType[dtype])
-        self._layers.append(_layer(library, f"{kind}.{len(self._layers)}", kind, inputs, [output]))
-        return self._layers[-1]
-
-    return behaviour
-
-
-def add_attention(library: RecordedLibrary, self: Any, *args: Any) -> Any:
-    layer = add("ATTENTION_INPUT", "HALF")(library, self, *args)
-    layer.__dict__["attention"] = attention = library.make(
-        "IAttention", _inputs=layer._inputs, _outputs=layer._outputs, causal_kind=args[4]
-    )
-    return attention
-
-
-def set_input(library: RecordedLibrary, self: Any, index: int, tensor: Any) -> None:
-    self._inputs[index] = tensor
 
 
 def log_and(result: Callable[..., Any]) -> Callable[..., Any]:
@@ -340,14 +315,8 @@ BEHAVIOURS: dict[tuple[str, str], Callable[..., Any]] = {
     ("INetworkDefinition", "get_layer"): item("_layers"),
     ("INetworkDefinition", "get_input"): item("_inputs"),
     ("INetworkDefinition", "get_output"): item("_outputs"),
-    ("INetworkDefinition", "add_shape"): add("SHAPE"),
-    ("INetworkDefinition", "add_slice"): add("SLICE"),
-    ("INetworkDefinition", "add_elementwise"): add("ELEMENTWISE"),
-    ("INetworkDefinition", "add_cast"): add("CAST", "INT32"),
-    ("INetworkDefinition", "add_attention_v2"): add_attention,
     ("", "get_input"): item("_inputs"),
     ("", "get_output"): item("_outputs"),
-    ("", "set_input"): set_input,
     ("IBuilderConfig", "add_optimization_profile"): lambda library, self, profile: 0,
     ("IBuilderConfig", "create_timing_cache"): lambda library, self, data: library.make("ITimingCache", _data=data),
     ("IBuilderConfig", "set_timing_cache"): lambda library, self, cache, ignore: (

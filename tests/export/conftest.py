@@ -3,11 +3,13 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from doubles import invented
 
 Feeds = dict[str, np.ndarray]
 Run = Callable[[Feeds], list[np.ndarray]]
@@ -79,7 +81,13 @@ class Case:
     name: str
     checkpoint: Path
     export: Path
-    reference: "Reference"
+    reference: Any
+
+
+@pytest.fixture(autouse=True)
+def invented_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The invented family can be read like any other."""
+    invented.register(monkeypatch)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,11 +98,16 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def make_case(name: str, folder: Path) -> Case:
+def make_case(name: str, folder: Path, **changes: Any) -> Case:
     from llmc.export import export
 
     checkpoint, output = folder / "checkpoint", folder / "export"
-    write_random_checkpoint(CASES[name], checkpoint)
+    if name == "invented":
+        with pytest.MonkeyPatch.context() as patch:
+            invented.register(patch)
+            export(invented.write_checkpoint(checkpoint), output)
+        return Case(name, checkpoint, output, invented.Reference(checkpoint))
+    write_random_checkpoint({**CASES[name], **changes}, checkpoint)
     export(checkpoint, output)
     return Case(name, checkpoint, output, Reference(checkpoint))
 
@@ -145,16 +158,28 @@ class Reference:
         return (states[-1] if normed else seen[0]).numpy()
 
 
-@pytest.fixture(scope="session", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Each of the random checkpoints in turn."""
-    return make_case(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
+    """A random checkpoint by its name and what its config has otherwise; each is made once."""
+    return cache(lambda name, **changes: make_case(name, tmp_path_factory.mktemp(name), **changes))
+
+
+@pytest.fixture(scope="session", params=[*CASES, "invented"])
+def case(request: pytest.FixtureRequest, exported: Callable[..., Case]) -> Case:
+    """Each of the random checkpoints in turn, and the one whose layers differ."""
+    return exported(request.param)
 
 
 @pytest.fixture(scope="session")
-def window_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+def window_case(exported: Callable[..., Case]) -> Case:
     """One checkpoint with a sliding window, for tests that need no second family."""
-    return make_case("mistral-window-wide-heads", tmp_path_factory.mktemp("window"))
+    return exported("mistral-window-wide-heads")
+
+
+@pytest.fixture(scope="session")
+def invented_case(exported: Callable[..., Case]) -> Case:
+    """The one whose layers differ."""
+    return exported("invented")
 
 
 @pytest.fixture(scope="session")

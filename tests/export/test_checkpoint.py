@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmc.errors import CheckpointError
-from llmc.export.checkpoint import read_checkpoint
+from llmc.export.sources.checkpoint import read_checkpoint
 
 
 def refuses(checkpoint, *words: str) -> None:

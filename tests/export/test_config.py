@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from llmc.errors import CheckpointError
-from llmc.export.config import DecoderConfig, Rope, inverse_frequencies, parameter_shapes
+from llmc.export.blocks.rope import inverse_frequencies
+from llmc.export.config import AttentionConfig, DecoderConfig, Rope, parameter_shapes
 from llmc.export.families import FAMILIES, read_config
 from llmc.export.keys import Keys
 
@@ -80,6 +81,15 @@ def read(values: dict[str, Any], **changes: Any) -> DecoderConfig:
     return read_config(Keys({**values, **changes}, "config.json"))
 
 
+def attention(values: dict[str, Any], **changes: Any) -> AttentionConfig:
+    """That of the first layer."""
+    return read(values, **changes).layers[0].mixer
+
+
+def windows(values: dict[str, Any], **changes: Any) -> tuple[int, ...]:
+    return tuple(layer.mixer.window for layer in read(values, **changes).layers)
+
+
 def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
 
@@ -123,7 +133,7 @@ def assert_frequencies_equal(values: dict[str, Any]) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     reference = LlamaRotaryEmbedding(AutoConfig.for_model(**values)).inv_freq.numpy()
-    found = inverse_frequencies(read(values))
+    found = inverse_frequencies(*read(values).ropes)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, reference, rtol=FREQUENCY_TOLERANCE)
 
@@ -133,10 +143,10 @@ FREQUENCY_TOLERANCE = 1e-6
 
 
 def test_frequency_tolerance_can_fail():
-    config = read(LLAMA32_1B)
-    other = replace(config, rope=replace(config.rope, theta=config.rope.theta * 1.0001))
+    (rope,) = read(LLAMA32_1B).ropes
+    other = replace(rope, theta=rope.theta * 1.0001)
     with pytest.raises(AssertionError):
-        np.testing.assert_allclose(inverse_frequencies(other), inverse_frequencies(config), rtol=FREQUENCY_TOLERANCE)
+        np.testing.assert_allclose(inverse_frequencies(other), inverse_frequencies(rope), rtol=FREQUENCY_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -149,34 +159,61 @@ def test_what_transformers_saves_again_is_read_the_same(name):
 
 
 def test_families_differ_as_published():
-    assert read(QWEN25_05B).qkv_bias and not read(QWEN25_05B).o_bias
-    assert read(QWEN3_06B).qk_norm and read(QWEN3_06B).head_dim == 128
-    assert read(MISTRAL_7B).windows == (4096,) * 32
-    assert read(LLAMA32_1B).rope == Rope(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+    assert attention(QWEN25_05B).qkv_bias and not attention(QWEN25_05B).o_bias
+    assert attention(QWEN3_06B).qk_norm and attention(QWEN3_06B).head_dim == 128
+    assert windows(MISTRAL_7B) == (4096,) * 32
+    assert read(LLAMA32_1B).ropes == (Rope(64, 500000.0, "llama3", 32.0, 1.0, 4.0, 8192),)
     assert read(LLAMA32_1B).eos_token_ids == (128001, 128008, 128009)
-    assert read(LLAMA2_7B, attention_bias=True, mlp_bias=True).o_bias
+    assert attention(LLAMA2_7B, attention_bias=True, mlp_bias=True).o_bias
 
 
 def test_every_family_is_found():
-    for name in FAMILIES:
-        values = {"llama": LLAMA2_7B, "mistral": MISTRAL_7B, "qwen2": QWEN25_05B, "qwen3": QWEN3_06B}[name]
+    published = {"llama": LLAMA2_7B, "mistral": MISTRAL_7B, "qwen2": QWEN25_05B, "qwen3": QWEN3_06B}
+    assert published.keys() == FAMILIES.keys() - {"invented"}
+    for name, values in published.items():
         assert read(values).model_type == name
 
 
 def test_windows_follow_layer_types_or_the_first_windowed_layer():
     on = {"use_sliding_window": True, "sliding_window": 128, "num_hidden_layers": 4}
-    assert read(QWEN25_05B, **on, max_window_layers=3).windows == (0, 0, 0, 128)
+    assert windows(QWEN25_05B, **on, max_window_layers=3) == (0, 0, 0, 128)
     types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-    assert read(QWEN3_06B, **on, layer_types=types).windows == (128, 0, 0, 128)
-    assert read(QWEN3_06B, layer_types=["full_attention"] * 28).windows == (0,) * 28
-    assert read(MISTRAL_7B, sliding_window=None).windows == (0,) * 32
+    assert windows(QWEN3_06B, **on, layer_types=types) == (128, 0, 0, 128)
+    assert windows(QWEN3_06B, layer_types=["full_attention"] * 28) == (0,) * 28
+    assert windows(MISTRAL_7B, sliding_window=None) == (0,) * 32
 
 
 def test_absent_keys_mean_what_transformers_takes_them_for():
-    assert read(without(LLAMA2_7B, "num_key_value_heads")).kv_heads == 32
-    assert read(without(QWEN3_06B, "head_dim")).head_dim == 128
-    assert read(without(LLAMA32_1B, "rope_theta", "rope_scaling")).rope == Rope(10000.0)
+    assert attention(without(LLAMA2_7B, "num_key_value_heads")).kv_heads == 32
+    assert attention(without(QWEN3_06B, "head_dim")).head_dim == 128
+    assert read(without(LLAMA32_1B, "rope_theta", "rope_scaling")).ropes == (Rope(64, 10000.0),)
     assert not read(without(LLAMA32_1B, "tie_word_embeddings")).tied_head
+
+
+def test_what_transformers_does_not_read_either_is_of_no_matter():
+    """Slices of a product that is computed in one piece: the sizes of the pretraining cluster."""
+    assert read(LLAMA2_7B, pretraining_tp=2) == read(LLAMA2_7B)
+
+
+@pytest.mark.parametrize("head_dim", [100, 120])
+def test_head_sizes_that_no_power_of_two_divides_are_read(head_dim):
+    assert attention(LLAMA2_7B, head_dim=head_dim).head_dim == head_dim
+
+
+# Of Qwen2.5-7B-Instruct-1M: from 262,144 positions on, vLLM computes in chunks what is not plain attention any more.
+DUAL_CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+
+
+def test_dual_chunk_attention_ends_the_positions_where_it_would_begin():
+    keys = Keys(
+        {**QWEN25_05B, "max_position_embeddings": 1_010_000, "dual_chunk_attention_config": DUAL_CHUNKS}, "config.json"
+    )
+    assert read_config(keys) == read(QWEN25_05B, max_position_embeddings=262_144)
+    assert keys.notes == [
+        "config.json: dual_chunk_attention_config is not supported and was left out: the context ends at 262144 "
+        "positions instead of max_position_embeddings=1010000"
+    ]
+    assert read(QWEN25_05B, dual_chunk_attention_config=DUAL_CHUNKS).max_positions == 32_768
 
 
 WRONG_TYPES = ["sliding_attention"] * 24
@@ -185,7 +222,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (LLAMA2_7B, {"model_type": ["llama"]}, ["model_type=['llama']", "expected one of"]),
     (LLAMA2_7B, {"hidden_act": "gelu"}, ["hidden_act='gelu'", "expected one of silu"]),
     (LLAMA2_7B, {"attention_multiplier": 0.5}, ["attention_multiplier=0.5", "not known to llmc"]),
-    (LLAMA2_7B, {"pretraining_tp": 2}, ["pretraining_tp=2", "expected 1"]),
     (LLAMA2_7B, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "expected 1"]),
     (LLAMA2_7B, {"is_causal": False}, ["is_causal=False", "expected True"]),
     (LLAMA2_7B, {"quantization_config": {"bits": 4}}, ["quantization_config={'bits': 4}", "unquantized"]),
@@ -228,6 +264,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (QWEN25_05B, {"layer_types": WRONG_TYPES}, ["layer_types=", "24 entries", "full_attention"]),
     (QWEN25_05B, {"layer_types": ["full_attention"]}, ["layer_types=['full_attention']", "24 entries"]),
     (QWEN25_05B, {"use_sliding_window": 1}, ["use_sliding_window=1", "true or false"]),
+    (QWEN25_05B, {"dual_chunk_attention_config": {}}, ["original_max_position_embeddings is missing", "whole number"]),
+    (
+        QWEN25_05B,
+        {"dual_chunk_attention_config": {**DUAL_CHUNKS, "local_value": 1}},
+        ["dual_chunk_attention_config: local_value=1", "not known"],
+    ),
     (QWEN25_05B, {"use_mrope": True}, ["use_mrope=True", "expected False"]),
     (MISTRAL_7B, {"sliding_window": 0}, ["sliding_window=0", "at least 1"]),
 ]

@@ -1,5 +1,7 @@
 """The exported file: contract 1, names that later stages rely on, weights by reference, nothing superfluous."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -7,9 +9,11 @@ import pytest
 from safetensors import safe_open
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, read_export
-from llmc.export.checkpoint import read_checkpoint
+from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import parameter_shapes
+from llmc.export.graph import check_graph
 from llmc.export.ops import cached_attention_function
+from llmc.export.sources.checkpoint import read_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -25,18 +29,21 @@ def signature(values: list[ir.Value]) -> dict[str, tuple[str, list[int | str]]]:
 
 def test_inputs_and_outputs_are_those_of_the_contract(case, model):
     geometry = read_export(case.export).geometry
-    cache = ("FLOAT", ["batch", geometry.kv_heads, "capacity", geometry.head_dim])
-    caches = [f"{i}.{part}" for i in range(geometry.layers) for part in ("key", "value")]
+    caches = {
+        f"{attention.layer}.{part}": ("FLOAT", ["batch", attention.kv_heads, "capacity", attention.head_dim])
+        for attention in geometry.attentions
+        for part in ("key", "value")
+    }
     assert signature(model.graph.inputs) == {
         "input_ids": ("INT64", ["batch", "sequence"]),
         "past_lengths": ("INT64", ["batch"]),
         "logit_indices": ("INT64", ["batch", "outputs"]),
-        **{f"past_key_values.{name}": cache for name in caches},
+        **{f"past_key_values.{name}": cache for name, cache in caches.items()},
     }
     assert signature(model.graph.outputs) == {
         "logits": ("FLOAT", ["batch", "outputs", geometry.vocab_size]),
         "hidden_states": ("FLOAT", ["batch", "outputs", geometry.hidden_size]),
-        **{f"present.{name}": cache for name in caches},
+        **{f"present.{name}": cache for name, cache in caches.items()},
     }
     assert list(signature(model.graph.inputs)) == ["input_ids", "past_lengths", "logit_indices"] + [
         f"past_key_values.{name}" for name in caches
@@ -54,18 +61,18 @@ def test_one_attention_node_per_layer_carries_the_geometry(case, model):
     geometry = read_export(case.export).geometry
     attentions = [node for node in model.graph if node.domain == "llmc"]
     assert [node.name for node in attentions] == [f"model.layers.{i}.self_attn" for i in range(geometry.layers)]
-    for i, node in enumerate(attentions):
+    for i, (node, attention) in enumerate(zip(attentions, geometry.attentions, strict=True)):
         assert {name: attribute.value for name, attribute in node.attributes.items()} == {
-            "num_heads": geometry.heads,
-            "kv_heads": geometry.kv_heads,
-            "scale": pytest.approx(geometry.head_dim**-0.5),
-            "window": geometry.windows[i],
+            "num_heads": attention.heads,
+            "kv_heads": attention.kv_heads,
+            "scale": pytest.approx(attention.head_dim**-0.5),
+            "window": attention.window,
         }
         assert [value.name for value in node.inputs[3:]] == [
             f"past_key_values.{i}.key",
             f"past_key_values.{i}.value",
             "past_lengths",
-            "rotary_emb.inv_freq",
+            f"{node.name}.rotary_emb.inv_freq" if attention.rope is None else f"rotary_emb.{attention.rope}.inv_freq",
         ]
         assert [value.name for value in node.outputs[1:]] == [f"present.{i}.key", f"present.{i}.value"]
 
@@ -95,8 +102,9 @@ def test_the_graph_can_be_cut_between_layers(case, model):
     geometry = read_export(case.export).geometry
     producers = {value.name: node.name for node in model.graph for value in node.outputs}
     assert producers["hidden.0"].startswith("model.embed_tokens")
+    mlps = {mlp.layer for mlp in geometry.mlps}
     for i in range(geometry.layers):
-        assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual_1"
+        assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual" + ("_1" if i in mlps else "")
     readers = {node.name: [value.name for value in node.inputs] for node in model.graph}
     assert readers["model.layers.1.input_layernorm"][0] == "hidden.1"
     assert readers["logit_rows"][0] == f"hidden.{geometry.layers}"
@@ -163,14 +171,58 @@ def test_the_attention_function_is_standard_onnx(model):
     assert {node.op_type for node in function.node} <= known
 
 
-def test_frequencies_are_the_only_computed_weight(model):
+def test_frequencies_are_the_only_computed_weights(case, model):
     inline = {
         name: value.const_value
         for name, value in model.graph.initializers.items()
         if not isinstance(value.const_value, ir.ExternalTensor)
     }
-    assert {name for name in inline if not name.startswith("shape.")} == {"rotary_emb.inv_freq"}
-    assert inline["rotary_emb.inv_freq"].numpy().dtype == np.float32
+    computed = {name: tensor.numpy() for name, tensor in inline.items() if not name.startswith("shape.")}
+    config = read_checkpoint(case.checkpoint).config
+    ropes = {f"rotary_emb.{i}.inv_freq": rope for i, rope in enumerate(config.ropes)}
+    assert computed.keys() - ropes.keys() == {
+        f"{attention.name}.rotary_emb.inv_freq" for attention in config.geometry.attentions if attention.rope is None
+    }
+    for name, frequencies in computed.items():
+        assert frequencies.dtype == np.float32
+        np.testing.assert_array_equal(frequencies, inverse_frequencies(ropes[name]) if name in ropes else 0)
+
+
+@pytest.mark.parametrize("operator", ["MatMul", "RMSNormalization", "CachedAttention"])
+def test_the_inventory_lists_every_node_in_the_order_of_the_computation(case, model, operator):
+    geometry = read_export(case.export).geometry
+    assert geometry.is_sound and geometry == read_checkpoint(case.checkpoint).geometry
+    found = {"MatMul": geometry.linears, "RMSNormalization": geometry.norms, "CachedAttention": geometry.attentions}
+    nodes = [node.name for node in model.graph if node.op_type == operator]
+    assert [part.name for part in found[operator]] == nodes
+
+
+@pytest.mark.parametrize("parts", ["linears", "norms", "attentions"])
+def test_an_inventory_of_another_count_is_noticed(invented_case, parts):
+    model, geometry = ir.load(invented_case.export / "decoder.onnx"), read_export(invented_case.export).geometry
+    check_graph(model, geometry)
+    listed = getattr(geometry, parts)
+    for wrong in (listed[1:], (*listed, replace(listed[0], name="another")), listed[::-1]):
+        with pytest.raises(AssertionError, match="the inventory lists"):
+            check_graph(model, replace(geometry, **{parts: wrong}))
+
+
+def test_the_inventory_tells_what_reads_the_same_and_what_can_be_folded(invented_case):
+    geometry = read_export(invented_case.export).geometry
+    at = "model.layers.{}.mlp.down_proj".format
+    assert [geometry.linear[at(layer)].producer for layer in (0, 1, 3)] == [
+        "model.layers.0.mlp.up_proj",
+        "",  # a factor does not pass through the activation of a plain MLP
+        "model.layers.3.mlp.up_proj",
+    ]
+    readers = [linear.name for linear in geometry.linears if linear.reads == "model.layers.1.post_attention_layernorm"]
+    assert readers == ["model.layers.1.mlp.up_proj"]
+    assert [(cache.shape, cache.window) for cache in geometry.caches] == [
+        ((2, 16), 0),
+        ((1, 32), 6),
+        ((4, 16), 5),
+        ((2, 16), 0),
+    ]
 
 
 def test_module_and_parameter_list_agree(case):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from llmc.errors import CheckpointError
-from llmc.export.checkpoint import read_checkpoint
 from llmc.export.decoder import load_decoder
+from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.streaming import StreamedDecoder
 
 # Largest absolute difference of logits (up to 20) from transformers, as for the exported graph: sums in another order.
@@ -23,8 +23,9 @@ def ids() -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(1).integers(0, 96, (2, TOKENS)))
 
 
-def empty(geometry) -> torch.Tensor:
-    return torch.zeros(2, geometry.kv_heads, TOKENS, geometry.head_dim)
+def empty(cache) -> torch.Tensor:
+    kv_heads, head_dim = cache.shape
+    return torch.zeros(2, kv_heads, TOKENS, head_dim)
 
 
 @torch.inference_mode()
@@ -35,9 +36,10 @@ def test_parts_equal_the_whole_decoder(case):
     x = streamed.embed(ids())
     torch.testing.assert_close(x, whole.model.embed_tokens(ids()), rtol=0, atol=0)
     start = torch.zeros(2, dtype=torch.int64)
+    ropes = [rope.inv_freq for rope in whole.rotary_emb]
     for index, layer in enumerate(whole.model.layers):
-        cache = (empty(streamed.geometry), empty(streamed.geometry))
-        wanted, (keys, values) = layer(x, cache, start, whole.rotary_emb.inv_freq)
+        cache = (empty(streamed.geometry.caches[index]), empty(streamed.geometry.caches[index]))
+        wanted, (keys, values) = layer(x, cache, start, ropes)
         part = streamed.layer(index)
         assert {parameter.dtype for parameter in part.parameters()} == {torch.float32}
         found = streamed.run(part, x)

@@ -13,8 +13,16 @@ import pytest
 from doubles.lowerings import Lowering, open_session
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
-from llmc.optimize.calibrated import Calibrated
-from llmc.optimize.lower.plan import Float32, Form, Forms, PerToken, Plan, Static, WeightOnly
+from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.lower.context import (
+    Float32,
+    LoweringContext,
+    PerToken,
+    QuantConfig,
+    QuantConfigs,
+    Static,
+    WeightOnly,
+)
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.targets import capabilities
@@ -74,12 +82,12 @@ def ids() -> list[int]:
 class CpuLowering(Lowering):
     """One export on its way through the passes of the CPU."""
 
-    def __init__(self, export: Path, folder: Path, forms: Forms, calibrated: Calibrated, cache: str) -> None:
+    def __init__(self, export: Path, folder: Path, forms: QuantConfigs, calibrated: Calibrated, cache: str) -> None:
         target = capabilities("cpu")
         opsets = {"": target.opset, "com.microsoft": 1}
         super().__init__(export, folder, PASSES["cpu"], opsets, target.ir_version)
         limits = Limits(max_context=CAPACITY, max_batch=1, prefill_chunk=CAPACITY)
-        self.plan = Plan("prefill", self.geometry, limits, forms, self.weights, calibrated, cache)
+        self.context = LoweringContext("prefill", self.geometry, limits, forms, self.weights, calibrated, cache)
 
 
 @pytest.fixture
@@ -89,10 +97,10 @@ def lowering(tmp_path: Path) -> Iterator[Callable[..., CpuLowering]]:
 
     def start(
         export: Path,
-        body: Form | None = None,
-        head: Form | None = None,
+        body: QuantConfig | None = None,
+        head: QuantConfig | None = None,
         *,
-        layers: dict[str, Form] | None = None,
+        layers: dict[str, QuantConfig] | None = None,
         calibrated: Calibrated | None = None,
         cache: str = "float32",
     ) -> CpuLowering:
@@ -100,7 +108,7 @@ def lowering(tmp_path: Path) -> Iterator[Callable[..., CpuLowering]]:
         folder = tmp_path / f"lowering-{len(started)}"
         folder.mkdir()
         head = head or (WeightOnly(Grid(8, 32)) if isinstance(body, PerToken | Static) else body)
-        forms = Forms(body, head, tuple((layers or {}).items()))
+        forms = QuantConfigs(body, head, tuple((layers or {}).items()))
         started.append(CpuLowering(export, folder, forms, calibrated or Calibrated(), cache))
         return started[-1]
 

@@ -17,14 +17,14 @@ import pytest
 from doubles.machines import H200, NO_GPU, ORIN
 from doubles.recorded import PLAN, RecordedLibrary
 
-from llmc.bundle import Budget, EnginePlan, Manifest, read_bundle, verify_files
+from llmc.bundle import Budget, EngineConfig, Manifest, read_bundle, verify_files
 from llmc.errors import BuildError, GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
-from llmc.optimize.calibration import CalibrationRequest
-from llmc.optimize.engine_request import EngineRequest
+from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.plan.device import device_plan
 from llmc.optimize.recipe import Request
+from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime import load
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.probe import Probe
@@ -52,9 +52,9 @@ def no_driver(*_: object, **__: object) -> None:
 def no_gpu() -> Iterator[None]:
     """Whatever machine this is, it has no GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmc.runtime.sessions.tensorrt.open_driver", no_driver)
-        patch.setattr("llmc.runtime.sessions.cuda.open_driver", no_driver)
-        patch.setattr("llmc.optimize.engine.probe_driver", lambda: NO_GPU.driver)
+        patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
+        patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
+        patch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
         yield
 
 
@@ -64,8 +64,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]
 
     def become(version: str, probe: Probe = NO_GPU, **options: Any) -> RecordedLibrary:
         library = RecordedLibrary(version, **options)
-        monkeypatch.setattr("llmc.optimize.engine.load_library", lambda engine: library)
-        monkeypatch.setattr("llmc.optimize.engine.probe_driver", lambda: probe.driver)
+        monkeypatch.setattr("llmc.optimize.tensorrt.spec.load_library", lambda engine: library)
+        monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: probe.driver)
         return library
 
     return become
@@ -90,7 +90,7 @@ def reads_text(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPath
     return folder
 
 
-def engine_of(manifest: Manifest) -> EnginePlan:
+def engine_of(manifest: Manifest) -> EngineConfig:
     assert manifest.engine is not None
     return manifest.engine
 

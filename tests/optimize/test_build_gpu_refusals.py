@@ -8,8 +8,8 @@ import pytest
 
 from llmc.errors import UsageError
 from llmc.optimize.build import build
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.recipe import Request
+from llmc.optimize.tensorrt.request import EngineRequest
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
 DEFERRED = EngineRequest(deferred=True)

@@ -11,8 +11,8 @@ from llmc.bundle import verify_files
 from llmc.errors import ResourceError, UsageError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
-from llmc.optimize.calibrated import Store
-from llmc.optimize.calibration import CalibrationRequest
+from llmc.optimize.calibrate.request import CalibrationRequest
+from llmc.optimize.calibrate.store import Store
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request
 
@@ -37,7 +37,7 @@ A_STATE_WITHOUT_ACTIVATIONS = 1000
 def own_cache(monkeypatch, tmp_path) -> Path:
     """A cache of this test's own, and one thread, since the machine may be shared."""
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("llmc.optimize.calibrate.usable_threads", lambda: 1)
+    monkeypatch.setattr("llmc.optimize.calibrate.layers.usable_threads", lambda: 1)
     return tmp_path / "cache"
 
 

@@ -8,20 +8,20 @@ import pytest
 
 from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError
-from llmc.optimize.engine_request import EngineRequest
-from llmc.optimize.lower.plan import (
+from llmc.optimize.lower.context import (
     Float16,
     Float32,
-    Forms,
     PerToken,
+    QuantConfigs,
     Static,
     WeightOnly,
     check_patterns,
-    forms,
+    quant_configs,
 )
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Expected, Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
+from llmc.optimize.tensorrt.request import EngineRequest
 
 CPU = capabilities("cpu")
 
@@ -183,7 +183,7 @@ def test_a_chunk_is_no_longer_than_the_context():
 def test_floats_have_no_blocks_and_one_graph(precision, form):
     recipe = resolved(precision=precision)
     assert (recipe.block_size, recipe.phases, recipe.activations, recipe.scheme) == (0, "shared", "none", "rtn")
-    assert forms(recipe) == {"shared": Forms(form, form)}
+    assert quant_configs(recipe) == {"shared": QuantConfigs(form, form)}
 
 
 def test_what_is_asked_for_goes_over_what_the_recipe_says():
@@ -279,15 +279,15 @@ BLOCKS = {"int8": WeightOnly(Grid(8, 128)), "int4": WeightOnly(Grid(4, 128)), "f
 
 def precisions(layers: dict[str, str], phase: str = "decode", **request: Any) -> dict[str, str]:
     """The precision of each linear, by the last words of its name."""
-    stored = forms(resolved(precision="int4", layers=layers, **request))[phase]
+    stored = quant_configs(resolved(precision="int4", layers=layers, **request))[phase]
     names = {form: name for name, form in BLOCKS.items()} | {PerToken(): "w8a8", Static(): "static"}
     return {name: names[stored.of(name)] for name in NAMES}
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4)])
 def test_a_split_recipe_makes_w8a8_prefill_and_weight_only_decode(precision, bits):
-    made = forms(resolved(precision=precision, block_size=64))
-    assert made["decode"] == Forms(WeightOnly(Grid(bits, 64)), WeightOnly(Grid(bits, 64)))
+    made = quant_configs(resolved(precision=precision, block_size=64))
+    assert made["decode"] == QuantConfigs(WeightOnly(Grid(bits, 64)), WeightOnly(Grid(bits, 64)))
     # The phases share the head, and with it a tied embedding.
     assert made["prefill"] == replace(made["decode"], w8a8=PerToken())
     assert made["prefill"].of(NAMES[0]) == PerToken()
@@ -295,37 +295,39 @@ def test_a_split_recipe_makes_w8a8_prefill_and_weight_only_decode(precision, bit
 
 
 def test_static_activations_are_of_the_prefill_graph_only():
-    made = forms(resolved(activations="static"))
+    made = quant_configs(resolved(activations="static"))
     assert (made["prefill"].w8a8, made["decode"].w8a8) == (Static(), None)
 
 
 def test_a_shared_recipe_makes_one_weight_only_graph():
-    assert forms(resolved(precision="int4", phases="shared")) == {"shared": Forms(BLOCKS["int4"], BLOCKS["int4"])}
+    assert quant_configs(resolved(precision="int4", phases="shared")) == {
+        "shared": QuantConfigs(BLOCKS["int4"], BLOCKS["int4"])
+    }
 
 
 @pytest.mark.parametrize("phases", ["split", "shared"])
 def test_a_head_may_keep_8_bits(phases):
     recipe = resolved(precision="int4", head="int8", phases=phases)
     assert recipe.head == "int8"
-    assert {stored.of("lm_head") for stored in forms(recipe).values()} == {BLOCKS["int8"]}
+    assert {stored.of("lm_head") for stored in quant_configs(recipe).values()} == {BLOCKS["int8"]}
 
 
 def test_a_layer_of_integers_under_a_float_body_takes_the_keys_of_integers():
     request = {"precision": "fp32", "layers": {"*.mlp.*": "int4"}, "block_size": 32, "scheme": "gptq"}
-    stored = forms(resolved(**request))["shared"]
+    stored = quant_configs(resolved(**request))["shared"]
     assert (stored.of(NAMES[0]), stored.of("model.layers.0.mlp.up_proj")) == (Float32(), WeightOnly(Grid(4, 32)))
 
 
 @pytest.mark.parametrize("head", ["fp16", "int8"])
 def test_a_head_may_have_any_precision_whatever_the_body_has(head):
     """A head of integers under a float body is in blocks too, and they need a size."""
-    stored = forms(resolved(precision="fp32", head=head))["shared"]
+    stored = quant_configs(resolved(precision="fp32", head=head))["shared"]
     assert stored.body == Float32()
     assert stored.head == BLOCKS[head]
 
 
 def test_an_asymmetric_recipe_has_zero_points_in_blocks_and_none_in_w8a8():
-    made = forms(resolved(precision="int4", symmetric=False))
+    made = quant_configs(resolved(precision="int4", symmetric=False))
     assert made["decode"].body == WeightOnly(Grid(4, 128, symmetric=False))
     assert made["prefill"].of(NAMES[0]) == PerToken(Grid(8, 0, symmetric=True))
 

@@ -10,10 +10,10 @@ import pytest
 
 from llmc.cli.build import build_command
 from llmc.errors import UsageError
-from llmc.optimize.engine import WORKSPACE
-from llmc.optimize.engine_request import EngineRequest
 from llmc.optimize.recipe import read_recipe, resolve
 from llmc.optimize.targets import TARGETS
+from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.tensorrt.spec import WORKSPACE
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = {str: "text", bool: "true or false", int: "whole number"}

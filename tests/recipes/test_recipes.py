@@ -17,9 +17,9 @@ import pytest
 from llmc.bundle import Budget, Quality
 from llmc.errors import UsageError
 from llmc.optimize.build import build
-from llmc.optimize.calibration import CalibrationRequest
-from llmc.optimize.calibration_text import CalibrationSamples
-from llmc.optimize.evaluate import evaluate
+from llmc.optimize.calibrate.request import CalibrationRequest
+from llmc.optimize.calibrate.text import CalibrationSamples
+from llmc.optimize.judge.evaluate import evaluate
 from llmc.optimize.recipe import Expected, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime import load
@@ -96,7 +96,7 @@ def test_the_table_of_recipes_holds_what_the_recipes_expect():
 def one_thread() -> Iterator[None]:
     """On a shared machine torch's threads wait for each other most of the time, and the models are tiny."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmc.optimize.calibrate.usable_threads", lambda: 1)
+        patch.setattr("llmc.optimize.calibrate.layers.usable_threads", lambda: 1)
         yield
 
 

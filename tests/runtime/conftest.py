@@ -19,7 +19,8 @@ from tokenizers.processors import TemplateProcessing
 from llmc.bundle import Invariance, Limits, Manifest
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.prefix_cache import PrefixCache
+from llmc.runtime.kv.cache import KVCache
+from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.sampling import SamplingParams, make_sampler
 from llmc.runtime.sessions import Batch
 from llmc.runtime.text import tokenizer as llmc_tokenizer
@@ -110,6 +111,53 @@ EOS = (0, 2)
 EMPTY = -1  # a position that nobody has written
 
 
+class Tokens:
+    """A KV cache that holds a token for each position; tests look at them with ``cache[row, start:end]``."""
+
+    can_rewind = True
+    device_memory: int | None = None
+    grow = KVCache.grow
+    read_blocks = KVCache.read_blocks
+
+    def __init__(self) -> None:
+        self.tokens = np.full((0, 0), EMPTY, np.int64)
+
+    def __getitem__(self, place: Any) -> np.ndarray:
+        return self.tokens[place]
+
+    def __setitem__(self, place: Any, tokens: Any) -> None:
+        self.tokens[place] = tokens
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.tokens.shape[1]
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        grown = np.full((max(rows, self.rows), max(capacity, self.capacity)), EMPTY, np.int64)
+        grown[: self.rows, : self.capacity] = self.tokens
+        self.tokens = grown
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        self.check(source, start, end)
+        self.check(target, start, end)
+        self.tokens[target, start:end] = self.tokens[source, start:end]
+
+    def read(self, row: int, start: int, end: int) -> np.ndarray:
+        self.check(row, start, end)
+        return self.tokens[row, start:end].copy()
+
+    def write(self, row: int, start: int, end: int, values: np.ndarray) -> None:
+        self.check(row, start, end)
+        self.tokens[row, start:end] = values
+
+    def check(self, row: int, start: int, end: int) -> None:
+        assert 0 <= row < self.rows and 0 <= start <= end <= self.capacity, (row, start, end, self.tokens.shape)
+
+
 class Remembering:
     """A session whose cache holds tokens, and whose logits and hidden states are a hash of them.
 
@@ -122,10 +170,10 @@ class Remembering:
 
     engine_version = "0"
     substitutes = False
-    device_memory: int | None = None
+    cache_type = Tokens
 
     def __init__(self) -> None:
-        self.cache = np.full((0, 0), EMPTY, np.int64)
+        self.cache = self.cache_type()
         self.calls: list[Batch] = []
         self.before: Callable[[Batch], object] = lambda _: None
         self.spoil: Callable[[list[int]], bool] = lambda _: False
@@ -133,43 +181,12 @@ class Remembering:
         self.hidden: np.ndarray | None = None
         self.closed = False
 
-    @property
-    def rows(self) -> int:
-        return self.cache.shape[0]
-
-    @property
-    def capacity(self) -> int:
-        return self.cache.shape[1]
-
-    def reserve(self, rows: int, capacity: int) -> None:
-        self.resize(max(rows, self.rows), max(capacity, self.capacity))
-
-    def resize(self, rows: int, capacity: int, used: Sequence[int] | None = None) -> None:
-        cache = np.full((rows, capacity), EMPTY, np.int64)
-        for row, length in enumerate([self.capacity] * self.rows if used is None else used):
-            if row < rows:
-                cache[row, : min(length, capacity)] = self.cache[row, : min(length, capacity)]
-        self.cache = cache
-
-    def copy(self, source: int, target: int, start: int, end: int) -> None:
-        self._check(source, start, end)
-        self._check(target, start, end)
-        self.cache[target, start:end] = self.cache[source, start:end]
-
-    def read(self, row: int, start: int, end: int) -> np.ndarray:
-        self._check(row, start, end)
-        return self.cache[None, None, row, start:end, None].repeat(2, 0)
-
-    def write(self, row: int, start: int, values: np.ndarray) -> None:
-        self._check(row, start, start + values.shape[2])
-        self.cache[row, start : start + values.shape[2]] = values[0, 0, :, 0]
-
     def run(self, batch: Batch) -> np.ndarray:
         self.before(batch)
         self.calls.append(batch)
         rows, new = batch.input_ids.shape
         for row, past in enumerate(batch.past_lengths.tolist()):
-            self._check(batch.first_row + row, 0, past + new)
+            self.cache.check(batch.first_row + row, 0, past + new)
             self.cache[batch.first_row + row, past : past + new] = batch.input_ids[row]
         prefixes = [
             [
@@ -195,9 +212,6 @@ class Remembering:
 
     def close(self) -> None:
         self.closed = True
-
-    def _check(self, row: int, start: int, end: int) -> None:
-        assert 0 <= row < self.rows and 0 <= start <= end <= self.capacity, (row, start, end, self.cache.shape)
 
 
 def hash_of(tokens: Sequence[int]) -> np.random.Generator:

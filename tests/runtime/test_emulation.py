@@ -19,7 +19,7 @@ from llmc.errors import BundleError, GpuError, ResourceError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load
 from llmc.runtime.sessions import EMULATED_BYTES, Batch, Phase, emulated
-from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
+from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
 # Largest difference of logits in float32: the same sums in another order. Found: 2e-5. A length that is off by one is
 # noticed, see below.
@@ -42,8 +42,8 @@ Logits = np.ndarray
 def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Bundles of the small model in float32: each form for TensorRT, without an engine, and the one for CUDA."""
     from llmc.optimize.build import build
-    from llmc.optimize.engine_request import EngineRequest
     from llmc.optimize.recipe import Request
+    from llmc.optimize.tensorrt.request import EngineRequest
 
     made: dict[str, Path] = {}
 
@@ -53,7 +53,7 @@ def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
             recipe = Request(precision="fp32", prefill_chunk=CHUNK, max_context=CONTEXT, max_batch=ROWS)
             output = tmp_path_factory.mktemp(kind) / "bundle"
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("llmc.runtime.sessions.cuda.open_driver", no_driver)
+                patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
                 made[kind] = build(tiny_export, output, target=target, recipe=recipe, engine=engine).output
         return made[kind]
 
@@ -116,28 +116,28 @@ def feed(session: OnnxRuntimeSession, ids: Sequence[int], sizes: Sequence[int], 
 def test_prefill_chunks_and_decode_give_the_exported_graphs_logits(
     session: OnnxRuntimeSession, portable: Logits, sizes: tuple[int, ...]
 ):
-    session.reserve(1, 64)
+    session.cache.reserve(1, 64)
     found = feed(session, IDS, sizes)
     assert np.abs(found - portable[: sum(sizes)]).max() <= TOLERANCE
 
 
 def test_the_tolerance_notices_a_position_too_few(session: OnnxRuntimeSession, portable: Logits):
-    session.reserve(1, 64)
+    session.cache.reserve(1, 64)
     found = feed(session, IDS, (32, 16), off=-1)
     assert np.abs(found - portable[:48]).max() > TOLERANCE
 
 
 def test_a_cache_that_grew_is_looked_at_as_far_as_it_goes(session: OnnxRuntimeSession, portable: Logits):
-    session.reserve(1, 64)
+    session.cache.reserve(1, 64)
     feed(session, IDS, (60,))
-    session.reserve(1, 256)
+    session.cache.reserve(1, 256)
     ids, past = np.array([IDS[60:100]], np.int64), np.array([60], np.int64)
     found = session.run(Batch(Phase.PREFILL, ids, past, np.arange(40)[None]))[0]
     assert np.abs(found - portable[60:100]).max() <= TOLERANCE
 
 
 def test_ragged_rows_are_decoded_together_as_each_alone(session: OnnxRuntimeSession, portable: Logits):
-    session.reserve(3, 64)
+    session.cache.reserve(3, 64)
     lengths = (7, 40, 23)
     for row, length in enumerate(lengths):
         feed(session, IDS, (length,), row)
@@ -147,16 +147,16 @@ def test_ragged_rows_are_decoded_together_as_each_alone(session: OnnxRuntimeSess
 
 
 def test_what_a_row_held_before_is_not_looked_at(session: OnnxRuntimeSession, portable: Logits):
-    session.reserve(1, 64)
+    session.cache.reserve(1, 64)
     feed(session, IDS[::-1], (60,))
     assert np.abs(feed(session, IDS, (20, 1)) - portable[:21]).max() <= TOLERANCE
 
 
 def test_rows_that_are_copied_read_and_written_go_on_where_they_were(session: OnnxRuntimeSession, portable: Logits):
-    session.reserve(3, 64)
+    session.cache.reserve(3, 64)
     feed(session, IDS, (30,))
-    session.copy(0, 1, 0, 30)
-    session.write(2, 0, session.read(0, 0, 30))
+    session.cache.copy(0, 1, 0, 30)
+    session.cache.write(2, 0, 30, session.cache.read(0, 0, 30))
     ids = np.array([[IDS[30]]] * 3, np.int64)
     found = session.run(Batch(Phase.DECODE, ids, np.full(3, 30, np.int64), np.zeros((3, 1), np.int64)))
     assert np.abs(found[:, 0] - portable[30]).max() <= TOLERANCE

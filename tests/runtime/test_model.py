@@ -70,7 +70,7 @@ def scripted(tiny_checkpoint: Path, manifest: Manifest, tokenizer: Tokenizer) ->
         here = replace(manifest, geometry=replace(manifest.geometry, vocab_size=4096), generation=generation)
         session = Scripted([*tokenizer.encode(text), *more])
         options = EngineOptions(prefix_cache_bytes=0)
-        made.append(Model(tiny_checkpoint, here, tokenizer, SingleRunner(session, here, 512, 512), 1, options))
+        made.append(Model(tiny_checkpoint, here, tokenizer, SingleRunner(session, 512, 512), 1, options))
         return made[-1]
 
     yield make
@@ -221,7 +221,7 @@ NEITHER: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("prompt", NEITHER, ids=repr)
+@pytest.mark.parametrize("prompt", NEITHER, ids=lambda prompt: repr(prompt).partition(" at ")[0])
 def test_what_is_neither_text_nor_integers_is_refused_and_never_converted(scripted: Callable[..., Model], prompt: Any):
     model = scripted()
     with pytest.raises(UsageError, match=r"(?s)the prompt is .*, expected text or a list of token ids \(integers\)"):

@@ -15,7 +15,7 @@ from llmc.publish import file_entries
 from llmc.runtime import Model, load, selftest
 from llmc.runtime.model import verify
 from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay
-from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
+from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
 BEYOND = 1.2 * LOGIT_TOLERANCE
 WITHIN = 0.8 * LOGIT_TOLERANCE
@@ -129,7 +129,7 @@ def without_vnni(copied_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     manifest = read_bundle(copied_bundle)
     wanting = replace(manifest.graphs["prefill"], cpu_features=("vnni",))  # on Arm the builder asks for nothing
     write_manifest(replace(manifest, graphs=manifest.graphs | {"prefill": wanting}), copied_bundle)
-    monkeypatch.setattr("llmc.runtime.sessions.onnxruntime.cpu_features", frozenset)
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", frozenset)
     with load(copied_bundle, threads=1) as model:
         yield model
 

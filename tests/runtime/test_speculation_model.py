@@ -174,8 +174,8 @@ def test_a_forgotten_row_is_used_again(drafter: ModelDrafter, texts: list[tuple[
         assert drafter.propose(key, prompt, 2) == answer[:2]
         drafter.forget(key)
         drafter.forget(key)
-    assert drafter._session.capacity == 256
-    assert drafter._session.rows == 1
+    assert drafter._session.cache.capacity == 256
+    assert drafter._session.cache.rows == 1
 
 
 def test_a_bundle_of_another_precision_drafts_well(
@@ -217,7 +217,7 @@ def test_without_memory_there_are_no_drafts_and_one_warning(
     def full(rows: int, capacity: int) -> None:
         raise ResourceError("no memory")
 
-    monkeypatch.setattr(draft.runner.session, "reserve", full)
+    monkeypatch.setattr(draft.runner.session.cache, "reserve", full)
     assert drafter.propose(0, [1, 2, 3], 3) == []
     assert drafter.propose(1, [1, 2, 3], 3) == []
     assert [record.message for record in caplog.records if "does not go on" in record.message] == [
@@ -230,16 +230,16 @@ def test_without_memory_there_are_no_drafts_and_one_warning(
 def test_memory_is_asked_for_before_it_is_taken(
     drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("llmc.runtime.memory.available_memory", lambda: 0)
+    monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 0)
     assert drafter.propose(0, [1, 2, 3], 3) == []
-    assert "0 MB are available" in caplog.text
-    assert drafter._session.capacity == 0
+    assert "0 are available" in caplog.text
+    assert drafter._session.cache.capacity == 0
 
 
 def test_closing_closes_the_draft_model(drafting_bundle: Path, target: Model):
     model = load(drafting_bundle, threads=1, self_test=False)
     ModelDrafter(model, target).close()
-    assert model.runner.session.capacity == 0
+    assert model.runner.session.cache.capacity == 0
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizers

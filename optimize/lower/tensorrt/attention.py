@@ -6,17 +6,17 @@ TensorScatter becomes a KV-cache update, whose output shares the memory of its i
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, vector
 from llmc.optimize.lower.tensorrt.slots import Slots
-from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace, vector
 
 
-def lower_attention(graph: ir.Graph, plan: Plan) -> int:
+def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> RotaryEmbedding, TensorScatter and Attention under a mask that layers share."""
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if not attentions:
         return 0
-    slots = Slots.before(attentions[0], plan, "attended")
+    slots = Slots.before(attentions[0], context, "attended")
     attended = Emitter(attentions[0], "attended")("Shape", slots.cache_slots)
     for node in attentions:
         emit = Emitter(node, main="Attention")

@@ -5,16 +5,16 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.plan import Computed, Float8, Form, Plan, Static, WeightOnly
+from llmc.optimize.lower.context import Computed, Float8, LoweringContext, QuantConfig, Static, WeightOnly
 from llmc.optimize.lower.raising import Linear
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, initializer, nodes_of, replace
 from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.quantize import static
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.rewrite import LLMC, Emitter, constant, initializer, nodes_of, replace
 
 
-def lower_linears(graph: ir.Graph, plan: Plan) -> int:
-    """llmc::Linear -> MatMul [+ Add], with QuantizeLinear and DequantizeLinear as the form of its weights asks.
+def lower_linears(graph: ir.Graph, context: LoweringContext) -> int:
+    """llmc::Linear -> MatMul [+ Add], with QuantizeLinear and DequantizeLinear as its QuantConfig asks.
 
     Counts the parts of packed ones.
     """
@@ -23,44 +23,44 @@ def lower_linears(graph: ir.Graph, plan: Plan) -> int:
     for node in nodes_of(graph, "Linear", LLMC):
         linear, x = Linear.of(node), node.inputs[0]
         assert x is not None
-        form = plan.forms.of(linear.module)
-        if isinstance(form, Static) or (isinstance(form, Float8) and form.activations):
+        config = context.quant.of(linear.module)
+        if isinstance(config, Static) or (isinstance(config, Float8) and config.activations):
             if x not in quantized:
-                quantized[x] = _rounded_input(linear, x, form, plan)
+                quantized[x] = _rounded_input(linear, x, config, context)
             x = quantized[x]
         emit = Emitter(node)
-        output = emit("MatMul", x, _weight(Emitter(node, f"{linear.name}.weight"), linear, form, plan))
+        output = emit("MatMul", x, _weight(Emitter(node, f"{linear.name}.weight"), linear, config, context))
         if linear.biases:
-            output = emit("Add", output, _bias(graph, linear, plan))
+            output = emit("Add", output, _bias(graph, linear, context))
         replace(node, output)
         for _ in linear.weights:
-            plan.linear_done()
+            context.linear_done()
         count += len(linear.weights)
     return count
 
 
-def _weight(emit: Emitter, linear: Linear, form: Form, plan: Plan) -> ir.Value:
+def _weight(emit: Emitter, linear: Linear, config: QuantConfig, context: LoweringContext) -> ir.Value:
     """The weights [K, N] in the compute type."""
     graph = emit.graph
-    match form:
+    match config:
         case Computed() if linear.weights[0].name == weights.EMBEDDING:
             # The head of a tied model reads the embedding's own bytes.
-            return emit("Transpose", initializer(graph, weights.float_rows(linear.weights[0], plan)), perm=[1, 0])
+            return emit("Transpose", initializer(graph, weights.float_rows(linear.weights[0], context)), perm=[1, 0])
         case Computed():
-            return initializer(graph, weights.float_columns(linear, plan))
+            return initializer(graph, weights.float_columns(linear, context))
         case Float8():
-            stored, scales = (initializer(graph, tensor) for tensor in weights.float8_columns(linear, plan))
+            stored, scales = (initializer(graph, tensor) for tensor in weights.float8_columns(linear, context))
             return emit("DequantizeLinear", stored, scales, axis=1)
         case WeightOnly(grid) | Static(grid) if (grid.bits, bool(grid.block)) in ((8, False), (4, True)):
-            return _dequantized(emit, linear, _recorded(graph, linear, grid), plan)
+            return _dequantized(emit, linear, _recorded(graph, linear, grid), context)
     raise BuildError(
-        f"{linear.module}: TensorRT takes no weights stored as {form}; expected floats, float8, int8 with a scale per "
-        "output or int4 in blocks"
+        f"{linear.module}: TensorRT takes no weights stored as {config}; expected floats, float8, int8 with a scale "
+        "per output or int4 in blocks"
     )
 
 
-def _dequantized(emit: Emitter, linear: Linear, grid: Grid, plan: Plan) -> ir.Value:
-    stored, scales = (initializer(emit.graph, tensor) for tensor in weights.integer_columns(linear, grid, plan))
+def _dequantized(emit: Emitter, linear: Linear, grid: Grid, context: LoweringContext) -> ir.Value:
+    stored, scales = (initializer(emit.graph, tensor) for tensor in weights.integer_columns(linear, grid, context))
     if grid.block:
         return emit("DequantizeLinear", stored, scales, axis=0, block_size=grid.block)
     return emit("DequantizeLinear", stored, scales, axis=1)
@@ -74,15 +74,15 @@ def _recorded(graph: ir.Graph, linear: Linear, grid: Grid) -> Grid:
     return found
 
 
-def _rounded_input(linear: Linear, x: ir.Value, form: Static | Float8, plan: Plan) -> ir.Value:
+def _rounded_input(linear: Linear, x: ir.Value, config: Static | Float8, context: LoweringContext) -> ir.Value:
     """The activation rounded to int8 or float8 with one scale that calibration found."""
     emit = Emitter(linear.node, f"{linear.name}.input")
-    largest = plan.calibrated.activation(linear.module)
-    if isinstance(form, Float8):
+    largest = context.calibrated.activation(linear.module)
+    if isinstance(config, Float8):
         scale, zero = static.activation_scale(largest) * static.LARGEST / weights.LARGEST_FLOAT8, _FLOAT8_ZERO
     else:
         scale, zero = static.activation_scale(largest), _INT8_ZERO
-    held = weights.stored_scales(np.array(scale, np.float32), weights.ARRAY_TYPES[plan.compute])
+    held = weights.stored_scales(np.array(scale, np.float32), weights.ARRAY_TYPES[context.compute])
     scale_value = constant(emit.graph, f"{emit.name}.scale", held)
     zero_value = constant(emit.graph, f"const.{zero.dtype.name}.zero", zero)
     rounded = emit("QuantizeLinear", x, scale_value, zero_value)
@@ -93,6 +93,6 @@ _INT8_ZERO = np.array(0, np.int8)
 _FLOAT8_ZERO = np.array(0, ml_dtypes.float8_e4m3fn)
 
 
-def _bias(graph: ir.Graph, linear: Linear, plan: Plan) -> ir.Value:
-    bias = weights.narrowed(plan.calibrated.matrix(linear.biases), plan.compute, f"{linear.name}.bias")
-    return constant(graph, f"{linear.name}.bias.{plan.compute}", bias)
+def _bias(graph: ir.Graph, linear: Linear, context: LoweringContext) -> ir.Value:
+    bias = weights.narrowed(context.calibrated.matrix(linear.biases), context.compute, f"{linear.name}.bias")
+    return constant(graph, f"{linear.name}.bias.{context.compute}", bias)

@@ -7,17 +7,17 @@ packed (44 MB instead of 35 MB), so those stay apart. Both are sizes of TensorRT
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Computed, Plan
+from llmc.optimize.lower.context import Computed, LoweringContext
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.rewrite import LLMC, Emitter, nodes_of, replace, vector
+from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, vector
 
 PACKS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def pack_linears(graph: ir.Graph, plan: Plan) -> int:
+def pack_linears(graph: ir.Graph, context: LoweringContext) -> int:
     """Query, key and value, and gate and up, of each layer -> one llmc::Linear and a Split.
 
-    Those that are to be stored as floats or in different forms, or of which only some have a bias, stay apart. Returns
+    Those that are to be stored as floats or differently, or of which only some have a bias, stay apart. Returns
     the packs made.
     """
     linears = {node.name or "": node for node in nodes_of(graph, "Linear", LLMC)}
@@ -29,16 +29,16 @@ def pack_linears(graph: ir.Graph, plan: Plan) -> int:
             continue
         nodes = [linears.get(f"{parent}.{part}") for part in PACKS[pack]]
         parts = [Linear.of(node) for node in nodes if node is not None]
-        if len(parts) == len(nodes) and _belong_together(parts, plan):
+        if len(parts) == len(nodes) and _belong_together(parts, context):
             _pack(graph, f"{parent}.{pack}", parts)
             count += 1
     return count
 
 
-def _belong_together(parts: list[Linear], plan: Plan) -> bool:
-    forms = {plan.forms.of(part.module) for part in parts}
+def _belong_together(parts: list[Linear], context: LoweringContext) -> bool:
+    configs = {context.quant.of(part.module) for part in parts}
     seen = {(id(part.node.inputs[0]), bool(part.biases)) for part in parts}
-    return len(seen) == len(forms) == 1 and not isinstance(forms.pop(), Computed)
+    return len(seen) == len(configs) == 1 and not isinstance(configs.pop(), Computed)
 
 
 def _pack(graph: ir.Graph, name: str, parts: list[Linear]) -> None:

@@ -8,24 +8,24 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.bundle import Geometry
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, scalar, vector
 from llmc.optimize.lower.tensorrt.attention import heads, merged
 from llmc.optimize.lower.tensorrt.slots import Slots, graph_input
 from llmc.optimize.lower.tensorrt.weights import ARRAY_TYPES, compute_type
-from llmc.optimize.rewrite import LLMC, Emitter, constant, nodes_of, replace, scalar, vector
 
 # Softmax makes 0 of it in float32, and unlike -inf it can never turn into NaN.
 MASKED = float(np.finfo(np.float32).min)
 
 
-def lower_attention(graph: ir.Graph, plan: Plan) -> int:
+def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> rotation, ScatterND into the cache, MatMul, Softmax in float32, MatMul."""
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if not attentions:
         return 0
-    g = plan.geometry
-    slots = Slots.before(attentions[0], plan, "capacity", repeats=g.heads // g.kv_heads)
+    g = context.geometry
+    slots = Slots.before(attentions[0], context, "capacity", repeats=g.heads // g.kv_heads)
     first = Emitter(attentions[0], "positions")
     angles = [_per_head(first, table, slots.positions) for table in (slots.cos, slots.sin)]
     indices = _cache_indices(first, slots.positions, g)
@@ -36,7 +36,7 @@ def lower_attention(graph: ir.Graph, plan: Plan) -> int:
         presents = [
             emit("ScatterND", past, indices, new) for past, new in zip(node.inputs[3:5], (key, value), strict=True)
         ]
-        output = _attend(emit, query, presents, slots.masks[node.attributes["window"].as_int()], plan)
+        output = _attend(emit, query, presents, slots.masks[node.attributes["window"].as_int()], context)
         replace(node, merged(emit, output), *presents)
     return len(attentions)
 
@@ -71,48 +71,50 @@ def _cache_indices(emit: Emitter, positions: ir.Value, geometry: Geometry) -> ir
     return emit("Concat", *(emit("Expand", part, shape) for part in parts), axis=-1)
 
 
-def _attend(emit: Emitter, query: ir.Value, presents: list[ir.Value], mask: ir.Value, plan: Plan) -> ir.Value:
+def _attend(
+    emit: Emitter, query: ir.Value, presents: list[ir.Value], mask: ir.Value, context: LoweringContext
+) -> ir.Value:
     """Attention [B, heads, S, D] of queries [B, heads, S, D] over a cache [B, KV, C, D], under a mask [B, 1, G * S, C].
 
     The G queries that share a key head are stacked along the sequence, so keys and values are read as they lie.
     """
-    graph, g = emit.graph, plan.geometry
+    graph, g = emit.graph, context.geometry
     key, value = presents
     # Before the product, which float16 could not hold otherwise.
     scale = emit.anchor.attributes["scale"].as_float()
-    scaled = emit("Mul", query, _scalar(graph, scale, plan))
+    scaled = emit("Mul", query, _scalar(graph, scale, context))
     stacked = emit("Reshape", scaled, vector(graph, [0, g.kv_heads, -1, g.head_dim]))  # (B, KV, G*S, D)
-    scores = _wide(emit, emit("MatMul", stacked, emit("Transpose", key, perm=[0, 1, 3, 2])), plan)
+    scores = _wide(emit, emit("MatMul", stacked, emit("Transpose", key, perm=[0, 1, 3, 2])), context)
     seen = emit("Where", mask, scores, scalar(graph, MASKED, np.float32))
-    shares = _narrow(emit, emit("Softmax", seen, axis=-1), plan)
+    shares = _narrow(emit, emit("Softmax", seen, axis=-1), context)
     return emit("Reshape", emit("MatMul", shares, value), vector(graph, [0, g.heads, -1, g.head_dim]))
 
 
-def lower_norms(graph: ir.Graph, plan: Plan) -> int:
+def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
     """RMSNormalization -> its definition, in float32."""
     count = 0
     for norm in nodes_of(graph, "RMSNormalization"):
         tensor, x = stored(norm.inputs[1]), norm.inputs[0]
         assert x is not None
-        weight = constant(graph, f"{tensor.name}.float32", plan.calibrated.rows(tensor))
+        weight = constant(graph, f"{tensor.name}.float32", context.calibrated.rows(tensor))
         epsilon = scalar(graph, norm.attributes["epsilon"].as_float(), np.float32)
         emit = Emitter(norm)
-        wide = _wide(emit, x, plan)
+        wide = _wide(emit, x, context)
         mean = emit("ReduceMean", emit("Mul", wide, wide), vector(graph, [-1]), keepdims=1)
         normed = emit("Div", wide, emit("Sqrt", emit("Add", mean, epsilon)))
-        replace(norm, _narrow(emit, emit("Mul", normed, weight), plan))
+        replace(norm, _narrow(emit, emit("Mul", normed, weight), context))
         count += 1
     return count
 
 
-def _scalar(graph: ir.Graph, value: float, plan: Plan) -> ir.Value:
+def _scalar(graph: ir.Graph, value: float, context: LoweringContext) -> ir.Value:
     """A shared constant of shape [] in the compute type."""
-    return constant(graph, f"const.{plan.compute}.{value}", np.array(value, ARRAY_TYPES[plan.compute]))
+    return constant(graph, f"const.{context.compute}.{value}", np.array(value, ARRAY_TYPES[context.compute]))
 
 
-def _wide(emit: Emitter, value: ir.Value, plan: Plan) -> ir.Value:
-    return value if plan.compute == "float32" else emit("Cast", value, to=ir.DataType.FLOAT)
+def _wide(emit: Emitter, value: ir.Value, context: LoweringContext) -> ir.Value:
+    return value if context.compute == "float32" else emit("Cast", value, to=ir.DataType.FLOAT)
 
 
-def _narrow(emit: Emitter, value: ir.Value, plan: Plan) -> ir.Value:
-    return value if plan.compute == "float32" else emit("Cast", value, to=compute_type(plan))
+def _narrow(emit: Emitter, value: ir.Value, context: LoweringContext) -> ir.Value:
+    return value if context.compute == "float32" else emit("Cast", value, to=compute_type(context))

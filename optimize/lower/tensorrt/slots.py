@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.rewrite import Emitter, initializer, nodes_of, scalar, vector
 from llmc.optimize.lower.tensorrt.weights import ARRAY_TYPES
-from llmc.optimize.rewrite import Emitter, initializer, nodes_of, scalar, vector
 
 CACHE_SLOTS = "cache_slots"
 
@@ -32,12 +32,12 @@ class Slots:
     sin: ir.Value
 
     @classmethod
-    def before(cls, first: ir.Node, plan: Plan, dim: str, repeats: int = 1) -> "Slots":
+    def before(cls, first: ir.Node, context: LoweringContext, dim: str, repeats: int = 1) -> "Slots":
         """Make them in front of the first attention.
 
         Args:
             first: a ``llmc::CachedAttention``.
-            plan: the graph to make.
+            context: the graph to make.
             dim: name of the length of ``cache_slots``.
             repeats: how often the queries of a row follow each other in a mask.
         """
@@ -53,7 +53,7 @@ class Slots:
             column = emit("Tile", column, vector(graph, [1, 1, repeats, 1]))
         windows = sorted({node.attributes["window"].as_int() for node in nodes_of(graph, first.op_type, first.domain)})
         masks = {window: _mask(emit, cache_slots, column, window) for window in windows}
-        return cls(cache_slots, past_lengths, positions, masks, *_rotary_tables(graph, first.inputs[6], plan))
+        return cls(cache_slots, past_lengths, positions, masks, *_rotary_tables(graph, first.inputs[6], context))
 
 
 def graph_input(graph: ir.Graph, name: str) -> ir.Value:
@@ -77,12 +77,12 @@ def _mask(emit: Emitter, slots: ir.Value, column: ir.Value, window: int) -> ir.V
     return emit("And", causal, emit("Greater", slots, oldest))
 
 
-def _rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, plan: Plan) -> tuple[ir.Value, ir.Value]:
-    """Cosine and sine [max_context, D/2] of all positions that the plan allows, computed in float32."""
+def _rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, context: LoweringContext) -> tuple[ir.Value, ir.Value]:
+    """Cosine and sine [max_context, D/2] of all positions that the context allows, computed in float32."""
     assert inv_freq is not None and inv_freq.const_value is not None
     frequencies = inv_freq.const_value.numpy().astype(np.float32)
-    angles = np.arange(plan.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
-    dtype = ARRAY_TYPES[plan.compute]
-    names = [f"rotary_emb.{part}.{plan.compute}" for part in ("cos", "sin")]
-    cos, sin = plan.weights.add(names, lambda: [part.astype(dtype) for part in (np.cos(angles), np.sin(angles))])
+    angles = np.arange(context.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
+    dtype = ARRAY_TYPES[context.compute]
+    names = [f"rotary_emb.{part}.{context.compute}" for part in ("cos", "sin")]
+    cos, sin = context.weights.add(names, lambda: [part.astype(dtype) for part in (np.cos(angles), np.sin(angles))])
     return initializer(graph, cos), initializer(graph, sin)

@@ -2,20 +2,20 @@
 
 import onnx_ir as ir
 
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.rewrite import unique
 from llmc.optimize.lower.tensorrt.weights import compute_type
-from llmc.optimize.rewrite import unique
 
 FLOAT32_OUTPUTS = ("logits", "hidden_states")
 
 
-def type_values(graph: ir.Graph, plan: Plan) -> int:
+def type_values(graph: ir.Graph, context: LoweringContext) -> int:
     """Declare what is computed, and the cache, in the compute type; widen the other outputs. Returns the casts made."""
-    compute = ir.TensorType(compute_type(plan))
+    compute = ir.TensorType(compute_type(context))
     for value in [*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)]:
         if value.dtype == ir.DataType.FLOAT:
             value.type = compute
-    if plan.compute == "float32":
+    if context.compute == "float32":
         return 0
     outputs = [(i, value) for i, value in enumerate(graph.outputs) if value.name in FLOAT32_OUTPUTS]
     for index, value in outputs:

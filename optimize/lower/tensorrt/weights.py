@@ -9,12 +9,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
-from llmc.optimize.calibrated import grid_name
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.calibrate.store import grid_name
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
+from llmc.optimize.lower.rewrite import sizes
 from llmc.optimize.lower.tensorrt.words import packed_table
 from llmc.optimize.quantize.grid import Float, Grid, Quantized
-from llmc.optimize.rewrite import sizes
 from llmc.optimize.weights import in_parallel, pieces
 
 Array = NDArray[np.generic]
@@ -32,9 +32,9 @@ INT4_BLOCKS = (128, 64, 32)
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def compute_type(plan: Plan) -> ir.DataType:
+def compute_type(context: LoweringContext) -> ir.DataType:
     """The type of the graph's activations."""
-    return ir.DataType.from_numpy(ARRAY_TYPES[plan.compute])
+    return ir.DataType.from_numpy(ARRAY_TYPES[context.compute])
 
 
 def narrowed(values: Float, compute: str, name: str) -> Array:
@@ -53,48 +53,48 @@ def narrowed(values: Float, compute: str, name: str) -> Array:
 # -------------------------------------------------------------------------------------------------- float weights
 
 
-def float_rows(tensor: ir.ExternalTensor, plan: Plan) -> ir.ExternalTensor:
+def float_rows(tensor: ir.ExternalTensor, context: LoweringContext) -> ir.ExternalTensor:
     """A matrix [N, K] in the compute type."""
 
     def make() -> list[Array]:
-        found = np.empty(sizes(tensor), ARRAY_TYPES[plan.compute])
+        found = np.empty(sizes(tensor), ARRAY_TYPES[context.compute])
 
         def fill(span: tuple[int, int]) -> None:
-            found[slice(*span)] = narrowed(plan.calibrated.rows(tensor, *span), plan.compute, tensor.name or "")
+            found[slice(*span)] = narrowed(context.calibrated.rows(tensor, *span), context.compute, tensor.name or "")
 
         _each_piece(tensor, fill)
         return [found]
 
-    return plan.weights.add([f"{tensor.name}.{plan.compute}"], make)[0]
+    return context.weights.add([f"{tensor.name}.{context.compute}"], make)[0]
 
 
-def float_columns(linear: Linear, plan: Plan) -> ir.ExternalTensor:
+def float_columns(linear: Linear, context: LoweringContext) -> ir.ExternalTensor:
     """A linear's weights [K, N] in the compute type."""
 
     def make() -> list[Array]:
-        found = np.empty((linear.inputs, linear.outputs), ARRAY_TYPES[plan.compute])
+        found = np.empty((linear.inputs, linear.outputs), ARRAY_TYPES[context.compute])
 
         def fill(tensor: ir.ExternalTensor, span: tuple[int, int], columns: slice) -> None:
             found[:, columns] = narrowed(
-                plan.calibrated.rows(tensor, *span), plan.compute, tensor.name or linear.name
+                context.calibrated.rows(tensor, *span), context.compute, tensor.name or linear.name
             ).T
 
         _each_part(linear, fill)
         return [found]
 
-    return plan.weights.add([f"{linear.tensor}.{plan.compute}.columns"], make)[0]
+    return context.weights.add([f"{linear.tensor}.{context.compute}.columns"], make)[0]
 
 
-def float8_columns(linear: Linear, plan: Plan) -> list[ir.ExternalTensor]:
+def float8_columns(linear: Linear, context: LoweringContext) -> list[ir.ExternalTensor]:
     """A linear's weights float8 e4m3 [K, N] and their scales [N] in the compute type."""
-    dtype = ARRAY_TYPES[plan.compute]
+    dtype = ARRAY_TYPES[context.compute]
 
     def make() -> list[Array]:
         values = np.empty((linear.inputs, linear.outputs), ml_dtypes.float8_e4m3fn)
         scales = np.empty(linear.outputs, dtype)
 
         def fill(tensor: ir.ExternalTensor, span: tuple[int, int], columns: slice) -> None:
-            rows = plan.calibrated.rows(tensor, *span)
+            rows = context.calibrated.rows(tensor, *span)
             found = stored_scales(np.abs(rows).max(axis=1) / LARGEST_FLOAT8, dtype)
             scaled = np.clip(rows / found.astype(np.float32)[:, None], -LARGEST_FLOAT8, LARGEST_FLOAT8)
             values[:, columns] = scaled.T.astype(ml_dtypes.float8_e4m3fn)
@@ -103,8 +103,8 @@ def float8_columns(linear: Linear, plan: Plan) -> list[ir.ExternalTensor]:
         _each_part(linear, fill)
         return [values, scales]
 
-    name = f"{linear.tensor}.float8.{plan.compute}"
-    return plan.weights.add([name, f"{name}.scales"], make)
+    name = f"{linear.tensor}.float8.{context.compute}"
+    return context.weights.add([name, f"{name}.scales"], make)
 
 
 def _each_part(linear: Linear, work: Callable[[ir.ExternalTensor, tuple[int, int], slice], None]) -> None:
@@ -127,7 +127,7 @@ def _each_piece(tensor: ir.ExternalTensor, work: Callable[[tuple[int, int]], Non
 # ------------------------------------------------------------------------------------------------ integer weights
 
 
-def integer_columns(linear: Linear, grid: Grid, plan: Plan) -> list[ir.ExternalTensor]:
+def integer_columns(linear: Linear, grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
     """A linear's weights int8 or int4 [K, N] and their scales in the compute type: [N], or [groups, N] of blocks.
 
     Raises:
@@ -142,18 +142,18 @@ def integer_columns(linear: Linear, grid: Grid, plan: Plan) -> list[ir.ExternalT
             f"{linear.module}: TensorRT packs int4 weights in pairs of outputs, and there are {linear.outputs}; "
             'store it otherwise: layers = {"' + linear.module + '" = "int8"}'
         )
-    dtype = ARRAY_TYPES[plan.compute]
+    dtype = ARRAY_TYPES[context.compute]
     kind = np.dtype(np.int8 if grid.bits == 8 else ml_dtypes.int4)
 
     def make() -> list[Array]:
-        found = plan.calibrated.quantized(linear.weights, grid)
+        found = context.calibrated.quantized(linear.weights, grid)
         if linear.weights[0].name == EMBEDDING:  # a tied head: choosing its integers again would take as long again
-            packed_table(linear.weights[0], grid, plan, found)
+            packed_table(linear.weights[0], grid, context, found)
         values, scales = as_stored(found, dtype)
         return [values.T.astype(kind, order="C"), scales.T if grid.block else scales[:, 0]]
 
-    name = f"{linear.tensor}.{grid_name(grid)}.{plan.compute}"
-    return plan.weights.add([name, f"{name}.scales"], make)
+    name = f"{linear.tensor}.{grid_name(grid)}.{context.compute}"
+    return context.weights.add([name, f"{name}.scales"], make)
 
 
 def as_stored(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np.int8], Array]:

@@ -7,16 +7,16 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmc.optimize.calibrated import grid_name
-from llmc.optimize.lower.plan import Plan
+from llmc.optimize.calibrate.store import grid_name
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.rewrite import Emitter, scalar
 from llmc.optimize.quantize.grid import Grid, Quantized
-from llmc.optimize.rewrite import Emitter, scalar
 
 HALF_WORD = 1 << 16
 
 
 def packed_table(
-    table: ir.ExternalTensor, grid: Grid, plan: Plan, found: Quantized | None = None
+    table: ir.ExternalTensor, grid: Grid, context: LoweringContext, found: Quantized | None = None
 ) -> list[ir.ExternalTensor]:
     """Words int32 [V, words] and scales float32 [V, groups] of a matrix [V, H]; here a scale may be negative.
 
@@ -24,11 +24,11 @@ def packed_table(
     """
 
     def make() -> list[NDArray[np.generic]]:
-        integers = found or plan.calibrated.quantized((table,), grid)
+        integers = found or context.calibrated.quantized((table,), grid)
         return [pack_words(integers.values, integers.grid.bits), integers.scales]
 
     name = f"{table.name}.{grid_name(grid)}.words"
-    return plan.weights.add([name, f"{name}.scales"], make)
+    return context.weights.add([name, f"{name}.scales"], make)
 
 
 def pack_words(values: NDArray[np.int8], bits: int) -> NDArray[np.int32]:

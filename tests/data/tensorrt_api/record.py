@@ -43,9 +43,8 @@ CLASSES = frozenset(
         ILogger IProgressMonitor IStreamWriter IStreamReader IStreamReaderV2 IHostMemory ITimingCache
         MemoryPoolType ProfilingVerbosity HardwareCompatibilityLevel RuntimePlatform PreviewFeature
         TilingOptimizationLevel DataType TensorLocation TensorIOMode TensorFormat LayerType ILayer ITensor
-        Dims IAttention IAttentionInputLayer AttentionNormalizationOp CausalMaskKind IKVCacheUpdateLayer
-        KVCacheMode IRotaryEmbeddingLayer INormalizationLayer ICastLayer IElementWiseLayer
-        ElementWiseOperation Weights Runtime ICudaEngine IExecutionContext IRuntimeConfig
+        Dims IAttention IAttentionInputLayer IKVCacheUpdateLayer KVCacheMode IRotaryEmbeddingLayer
+        INormalizationLayer Weights Runtime ICudaEngine IExecutionContext IRuntimeConfig
         ISerializationConfig SerializationFlag EngineInspector LayerInformationFormat IOutputAllocator
         IErrorRecorder ExecutionContextAllocationStrategy CudaGraphStrategy
         DynamicShapesKernelSpecializationStrategy IRuntimeCache ComputeCapability EngineValidity

@@ -11,12 +11,12 @@ from doubles.geometries import uniform
 from llmc.bundle import Budget, Limits, Recipe, read_bundle
 from llmc.errors import ResourceError
 from llmc.optimize.build import build
-from llmc.optimize.lower.plan import Float16, Float32, PerToken, WeightOnly
+from llmc.optimize.lower.context import Float16, Float32, PerToken, WeightOnly
 from llmc.optimize.plan.memory import BLOCK_COPIES, Matrix, memory_plan, plan_build, stored_bytes, weight_bytes
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
-from llmc.runtime.memory import plan_load
+from llmc.runtime.kv.budget import plan_load
 
 # Norms, biases and constants are left out of a plan; in the small model they are up to two thousandths of the weights.
 LEFT_OUT = 0.005

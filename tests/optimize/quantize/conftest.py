@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.quantize.grid import Quantized
-from llmc.optimize.quantize.statistics import Accumulator, InputStatistics
 
 
 class Layer(NamedTuple):

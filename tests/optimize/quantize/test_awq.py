@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from llmc.errors import BuildError
+from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.quantize import awq, clip, rtn
 from llmc.optimize.quantize.grid import SMALLEST_SCALE, Grid
-from llmc.optimize.quantize.statistics import Accumulator, InputStatistics
 
 # The same sum of squares by way of second moments and float32, and from inputs and outputs in float64.
 ERROR_TOLERANCE = 1e-4

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from doubles.plans import PLAN
 from onnx import StringStringEntryProto, TensorProto, parser
 
-from llmc.optimize.tensorrt.order import EngineOrder
-from llmc.plans import Profile
-from llmc.runtime.engine_library import load_library
+from llmc.bundle import EngineConfig, Profile
+from llmc.runtime.sessions.tensorrt.library import load_library
 
 EXTERNAL = TensorProto.EXTERNAL
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, CAPACITY = 96, 32, 4, 2, 16, 32
@@ -135,22 +135,22 @@ def decoder(save: Callable[..., Path], graph_text: str) -> Path:
 
 
 @pytest.fixture
-def order(tmp_path: Path) -> EngineOrder:
+def config() -> EngineConfig:
     """What to build of it."""
-    return EngineOrder(
-        output=tmp_path / "engine.plan",
+    return replace(
+        PLAN,
+        capacity=CAPACITY,
         buckets=(8, 16, CAPACITY),
         decode=Profile(4, 1, 1),
         prefill=Profile(1, 8, 2),
-        capacity=CAPACITY,
-        inspector=tmp_path / "engine.json",
+        compute_capabilities=(),
     )
 
 
 @pytest.fixture
-def primitive(order: EngineOrder) -> EngineOrder:
+def primitive(config: EngineConfig) -> EngineConfig:
     """The same in the form of basic operators, with a cache as long as the bucket."""
-    return replace(order, form="primitives", capacity=None)
+    return replace(config, form="primitives", capacity=0)
 
 
 @pytest.fixture(scope="session")

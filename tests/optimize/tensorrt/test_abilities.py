@@ -7,8 +7,7 @@ import pytest
 from doubles.recorded import VERSIONS, RecordedLibrary
 
 from llmc.optimize.tensorrt.abilities import abilities
-
-NATIVE_PARTS = ("native_cache", "native_attention", "rotary", "rms_norm")
+from llmc.runtime.host.probe_steps import NATIVE
 
 
 @pytest.mark.parametrize(
@@ -17,7 +16,7 @@ NATIVE_PARTS = ("native_cache", "native_attention", "rotary", "rms_norm")
         ("10.3", ("primitives",)),
         ("10.13", ("primitives",)),
         ("10.16", ("native", "primitives")),
-        ("11.4", ("native", "lengths", "primitives")),
+        ("11.4", ("native", "primitives")),
     ],
 )
 def test_forms_follow_the_interface(version: str, forms: tuple[str, ...]):
@@ -26,18 +25,15 @@ def test_forms_follow_the_interface(version: str, forms: tuple[str, ...]):
 
 def test_tensorrt_rtx_knows_all_forms_and_builds_for_gpus_by_name(rtx: Any):
     can = abilities(rtx)
-    assert can.forms == ("native", "lengths", "primitives")
+    assert can.forms == ("native", "primitives")
     assert can.compute_capabilities
     assert not can.timing_cache
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_version_strips_refits_and_knows_the_types(version: str):
+def test_every_version_keeps_times_and_builds_for_its_own_gpu(version: str):
     can = abilities(RecordedLibrary(version))
-    assert can.strongly_typed
-    assert can.strip and can.refit and can.version_compatible
-    assert can.int4 and can.fp8 and can.bf16
-    assert can.timing_cache and can.progress_monitor and can.inspector
+    assert can.timing_cache
     assert not can.compute_capabilities
 
 
@@ -45,25 +41,16 @@ def test_what_came_later_is_missing_before():
     found = {version: asdict(abilities(RecordedLibrary(version))) for version in VERSIONS}
     since = {
         ability: next(version for version in VERSIONS if found[version][ability])
-        for ability in ("stream_writer", "initializer_streaming", "fp4", "attention_lengths", *NATIVE_PARTS)
+        for ability in ("stream_writer", "initializer_streaming")
     }
     assert since == {
         "stream_writer": "10.13",
         "initializer_streaming": "10.13",
-        "fp4": "10.13",
-        "attention_lengths": "11.4",
-        **dict.fromkeys(NATIVE_PARTS, "10.16"),
     }
 
 
-@pytest.mark.parametrize("part", ["add_kv_cache_update", "add_rotary_embedding", "add_normalization_v2"])
+@pytest.mark.parametrize("part", NATIVE)
 def test_one_missing_layer_leaves_primitives(part: str, monkeypatch: pytest.MonkeyPatch):
     library = RecordedLibrary("11.4")
     monkeypatch.delattr(library.INetworkDefinition, part)
     assert abilities(library).forms == ("primitives",)
-
-
-def test_lengths_need_an_aligned_mask(monkeypatch: pytest.MonkeyPatch):
-    library = RecordedLibrary("11.4")
-    monkeypatch.delattr(library, "CausalMaskKind")
-    assert abilities(library).forms == ("native", "primitives")

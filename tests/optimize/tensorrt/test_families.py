@@ -4,22 +4,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import pytest
+from doubles.engines import build_decoder
+from doubles.plans import PLAN
 
-from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
-from llmc.errors import BuildError
-from llmc.optimize.calibrated import Calibrated
-from llmc.optimize.lower.plan import Computed, Form, Forms, Plan, Static, WeightOnly
+from llmc.bundle import DECODER_FILE, Geometry, Limits, Profile, read_export
+from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.lower.context import Computed, LoweringContext, QuantConfig, QuantConfigs, Static, WeightOnly
 from llmc.optimize.passes import lower
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.tensorrt.builder import build_engine
-from llmc.optimize.tensorrt.order import EngineOrder, EngineReport, Options
+from llmc.optimize.tensorrt.builder import EngineReport
 from llmc.optimize.weights import WeightFile
-from llmc.plans import Profile
 
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
 CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)
@@ -34,16 +34,16 @@ INNER = 96  # divides into blocks of int4
 CAPACITY = 64
 BUCKETS = (16, 32, CAPACITY)
 DECODE, PREFILL = Profile(4, 1, 1), Profile(1, 16, 4)
-WEIGHTS: dict[str, Form] = {
+WEIGHTS: dict[str, QuantConfig] = {
     "fp16": Computed(),
     "int8": WeightOnly(Grid(8, positive=True)),
     "int4": WeightOnly(Grid(4, 32, positive=True)),
 }
 # Quantized ones are packed: query, key and value, output, gate and up, down.
 LINEARS_PER_LAYER = {"fp16": 7, "int8": 4, "int4": 4}
-PASSES = {"native": "tensorrt", "lengths": "tensorrt", "primitives": "tensorrt-primitives"}
+PASSES = {"native": "tensorrt", "primitives": "tensorrt-primitives"}
 # Opset and IR version that the build declares for each form.
-DECLARED = {"native": (24, 11), "lengths": (24, 11), "primitives": (21, 10)}
+DECLARED = {"native": (24, 11), "primitives": (21, 10)}
 
 
 class Ranges(Calibrated):
@@ -78,6 +78,7 @@ class Built:
         self.graph = ir.load(folder / DECODER_FILE).graph
         self.geometry = geometry
         self.report = report
+        self.size = (folder / "engine.plan").stat().st_size
         self.layers = Counter(layer.type for layer in report.layers)
 
 
@@ -87,31 +88,32 @@ def built(rtx: Any, exports: Callable[[str], Path], tmp_path: Path) -> Iterator[
     with ExitStack() as opened:
 
         def build(
-            name: str, body: Form, *, form: str = "native", compute: str = "float16", options: Options | None = None
+            name: str, body: QuantConfig, *, form: str = "native", compute: str = "float16", gpus: tuple[str, ...] = ()
         ) -> Built:
             export = exports(name)
             geometry, model = read_export(export).geometry, ir.load(export / DECODER_FILE)
             weights = opened.enter_context(closing(WeightFile(tmp_path)))
             limits = Limits(CAPACITY, DECODE.batch, PREFILL.sequence)
             head = WEIGHTS["int8"] if isinstance(body, Static) else body
-            plan = Plan("single", geometry, limits, Forms(body, head), weights, Ranges(), compute, compute)
+            plan = LoweringContext(
+                "single", geometry, limits, QuantConfigs(body, head), weights, Ranges(), compute, compute
+            )
             lower(model, PASSES[form], plan)
             weights.close()
             model.functions.clear()
             model.opset_imports.clear()
             model.opset_imports[""], model.ir_version = DECLARED[form]
             ir.save(model, tmp_path / DECODER_FILE)
-            order = EngineOrder(
-                output=tmp_path / "engine.plan",
+            config = replace(
+                PLAN,
+                form=form,
+                capacity=0 if form == "primitives" else CAPACITY,
                 buckets=BUCKETS,
                 decode=DECODE,
                 prefill=PREFILL,
-                form=form,
-                capacity=None if form == "primitives" else CAPACITY,
-                options=options or Options(),
-                inspector=tmp_path / "engine.json",
+                compute_capabilities=gpus,
             )
-            return Built(tmp_path, geometry, build_engine(rtx, tmp_path / DECODER_FILE, order))
+            return Built(tmp_path, geometry, build_decoder(rtx, tmp_path / DECODER_FILE, config))
 
         yield build
 
@@ -151,23 +153,9 @@ def test_every_checkpoint_is_built(name: str, weights: str, built: Callable[...,
 
 @pytest.mark.parametrize("name", FAMILIES[:2])
 def test_engines_are_cross_compiled(name: str, built: Callable[..., Built]):
-    engine = built(name, WEIGHTS["int4"], options=Options(compute_capabilities=("8.6", "8.9")))
+    engine = built(name, WEIGHTS["int4"], gpus=("8.6", "8.9"))
     check_native(engine)
-    assert engine.report.size > 10_000
-
-
-@pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied-bf16"])
-def test_the_lengths_form_has_one_attention_without_a_mask_per_layer(name: str, built: Callable[..., Built]):
-    engine = built(name, WEIGHTS["fp16"], form="lengths")
-    names = [layer.name for layer in engine.report.layers if layer.type == "ATTENTION_INPUT"]
-    assert len(names) == engine.geometry.layers
-    assert all(".lengths" in name for name in names)
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "window" in name])
-def test_the_lengths_form_is_refused_for_sliding_windows(name: str, built: Callable[..., Built]):
-    with pytest.raises(BuildError, match=r"lengths cannot replace a mask that And \S+ makes, as of a sliding window"):
-        built(name, WEIGHTS["fp16"], form="lengths")
+    assert engine.size > 10_000
 
 
 @pytest.mark.parametrize(

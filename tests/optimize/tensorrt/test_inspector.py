@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.engines import build_decoder
 from doubles.recorded import VERSIONS, RecordedLibrary, replaced
 
-from llmc.optimize.tensorrt.builder import build_engine
+from llmc.bundle import EngineConfig
 from llmc.optimize.tensorrt.inspector import inspect_engine
-from llmc.optimize.tensorrt.order import EngineOrder
 
 LAYERS = [{"Name": "attention", "LayerType": "fused"}]
 TENSORS = ["input_ids", "logits"]
@@ -50,11 +50,10 @@ def test_layers_tensors_and_memory_are_read_under_either_name(version: str, key:
     assert (engine.layers, engine.tensors, engine.device_memory) == (LAYERS, TENSORS, MEMORY)
 
 
-def test_the_summary_holds_what_the_engine_says(loads: Any, decoder: Path, order: EngineOrder):
+def test_the_summary_holds_what_the_engine_says(loads: Any, decoder: Path, config: EngineConfig):
     loads("I/O Tensors")
-    report = build_engine(RecordedLibrary("11.4"), decoder, order)
-    assert report.device_memory == MEMORY
-    found = json.loads(order.inspector.read_text())
+    build_decoder(RecordedLibrary("11.4"), decoder, config)
+    found = json.loads(decoder.with_name("engine.json").read_text())
     assert found["engine"] == {"layers": LAYERS, "tensors": TENSORS, "device_memory": MEMORY}
 
 

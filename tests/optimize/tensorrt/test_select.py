@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
+from doubles.engines import spec_of
 
+from llmc.bundle import EngineConfig
 from llmc.errors import UsageError
 from llmc.optimize.tensorrt.select import build_select, select_graph
 
@@ -24,10 +26,10 @@ def test_the_graph_finds_the_largest_in_order():
     assert np.array_equal(values, np.take_along_axis(logits, indices, 1))
 
 
-def test_tensorrt_builds_it_and_leaves_only_the_engine(rtx: Any, tmp_path: Path):
-    report = build_select(rtx, tmp_path / "select.plan", vocab_size=VOCAB, candidates=CANDIDATES, rows=4)
+def test_tensorrt_builds_it_and_leaves_only_the_engine(rtx: Any, config: EngineConfig, tmp_path: Path):
+    spec = spec_of(rtx, config)
+    report = build_select(spec, tmp_path / "select.plan", vocab_size=VOCAB, candidates=CANDIDATES)
     assert [layer.type for layer in report.layers] == ["TOPK"]
-    assert report.size == (tmp_path / "select.plan").stat().st_size
     assert [path.name for path in tmp_path.iterdir()] == ["select.plan"]
 
 
@@ -37,5 +39,5 @@ def test_more_candidates_than_there_are_or_may_be_are_refused(vocab: int, candid
         select_graph(vocab, candidates)
 
 
-def test_as_many_candidates_as_may_be_are_built(rtx: Any, tmp_path: Path):
-    build_select(rtx, tmp_path / "select.plan", vocab_size=4000, candidates=3840, rows=1)
+def test_as_many_candidates_as_may_be_are_built(rtx: Any, config: EngineConfig, tmp_path: Path):
+    build_select(spec_of(rtx, config), tmp_path / "select.plan", vocab_size=4000, candidates=3840)

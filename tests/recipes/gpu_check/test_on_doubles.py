@@ -1,121 +1,252 @@
-"""The steps that need a GPU, on the doubles of CUDA and TensorRT: an engine with two profiles and captured steps."""
+"""The steps that need a GPU, on doubles of CUDA, ONNX Runtime's CUDA provider and TensorRT: alone, and as a whole run."""
 
-import hashlib
+import json
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import onnx
 import pytest
-from doubles.cuda import SERVER, FakeDriver
-from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
+from doubles import gpu
+from doubles.cuda import FakeDriver
+from doubles.tensorrt import Engine
 
-from llmc.bundle import FileEntry, Manifest, read_bundle, write_manifest
-from llmc.optimize.tensorrt.select import select_graph
-from llmc.runtime import model
-from llmc.runtime.sessions.tensorrt import TensorRTSession
-from llmc.runtime.sessions.tensorrt_engine import platform_name
+from llmc.bundle import read_bundle
 
-VERSION = "10.16.1.11"
-CANDIDATES, ROWS, CONTEXT = 16, 8, 512
+SCRIPT = Path(__file__).parent / "doubled.py"
+ROWS, CONTEXT = 8, 512
 Part = Callable[[str], ModuleType]
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model for TensorRT in float32, with an engine of the double's."""
-    from llmc.optimize.build import build
-    from llmc.optimize.engine_request import EngineRequest
+def made(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the small model's export, and its bundle for TensorRT, in float32."""
+    work = tmp_path_factory.mktemp("work")
+    (work / "exports").mkdir()
+    (work / "exports" / "tiny").symlink_to(tiny_export)
+    with pytest.MonkeyPatch.context() as patch:
+        gpu.install(patch.setattr)
+        from llmc.optimize import build
 
-    folder = tmp_path_factory.mktemp("bundles") / "native"
-    limits: dict[str, Any] = {"precision": "fp32", "max_context": CONTEXT, "max_batch": ROWS}
-    build(tiny_export, folder, target="tensorrt", engine=EngineRequest(deferred=True, form="native"), **limits)
-    manifest = read_bundle(folder)
-    plan, vocab = manifest.engine, manifest.geometry.vocab_size
-    assert plan is not None
-    onnx.save(select_graph(vocab, CANDIDATES), folder / "select.onnx")
-    graph = folder / manifest.graphs["decode"].file
-    contents = {
-        "engine.plan": make_plan(graph, plan.decode, plan.prefill, plan.buckets, plan.capacity, aliased=True),
-        "select.plan": make_select_plan(folder / "select.onnx", ROWS, vocab),
-    }
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    entries = {name: FileEntry(len(data), hashlib.sha256(data).hexdigest()) for name, data in contents.items()}
-    made = replace(
-        plan,
-        file="engine.plan",
-        select="select.plan",
-        candidates=CANDIDATES,
-        platform=platform_name(),
-        compute_capabilities=(SERVER.compute_capability,),
-    )
-    target = replace(manifest.target, engine_version=VERSION)
-    write_manifest(replace(manifest, engine=made, files=manifest.files | entries, target=target), folder)
-    return folder
+        limits: dict[str, Any] = {"max_context": CONTEXT, "max_batch": ROWS}
+        build.build(tiny_export, work / "tensorrt-tiny-fp32", target="tensorrt", precision="fp32", **limits)
+    return work
 
 
 @pytest.fixture
 def drivers(monkeypatch: pytest.MonkeyPatch) -> list[FakeDriver]:
-    """Every driver that a session opens, in order."""
-    opened: list[FakeDriver] = []
-
-    def open_session(folder: Path, manifest: Manifest, threads: int) -> TensorRTSession:
-        opened.append(FakeDriver())
-        library = FakeTensorRT(opened[-1], VERSION)
-        return TensorRTSession(folder, manifest, threads, driver=opened[-1], library=library)
-
-    monkeypatch.setattr(model, "open_session", open_session)
-    return opened
+    """Every driver that is opened, in order."""
+    return gpu.install(monkeypatch.setattr)
 
 
-def test_an_engine_is_verified(part: Part, bundle: Path, drivers: list[FakeDriver], tmp_path: Path):
-    found = part("verify").verify(str(bundle), str(tmp_path / "none.npz"), False)
+@pytest.fixture
+def asked(part: Part, made: Path, drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """What a step about TensorRT is given; nothing takes long."""
+    for module, name, value in [
+        ("measure", "PROMPTS", (8, 40)),
+        ("measure", "NEW_TOKENS", 4),
+        ("measure", "STEPS", 2),
+        ("measure", "ROUNDS", 2),
+        ("determinism", "NEW_TOKENS", 4),
+        ("reference", "LONG_PROMPT", 40),
+    ]:
+        monkeypatch.setattr(part(module), name, value)
+    return "tensorrt", "tiny", "fp32", part("steps").Options(made, None)
+
+
+def test_an_engine_is_verified(part: Part, asked: tuple[Any, ...], drivers: list[FakeDriver]):
+    found = part("verify").verify(*asked)
     assert found["problems"] == [] and found["golden"]["equal_tokens"] == found["golden"]["tokens"] > 0
-    assert found["engine_version"] == VERSION
-    assert drivers[0].calls["launch"] > 0 and drivers[0].leaks == []
+    assert found["engine_version"] == gpu.VERSION
+    assert found["reference"].keys() == {"prefill", "decode"} and 0 < found["reference"]["decode"] < found["limit"]
+    assert drivers[-1].calls["launch"] > 0 and all(driver.leaks == [] for driver in drivers)
 
 
-def test_a_captured_step_is_compared_with_the_plain_one(
-    part: Part, bundle: Path, drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch
+def test_captured_steps_are_compared_with_plain_ones(
+    part: Part, asked: tuple[Any, ...], drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch
 ):
     determinism, launched = part("determinism"), []
-    compare = determinism.graph_apart
+    compare = determinism.graphs_apart
 
     def counted(*arguments: Any) -> Any:
         found = compare(*arguments)
-        launched.append(drivers[0].calls["launch"])
+        launched.append(drivers[-1].calls["launch"])
         return found
 
-    monkeypatch.setattr(determinism, "graph_apart", counted)
-    found = determinism.determinism(str(bundle), False)
-    assert found["problems"] == [] and found["graph_apart"] == {"rows_1": 0.0, f"rows_{ROWS}": 0.0}
+    monkeypatch.setattr(determinism, "graphs_apart", counted)
+    found = determinism.determinism(*asked)
+    assert found["problems"] == []
+    assert [found["apart"][name] for name in ("graph A", "graph B", "graph A again", "prefill again")] == [0.0] * 4
     # Of the steps of one row and of all rows the first is run plainly, by what the session promises.
-    assert 0 < launched[0] <= 2 * (determinism.STEPS - 1)
+    assert determinism.STEPS < launched[0] <= 3 * determinism.STEPS - 2
 
 
-def test_an_engine_is_timed_alone_in_a_batch_and_by_bucket(
-    part: Part, bundle: Path, drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch
+def test_an_engine_is_timed_alone_in_a_batch_and_without_graphs(
+    part: Part, asked: tuple[Any, ...], drivers: list[FakeDriver]
 ):
-    measure, here = part("measure"), FakeDriver()
-    monkeypatch.setattr("llmc.runtime.cuda.open_driver", lambda: here)
-    for name, value in {"PROMPTS": (8, 40), "NEW_TOKENS": 4, "STEPS": 2}.items():
-        monkeypatch.setattr(measure, name, value)
-    found = measure.measure(str(bundle), False, True, 1)
+    found = part("measure").measure(*asked)
     assert [entry["prompt"] for entry in found["alone"]] == [8, 40]
     assert found["batch"]["rows"] == ROWS and found["weight_bytes"] > found["cache_bytes_per_position"] > 0
-    buckets = measure.buckets(str(bundle), False)
-    manifest = read_bundle(bundle)
-    assert manifest.engine is not None
-    assert buckets["form"] == "native"
-    assert [step["positions"] for step in buckets["steps"]] == list(manifest.engine.buckets)
-    assert here.closed and all(driver.leaks == [] for driver in drivers)
+    assert found["captures"] >= 2 and found["step"]["p95_s"] >= found["step"]["p50_s"] >= found["step"]["best_s"] > 0
+    assert found["device_bytes"] == {"loaded": 0, "after_runs": 0}  # each double has a memory of its own
+    *_, with_graphs, _, without = drivers
+    assert with_graphs.calls["launch"] > 0 and without.calls["launch"] == without.calls["begin_capture"] == 0
+    assert found["step_without_graphs"]["p50_s"] > 0
+    assert all(driver.closed and driver.leaks == [] for driver in drivers)
 
 
-def test_two_engines_are_compared(part: Part, bundle: Path, drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(part("measure"), "STEPS", 2)
-    found = part("lengths").lengths(str(bundle), str(bundle))
-    assert found["relative"] == {"prefill": 0.0, "decode": 0.0, "rows": 0.0} and found["problems"] == []
-    assert found["forms"] == ["native", "native"] and len(drivers) == 2
+def test_an_engine_is_timed_by_bucket(part: Part, asked: tuple[Any, ...], made: Path):
+    found, engine = part("measure").buckets(*asked), read_bundle(made / "tensorrt-tiny-fp32").engine
+    assert engine is not None and len(engine.buckets) > 1
+    assert [step["positions"] for step in found["steps"]] == list(engine.buckets)
+    low, high = (step["p50_s"] for step in (found["steps"][0], found["steps"][-1]))
+    assert found["s_per_position"] == pytest.approx((high - low) / (engine.buckets[-1] - engine.buckets[0]))
+
+
+class Inspector:
+    """What an engine says it is made of."""
+
+    def get_engine_information(self, form: str) -> str:
+        assert form == "json"
+        layers = [
+            {"Name": "__myl_Fc_1", "LayerType": "gemm", "TacticName": "sm90_xmma_gemm_f16"},
+            {"Name": "_gemm_mha_v2", "LayerType": "kgen", "TacticName": ""},
+            "Reformatting CopyNode for Input Tensor 0",
+            {"Name": "norm", "LayerType": "kgen", "Weights": "copy"},
+        ]
+        return json.dumps({"Layers": layers, "Bindings": []})
+
+
+def test_layers_of_an_engine_are_counted_by_kind(part: Part, asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
+    from llmc.runtime.sessions.tensorrt import library as engine_library
+
+    with pytest.raises(part("steps").NotHereError, match=r"tensorrt 10.16.1.11 has no inspector"):
+        part("kernels").layers(*asked)
+    library = engine_library.load_library("tensorrt")
+    library.LayerInformationFormat = type("Form", (), {"JSON": "json"})
+    monkeypatch.setattr(Engine, "create_engine_inspector", lambda engine: Inspector(), raising=False)
+    found = part("kernels").layers(*asked)
+    assert found["layers"] == 4 and found["types"] == {"gemm": 1, "kgen": 2, "": 1}
+    assert found["fused attention"] == {"count": 1, "names": ["_gemm_mha_v2 kgen"]}
+    assert [found[kind]["count"] for kind in ("products", "slices and copies")] == [2, 1]
+
+
+def test_a_gpu_that_is_accepted_and_one_that_is_refused_are_both_a_result(
+    part: Part, asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+):
+    from llmc.runtime.sessions.tensorrt import library as engine_library
+
+    assert part("kernels").refusal(*asked)["accepted"] is True
+    monkeypatch.setattr(engine_library.load_library("tensorrt"), "refuses", "unsupported compute capability 9.0")
+    found = part("kernels").refusal(*asked)
+    assert found["accepted"] is False and "unsupported compute capability 9.0" in found["said"]
+
+
+# ------------------------------------------------------------------------------------------------------------ a driver
+
+
+@pytest.fixture
+def small(part: Part, drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the step about the driver with small buffers."""
+    monkeypatch.setattr(part("machine"), "COPY_BYTES", 1 << 16)
+    return lambda: part("machine").driver(None)
+
+
+def test_a_driver_copies_resizes_and_replays(small: Any, drivers: list[FakeDriver]):
+    found = small()
+    assert found["problems"] == [] and found["device"]["name"] == "NVIDIA L4" and found["buffer_bytes"] == 1 << 16
+    rates = [found[name]["bytes_per_s"] for name in ("host_to_device", "on_device", "device_to_host", "resize")]
+    assert min(rates) > 0 and len(found["launches_s"]) == 3
+    assert drivers[0].calls["launch"] == 3 and drivers[0].closed and drivers[0].leaks == []
+    assert drivers[0].copied["device", "host"] == 3 * 6 // 3 * (1 << 16) * 2  # six rounds of two copies
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("copy", "what came down differs"),
+        ("copy_2d", "rows of the cache are not what they were"),
+        ("launch", "recorded copies, launched as A, B, A"),
+    ],
+)
+def test_a_driver_that_forgets_work_is_found_out(small: Any, monkeypatch: pytest.MonkeyPatch, broken: str, words: str):
+    whole = FakeDriver.copy_2d
+    if broken == "copy":  # which is made of the other
+        monkeypatch.setattr(FakeDriver, "copy", lambda self, target, source, size, stream: whole(
+            self, target, size, source, size, size - 1, 1, stream))  # fmt: skip
+    else:
+        if broken == "copy_2d":
+            monkeypatch.setattr(FakeDriver, "copy", lambda self, target, source, size, stream: whole(
+                self, target, size, source, size, size, 1, stream))  # fmt: skip
+        monkeypatch.setattr(FakeDriver, broken, lambda self, *arguments: None)
+    assert any(problem.startswith(words) for problem in small()["problems"])
+
+
+def test_without_a_gpu_steps_that_need_one_are_not_run(part: Part, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from llmc.errors import GpuError
+    from llmc.runtime.host import cuda
+
+    def refuse() -> None:
+        raise GpuError("no driver")
+
+    monkeypatch.setattr(cuda, "open_driver", refuse)
+    options = part("steps").Options(tmp_path, None)
+    with pytest.raises(part("steps").NotHereError, match="no driver"):
+        part("machine").driver(options)
+    with pytest.raises(part("steps").NotHereError, match="no driver"):
+        part("measure").measure("tensorrt-rtx", "tiny", "fp16", options)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------------- a whole run
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run of every step about one bundle, of which one does not build, and of what needs no bundle."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "models").mkdir()
+    (folder / "models" / "tiny").symlink_to(tiny_export)
+    (folder / "models" / "0.5b").mkdir()
+    (folder / "models" / "0.5b" / "export.json").write_text("{}")
+    steps = ["driver", "*/cuda/tiny/fp16", "baseline/1b", "build/cuda/0.5b/int8", "measure/cuda/0.5b/int8"]
+    command = [sys.executable, str(SCRIPT), "--out", "x.json", "--models", "models", *steps]
+    return folder / "x.json", subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+
+@pytest.mark.slow
+def test_a_whole_run_records_what_it_promises(finished: tuple[Path, Any]):
+    steps = json.loads(finished[0].read_text())["steps"]
+    tiny = {name: step for name, step in steps.items() if name.endswith("cuda/tiny/fp16")}
+    assert {step["state"] for step in tiny.values()} == {"done"} and len(tiny) == 6
+    results = {name.partition("/")[0]: step["result"] for name, step in tiny.items()}
+    assert results["build"]["bytes"] > 5_000_000 and results["build"]["quality"]
+    assert results["measure"]["captures"] > 0 and results["measure"]["step_without_graphs"]["p50_s"] > 0
+    assert results["determinism"]["tokens"]["equal_again"] == 8
+    assert results["kernels"].keys() == {"xqa", "without_xqa"}
+    for found in results["kernels"].values():
+        assert found["step"]["p50_s"] > 0 and found["operators"]["GroupQueryAttention"]["host_us"] > 0
+    assert steps["driver"]["result"]["problems"] == []
+    assert steps["baseline/1b"]["state"] == "not run"
+
+
+@pytest.mark.slow
+def test_what_fails_leaves_the_rest_of_a_whole_run_alone(finished: tuple[Path, Any]):
+    steps, done = json.loads(finished[0].read_text())["steps"], finished[1]
+    assert done.returncode == 1 and "Traceback" not in done.stdout
+    assert steps["build/cuda/0.5b/int8"]["state"] == "failed"
+    assert "export.json" in steps["build/cuda/0.5b/int8"]["message"]
+    later = steps["measure/cuda/0.5b/int8"]  # which does not wait for the same again
+    assert later["state"] == "not run" and later["message"].startswith("no bundle: ")
+
+
+@pytest.mark.slow
+def test_the_table_of_a_whole_run_follows_from_its_steps(finished: tuple[Path, Any], part: Part):
+    document = json.loads(finished[0].read_text())
+    lines = finished[1].stdout.splitlines()
+    assert lines == part("report").markdown(document).splitlines() and lines[0].startswith("NVIDIA L4 ")
+    row = next(line for line in lines if line.startswith("| cuda/tiny/fp16 | yes |"))
+    step = document["steps"]["measure/cuda/tiny/fp16"]["result"]["step"]["p50_s"]
+    assert f"| {step * 1e3:.2f} ms |" in row

@@ -155,7 +155,7 @@ def test_cases_of_the_reference_are_read_as_they_were_written(part, tmp_path):
         reference.Case([3], np.zeros((1, 3)), [], []),
     ]
     reference.save(cases, tmp_path / "x.npz")
-    for found, wanted in zip(reference.read(tmp_path / "x.npz"), cases, strict=True):
+    for found, wanted in zip(reference.cache.read(tmp_path / "x.npz"), cases, strict=True):
         assert (found.ids, found.tokens, found.leads) == (wanted.ids, wanted.tokens, wanted.leads)
         assert np.array_equal(found.logits, wanted.logits)
 
@@ -173,7 +173,7 @@ def test_without_transformers_the_portable_graph_is_the_reference(part, monkeypa
     found = reference.reference(str(tiny_export), str(tmp_path / "x.npz"))
     assert found["source"] == "the portable graph" and found["problems"] == []
     assert found["missing"] == ["transformers: transformers is not installed"]
-    assert found["difference_of_both"] is None and len(reference.read(tmp_path / "x.npz")) == 4
+    assert found["difference_of_both"] is None and len(reference.cache.read(tmp_path / "x.npz")) == 4
 
 
 def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny_export, tmp_path):
@@ -183,7 +183,7 @@ def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny_expor
     def refuse(folder: Path) -> None:
         raise MissingExtraError("onnxruntime is not installed")
 
-    monkeypatch.setattr("llmc.optimize.reference.Reference", refuse)
+    monkeypatch.setattr("llmc.optimize.judge.reference.Reference", refuse)
     with pytest.raises(part("work").NotHereError) as caught:
         reference.reference(str(tiny_export), str(tmp_path / "x.npz"))
     assert str(caught.value) == (
@@ -282,7 +282,7 @@ def test_bandwidth_counts_what_is_read_and_what_is_written(part, monkeypatch):
 def test_bandwidth_of_a_device_is_that_of_copies_on_it(part, monkeypatch):
     machine, driver = part("machine"), FakeDriver()
     monkeypatch.setattr(machine, "COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("llmc.runtime.cuda.open_driver", lambda: driver)
+    monkeypatch.setattr("llmc.runtime.host.cuda.open_driver", lambda: driver)
     found = machine.bandwidth(True)
     assert (found["kind"], found["device"]["name"], found["buffer_bytes"]) == ("device", SERVER.name, 1 << 16)
     assert driver.copied == {("device", "device"): (1 << 16) * machine.COPIES * (machine.ROUNDS + 1)}
@@ -293,14 +293,14 @@ def test_without_a_gpu_nothing_is_measured_on_one(part, monkeypatch):
     def refuse() -> None:
         raise GpuError("no driver")
 
-    monkeypatch.setattr("llmc.runtime.cuda.open_driver", refuse)
+    monkeypatch.setattr("llmc.runtime.host.cuda.open_driver", refuse)
     with pytest.raises(part("work").NotHereError, match="no driver"):
         part("machine").bandwidth(True)
 
 
 def test_a_gpu_gives_back_what_measuring_took(part, monkeypatch, tiny_bundle):
     measure, driver = part("measure"), FakeDriver()
-    monkeypatch.setattr("llmc.runtime.cuda.open_driver", lambda: driver)
+    monkeypatch.setattr("llmc.runtime.host.cuda.open_driver", lambda: driver)
     monkeypatch.setattr(measure, "PROMPTS", (8,))
     monkeypatch.setattr(measure, "NEW_TOKENS", 4)
     found = measure.measure(str(tiny_bundle), False, True, 1)

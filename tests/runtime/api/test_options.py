@@ -8,7 +8,6 @@ import pytest
 from llmc.bundle import Invariance, Manifest
 from llmc.errors import UsageError
 from llmc.runtime import load
-from llmc.runtime.api import options
 from llmc.runtime.api.options import Determinism, EngineOptions, check_level, in_pairs, row_limit
 
 
@@ -89,9 +88,9 @@ def test_a_graph_that_this_cpu_cannot_use_decides_nothing(manifest: Manifest, mo
     kept = seen(manifest, rows=2, tokens=2)
     other = replace(kept.graphs["decode"], invariance=Invariance(), cpu_features=("vnni",))
     both = replace(kept, graphs={**kept.graphs, "prefill": other})
-    monkeypatch.setattr(options, "cpu_features", frozenset)
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", frozenset)
     check_level(both, Determinism.BATCH)
-    monkeypatch.setattr(options, "cpu_features", lambda: frozenset({"vnni"}))
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", lambda: frozenset({"vnni"}))
     with pytest.raises(UsageError, match="chunks of prompts"):
         check_level(both, Determinism.BATCH)
 

@@ -11,8 +11,9 @@ from llmc import __version__
 from llmc.bundle import read_bundle
 from llmc.errors import BundleError, UsageError
 from llmc.runtime.bench import benchmark as module
-from llmc.runtime.bench import roofline
+from llmc.runtime.bench import client, roofline
 from llmc.runtime.bench.benchmark import BenchmarkReport, benchmark
+from llmc.runtime.bench.client import Visit
 from llmc.runtime.host.energy import Joules
 
 
@@ -55,22 +56,41 @@ def test_the_report_is_plain_data(report: BenchmarkReport):
 
 def test_the_figures_follow_from_the_times(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
     """The first of four runs is not counted, and memory is so slow that the fastest step sets the limit."""
-    timed: list[tuple[int, int]] = []
+    timed: list[tuple[int, int, int]] = []
     runs = iter([(9.0, [9.0]), (0.5, [0.01, 0.02]), (0.1, [0.03, 0.04]), (0.2, [0.05, 0.06])])
 
-    def time_request(model: Any, prompt_length: int, new_tokens: int) -> tuple[float, list[float]]:
-        timed.append((prompt_length, new_tokens))
+    def time_request(model: Any, prompt_length: int, new_tokens: int, index: int) -> tuple[float, list[float]]:
+        timed.append((prompt_length, new_tokens, index))
         return next(runs)
 
     monkeypatch.setattr(module, "_time_request", time_request)
     monkeypatch.setattr(module, "read_bandwidth", lambda threads: 1.0)
     report = benchmark(tiny_bundle, prompt_length=10, new_tokens=3, repeats=3, threads=1)
-    assert timed == [(10, 2), (10, 3), (10, 3), (10, 3)]
+    assert timed == [(10, 2, 0), (10, 3, 1), (10, 3, 2), (10, 3, 3)]
     assert (report.ttft_p50_s, report.ttft_p95_s) == pytest.approx((0.2, 0.47))
     assert (report.tpot_p50_s, report.tpot_p95_s) == pytest.approx((0.035, 0.0575))
     assert (report.prefill_tokens_per_s, report.decode_tokens_per_s) == pytest.approx((50, 6 / 0.21))
     assert report.read_bandwidth == pytest.approx(report.weight_bytes_per_token / 0.01)
     assert report.roofline_fraction == pytest.approx(0.01 / 0.035)
+
+
+def test_the_engine_answers_and_no_prompt_comes_from_the_prefix_cache(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[Visit] = []
+
+    def visit(*arguments: Any) -> list[Visit]:
+        seen.extend(found := client.visit(*arguments))
+        return found
+
+    monkeypatch.setattr(module, "visit", visit)
+    benchmark(tiny_bundle, prompt_length=200, new_tokens=4, repeats=2, threads=1)
+    answered = [each.metrics for each in seen if each.metrics is not None]
+    assert [(own.prompt_tokens, own.cached_tokens, own.output_tokens) for own in answered] == [
+        (200, 0, 2),
+        (200, 0, 4),
+        (200, 0, 4),
+    ]
 
 
 class FakeMeter:

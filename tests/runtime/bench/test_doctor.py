@@ -10,7 +10,7 @@ from doubles.plans import PLAN
 
 from llmc import bundle
 from llmc.optimize.targets import TARGETS
-from llmc.plans import DeviceMemory, EnginePlan
+from llmc.plans import DeviceMemory, EngineConfig
 from llmc.publish import file_entries
 from llmc.runtime.bench.doctor import Diagnosis, Machine, diagnose, this_machine
 from llmc.runtime.host.machine import Available
@@ -337,7 +337,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(folder: Path, manifest: bundle.Manifest, plan: EnginePlan | None = PLAN, **changes: object) -> Path:
+def write(folder: Path, manifest: bundle.Manifest, plan: EngineConfig | None = PLAN, **changes: object) -> Path:
     """A bundle for TensorRT 11.4 on an RTX 4090, with ``changes`` to its manifest."""
     made = dataclasses.replace(
         manifest,
@@ -421,9 +421,9 @@ def test_a_bundle_for_the_cpu_is_judged_by_its_features(
 ):
     cpu = bundle.Target("cpu", "onnxruntime", "1.31.1", "1.23")
     write(folder, manifest, None, target=cpu, device=None, cache="float32")
-    monkeypatch.setattr("llmc.runtime.sessions.onnxruntime.cpu_features", lambda: frozenset({"vnni"}))
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", lambda: frozenset({"vnni"}))
     assert judged(folder, NO_GPU) == ("", "")
-    monkeypatch.setattr("llmc.runtime.sessions.onnxruntime.cpu_features", frozenset)
+    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", frozenset)
     reasons, _ = judged(folder, NO_GPU)
     assert "vnni" in reasons
 

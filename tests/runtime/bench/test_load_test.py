@@ -16,15 +16,17 @@ from llmc.bundle import read_bundle
 from llmc.errors import DeadlineError, LlmcError, QueueFullError, UsageError
 from llmc.runtime import load
 from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.bench import client
 from llmc.runtime.bench import load_test as module
-from llmc.runtime.bench.load_test import LoadReport, Percentiles, Visit, arrivals, figures, load_test, send
+from llmc.runtime.bench.client import Visit, send
+from llmc.runtime.bench.load_test import LoadReport, Percentiles, arrivals, figures, load_test
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host.energy import Joules
 from llmc.runtime.observe.metrics import RequestMetrics
 
 REQUESTS = 6
 PATIENCE = 120  # seconds after which a thread that waits counts as waiting for ever
-METRICS = RequestMetrics(0.5, 0.0, None, None, None, None, None, 10, 0, 3, 0, 0, 0, 0, "length")
+METRICS = RequestMetrics(0.5, 0.0, None, None, None, None, None, 10, 0, 3, 0, 0, 0, "length")
 
 # The mean of n exponential gaps has a relative standard deviation of 1 / sqrt(n): five of them for a fixed seed.
 GAPS = 10_000
@@ -217,7 +219,7 @@ def test_the_report_says_how_many_rows_there_were_where_they_run_in_pairs(tiny_b
 def test_a_full_queue_rejects(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
     models: list[Any] = []
     monkeypatch.setattr(module, "load", lambda *given, **more: models.append(load(*given, **more)) or models[0])
-    monkeypatch.setattr(module, "send", lambda *given: while_held(models[0].engine, lambda: send(*given)))
+    monkeypatch.setattr(client, "send", lambda *given: while_held(models[0].engine, lambda: send(*given)))
     report = load_test(tiny_bundle, requests=40, prompt_length=4, new_tokens=2, threads=1, max_queue=3)
     assert (report.completed, report.rejected, report.max_queue) == (3, 37, 3)
 

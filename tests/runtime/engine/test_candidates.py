@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.bundle import EnginePlan, Manifest, Profile
+from llmc.bundle import EngineConfig, Manifest, Profile
 from llmc.errors import RequestError
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
@@ -21,7 +21,7 @@ VOCAB = 4096
 CANDIDATES = 32
 PROMPT = [5, 17, 300, 41]
 OTHERS = [[9, 8, 7], [100, 200, 300, 400, 500]]
-ENGINE = EnginePlan(
+ENGINE = EngineConfig(
     file="engine.plan",
     form="native",
     compute="float16",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from doubles.clocks import even_pace
 
-from llmc.bundle import DeviceMemory, EnginePlan, Manifest, Profile
+from llmc.bundle import DeviceMemory, EngineConfig, Manifest, Profile
 from llmc.errors import RequestError, ResourceError
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
@@ -229,20 +229,20 @@ def test_the_cache_grows_by_steps_and_no_further_than_the_context(make_engine: A
     engine = make_engine(session, max_context=400)
     asked = Request(prompt(10, 20), params(370))
     sizes = []
-    session.before = lambda _: sizes.append((session.rows, session.capacity))
+    session.before = lambda _: sizes.append((session.cache.rows, session.cache.capacity))
     assert tokens(engine.submit(asked)) == alone(asked.prompt, asked.params)
     assert sorted(set(sizes)) == [(1, 256), (1, 400)]
 
 
 def test_memory_that_ends_while_the_cache_grows_fails_who_needs_it(make_engine: Any, session: Any, alone: Alone):
-    reserve = session.reserve
+    reserve = session.cache.reserve
 
     def refuse(rows: int, capacity: int) -> None:
         if capacity > 256:
             raise ResourceError("no memory for that")
         reserve(rows, capacity)
 
-    session.reserve = refuse
+    session.cache.reserve = refuse
     engine = make_engine(session, max_context=512)
     modest, greedy = (Request(prompt(first, 20), params(new)) for first, new in ((10, 60), (300, 300)))
     handles = held_back(engine, [modest, greedy])
@@ -260,7 +260,7 @@ BYTES = DeviceMemory(context=1000, weights=2000, workspace=500, cache_per_token=
 def fixed(remembering: Any) -> Any:
     """A session whose cache has one capacity, as a TensorRT engine's, and rows by fours."""
 
-    class Fixed(remembering):  # type: ignore[misc]
+    class Roomy(remembering.cache_type):  # type: ignore[misc]
         device_memory = 1 << 40
 
         def __init__(self) -> None:
@@ -269,7 +269,10 @@ def fixed(remembering: Any) -> Any:
 
         def reserve(self, rows: int, capacity: int) -> None:
             self.asked.append((rows, capacity))
-            self.resize(max(-(-rows // 4) * 4, self.rows), FIXED)
+            super().reserve(-(-rows // 4) * 4, FIXED)
+
+    class Fixed(remembering):  # type: ignore[misc]
+        cache_type = Roomy
 
     return Fixed()
 
@@ -277,7 +280,7 @@ def fixed(remembering: Any) -> Any:
 @pytest.fixture
 def on_gpu(served: Manifest, tiny_tokenizer: Any) -> Iterator[Callable[..., Engine]]:
     """Makes engines for a bundle whose cache lies on a GPU."""
-    plan = EnginePlan(
+    plan = EngineConfig(
         file="engine.plan",
         form="native",
         compute="float16",
@@ -318,8 +321,8 @@ def test_a_session_that_makes_more_room_than_it_is_asked_for_serves_as_any(
     assert [tokens(handle) for handle in held_back(engine, requests)] == [
         alone(request.prompt, request.params) for request in requests
     ]
-    assert fixed.cache.shape == (8, FIXED)
-    assert len(fixed.asked) == 2  # once for four rows, once for eight, and never for more positions
+    assert fixed.cache.tokens.shape == (8, FIXED)
+    assert len(fixed.cache.asked) == 2  # once for four rows, once for eight, and never for more positions
     assert engine._scheduler.reserved_bytes == 8 * FIXED * BYTES.cache_per_token
 
 
@@ -334,14 +337,14 @@ def test_the_context_ends_where_it_was_said_to_and_not_where_the_cache_does(on_g
 
 
 def test_a_request_that_does_not_fit_into_the_gpus_memory_is_refused_by_its_numbers(on_gpu: Any, fixed: Any):
-    fixed.device_memory = BYTES.total(FIXED, 1) - 1
+    fixed.cache.device_memory = BYTES.total(FIXED, 1) - 1
     with pytest.raises(ResourceError, match=r"may grow to 256 positions in 1 row\(s\), .* MB of the GPU's memory are"):
         on_gpu(fixed).submit(Request(prompt(10, 5), params(5))).result(PATIENCE)
-    assert fixed.asked == []
+    assert fixed.cache.asked == []
 
 
 def test_requests_go_one_after_another_where_the_gpu_has_room_for_one(on_gpu: Any, fixed: Any, alone: Alone):
-    fixed.device_memory = BYTES.total(FIXED, 2) - 1
+    fixed.cache.device_memory = BYTES.total(FIXED, 2) - 1
     engine = on_gpu(fixed)
     requests = [Request(prompt(10 * i, 5), params(6)) for i in range(1, 4)]
     assert [tokens(handle) for handle in held_back(engine, requests)] == [
@@ -353,12 +356,18 @@ def test_requests_go_one_after_another_where_the_gpu_has_room_for_one(on_gpu: An
 def test_growth_that_the_gpu_has_lost_room_for_fails_who_needs_it(on_gpu: Any, fixed: Any, alone: Alone):
     """Another process took memory since the engine was made."""
     engine = on_gpu(fixed)
-    fixed.device_memory = BYTES.total(FIXED, 4)
+
+    def refuse(rows: int, capacity: int) -> None:
+        if rows > 4:
+            raise ResourceError(f"no memory for {rows} rows")
+        reserve(rows, capacity)
+
+    reserve, fixed.cache.reserve = fixed.cache.reserve, refuse
     requests = [Request(prompt(10 * i, 5), params(6)) for i in range(1, 6)]
     handles = held_back(engine, requests)
     for handle, request in zip(handles[:4], requests, strict=False):
         assert tokens(handle) == alone(request.prompt, request.params)
-    with pytest.raises(ResourceError, match=r"for 512 tokens in 5 row\(s\) the model takes .* of the GPU's memory"):
+    with pytest.raises(ResourceError, match="no memory for 5 rows"):
         tokens(handles[4])
 
 

@@ -265,7 +265,7 @@ def test_requests_that_do_not_fit_side_by_side_go_one_after_another(
     engine = make_engine(session, memory=served.memory.total(256, 2))
     handles = [engine.submit(ask(prompt)) for prompt in (PROMPT, *OTHERS)]
     assert [tokens(handle) for handle in handles] == [alone(prompt, SAMPLED) for prompt in (PROMPT, *OTHERS)]
-    assert session.rows == 2
+    assert session.cache.rows == 2
 
 
 # --------------------------------------------------------------------------------------------------- cancel, deadline

@@ -98,7 +98,7 @@ def bundle(
     if request.param == "float32":
         return tiny_bundle
     from llmc.export.streaming import StreamedDecoder
-    from llmc.optimize.calibration import CalibrationRequest
+    from llmc.optimize.calibrate.request import CalibrationRequest
 
     calibration = CalibrationRequest(StreamedDecoder, samples=4, length=64)
     output = tmp_path_factory.mktemp("int8-cache") / "bundle"

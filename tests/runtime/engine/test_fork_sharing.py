@@ -103,10 +103,13 @@ def test_the_best_of_several_are_those_with_the_highest_mean_log_probability(
 def test_a_fork_that_copies_another_row_is_noticed(make_engine: Any, remembering: Any, alone: Alone):
     """The planted error: samples that begin with something else than the prompt."""
 
-    class Crossed(remembering):  # type: ignore[misc]
+    class Crossing(remembering.cache_type):  # type: ignore[misc]
         def copy(self, source: int, target: int, start: int, end: int) -> None:
             super().copy(source, target, start, end)
-            self.cache[target, start] += 1
+            self[target, start] += 1
+
+    class Crossed(remembering):  # type: ignore[misc]
+        cache_type = Crossing
 
     result = run(make_engine(Crossed()), params := sampled(n=3))
     assert [list(output.token_ids) for output in result.outputs] != [alone(PROMPT, params, i) for i in range(3)]

@@ -15,6 +15,7 @@ import pytest
 from llmc.errors import EngineClosedError, GpuError, LlmcError, ResourceError
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
+from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch
 
@@ -46,11 +47,15 @@ class Failing:
         self.after: list[str] = []
         self.closed = 0
 
+    @property
+    def cache(self) -> "FailingCache":
+        return FailingCache(self)
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        return self._counted(name, found) if name in KINDS else found
+        return self.counted(name, found) if name in KINDS else found
 
-    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             lost = isinstance(self.error, GpuError) and self.error.lost
             if self.failed and lost:
@@ -69,6 +74,19 @@ class Failing:
         self.closed += 1
         if self.failed and isinstance(self.error, GpuError) and self.error.lost:
             raise copy.copy(self.error)
+
+
+class FailingCache:
+    """The cache of such a session."""
+
+    grow, read_blocks = KVCache.grow, KVCache.read_blocks
+
+    def __init__(self, session: Failing) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._session._inner.cache, name)
+        return self._session.counted(name, found) if name in KINDS else found
 
 
 def lost() -> GpuError:

@@ -108,7 +108,7 @@ def test_rows_for_all_beams_are_kept_free_from_the_start(make_engine: Any, remem
     handles = [engine.submit(beams({"num_beams": 4})) for _ in range(5)]
     wanted = expected(driven(remembering(), beam_search({"num_beams": 4}), PROMPT))
     assert [found(handle.result(PATIENCE)) for handle in handles] == [wanted] * 5
-    assert session.rows <= 8
+    assert session.cache.rows <= 8
 
 
 def test_beams_as_wide_as_the_engine_wait_for_every_row(make_engine: Any, remembering: Any, alone: Any):
@@ -123,7 +123,7 @@ def test_beams_as_wide_as_the_engine_wait_for_every_row(make_engine: Any, rememb
         alone([20], sampled),
         alone([30], sampled),
     ]
-    assert session.rows == 4
+    assert session.cache.rows == 4
 
 
 def test_strands_keep_their_order_when_rows_are_moved(make_engine: Any, remembering: Any):
@@ -152,9 +152,12 @@ def test_a_processor_of_beams_that_raises_ends_them_alone(make_engine: Any, alon
 def test_a_fork_that_copies_too_little_is_noticed(make_engine: Any, remembering: Any):
     """The planted error: the last position of a copied row stays behind."""
 
-    class Lossy(remembering):  # type: ignore[misc]
+    class Losing(remembering.cache_type):  # type: ignore[misc]
         def copy(self, source: int, target: int, start: int, end: int) -> None:
             super().copy(source, target, start, max(start, end - 1))
+
+    class Lossy(remembering):  # type: ignore[misc]
+        cache_type = Losing
 
     wanted = expected(driven(remembering(), beam_search({"num_beams": 4}), PROMPT))
     with pytest.raises(Exception, match=r"failed inside|reports"):

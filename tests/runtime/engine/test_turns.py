@@ -151,7 +151,7 @@ def test_a_closed_model_refuses_requests_and_may_be_closed_again(slow: Model):
         slow.chat([{"role": "user", "content": "Hello"}])
     with pytest.raises(EngineClosedError, match="the engine was closed"):
         running.result(PATIENCE)
-    assert slow.runner.session.capacity == 0
+    assert slow.runner.session.cache.capacity == 0
 
 
 def test_a_model_closed_before_its_first_request_refuses_it(tiny_bundle: Path):

@@ -76,7 +76,8 @@ class Vocabulary:
 
     def agrees(self, guide: GrammarGuide, expected: set[int]) -> bool:
         """Whether the mask allows what is expected, or, if all of that begins alike, just the forced token among it."""
-        found, forced = self.allowed(guide), guide.forced()
+        found = self.allowed(guide)
+        forced = [] if guide.finished else guide._matcher.compute_ff_tokens()
         if not forced:
             return found == expected
         beginnings = {(self.spellings[token] or b"")[:1] for token in expected}

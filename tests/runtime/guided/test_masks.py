@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.errors import GrammarError, UsageError
+from llmc.errors import GrammarError
 from llmc.runtime.guided import Grammars
 
 SCHEMA = {
@@ -95,7 +95,6 @@ class TestMask:
         logits = np.random.default_rng(0).normal(0, 3, size).astype(np.float32)
         for _ in range(20):
             guide.accept(int(guide.mask(logits).argmax()))
-            assert all(token < size for token in guide.forced())
 
     def test_is_the_same_for_every_thread(self, tiny: Any) -> None:
         alone = list(tiny.outputs(walks=8, json_schema=SCHEMA))
@@ -127,7 +126,6 @@ class TestEnd:
         guide.accept(eos)
         assert guide.finished
         assert byte_level.allowed(guide) == {0, 1}
-        assert guide.forced() == []
         with pytest.raises(GrammarError, match="after its end"):
             guide.accept(0)
 
@@ -158,59 +156,6 @@ class TestSteps:
                 guide.accept(token)
         assert tiny.allowed(guide) == before
         guide.accept(*tiny.spell(b"a"))
-
-    @pytest.mark.parametrize("count", [1, 2, 5])
-    def test_taken_back_leave_no_trace(self, vocabulary: Any, count: int) -> None:
-        grammars = vocabulary.grammars()
-        guide, other = vocabulary.start(grammars, json_schema=SCHEMA), vocabulary.start(grammars, json_schema=SCHEMA)
-        tokens = vocabulary.walk(vocabulary.start(grammars, json_schema=SCHEMA), 3)
-        for index, token in enumerate(tokens):
-            guide.accept(token)
-            if index >= count:
-                guide.rollback(count)
-                other.accept(tokens[index - count])
-                assert vocabulary.allowed(guide) == vocabulary.allowed(other)
-                for again in tokens[index - count + 1 : index + 1]:
-                    guide.accept(again)
-
-    def test_taken_back_include_the_end(self, tiny: Any) -> None:
-        guide = tiny.start(regex="a+")
-        guide.accept(*tiny.spell(b"a"))
-        guide.accept(0)
-        guide.rollback(1)
-        assert not guide.finished
-        guide.accept(2)
-        guide.rollback(2)
-        assert not tiny.allowed(guide) & {0, 2}
-
-    @pytest.mark.parametrize("count", [-1, 3])
-    def test_taken_back_are_at_most_those_accepted(self, tiny: Any, count: int) -> None:
-        guide = tiny.start(regex="a+")
-        guide.accept(*tiny.spell(b"a"))
-        guide.accept(0)
-        with pytest.raises(UsageError, match=f"cannot take back {count} tokens of 2"):
-            guide.rollback(count)
-
-    def test_of_a_fork_are_its_own(self, tiny: Any) -> None:
-        guide = tiny.start(regex="(ab|cd)+")
-        guide.accept(*tiny.spell(b"a"))
-        fork = guide.fork()
-        fork.accept(*tiny.spell(b"b"))
-        fork.accept(0)
-        assert fork.finished and not guide.finished
-        assert 0 not in tiny.allowed(guide)
-        guide.accept(*tiny.spell(b"b"))
-        fork.rollback(2)
-        assert 0 in tiny.allowed(guide) and 0 not in tiny.allowed(fork)
-
-    def test_forced_spell_the_only_text_left(self, vocabulary: Any) -> None:
-        guide = vocabulary.start(regex="(x|y)over the fox")
-        assert guide.forced() == []
-        guide.accept(*vocabulary.spell(b"x"))
-        drafts = guide.forced()
-        assert "over the fox".startswith(vocabulary.text(drafts)) and drafts
-        for token in drafts:
-            guide.accept(token)
 
     def test_end_with_an_error_where_no_token_spells_the_rest(self, words: Any) -> None:
         guide = words.start(regex="(a|ab)c|x")

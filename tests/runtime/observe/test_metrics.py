@@ -80,7 +80,7 @@ def test_a_time_that_starts_at_admission_is_noticed(engine: EngineMetrics, clock
 
 
 def test_what_has_not_happened_is_none(clock: Clock):
-    timeline = RequestTimeline(3, clock=clock)
+    timeline = EngineMetrics(clock).timeline(3)
     waiting = timeline.metrics()
     assert (waiting.queue_s, waiting.ttft_s, waiting.tpot_s, waiting.itl_p50_s, waiting.e2e_s) == (None,) * 5
     assert (waiting.finish_reason, waiting.acceptance) == (None, None)
@@ -136,14 +136,14 @@ def test_outputs_that_are_taken_for_one_are_noticed(engine: EngineMetrics, clock
 
 
 def test_events_may_be_recorded_after_they_happened(clock: Clock):
-    timeline = RequestTimeline(1, clock=clock)
+    timeline = EngineMetrics(clock).timeline(1)
     clock.after(10)
     timeline.admit(now=101.0)
     timeline.token(now=102.0)
     timeline.token(now=104.0)
     timeline.finish("length", now=105.0)
     assert timeline.token_times() == [102.0, 104.0]
-    assert (timeline.first_token, timeline.last_token) == (102.0, 104.0)
+    assert timeline.first_token == 102.0
     metrics = timeline.metrics()
     assert (metrics.queue_s, metrics.ttft_s, metrics.tpot_s, metrics.e2e_s) == (1.0, 2.0, 2.0, 5.0)
 
@@ -155,20 +155,6 @@ def test_a_request_ends_once(engine: EngineMetrics, clock: Clock):
     assert timeline.metrics().finish_reason == "stop"
     assert timeline.metrics().e2e_s == pytest.approx(3.5, abs=EXACT)
     assert engine.snapshot().requests == {**dict.fromkeys(OUTCOMES, 0), "stop": 1}
-
-
-def test_waiting_again_after_a_preemption_is_no_new_admission(engine: EngineMetrics, clock: Clock):
-    timeline = engine.timeline(10)
-    clock.after(1)
-    timeline.admit(cached_tokens=2)
-    timeline.token(count=5)
-    timeline.preempt()
-    clock.after(1)
-    timeline.admit(cached_tokens=12)
-    metrics, snapshot = timeline.metrics(), engine.snapshot()
-    assert (metrics.queue_s, metrics.cached_tokens, metrics.preemptions) == (1.0, 2, 1)
-    assert (snapshot.queue.count, snapshot.prompt_tokens, snapshot.preemptions) == (1, 10, 1)
-    assert (snapshot.prefix_hit_tokens, snapshot.prefix_miss_tokens) == (2 + 12, 8 + 3)
 
 
 def test_metrics_do_not_change_with_their_timeline(engine: EngineMetrics, clock: Clock):
@@ -303,7 +289,7 @@ def test_a_lost_token_is_noticed(engine: EngineMetrics, clock: Clock):
 
 
 def test_a_timeline_may_be_read_while_it_grows():
-    timeline = RequestTimeline(1)
+    timeline = EngineMetrics().timeline(1)
     done = threading.Event()
 
     def grow() -> None:

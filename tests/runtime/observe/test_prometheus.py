@@ -16,7 +16,6 @@ UNITS = ("_seconds", "_bytes", "_joules", "_tokens")
 # Counts of things, which have no unit.
 UNITLESS = {
     "llmc_requests",
-    "llmc_preemptions",
     "llmc_context_overflows",
     "llmc_num_requests_waiting",
     "llmc_num_requests_running",
@@ -35,7 +34,6 @@ def metrics() -> EngineMetrics:
     for i in range(1, 12):
         timeline.token(now=start + 0.1 + i * 0.02)
     timeline.draft(9, 5)
-    timeline.preempt()
     timeline.overflow()
     timeline.overflow()
     timeline.finish("stop", now=start + 3000)
@@ -84,7 +82,6 @@ def differences(text: str, snapshot: EngineSnapshot) -> list[str]:
         "llmc_prefix_cache_miss_tokens": snapshot.prefix_miss_tokens,
         "llmc_spec_decode_draft_tokens": snapshot.draft_proposed,
         "llmc_spec_decode_accepted_tokens": snapshot.draft_accepted,
-        "llmc_preemptions": snapshot.preemptions,
         "llmc_context_overflows": snapshot.overflows,
         "llmc_energy_joules": snapshot.energy_joules,
     }
@@ -170,5 +167,5 @@ def test_the_content_type_names_the_format():
 
 def test_without_prometheus_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtraError, match=r"\.\[metrics\]"):
+    with pytest.raises(MissingExtraError, match="pip install 'prometheus-client"):
         exposition(EngineMetrics())

@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes
 
-from llmc.runtime.observe.metrics import RequestTimeline
+from llmc.runtime.observe import tracing
+from llmc.runtime.observe.metrics import EngineMetrics, RequestTimeline
 from llmc.runtime.observe.tracing import JsonFormatter, current_context, event, record_spans
 
 SECOND = 1_000_000_000
@@ -149,7 +150,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 def timeline(reason: str = "stop", admitted: bool = True, tokens: bool = True) -> RequestTimeline:
     """1 s in the queue, 2 s of prefill, 3 s of decode; then it ended."""
-    line = RequestTimeline(12)
+    line = EngineMetrics().timeline(12)
     if admitted:
         line.admit(cached_tokens=8, now=line.queued + 1)
     if tokens:
@@ -202,23 +203,20 @@ def test_a_shifted_timeline_is_noticed(exporter: InMemorySpanExporter):
 def test_attributes_are_those_of_the_conventions(exporter: InMemorySpanExporter):
     line = timeline("length")
     line.draft(6, 4)
-    more = {"gen_ai.request.temperature": 0.5, "gen_ai.request.top_k": 40}
-    record_spans(line, model="tiny", operation="chat", request_id="r7", attributes=more)
-    attributes = dict(spans(exporter)["chat tiny"].attributes)
+    record_spans(line, model="tiny")
+    attributes = dict(spans(exporter)["text_completion tiny"].attributes)
     assert attributes.pop("gen_ai.response.time_to_first_chunk") == pytest.approx(3.0)
     assert attributes == {
-        "gen_ai.operation.name": "chat",
+        "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "llmc",
         "gen_ai.request.model": "tiny",
         "gen_ai.response.model": "tiny",
-        "gen_ai.response.id": "r7",
         "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.usage.input_tokens": 12,
         "gen_ai.usage.output_tokens": 5,
         "gen_ai.usage.cache_read.input_tokens": 8,
         "llmc.draft.proposed_tokens": 6,
         "llmc.draft.accepted_tokens": 4,
-        **more,
     }
 
 
@@ -231,12 +229,13 @@ def strangers(span: ReadableSpan) -> set[str]:
 
 
 def test_opentelemetrys_own_list_has_every_attribute(exporter: InMemorySpanExporter):
-    record_spans(timeline("error"), model="tiny", request_id="r")
+    record_spans(timeline("error"), model="tiny")
     assert strangers(spans(exporter)["text_completion tiny"]) == set()
 
 
-def test_an_attribute_that_the_list_lacks_is_noticed(exporter: InMemorySpanExporter):
-    record_spans(timeline(), model="tiny", attributes={"gen_ai.usage.prompt_token": 1})
+def test_an_attribute_that_the_list_lacks_is_noticed(exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracing, "_attributes", lambda line, model: {"gen_ai.usage.prompt_token": 1})
+    record_spans(timeline(), model="tiny")
     assert strangers(spans(exporter)["text_completion tiny"]) == {"gen_ai.usage.prompt_token"}
 
 
@@ -280,7 +279,7 @@ def test_the_context_is_the_callers():
 
 
 def test_a_request_that_runs_has_no_spans_yet(exporter: InMemorySpanExporter):
-    assert not record_spans(RequestTimeline(1), model="tiny")
+    assert not record_spans(EngineMetrics().timeline(1), model="tiny")
     assert spans(exporter) == {}
 
 
@@ -293,9 +292,10 @@ def test_without_a_configured_provider_nothing_is_made(monkeypatch: pytest.Monke
 def test_opentelemetry_is_never_imported_for_an_application_that_does_not_use_it():
     program = """
 import sys
-from llmc.runtime.observe.metrics import RequestTimeline
+from llmc.runtime.observe import tracing
+from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.tracing import current_context, record_spans
-line = RequestTimeline(1)
+line = EngineMetrics().timeline(1)
 line.finish("stop")
 assert current_context() is None
 assert not record_spans(line, model="tiny")

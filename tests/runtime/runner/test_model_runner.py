@@ -8,8 +8,8 @@ import pytest
 
 from llmc.bundle import Invariance, Manifest
 from llmc.runtime.api.options import Determinism
+from llmc.runtime.kv.rows import Rows
 from llmc.runtime.observe.metrics import EngineMetrics
-from llmc.runtime.rows import Rows
 from llmc.runtime.runner.model_runner import PREFILL_GRAPH_FROM, ModelRunner
 from llmc.runtime.runner.prefill import next_end
 from llmc.runtime.sessions import Phase
@@ -30,7 +30,7 @@ class Held:
 @pytest.fixture
 def session(remembering: Any) -> Any:
     session = remembering()
-    session.reserve(4, CAPACITY)
+    session.cache.reserve(4, CAPACITY)
     return session
 
 
@@ -43,7 +43,7 @@ def split(manifest: Manifest, precision: str = "int8", **found: Any) -> Manifest
 
 def runner_of(session: Any, manifest: Manifest, level: str, count: int) -> tuple[ModelRunner, Rows, list[Held]]:
     """A runner of a level, and ``count`` sequences that decode, filled as a prefill would."""
-    rows = Rows(session)
+    rows = Rows(session.cache)
     limits: dict[str, int] = {"max_context": CAPACITY, "max_rows": 4, "prefill_chunk": 8}
     runner = ModelRunner(session, manifest, rows, Determinism(level), metrics=EngineMetrics(), **limits)
     held = [Held([100 * i + j for j in range(3 + i)], 2 + i) for i in range(count)]

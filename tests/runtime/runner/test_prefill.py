@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmc.bundle import Manifest, read_bundle
+from llmc.bundle import Limits, Manifest, read_bundle
 from llmc.errors import RequestError, ResourceError, UsageError
+from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.runner.prefill import ATTENTION_TILE, LoneSequence, SingleRunner, prefill
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 
@@ -23,43 +24,41 @@ PROMPT = [(7 * i) % VOCAB for i in range(100)]
 LONG = np.random.default_rng(0).integers(3, 4096, 300).tolist()
 
 
+class Noted(HostCache):
+    """A cache that notes how it grows."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
+        self.reserved: list[int] = []
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        super().reserve(rows, capacity)
+        self.reserved.append(self.capacity)
+
+
 class Remembering:
     """A session without a model: its logits are a hash of the tokens in the cache, up to the position asked for."""
 
     engine_version = "0"
     substitutes = False
-    device_memory = None
 
-    def __init__(self) -> None:
-        self.cache = np.zeros((0, 0), np.int64)
+    def __init__(self, manifest: Manifest, cache_type: type[Noted] = Noted) -> None:
+        self.cache = cache_type(manifest)
         self.calls: list[tuple[str, int, int, int]] = []
         """Phase, new tokens, past and logits of each call."""
-        self.reserved: list[int] = []
-
-    @property
-    def rows(self) -> int:
-        return self.cache.shape[0]
-
-    @property
-    def capacity(self) -> int:
-        return self.cache.shape[1]
-
-    def reserve(self, rows: int, capacity: int) -> None:
-        grown = np.zeros((rows, capacity), np.int64)
-        grown[: self.cache.shape[0], : self.cache.shape[1]] = self.cache
-        self.cache = grown
-        self.reserved.append(capacity)
 
     def run(self, batch: Batch) -> np.ndarray:
         past, new = int(batch.past_lengths[0]), batch.input_ids[0]
         self.calls.append((batch.phase.value, len(new), past, batch.logit_indices.shape[1]))
-        assert past + len(new) <= self.capacity
-        self.cache[0, past : past + len(new)] = new
-        rows = [hashed(self.cache[0, : past + index + 1]) for index in batch.logit_indices[0]]
+        ends = self.cache.begin(0, [past], len(new))
+        tokens = self.cache.arrays[0][0, 0, :, 0]
+        tokens[past : past + len(new)] = new
+        self.cache.computed(0, ends)
+        rows = [hashed(tokens[: past + index + 1]) for index in batch.logit_indices[0]]
         return np.array(rows, np.float32).reshape(1, len(rows), VOCAB)
 
     def close(self) -> None:
-        self.cache = self.cache[:0, :0]
+        self.cache.close()
 
 
 def hashed(tokens: np.ndarray) -> np.ndarray:
@@ -67,13 +66,13 @@ def hashed(tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture
-def session() -> Remembering:
-    return Remembering()
+def session(manifest: Manifest) -> Remembering:
+    return Remembering(manifest)
 
 
 @pytest.fixture
 def runner(session: Remembering, manifest: Manifest) -> SingleRunner:
-    return SingleRunner(session, manifest, max_context=512, prefill_chunk=32)
+    return SingleRunner(session, max_context=512, prefill_chunk=32)
 
 
 @pytest.fixture(scope="session")
@@ -116,16 +115,21 @@ def test_a_prompt_is_fed_in_chunks_and_only_the_last_gives_logits(runner: Single
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 49, 50, 99, 100, 101, 512])
 def test_any_chunk_size_gives_the_same_tokens(manifest: Manifest, chunk: int):
-    runner = SingleRunner(Remembering(), manifest, 512, chunk)
-    assert generated(runner, PROMPT, 20) == generated(SingleRunner(Remembering(), manifest, 512, 512), PROMPT, 20)
+    runner = SingleRunner(Remembering(manifest), 512, chunk)
+    assert generated(runner, PROMPT, 20) == generated(SingleRunner(Remembering(manifest), 512, 512), PROMPT, 20)
 
 
 def chunks(length: int, size: int) -> list[tuple[int, int]]:
     """Start and end of each call that feeds a prompt."""
-    session = Remembering()
-    session.reserve(1, length)
-    list(prefill(session.run, LoneSequence(range(length)), size))
-    return [(start, start + new) for _, new, start, _ in session.calls]
+    found: list[tuple[int, int]] = []
+
+    def run(call: Batch) -> np.ndarray:
+        start = int(call.past_lengths[0])
+        found.append((start, start + call.input_ids.shape[1]))
+        return np.zeros((1, call.logit_indices.shape[1], 1), np.float32)
+
+    list(prefill(run, LoneSequence(range(length)), size))
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 64, 65, 66, 512])
@@ -148,8 +152,8 @@ def test_the_real_engine_gives_the_same_logits_for_any_chunk_size(opened: tuple[
     """
     precision, session, manifest = opened
     for length in (65, 129, 300):
-        whole = SingleRunner(session, manifest, 512, 512).prefill(LONG[:length]).copy()
-        chunked = SingleRunner(session, manifest, 512, chunk).prefill(LONG[:length])
+        whole = SingleRunner(session, 512, 512).prefill(LONG[:length]).copy()
+        chunked = SingleRunner(session, 512, chunk).prefill(LONG[:length])
         difference = float(np.abs(chunked - whole).max())
         assert difference <= (0.0 if precision == "int8" else FP32_TOLERANCE), length
 
@@ -157,7 +161,7 @@ def test_the_real_engine_gives_the_same_logits_for_any_chunk_size(opened: tuple[
 def test_the_tolerance_for_chunks_notices_a_token_fed_twice(fp32_bundle: Path):
     manifest = read_bundle(fp32_bundle)
     session = open_session(fp32_bundle, manifest, 1)
-    runner = SingleRunner(session, manifest, 512, 512)
+    runner = SingleRunner(session, 512, 512)
     right = runner.prefill(LONG).copy()
     wrong = runner.prefill([*LONG[:100], LONG[99], *LONG[100:]])
     session.close()
@@ -166,7 +170,7 @@ def test_the_tolerance_for_chunks_notices_a_token_fed_twice(fp32_bundle: Path):
 
 def test_evaluation_logits_are_those_of_the_steps(opened: tuple[str, Session, Manifest]):
     _, session, manifest = opened
-    runner = SingleRunner(session, manifest, 512, 16)
+    runner = SingleRunner(session, 512, 16)
     ids = LONG[:40]
     every = {phase: runner.logits(ids, phase) for phase in Phase}
     # The head sees 16 rows instead of one, and adds in another order.
@@ -180,30 +184,30 @@ def test_evaluation_logits_are_those_of_the_steps(opened: tuple[str, Session, Ma
 
 
 def test_the_cache_grows_in_steps_and_never_beyond_the_context(manifest: Manifest):
-    session = Remembering()
-    runner = SingleRunner(session, manifest, 600, 512)
+    session = Remembering(replace(manifest, limits=replace(manifest.limits, max_context=1024)))
+    runner = SingleRunner(session, 600, 512)
     generated(runner, PROMPT, 500)
-    assert session.reserved == [256, 512, 600]
+    assert session.cache.reserved == [256, 512, 600]
     generated(runner, PROMPT, 500)
-    assert session.reserved == [256, 512, 600]
+    assert session.cache.reserved == [256, 512, 600]
 
 
 def test_a_session_that_makes_more_room_than_it_is_asked_for_is_asked_once(manifest: Manifest):
-    class Fixed(Remembering):
+    class Roomy(Noted):
         def reserve(self, rows: int, capacity: int) -> None:
             super().reserve(max(rows, 2), 1024)
 
-    fixed = Fixed()
-    runner = SingleRunner(fixed, manifest, max_context=512, prefill_chunk=32)
-    roomy = SingleRunner(Remembering(), manifest, max_context=512, prefill_chunk=32)
+    fixed = Remembering(replace(manifest, limits=Limits(1024, 2, 512)), Roomy)
+    runner = SingleRunner(fixed, max_context=512, prefill_chunk=32)
+    roomy = SingleRunner(Remembering(manifest), max_context=512, prefill_chunk=32)
     assert generated(runner, PROMPT, 300) == generated(roomy, PROMPT, 300)
-    assert fixed.reserved == [1024]
+    assert fixed.cache.reserved == [1024]
     with pytest.raises(RequestError, match="position 513 is asked for, the context holds 512"):
         runner.reserve(513)
 
 
 def test_growth_keeps_what_the_cache_holds(manifest: Manifest):
-    grown, roomy = (SingleRunner(Remembering(), manifest, 512, 512) for _ in range(2))
+    grown, roomy = (SingleRunner(Remembering(manifest), 512, 512) for _ in range(2))
     roomy.reserve(512)
     assert generated(grown, PROMPT, 300) == generated(roomy, PROMPT, 300)
 
@@ -213,11 +217,11 @@ def test_crossing_a_growth_step_equals_all_room_from_the_start(tiny_bundle: Path
     logits, capacities = [], []
     for up_front in (1, manifest.limits.max_context):
         session = open_session(tiny_bundle, manifest, 1)
-        runner = SingleRunner(session, manifest, manifest.limits.max_context, 512)
+        runner = SingleRunner(session, manifest.limits.max_context, 512)
         runner.reserve(up_front)
         runner.prefill(LONG[:250])
         logits.append([runner.step(token, 250 + i)[0, 0].copy() for i, token in enumerate(LONG[250:262])])
-        capacities.append(session.capacity)
+        capacities.append(session.cache.capacity)
         session.close()
     assert capacities == [512, manifest.limits.max_context]
     assert np.array_equal(*logits)
@@ -227,9 +231,9 @@ def test_what_an_earlier_request_left_in_the_cache_is_never_read(tiny_bundle: Pa
     """Not even times zero: NaN would show."""
     manifest = read_bundle(tiny_bundle)
     session = open_session(tiny_bundle, manifest, 1)
-    runner = SingleRunner(session, manifest, 512, 16)
+    runner = SingleRunner(session, 512, 16)
     clean = generated(runner, LONG[:40], 8)
-    for tensor in session._cache:
+    for tensor in session.cache.arrays:
         tensor.fill(np.nan)
     assert generated(runner, LONG[:40], 8) == clean
     session.close()
@@ -239,10 +243,10 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(
     runner: SingleRunner, session: Remembering, monkeypatch: pytest.MonkeyPatch
 ):
     want = generated(runner, PROMPT, 5)
-    monkeypatch.setattr("llmc.runtime.memory.available_memory", lambda: 100)
+    monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 100)
     with pytest.raises(ResourceError, match="cache for 512 tokens"):
         generated(runner, PROMPT, 200)
-    assert session.reserved == [256]
+    assert session.cache.reserved == [256]
     assert generated(runner, PROMPT, 5) == want
 
 
@@ -276,8 +280,8 @@ def test_a_refused_prompt_does_not_reach_the_session(tiny_bundle: Path, manifest
     from llmc.runtime.model import Model
     from llmc.runtime.text.tokenizer import Tokenizer
 
-    session = Remembering()
-    runner = SingleRunner(session, manifest, 512, 32)
+    session = Remembering(manifest)
+    runner = SingleRunner(session, 512, 32)
     model = Model(tiny_bundle, manifest, Tokenizer.from_folder(tiny_bundle), runner, 1)
     for prompt in ([], "", [VOCAB], [-1], PROMPT * 6):
         with pytest.raises((RequestError, UsageError)):

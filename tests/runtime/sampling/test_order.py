@@ -7,7 +7,7 @@ import pytest
 
 from llmc.runtime.sampling import STEPS, SamplingParams, make_sampler
 from llmc.runtime.sampling.params import step_order
-from llmc.runtime.sampling.processors import BUILDERS, FILTERS, Setting, build_steps
+from llmc.runtime.sampling.processors import BUILDERS, FILTERS, SamplingContext, build_steps
 from llmc.runtime.sampling.samplers import RandomSampler, SupportSampler
 
 SIZE = 400
@@ -55,14 +55,14 @@ def random_logits(seed: int = 0, size: int = SIZE) -> np.ndarray:
 
 
 def names(**params: Any) -> list[str]:
-    setting = Setting(SamplingParams(**params), SIZE, 0, (2,), [unchanged], Anything())
-    return [name for name, _ in build_steps(setting)]
+    context = SamplingContext(SamplingParams(**params), SIZE, 0, (2,), [unchanged], Anything())
+    return [name for name, _ in build_steps(context)]
 
 
 def run(tokens: list[int], logits: np.ndarray, **params: Any) -> np.ndarray:
     """The logits that are drawn from, step by step."""
     current = logits.copy()
-    for _, step in build_steps(Setting(SamplingParams(**params), logits.size, 0, (2,))):
+    for _, step in build_steps(SamplingContext(SamplingParams(**params), logits.size, 0, (2,))):
         current = step(tokens, current)
     return current
 
@@ -109,8 +109,8 @@ class TestOrder:
         assert found == [step for step in STEPS if step != "temperature"]
 
     def test_has_nothing_that_is_not_asked_for(self) -> None:
-        setting = Setting(SamplingParams(), SIZE, 0, (2,))
-        assert build_steps(setting) == []
+        context = SamplingContext(SamplingParams(), SIZE, 0, (2,))
+        assert build_steps(context) == []
 
     def test_equals_a_chain_of_transformers(self) -> None:
         tokens, logits = [5, 6, 7, 8, 5, 6], random_logits()
@@ -171,7 +171,7 @@ class TestChooser:
         ids=str,
     )
     def test_is_the_fast_one_wherever_it_can_be(self, params: dict[str, Any], kind: type) -> None:
-        assert isinstance(make_sampler(SamplingParams(**params), SIZE, prompt_length=0)._chooser, kind)  # type: ignore
+        assert isinstance(make_sampler(SamplingParams(**params), SIZE, prompt_length=0)._sampler, kind)  # type: ignore
 
     def test_of_a_greedy_request_ignores_what_shapes_the_distribution(self) -> None:
         logits = random_logits()
@@ -218,7 +218,7 @@ class TestDraws:
         counts = np.zeros(SIZE, np.int64)
         sampler: Any = make_sampler(SamplingParams(**params, seed=0), SIZE, prompt_length=0)
         for seed in range(1500):
-            sampler._chooser.seed = seed  # draws differ by seed or position, and the tokens so far are to stay
+            sampler._sampler.seed = seed  # draws differ by seed or position, and the tokens so far are to stay
             counts[sampler(logits, history).token] += 1
         return chi_square_deviations(counts, softmax(run(history, logits, **expected)))
 

@@ -1,5 +1,5 @@
 import math
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 from llmc.bundle import Generation
 from llmc.errors import UsageError
 from llmc.runtime.sampling import SamplingParams
-from llmc.runtime.sampling.params import _RULES
+from llmc.runtime.sampling.params import PARAMETERS
 
 GREEDY_CHECKPOINT = Generation((2,), 1, False, None, None, None, None)
 SAMPLING_CHECKPOINT = Generation((2,), 1, True, 0.7, 20, 0.8, 0.05)
@@ -163,7 +163,11 @@ class TestRanges:
             SamplingParams(processor_order=order)
 
     def test_exist_for_every_parameter(self) -> None:
-        assert list(_RULES) == [field.name for field in fields(SamplingParams)]
+        assert list(PARAMETERS) == [field.name for field in fields(SamplingParams)]
+
+    @pytest.mark.parametrize("field", fields(SamplingParams), ids=lambda field: field.name)
+    def test_hold_the_defaults(self, field: Field[Any]) -> None:
+        assert PARAMETERS[field.name].range.holds(field.default)
 
 
 class TestCombinations:

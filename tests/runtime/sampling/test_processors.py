@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.errors import GrammarError, ProcessorError, RequestError, UsageError
+from llmc.errors import GrammarError, ProcessorError, RequestError
 from llmc.runtime.sampling import SamplingParams, build_processors, make_sampler
 
 SIZE = 60
@@ -69,20 +69,6 @@ class TestTokens:
     def test_that_end_the_output_may_come_early_if_they_do_not_end_it(self) -> None:
         found = processed({"min_tokens": 3, "stop_token_ids": (12,), "ignore_eos": True}, [1])
         assert np.flatnonzero(found == -np.inf).tolist() == [12]
-
-    @pytest.mark.parametrize(
-        "params",
-        [
-            {"logit_bias": ((SIZE, 1.0),)},
-            {"banned_tokens": (1, SIZE)},
-            {"allowed_tokens": (SIZE,)},
-            {"stop_token_ids": (SIZE,)},
-        ],
-        ids=str,
-    )
-    def test_outside_the_vocabulary_are_refused(self, params: dict[str, Any]) -> None:
-        with pytest.raises(UsageError, match=rf"{next(iter(params))} holds token id 60, expected 0 \.\.\. 59"):
-            make_sampler(SamplingParams(**params), SIZE, prompt_length=0)
 
 
 class TestOwnProcessors:

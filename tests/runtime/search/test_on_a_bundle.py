@@ -10,7 +10,7 @@ from llmc import bundle
 from llmc.optimize.build import build
 from llmc.runtime.search import BeamSearch
 from llmc.runtime.sessions import Batch, Phase
-from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
+from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
 NEW_TOKENS = 16
 BEAMS = 4
@@ -33,7 +33,7 @@ class BundleRows:
 
     def step(self, parents: Sequence[int], tokens: Sequence[int]) -> tuple[np.ndarray, None]:
         for row, parent in enumerate(parents):
-            self._session.copy(parent, row, 0, self._length)
+            self._session.cache.copy(parent, row, 0, self._length)
         ids, past = np.array(tokens, np.int64)[:, None], np.full(len(tokens), self._length)
         self._length += 1
         return self._session.run(Batch(Phase.DECODE, ids, past, np.zeros_like(ids)))[:, -1], None
@@ -43,7 +43,7 @@ class BundleRows:
 def session(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnnxRuntimeSession]:
     folder = build(tiny_export, tmp_path_factory.mktemp("beams") / "fp32", precision="fp32", max_batch=BEAMS).output
     opened = OnnxRuntimeSession(folder, bundle.read_bundle(folder), threads=1)
-    opened.reserve(BEAMS, 64)
+    opened.cache.reserve(BEAMS, 64)
     yield opened
     opened.close()
 

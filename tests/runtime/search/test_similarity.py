@@ -62,7 +62,7 @@ def test_another_order_or_weight_is_noticed(order, beta):
         ("a", "b", 0.0),
         ("", "b", 0.0),
         ("  a\n b ", "a b", 1.0),
-        ((1, 2, 2), (2, 2, 3), 2 / 3),
+        ("a b b", "b b c", 2 / 3),
     ],
 )
 def test_token_f1_is_the_harmonic_mean_of_precision_and_recall(hypothesis, reference, value):

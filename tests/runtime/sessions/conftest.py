@@ -13,11 +13,11 @@ from doubles.geometries import uniform
 from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 from onnx import numpy_helper, parser
 
-from llmc.bundle import EnginePlan, Graph, Limits, Manifest, Profile, Target
-from llmc.runtime.cuda import DeviceInfo
-from llmc.runtime.sessions.onnxruntime import OnnxRuntimeSession
-from llmc.runtime.sessions.tensorrt import TensorRTSession
-from llmc.runtime.sessions.tensorrt_engine import platform_name
+from llmc.bundle import EngineConfig, Graph, Limits, Manifest, Profile, Target
+from llmc.runtime.host.cuda import DeviceInfo
+from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
+from llmc.runtime.sessions.tensorrt.engine import platform_name
+from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
 LAYERS, HEADS, KV, WIDTH, VOCAB, HIDDEN = 2, 4, 2, 16, 97, 64
 MAX_BATCH, CAPACITY, CANDIDATES = 4, 64, 5
@@ -156,7 +156,7 @@ def bundle(graphs: Path, manifest: Manifest, tmp_path: Path) -> Callable[..., Se
         (tmp_path / "select.plan").write_bytes(make_select_plan(graphs / "select.onnx", rows, VOCAB))
         (tmp_path / "decoder.onnx").write_bytes(graph.read_bytes())
         driver = FakeDriver(device)
-        plan = EnginePlan(
+        plan = EngineConfig(
             file="engine.plan",
             form=form,
             compute=compute,
@@ -179,7 +179,7 @@ def bundle(graphs: Path, manifest: Manifest, tmp_path: Path) -> Callable[..., Se
     return make
 
 
-def with_engine(manifest: Manifest, plan: EnginePlan, compute: str) -> Manifest:
+def with_engine(manifest: Manifest, plan: EngineConfig, compute: str) -> Manifest:
     """The manifest of a bundle of the small decoder."""
     geometry = uniform("llama", LAYERS, HIDDEN, 64, HEADS, KV, WIDTH, VOCAB, CAPACITY, False, (0,) * LAYERS)
     return replace(
@@ -199,6 +199,6 @@ def with_engine(manifest: Manifest, plan: EnginePlan, compute: str) -> Manifest:
 def session(bundle: Callable[..., Setup]) -> Iterator[TensorRTSession]:
     """A session of the native form with room for three rows."""
     session = bundle().open()
-    session.reserve(3, 32)
+    session.cache.reserve(3, 32)
     yield session
     session.close()

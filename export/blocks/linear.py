@@ -1,0 +1,41 @@
+"""Products with a stored weight, and its rows."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Linear(nn.Module):
+    """x (..., in) -> x W^T + b (..., out)."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ as_float(self.weight).t()
+        return y if self.bias is None else y + as_float(self.bias)
+
+
+class TiedHead(nn.Module):
+    """hidden (B, O, N) -> logits (B, O, V) with the embedding's weight."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ as_float(weight).t()
+
+
+class Embedding(nn.Module):
+    """ids (B, S) -> vectors (B, S, hidden). Rows are gathered before they are converted."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return as_float(functional.embedding(ids, self.weight))
+
+
+def as_float(x: Tensor) -> Tensor:
+    """``x`` as float32, itself where it is."""
+    return x if x.dtype == torch.float32 else x.float()

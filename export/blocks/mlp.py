@@ -1,0 +1,35 @@
+"""Feed-forward parts."""
+
+import torch
+from torch import Tensor, nn
+
+from llmc.export.blocks.linear import Linear
+from llmc.export.config import MlpConfig
+
+
+class SiLU(nn.Module):
+    """x * sigmoid(x), spelt out so that the graph holds two plain nodes of known shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+
+ACTIVATIONS = {"silu": SiLU}
+
+
+class MLP(nn.Module):
+    """Feed-forward: down(act(gate x) * up x) if gated, else down(act(up x))."""
+
+    def __init__(self, config: MlpConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, config.inner, bias=config.bias) if config.gated else None
+        self.up_proj = Linear(hidden_size, config.inner, bias=config.bias)
+        self.down_proj = Linear(config.inner, hidden_size, bias=config.bias)
+        self.act_fn = ACTIVATIONS[config.activation]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            down: Tensor = self.down_proj(self.act_fn(self.up_proj(x)))
+        else:
+            down = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down

@@ -1,0 +1,41 @@
+"""Rotary position embeddings."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from llmc.export.config import Rope
+
+
+class RotaryEmbedding(nn.Module):
+    """The angles of one rope, or of none: positions turn by zero."""
+
+    inv_freq: Tensor  # (D/2)
+
+    def __init__(self, frequencies: npt.NDArray[np.float32]) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.tensor(frequencies), persistent=False)
+
+
+def inverse_frequencies(rope: Rope) -> npt.NDArray[np.float32]:
+    """Angle per position of each rotated pair, float32 [dim / 2].
+
+    Source: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595) for ``linear``; for ``llama3`` the
+    ``apply_scaling`` of Meta's llama-models repository. Computed in float32, as transformers does.
+    """
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    frequencies = np.float32(1) / np.power(np.float32(rope.theta), exponents)
+    if rope.type == "linear":
+        frequencies = frequencies / np.float32(rope.factor)
+    if rope.type == "llama3":
+        frequencies = _llama3(frequencies, rope)
+    return np.asarray(frequencies, np.float32)
+
+
+def _llama3(frequencies: npt.NDArray[np.float32], rope: Rope) -> npt.NDArray[np.float32]:
+    """Keep short wavelengths, divide long ones by ``factor``, and blend linearly between."""
+    turns = np.float32(rope.original_max_positions) * frequencies / np.float32(2 * np.pi)
+    blend = (turns - np.float32(rope.low_freq_factor)) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
+    blend = np.clip(blend, np.float32(0), np.float32(1))
+    return np.asarray((1 - blend) * frequencies / np.float32(rope.factor) + blend * frequencies, np.float32)

@@ -1,0 +1,1 @@
+"""Where a decoder's config and weights come from."""

@@ -1,0 +1,315 @@
+"""``llmc build --auto``: build what might do, measure it on this machine, keep the fastest that fits.
+
+Every candidate is a whole bundle in the cache, with what was measured beside it, so an interrupted search goes on where
+it stopped and a repeated one only chooses. The choice is a function of the measurements.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
+from pathlib import Path
+
+from llmc import __version__, bundle
+from llmc.bundle import Budget, Manifest, Recipe, decode, read_bundle, verify_files
+from llmc.errors import BuildError, BundleError, UsageError
+from llmc.optimize.build import build
+from llmc.optimize.calibrate.request import CalibrationRequest
+from llmc.optimize.judge.gate import broken_limits
+from llmc.optimize.progress import Progress, silent
+from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolve
+from llmc.optimize.targets import capabilities
+from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.weights import weights_identity
+from llmc.publish import staged
+from llmc.runtime.bench.benchmark import benchmark
+from llmc.runtime.host import disk_cache
+from llmc.runtime.host.machine import available_memory, cpu_model, usable_threads
+
+# What a candidate is timed with: a prompt of a page, and an answer of a paragraph.
+PROMPT_TOKENS = 512
+NEW_TOKENS = 128
+# Timed in full, the new tokens would take most of the search; a quarter of them has the same median.
+TIMED_TOKENS = 32
+REPEATS = 3
+# Candidates as fast as the best within this share count as equal: timing does not tell them apart.
+SAME_SPEED = 0.02
+KEPT_BYTES = 20_000_000_000
+# Where a candidate lies in its entry of the cache.
+BUILT = Path("built") / "bundle"
+
+
+# From the smallest to the safest. A scheme that needs calibration drops out where nothing can calibrate.
+CANDIDATES: dict[str, Request] = {
+    "int4": Request(precision="int4", scheme="rtn"),
+    "int4-gptq": Request(precision="int4", scheme="gptq"),
+    "int4-gptq-head8": Request(precision="int4", scheme="gptq", head="int8"),
+    "int4-gptq-block32-head8": Request(precision="int4", scheme="gptq", block_size=32, head="int8"),
+    "int4-shared-head8": Request(precision="int4", scheme="gptq", head="int8", phases="shared"),
+    "int4-down8-head8": Request(
+        precision="int4", scheme="gptq", head="int8", layers={"*.mlp.down_proj": "int8", "*.self_attn.v_proj": "int8"}
+    ),
+    "int8": Request(precision="int8", scheme="rtn"),
+    "int8-gptq-block32-shared": Request(precision="int8", scheme="gptq", block_size=32, phases="shared"),
+    "int8-shared": Request(precision="int8", scheme="rtn", phases="shared"),
+    "fp32": Request(precision="fp32"),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate with one number of threads, as measured; ``reason`` says why it is out, empty where it is in."""
+
+    name: str
+    threads: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    memory: int
+    size: int
+    mean_kl: float
+    top1_agreement: float
+    perplexity_increase: float
+    reason: str = ""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether these can have been measured."""
+        speeds = (self.prefill_tokens_per_s, self.decode_tokens_per_s)
+        qualities = (self.mean_kl, self.top1_agreement, self.perplexity_increase)
+        return min(speeds) > 0 and all(map(math.isfinite, (*speeds, *qualities)))
+
+    @property
+    def seconds(self) -> float:
+        """Time for :data:`PROMPT_TOKENS` of prompt and :data:`NEW_TOKENS` new tokens."""
+        return PROMPT_TOKENS / self.prefill_tokens_per_s + NEW_TOKENS / self.decode_tokens_per_s
+
+
+@dataclass(frozen=True)
+class AutoReport:
+    """All that was tried, in order, and what was published."""
+
+    output: Path
+    chosen: Trial
+    trials: tuple[Trial, ...]
+    manifest: Manifest
+
+    @property
+    def judged_on(self) -> str:
+        """The text that quality was measured on."""
+        return self.manifest.quality.text if self.manifest.quality is not None else ""
+
+
+def choose(trials: Sequence[Trial]) -> Trial | None:
+    """The fastest trial that has no reason against it; of equally fast ones the smallest, then the first."""
+    fit = [trial for trial in trials if not trial.reason]
+    if not fit:
+        return None
+    limit = min(trial.seconds for trial in fit) * (1 + SAME_SPEED)
+    return min((trial for trial in fit if trial.seconds <= limit), key=lambda trial: trial.memory)
+
+
+def automatic(
+    source: Path,
+    output: Path,
+    *,
+    target: str = "cpu",
+    precision: str | None = None,
+    max_context: int | None = None,
+    max_batch: int | None = None,
+    budget: Budget | None = None,
+    recipe: Path | None = None,
+    calibration: CalibrationRequest | None = None,
+    engine: EngineRequest | None = None,
+    text: Path | None = None,
+    memory: int | None = None,
+    dump: Path | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+) -> AutoReport:
+    """Measure :data:`CANDIDATES` and publish the fastest within ``budget`` and ``memory``.
+
+    Takes what :func:`llmc.optimize.build.build` takes; what is given there holds for all candidates. ``memory`` is in
+    bytes, for running with the whole context; by default what is available.
+
+    Raises:
+        UsageError: no budget is given.
+        BuildError: no candidate fits; the message names the nearest.
+    """
+    if capabilities(target).has_gpu or engine not in (None, EngineRequest()):
+        raise UsageError(
+            f"--auto measures candidates on the CPU, the target is {target}; leave it out, and --target cpu"
+        )
+    asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget)
+    asked = asked.over(read_recipe(recipe)) if recipe is not None else asked
+    limits = asked.budget or Budget()
+    if not limits:
+        raise UsageError("--auto needs a budget: give --max-kl, --min-agreement or --max-perplexity-increase")
+    if dump is not None:
+        raise UsageError("--dump shows one recipe's passes; leave it or --auto out")
+
+    def make(candidate: Request, folder: Path) -> None:
+        # A text that the candidate does not look at is left out, for a build refuses what it does not use.
+        unused = calibration is not None and needs_calibration(resolved(candidate)) is None
+        helped = replace(calibration, text=None, samples=None, length=None) if calibration and unused else calibration
+        order = {"target": target, "recipe": candidate, "calibration": helped, "text": text, "judged": True}
+        build(source, folder, progress=progress, **order)  # type: ignore[arg-type]
+
+    export = bundle.read_export(source)
+
+    def resolved(candidate: Request) -> Recipe:
+        with_text = calibration is not None and calibration.text is not None
+        return resolve(candidate, capabilities(target), export.geometry.max_positions, "auto", with_text)[0]
+
+    limit = available_memory() if memory is None else memory
+    trials: list[Trial] = []
+    folders: dict[str, Path] = {}
+    holds: list[disk_cache.Hold] = []  # a search takes longer than what was asked for counts as used
+    key = [export.source.fingerprint, str(weights_identity(source)), target, _identity(text), _identity(calibration)]
+    for name, candidate in _candidates(replace(asked, budget=None), calibration is not None, resolved).items():
+        folders[name] = disk_cache.entry("auto", _key(candidate, key))
+        folders[name].mkdir(parents=True, exist_ok=True)
+        holds.append(disk_cache.Hold(folders[name]))
+        trials += [_within(trial, limits, limit) for trial in _measure(name, folders[name], candidate, make, progress)]
+    chosen = choose(trials)
+    if chosen is None:
+        raise BuildError(_nothing_fits(trials))
+    manifest = _publish(folders[chosen.name] / BUILT, output, chosen, limits, force)
+    disk_cache.prune("auto", KEPT_BYTES)
+    return AutoReport(output, chosen, tuple(trials), manifest)
+
+
+def _identity(what: Path | CalibrationRequest | None) -> str:
+    """What of a text, or of a calibration, changes a candidate."""
+    if isinstance(what, CalibrationRequest):
+        return f"{_identity(what.text)} {what.windows}"
+    return bundle.sha256_file(what) if what is not None else ""
+
+
+def _candidates(request: Request, calibrates: bool, resolved: Callable[[Request], Recipe]) -> dict[str, Request]:
+    """Candidates with the request's own choices, without repetitions and without what these choices contradict.
+
+    Raises:
+        UsageError: nothing is left.
+    """
+    found: dict[str, Request] = {}
+    refused: UsageError | None = None
+    for name, candidate in CANDIDATES.items():
+        if _contradicts(request, candidate):
+            continue
+        whole = request.over(candidate)
+        try:
+            wish = needs_calibration(resolved(whole))
+        except UsageError as error:
+            refused = error
+            continue
+        if whole not in found.values() and (calibrates or wish is None):
+            found[name] = whole
+    if not found:
+        raise refused or UsageError("no candidate of --auto is like what is asked for; leave some of it open")
+    return found
+
+
+def _contradicts(request: Request, candidate: Request) -> bool:
+    """Whether a candidate's own choice is not the request's: it would not be what its name says."""
+    pairs = ((getattr(request, f.name), getattr(candidate, f.name)) for f in fields(Request))
+    return any(asked is not None and own is not None and asked != own for asked, own in pairs)
+
+
+def _key(candidate: Request, rest: list[str]) -> str:
+    text = json.dumps([__version__, asdict(candidate), *rest])  # not sorted: of patterns of layers the last one wins
+    return sha256(text.encode()).hexdigest()[:32]
+
+
+def _measure(
+    name: str, folder: Path, candidate: Request, make: Callable[[Request, Path], None], progress: Progress
+) -> list[Trial]:
+    """Build the candidate unless it is there, and time it with each number of threads unless that is known."""
+    target = folder / BUILT
+    progress(f"candidate {name}")
+    try:
+        manifest = read_bundle(target)
+    except BundleError:
+        disk_cache.remove(target.parent)
+        with disk_cache.published(target.parent) as room:  # of two searches the first one to finish serves both
+            make(candidate, room / target.name)
+        manifest = read_bundle(target)
+    rows = candidate.max_batch or 1  # a bundle may serve more rows than are asked for
+    return [_timed(name, folder, manifest, threads, rows, progress) for threads in _thread_counts()]
+
+
+def _thread_counts() -> list[int]:
+    """All usable threads, and half of them: more than memory can feed is waste, and leaves nothing to others."""
+    most = usable_threads()
+    return sorted({most, max(1, most // 2)}, reverse=True)
+
+
+def _timed(name: str, folder: Path, manifest: Manifest, threads: int, rows: int, progress: Progress) -> Trial:
+    """What is known of this machine, or else measured now."""
+    machine = sha256(f"{cpu_model()} {manifest.target.engine_version} {threads}".encode()).hexdigest()[:12]
+    path = folder / f"trial-{machine}.json"
+    with suppress(OSError, ValueError, BundleError):  # not measured yet, or torn: measure again
+        known: Trial = decode(Trial, json.loads(path.read_text()))
+        if known.is_sound:
+            return known
+    progress(f"timing {name} with {threads} threads")
+    context = manifest.limits.max_context
+    prompt = max(1, min(PROMPT_TOKENS, context - TIMED_TOKENS))
+    new_tokens = min(TIMED_TOKENS, context - prompt)
+    report = benchmark(folder / BUILT, prompt_length=prompt, new_tokens=new_tokens, repeats=REPEATS, threads=threads)
+    quality = manifest.quality
+    # The builder judged it, with the export as the reference.
+    assert quality is not None and quality.reference_perplexity is not None
+    assert quality.mean_kl is not None and quality.top1_agreement is not None
+    trial = Trial(
+        name=name,
+        threads=threads,
+        prefill_tokens_per_s=report.prefill_tokens_per_s,
+        decode_tokens_per_s=report.decode_tokens_per_s,
+        memory=manifest.memory.total(manifest.limits.max_context, rows),
+        size=sum(entry.size for entry in manifest.files.values()),
+        mean_kl=quality.mean_kl,
+        top1_agreement=quality.top1_agreement,
+        perplexity_increase=quality.perplexity / quality.reference_perplexity - 1,
+    )
+    with disk_cache.written(path) as staging:
+        staging.write_text(json.dumps(asdict(trial)))
+    return trial
+
+
+def _within(trial: Trial, budget: Budget, memory: int) -> Trial:
+    """The trial with the reason why it is out, if there is one."""
+    broken = broken_limits(trial.mean_kl, trial.top1_agreement, trial.perplexity_increase, budget)
+    reasons = list(broken.values())
+    if trial.memory > memory:
+        reasons.append(f"{trial.memory / 1e6:.0f} MB of {memory / 1e6:.0f}")
+    return replace(trial, reason="; ".join(reasons))
+
+
+def _nothing_fits(trials: Sequence[Trial]) -> str:
+    best = min(trials, key=lambda trial: trial.mean_kl)
+    small = min(trials, key=lambda trial: trial.memory)
+    return (
+        f"none of {len(trials)} trials fits: the closest to the unquantized model is {best.name} ({best.reason}), "
+        f"the smallest {small.name} ({small.reason}); give a larger budget or more memory, or a smaller --max-context"
+    )
+
+
+def _publish(source: Path, output: Path, chosen: Trial, budget: Budget, force: bool) -> Manifest:
+    """Copy the chosen bundle's files into place; its manifest then says with how many threads it was fastest."""
+    found = read_bundle(source)
+    try:
+        for _ in verify_files(source, found):
+            pass
+    except BundleError as error:
+        disk_cache.remove(source.parent)
+        raise BuildError(f"the cache held a broken {chosen.name} ({error}); it was removed: run again") from error
+    recipe = replace(found.recipe, name=f"auto: {chosen.name}", threads=chosen.threads, budget=budget)
+    manifest = replace(found, recipe=recipe)
+    with staged(output, force=force) as folder:
+        for name in manifest.files:
+            shutil.copyfile(source / name, folder / name)
+        bundle.write_manifest(manifest, folder)
+    return manifest

@@ -1,0 +1,317 @@
+"""Calibration: choose foldings, zeros, integers and ranges by what activations are, layer by layer.
+
+A layer is read, its inputs are observed, its weights are decided, and the quantized layer makes the inputs of the next.
+So at any time one layer is in memory, beside the activations of the samples between two layers. After each layer its
+results and the activations are on disk: an interrupted calibration goes on where it stopped, and ends the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from llmc.bundle import Geometry, Recipe
+from llmc.errors import BuildError
+from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
+from llmc.optimize.calibrate.store import Store, grid_name, layer_part
+from llmc.optimize.lower.context import HEAD, QuantConfig, QuantConfigs, WeightOnly
+from llmc.optimize.lower.tensorrt.weights import fitted
+from llmc.optimize.progress import Progress, counted
+from llmc.optimize.quantize import awq, gptq, rtn, smoothquant, sparsity
+from llmc.optimize.quantize.grid import Grid, Quantized, stacked
+from llmc.runtime.host.machine import usable_threads
+
+# Tokens per forward pass: enough to keep the cores busy, few enough that a layer's activations stay small.
+TOKENS_PER_CALL = 2048
+# Weights of the head that are decided at a time.
+HEAD_PIECE = 1 << 24
+STATE = "state"
+
+
+class LayerSource(Protocol):
+    """The torch decoder in parts; :class:`llmc.export.streaming.StreamedDecoder` is one."""
+
+    geometry: Geometry
+    device: torch.device
+
+    @property
+    def head(self) -> str:
+        """Name of the tensor that the head multiplies with."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids (B, S) -> vectors (B, S, hidden)."""
+
+    def layer(self, index: int) -> nn.Module:
+        """A decoder layer with float32 weights, its submodules named as in the checkpoint."""
+
+    def run(self, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, S, hidden) through a layer -> its output, and keys and values (B, KV, S, D)."""
+
+    def norm(self) -> nn.Module:
+        """The norm before the head."""
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows of a stored tensor as float32."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Linears that read the same activation, and what precedes it: there the inverse of a folded scale goes.
+
+    ``repeats``: how many channels of the activation stem from one output channel of ``before`` (queries per key head).
+    """
+
+    linears: tuple[str, ...]
+    before: str
+    repeats: int = 1
+
+
+def points(geometry: Geometry) -> tuple[Point, ...]:
+    """The activations of a layer that linears read, in the order of the computation."""
+    return (
+        Point(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
+        Point(("self_attn.o_proj",), "self_attn.v_proj", geometry.heads // geometry.kv_heads),
+        Point(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
+        Point(("mlp.down_proj",), "mlp.up_proj"),
+    )
+
+
+def calibrate(
+    source: LayerSource, ids: NDArray[np.int64], recipe: Recipe, configs: QuantConfigs, folder: Path, progress: Progress
+) -> Store:
+    """Decide all that ``recipe`` leaves to calibration, and return the store that holds it.
+
+    Args:
+        source: the unquantized decoder.
+        ids: samples [n, length].
+        recipe: scheme, smoothing, sparsity and cache.
+        configs: of the graph whose weights are decided (decode's, or the only one).
+        folder: where results go; what an interrupted run left there is used.
+        progress: told each layer.
+
+    Raises:
+        BuildError: results in the folder are broken, or a scheme fails.
+        CheckpointError: weights are broken.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store(folder)
+    torch.set_num_threads(usable_threads())
+    with torch.inference_mode():
+        start, hidden = _resume(store, source, torch.from_numpy(ids))
+        parts = source.geometry.layers + 1
+        done = counted(progress, "calibrating", parts)
+        for _ in range(start):
+            done()
+        for index in range(start, source.geometry.layers):
+            layer = _Layer(source, index, recipe, configs)
+            arrays, hidden = layer.decide(hidden)
+            store.write(layer_part(index), arrays)
+            store.write(STATE, {"layers": np.array(index + 1), "hidden": hidden.cpu().numpy()})
+            done()
+        if not store.has("head"):
+            config = stored_config(recipe, configs, HEAD, source.geometry.hidden_size)
+            store.write("head", _decide_head(source, hidden, recipe, config))
+        done()
+    return store
+
+
+def _resume(store: Store, source: LayerSource, ids: Tensor) -> tuple[int, Tensor]:
+    """How many layers are done, and the activations after them."""
+    if store.has(STATE):
+        state = store.read(STATE)
+        return int(state["layers"]), torch.from_numpy(state["hidden"])
+    return 0, torch.cat([source.embed(batch).cpu() for batch in _batches(ids)])
+
+
+def _batches(samples: Tensor) -> Iterator[Tensor]:
+    """Views of a few samples each."""
+    step = max(1, TOKENS_PER_CALL // samples.shape[1])
+    return (samples[start : start + step] for start in range(0, len(samples), step))
+
+
+class _Layer:
+    """One layer under calibration: its weights change from float to what the bundle will hold."""
+
+    def __init__(self, source: LayerSource, index: int, recipe: Recipe, configs: QuantConfigs) -> None:
+        self.source = source
+        self.recipe = recipe
+        self.prefix = f"model.layers.{index}."
+        self.points = points(source.geometry)
+        self.module = source.layer(index)
+        self.quant = {
+            name: stored_config(recipe, configs, self.prefix + name, self._weight(name).shape[1])
+            for point in self.points
+            for name in point.linears
+        }
+        self.arrays: dict[str, NDArray[Any]] = {}
+
+    def decide(self, hidden: Tensor) -> tuple[dict[str, NDArray[Any]], Tensor]:
+        """Results by their names in the store, and the activations [n, length, hidden] after the quantized layer."""
+        observed = self._observe(hidden)
+        # All foldings come before any integer, for they change linears of earlier points too; and from the last point
+        # to the first, so that scales are searched for weights that no later one changes.
+        folded = {point: self._folded(point, observed.pop(point)) for point in reversed(self.points)}
+        for point in self.points:
+            for name in point.linears:
+                self.arrays[f"input:{self.prefix}{name}"] = folded[point].absmax.cpu().numpy()
+                self._decide_linear(name, folded[point])
+        return self.arrays, self._advance(hidden)
+
+    def _folded(self, point: Point, statistics: InputStatistics) -> InputStatistics:
+        """Fold what the recipe asks for into the point's linears; return the statistics of the scaled activation."""
+        if self.recipe.smoothing:
+            statistics = self._fold(point, statistics, self._smoothing(point, statistics))
+        if self.recipe.scheme.startswith("awq") and point.repeats == 1:
+            statistics = self._fold(point, statistics, self._awq_scales(point, statistics))
+        return statistics
+
+    def _observe(self, hidden: Tensor) -> dict[Point, InputStatistics]:
+        """Statistics of every point, with the weights as they are."""
+        moments = self.recipe.scheme != "rtn"
+        watched = {
+            point: Accumulator(self._weight(point.linears[0]).shape[1], self.source.device, moments)
+            for point in self.points
+        }
+
+        def watch(accumulator: Accumulator) -> Any:
+            return lambda _module, inputs: accumulator.update(inputs[0])
+
+        hooks = [self._linear(point.linears[0]).register_forward_pre_hook(watch(a)) for point, a in watched.items()]
+        for batch in _batches(hidden):
+            self.source.run(self.module, batch.to(self.source.device))
+        for hook in hooks:
+            hook.remove()
+        return {point: accumulator.finish() for point, accumulator in watched.items()}
+
+    def _smoothing(self, point: Point, statistics: InputStatistics) -> Tensor:
+        """SmoothQuant's scales [K], equal for all channels that stem from the same one."""
+        weights = torch.cat([self._weight(name) for name in point.linears])
+        absmax, rows = self._shared(point, statistics.absmax), self._shared(point, weights.abs().amax(0))
+        return self._spread(point, smoothquant.scales(absmax, [rows[None]], alpha=self.recipe.smoothing))
+
+    def _awq_scales(self, point: Point, statistics: InputStatistics) -> Tensor:
+        grids = [config.grid for name in point.linears if isinstance(config := self.quant[name], WeightOnly)]
+        weights = [self._weight(name) for name in point.linears if isinstance(self.quant[name], WeightOnly)]
+        if not weights:
+            return torch.ones_like(statistics.absmax)
+        return awq.search_scales(weights, statistics, grids)
+
+    def _shared(self, point: Point, values: Tensor) -> Tensor:
+        """The largest of the values [K] of each group of channels that stem from one."""
+        if point.repeats == 1:
+            return values
+        head_dim = self.source.geometry.head_dim
+        return values.view(-1, point.repeats, head_dim).amax(1).flatten()
+
+    def _spread(self, point: Point, values: Tensor) -> Tensor:
+        if point.repeats == 1:
+            return values
+        return values.view(-1, 1, self.source.geometry.head_dim).expand(-1, point.repeats, -1).flatten()
+
+    def _fold(self, point: Point, statistics: InputStatistics, scales: Tensor) -> InputStatistics:
+        """Multiply the linears' columns by ``scales`` [K] and divide what precedes them: the layer stays the same."""
+        for name in point.linears:
+            self._scale(f"{name}.weight", "columns", scales)
+        inverse = 1 / self._shared(point, scales)
+        for name, _ in self.module.get_submodule(point.before).named_parameters():
+            self._scale(f"{point.before}.{name}", "rows", inverse)
+        return statistics.scaled(1 / scales)
+
+    def _scale(self, parameter: str, axis: str, factors: Tensor) -> None:
+        weight = self.module.get_parameter(parameter)
+        weight.data = weight * (factors if axis == "columns" or weight.ndim == 1 else factors[:, None])
+        key = f"{axis}:{self.prefix}{parameter}"
+        self.arrays[key] = self.arrays.get(key, np.float32(1)) * factors.cpu().numpy()
+
+    def _decide_linear(self, name: str, statistics: InputStatistics) -> None:
+        parameter, config = self.module.get_parameter(f"{name}.weight"), self.quant[name]
+        mask = self._mask(parameter, statistics)
+        if mask is not None:
+            packed = np.packbits(mask.cpu().numpy(), axis=1)
+            self.arrays[f"mask:{self.prefix}{name}.weight"] = packed
+        if isinstance(config, WeightOnly):
+            # With what is pruned still there, so that GPTQ can make up for it.
+            quantized = quantize(parameter, config.grid, self.recipe.scheme, statistics, mask)
+            self._keep(f"{self.prefix}{name}.weight", quantized)
+            parameter.data = torch.from_numpy(quantized.dequantize()).to(self.source.device)
+        elif mask is not None:
+            parameter.data = parameter * mask
+
+    def _mask(self, weight: Tensor, statistics: InputStatistics) -> Tensor | None:
+        if self.recipe.sparsity == "none":
+            return None
+        if self.recipe.sparsity == "magnitude":
+            return sparsity.magnitude_mask(weight)
+        return sparsity.wanda_mask(weight, statistics.norms)
+
+    def _keep(self, tensor: str, quantized: Quantized) -> None:
+        if self.recipe.scheme != "rtn":  # rounding to nearest again is quicker than reading
+            self.arrays |= _arrays_of(tensor, quantized)
+
+    def _advance(self, hidden: Tensor) -> Tensor:
+        """Activations after the layer as it is now, in the place of those before it; keys and values give ranges."""
+        g = self.source.geometry
+        ranges = {part: torch.zeros(g.kv_heads, g.head_dim, device=self.source.device) for part in ("key", "value")}
+        for batch in _batches(hidden):
+            out, keys, values = self.source.run(self.module, batch.to(self.source.device))
+            batch.copy_(out)
+            for part, found in (("key", keys), ("value", values)):
+                ranges[part] = torch.maximum(ranges[part], found.abs().amax((0, 2)))
+        self.arrays |= {f"cache:{part}": found.cpu().numpy() for part, found in ranges.items()}
+        return hidden
+
+    def _linear(self, name: str) -> nn.Module:
+        return self.module.get_submodule(name)
+
+    def _weight(self, name: str) -> Tensor:
+        return self.module.get_parameter(f"{name}.weight")
+
+
+def quantize(
+    weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics, mask: Tensor | None = None
+) -> Quantized:
+    """Weights [N, K] on ``grid`` by ``scheme``, for inputs with these statistics; masked weights stay 0."""
+    if scheme == "rtn":
+        return rtn.quantize((weights if mask is None else weights * mask).cpu().numpy(), grid)
+    moment = statistics.second_moment
+    if moment is None:
+        raise BuildError(f"scheme {scheme} needs second moments of the inputs, calibration did not collect them")
+    if scheme == "awq":
+        return awq.quantize(weights, moment, grid, mask=mask)
+    return gptq.quantize(weights, moment, grid, mask=mask)
+
+
+def stored_config(recipe: Recipe, configs: QuantConfigs, module: str, inputs: int) -> QuantConfig:
+    """The config that the lowering will ask for: engines take only whole blocks, so theirs may be smaller."""
+    config = configs.of(module)
+    if recipe.phases == "single" and isinstance(config, WeightOnly):
+        return replace(config, grid=fitted(config.grid, inputs, module))
+    return config
+
+
+def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, config: QuantConfig) -> dict[str, NDArray[Any]]:
+    """Integers of the head, in pieces of rows: rows do not depend on one another."""
+    norm, accumulator = source.norm(), Accumulator(hidden.shape[-1], source.device, recipe.scheme != "rtn")
+    for batch in _batches(hidden):
+        accumulator.update(norm(batch.to(source.device)))
+    statistics = accumulator.finish()
+    arrays: dict[str, NDArray[Any]] = {f"input:{HEAD}": statistics.absmax.cpu().numpy()}
+    if recipe.scheme == "rtn" or not isinstance(config, WeightOnly):
+        return arrays
+    rows = max(1, HEAD_PIECE // hidden.shape[-1])
+    found = [
+        quantize(source.rows(source.head, start, start + rows), config.grid, recipe.scheme, statistics)
+        for start in range(0, source.geometry.vocab_size, rows)
+    ]
+    return arrays | _arrays_of(source.head, stacked(found))
+
+
+def _arrays_of(tensor: str, quantized: Quantized) -> dict[str, NDArray[Any]]:
+    key = f"{grid_name(quantized.grid)}:{tensor}"
+    arrays: dict[str, NDArray[Any]] = {f"values:{key}": quantized.values, f"scales:{key}": quantized.scales}
+    return arrays if quantized.zero_points is None else {**arrays, f"zeros:{key}": quantized.zero_points}

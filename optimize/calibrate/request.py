@@ -1,0 +1,152 @@
+"""Whether a build calibrates, on what text, and where its results are kept."""
+
+import errno
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llmc import __version__
+from llmc.bundle import Calibration, ExportManifest, Recipe
+from llmc.errors import ResourceError, UsageError, require
+from llmc.optimize.calibrate.store import Calibrated, Store
+from llmc.optimize.lower.context import quant_configs
+from llmc.optimize.progress import Progress
+from llmc.optimize.recipe import needs_calibration
+from llmc.optimize.weights import weights_identity
+
+if TYPE_CHECKING:
+    from llmc.optimize.calibrate.layers import LayerSource
+    from llmc.optimize.calibrate.text import CalibrationSamples
+
+log = logging.getLogger(__name__)
+
+# GPTQ's paper takes 128 windows of 2,048 tokens; on a CPU an eighth of that already gives its second moments.
+DEFAULT_SAMPLES = 64
+DEFAULT_LENGTH = 512
+# Calibrations that are kept: what an interrupted build left, and what the same request needs again.
+KEPT_BYTES = 8_000_000_000
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """What calibration works with.
+
+    Attributes:
+        decoder: opens the unquantized decoder of an export; the command line passes
+            ``llmc.export.streaming.StreamedDecoder``, so that this room need not import that one.
+        text: plain text, or chats as JSONL; None takes the text that comes with llmc.
+        samples: windows of tokens, at most; default :data:`DEFAULT_SAMPLES`.
+        length: tokens per window; default :data:`DEFAULT_LENGTH`.
+    """
+
+    decoder: "Callable[[Path, str], LayerSource]"
+    text: Path | None = None
+    samples: int | None = None
+    length: int | None = None
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """Samples and length, by default llmc's."""
+        return (
+            DEFAULT_SAMPLES if self.samples is None else self.samples,
+            DEFAULT_LENGTH if self.length is None else self.length,
+        )
+
+    @property
+    def asked(self) -> str | None:
+        """What was given on purpose, in words, or None."""
+        given = {"a text": self.text, "a number of samples": self.samples, "a length of samples": self.length}
+        return next((name for name, value in given.items() if value is not None), None)
+
+
+def calibrated_weights(
+    source: Path, export: ExportManifest, recipe: Recipe, request: CalibrationRequest | None, progress: Progress
+) -> tuple[Calibrated, Calibration | None]:
+    """The weights that a build lowers, and the text that decided them (None where the recipe asks for none).
+
+    Results are kept in the cache under a key of everything that they depend on, so an interrupted build goes on.
+
+    Raises:
+        UsageError: the recipe needs a decoder and none was given, or the text does not serve.
+        MissingExtraError: torch is not installed.
+    """
+    wish = needs_calibration(recipe)
+    if wish is None:
+        if request is not None and request.asked is not None:
+            raise UsageError(f"{request.asked} is given for calibration, but the recipe asks for none; leave it out")
+        return Calibrated(), None
+    if request is None:
+        raise UsageError(f"{wish} needs calibration; give build(..., calibration=CalibrationRequest(...))")
+    torch = require("torch", "export")
+    from llmc.optimize.calibrate.layers import calibrate
+    from llmc.runtime.host import disk_cache
+
+    samples = _read(source, export, request)
+    used = Calibration(samples.name, samples.sha256, samples.default, len(samples.ids), samples.ids.shape[1])
+    folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
+    decoder = request.decoder(source, "cuda" if torch.cuda.is_available() else "cpu")
+    stored = quant_configs(recipe)
+    # The integers of weights do not hang on how activations are quantized.
+    decided = replace(stored.get("decode") or next(iter(stored.values())), w8a8=None)
+    if not Store(folder).is_sound():
+        log.warning("results of an earlier calibration in %s are incomplete or broken; calibrating anew", folder)
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        store = calibrate(decoder, samples.ids, recipe, decided, folder, progress)
+        store.settle()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ResourceError(
+            f"{folder}: the disk of the cache is full; free some space there, or set LLMC_CACHE to another folder"
+        ) from error
+    disk_cache.prune("calibration", KEPT_BYTES)
+    return Calibrated(store), used
+
+
+def check_windows(request: CalibrationRequest, longest: int) -> None:
+    """Refuse sizes that no calibration has; ``longest`` is the model's context.
+
+    Raises:
+        UsageError: samples or length is out of range.
+    """
+    samples, length = request.windows
+    for name, value, highest in (("samples", samples, 100_000), ("length", length, longest)):
+        if not 2 <= value <= highest:
+            raise UsageError(f"calibration {name} is {value}, expected 2 ... {highest}")
+
+
+def _read(source: Path, export: ExportManifest, request: CalibrationRequest) -> "CalibrationSamples":
+    from llmc.optimize.calibrate.text import read_samples
+
+    check_windows(request, export.geometry.max_positions)
+    samples, length = request.windows
+    return read_samples(
+        request.text,
+        source,
+        samples=samples,
+        length=length,
+        vocab_size=export.geometry.vocab_size,
+    )
+
+
+def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "CalibrationSamples") -> str:
+    """A hash of the checkpoint (and the times of its files), the tokens, this llmc, and what counts in the recipe.
+
+    Keys are not sorted: of patterns of layers the last one wins.
+    """
+    # Engines have integers of their own; which of the other graphs there are decides nothing.
+    phases = "single" if recipe.phases == "single" else ""
+    settled = {"name": "", "budget": None, "phases": phases, "activations": ""}
+    decided = {**asdict(recipe), **settled}
+    weights = [export.source.fingerprint, weights_identity(source)]
+    digest = hashlib.sha256(json.dumps([__version__, weights, decided]).encode())
+    digest.update(np.ascontiguousarray(samples.ids).tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,166 @@
+"""What a lowering reads weights from: the checkpoint, as calibration left it.
+
+Calibration writes one file per part of the model (each layer, and the head) into a folder: factors folded into rows
+and columns of float weights, masks of pruned ones, integers that were chosen, and ranges of activations. Whatever it
+did not decide is the checkpoint's own: the weight as stored, rounded to nearest.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmc.errors import BuildError
+from llmc.optimize.lower.rewrite import sizes
+from llmc.optimize.quantize import rtn
+from llmc.optimize.quantize.grid import Float, Grid, Quantized, stacked
+from llmc.optimize.weights import in_parallel, pieces, rows_of
+from llmc.runtime.host import disk_cache
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def grid_name(grid: Grid) -> str:
+    """A grid in a few letters: int4x128, int8, int4x32z (with zero points), int4x128p (with scales above zero)."""
+    kind = "p" if grid.positive else "" if grid.symmetric else "z"
+    return f"int{grid.bits}{f'x{grid.block}' if grid.block else ''}{kind}"
+
+
+def layer_part(index: int) -> str:
+    """The name of a layer's part."""
+    return f"layer-{index:03d}"
+
+
+def part_of(tensor: str) -> str:
+    """The part of the model that a tensor belongs to: layer-007, or head."""
+    words = tensor.split(".")
+    return layer_part(int(words[2])) if tensor.startswith("model.layers.") else "head"
+
+
+class Store:
+    """A folder of calibration results, one file per part; a part is there whole or not at all.
+
+    As long as there is a store no process prunes its folder from the cache.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._hold = disk_cache.Hold(folder)
+        self._load = partial(_load, folder)  # no method: a store that refers to itself would hold on for longer
+        self._read = lru_cache(maxsize=2)(self._load)
+
+    def has(self, part: str) -> bool:
+        """Whether ``part`` has been written."""
+        return (self.folder / f"{part}.npz").exists()
+
+    def write(self, part: str, arrays: Arrays) -> None:
+        """Publish a part atomically."""
+        with disk_cache.written(self.folder / f"{part}.npz") as staging:
+            np.savez(staging, **arrays)  # type: ignore[arg-type]
+
+    def read(self, part: str) -> Arrays:
+        """The arrays of a part.
+
+        Raises:
+            BuildError: the file is missing or broken.
+        """
+        return self._read(part)
+
+    def settle(self) -> None:
+        """Drop the activations that an interrupted run would go on from: all parts are there."""
+        if self.has("state") and (state := self._load("state"))["hidden"].size:
+            self.write("state", {**state, "hidden": state["hidden"][:0]})
+
+    def is_sound(self) -> bool:
+        """Whether every part can be read, and none of those before the last one is missing."""
+        found = sorted(path.stem for path in self.folder.glob("[!.]*.npz"))
+        layers = [part for part in found if part.startswith("layer-")]
+        try:
+            state = self._load("state") if "state" in found else {"layers": np.array(0), "hidden": np.array(0)}
+            expected = [layer_part(index) for index in range(int(state["layers"]))]
+            for part in found:
+                self._load(part)
+        except (BuildError, KeyError):
+            return False
+        return layers[: len(expected)] == expected and "hidden" in state
+
+
+def _load(folder: Path, part: str) -> Arrays:
+    path = folder / f"{part}.npz"
+    try:
+        # Opened here, for np.load leaves a file open that turns out to be no archive.
+        with path.open("rb") as data, np.load(data, allow_pickle=False) as file:
+            return dict(file)
+    except (OSError, EOFError, ValueError, BadZipFile) as error:
+        raise BuildError(f"{path} is broken ({error}); remove {folder} and build again") from error
+
+
+class Calibrated:
+    """Float weights and integers of a checkpoint. Without a store, all weights are as the checkpoint has them."""
+
+    def __init__(self, store: Store | None = None) -> None:
+        self._store = store
+
+    def _arrays(self, tensor: str) -> Arrays:
+        return self._store.read(part_of(tensor)) if self._store else {}
+
+    def rows(self, tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> Float:
+        """Rows of a tensor [N, K] or [N] as float32: stored values, times their factors, pruned ones zero."""
+        assert tensor.name is not None
+        arrays = self._arrays(tensor.name)
+        rows = rows_of(tensor, start, stop)
+        span = slice(start, start + len(rows))
+        if (factors := arrays.get(f"rows:{tensor.name}")) is not None:
+            rows *= factors[span] if rows.ndim == 1 else factors[span, None]
+        if (factors := arrays.get(f"columns:{tensor.name}")) is not None:
+            rows *= factors
+        if (mask := arrays.get(f"mask:{tensor.name}")) is not None:
+            rows *= np.unpackbits(mask[span], axis=1, count=rows.shape[1])
+        return rows
+
+    def matrix(self, tensors: tuple[ir.ExternalTensor, ...]) -> Float:
+        """Stacked matrices as float32 [N, K], or vectors [N]."""
+        return np.concatenate([self.rows(t, *span) for t in tensors for span in pieces(sizes(t))])
+
+    def quantized(self, tensors: tuple[ir.ExternalTensor, ...], grid: Grid) -> Quantized:
+        """Stacked matrices on ``grid``: the integers that calibration chose, or else those nearest.
+
+        Works in pieces on all cores; only integers and scales stay in memory.
+        """
+        return stacked([part for tensor in tensors for part in self._quantized(tensor, grid)])
+
+    def _quantized(self, tensor: ir.ExternalTensor, grid: Grid) -> list[Quantized]:
+        assert tensor.name is not None
+        key = f"{grid_name(grid)}:{tensor.name}"
+        arrays = self._arrays(tensor.name)
+        if f"values:{key}" in arrays:
+            return [Quantized(arrays[f"values:{key}"], arrays[f"scales:{key}"], grid, arrays.get(f"zeros:{key}"))]
+        spans = pieces(sizes(tensor))
+        return list(in_parallel(lambda span: rtn.quantize(self.rows(tensor, *span), grid), spans))
+
+    def activation(self, module: str) -> float:
+        """Largest magnitude of the input of the linear called ``module``.
+
+        Raises:
+            BuildError: calibration did not see it.
+        """
+        return float(self._range(f"input:{module}", module).max())
+
+    def cache_range(self, layer: int, part: str) -> Float:
+        """Largest magnitude of each channel of the keys or values (``part``), float32 [kv_heads, head_dim].
+
+        Raises:
+            BuildError: calibration did not see it.
+        """
+        return self._range(f"cache:{part}", f"model.layers.{layer}.self_attn")
+
+    def _range(self, key: str, module: str) -> Float:
+        arrays = self._arrays(f"{module}.weight")
+        if key not in arrays:
+            raise BuildError(f"{module}: calibration holds no {key}; give a text with --calibration FILE")
+        return np.asarray(arrays[key], np.float32)

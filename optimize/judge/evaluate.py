@@ -1,0 +1,138 @@
+"""Quality on a text: perplexity, and how far each path's next-token distributions are from the unquantized model's.
+
+The text is cut into windows that do not overlap, and each starts from an empty cache (with BOS before it, where the
+tokenizer puts one). The first token of a window has nothing before it and is not scored; every other one is predicted
+once, through the prefill path (in chunks) and through the decode path (one token per call), for these are different
+graphs. KL and agreement are over the same positions.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmc.bundle import Quality
+from llmc.errors import UsageError
+from llmc.optimize.calibrate.text import CalibrationSamples, read_samples
+from llmc.optimize.judge import golden
+from llmc.optimize.judge.quality import Double, Tally
+from llmc.optimize.judge.reference import Reference, kept_states
+from llmc.optimize.progress import Progress, counted, silent
+from llmc.runtime import Model
+from llmc.runtime.sessions import Phase
+
+# Long enough for attention to matter, short enough that a text has many. A window takes one decode step per token: with
+# 0.5 billion weights in int4 it cost 19 seconds of CPU time, 9 of them in the steps and 4 in the unquantized model. So
+# 6 windows, 1,530 positions, take about a minute on two cores.
+WINDOW = 256
+MAX_WINDOWS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Quality, and the KL of every scored position in nats, by path; none without an unquantized model."""
+
+    quality: Quality
+    divergences: dict[str, Double]
+
+
+def read_windows(
+    path: Path | None, model: Model, window: int | None = None, max_windows: int = MAX_WINDOWS
+) -> CalibrationSamples:
+    """Windows of a text, evenly spread over it where there are more than ``max_windows``.
+
+    Args:
+        path: plain text, or chats as JSONL; None takes the part of llmc's own text that calibration does not see.
+        model: the loaded bundle.
+        window: tokens per window; default: :data:`WINDOW`, or the whole context where it is shorter.
+        max_windows: windows at most.
+
+    Raises:
+        UsageError: ``window`` or ``max_windows`` is out of range, or the text cannot be read or is too short.
+    """
+    context = model.runner.max_context
+    window = min(WINDOW, context) if window is None else window
+    if not 2 <= window <= context:
+        raise UsageError(f"window is {window}, expected 2 ... {context}, the context that the bundle is loaded with")
+    if max_windows < 1:
+        raise UsageError(f"max_windows is {max_windows}, expected at least 1")
+    vocab = model.manifest.geometry.vocab_size
+    return read_samples(path, model.folder, samples=max_windows, length=window, vocab_size=vocab, held_out=True)
+
+
+def open_reference(model: Model, export: Path) -> Reference:
+    """The unquantized model that a bundle was built from.
+
+    Raises:
+        UsageError: ``export`` is of another model.
+        BundleError: ``export`` is none, or broken.
+    """
+    reference = Reference(export)
+    ours, theirs = model.manifest.source, reference.manifest.source
+    if ours.fingerprint != theirs.fingerprint:
+        raise UsageError(
+            f"{export} is an export of {theirs.name} ({theirs.fingerprint[:12]}), but {model.folder} was built from "
+            f"{ours.name} ({ours.fingerprint[:12]}); give the export of the same checkpoint"
+        )
+    return reference
+
+
+def evaluate(
+    model: Model,
+    text: CalibrationSamples,
+    *,
+    reference: Path | None = None,
+    cache: Path | None = None,
+    greedy: bool = True,
+    progress: Progress = silent,
+) -> Evaluation:
+    """Judge both paths of a bundle on the windows of a text.
+
+    Args:
+        model: the loaded bundle.
+        text: from :func:`read_windows`.
+        reference: the export that the bundle was built from; without it there is only the perplexity.
+        cache: folder that keeps the unquantized model's hidden states for the next bundle on the same text.
+        greedy: whether to compare greedy answers to the golden prompts as well.
+        progress: called with each step and how far it is.
+
+    Raises:
+        UsageError: the reference is of another model.
+        BundleError: the bundle computes NaN or infinity, or the reference is broken.
+    """
+    unquantized = open_reference(model, reference) if reference is not None else None
+    states = kept_states(unquantized, text.ids[:, :-1], cache, progress) if unquantized else None
+    original, paths = Tally(), {phase: Tally() for phase in Phase}
+    done = counted(progress, f"judging the bundle on {text.name}", len(text.ids) * len(Phase))
+    for number, ids in enumerate(text.ids):
+        wanted = unquantized.project(states[number]) if unquantized and states is not None else None
+        if wanted is not None:
+            original.predict(wanted, ids[1:])
+        for phase, path in paths.items():
+            logits = golden.path_logits(model, ids[:-1].tolist(), phase)
+            path.predict(logits, ids[1:])
+            if wanted is not None:
+                path.compare(wanted, logits)
+            done()
+    matches = _matches(model, unquantized, progress) if unquantized and greedy else []
+    quality = Quality(
+        text=text.name,
+        sha256=text.sha256,
+        positions=text.ids[:, 1:].size,
+        window=text.ids.shape[1],
+        reference_perplexity=original.perplexity if unquantized else None,
+        phases={phase.value: path.quality for phase, path in paths.items()},
+        greedy_match=float(np.mean([found for found, _ in matches])) if matches else None,
+        greedy_tokens=max((length for _, length in matches), default=0),
+    )
+    return Evaluation(quality, {phase.value: path.comparison.kl for phase, path in paths.items() if unquantized})
+
+
+def _matches(model: Model, reference: Reference, progress: Progress) -> list[tuple[int, int]]:
+    """For each golden prompt, how many greedy tokens the unquantized model would choose too, and of how many."""
+    answered = golden.greedy_answers(model)
+    states = reference.normed(golden.fed(answered), progress)
+    return [
+        (golden.matching(answer, reference.project(normed[len(prompt) - 1 :])), len(answer))
+        for (prompt, answer), normed in zip(answered, states, strict=True)
+    ]

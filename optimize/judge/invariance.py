@@ -1,0 +1,154 @@
+"""Which calls of a finished bundle compute the same bits for a token, whatever is computed beside it: measured.
+
+Kernels may round otherwise for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs, and its attention
+takes another product for a single token. What a runtime may rely on is therefore found by running the bundle.
+
+Attention also works in tiles of 64 queries, and a last tile of one query again takes that other product: calls of
+64 k + 1 tokens give other bits for their last token. They are left out here; a runtime that wants equal bits never
+makes them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Invariance, Manifest
+from llmc.runtime.sessions import Batch, Phase, Session
+
+# Calls of so many rows, new tokens or logits are compared with the largest: odd and even, within and beyond the 4 rows
+# that MatMulNBits' kernels take at once.
+SIZES = (1, 2, 3, 4, 5, 6, 8)
+# Pieces of prompts, around one and two tiles of attention, and the piece that they are compared with.
+LONG_SIZES, LONGEST = (62, 64, 66, 67, 126, 128, 130), 132
+# Cached positions of the first row, and how many more each following row has: all even, and different.
+PREFIX, LONGER = 12, 2
+# Contexts in which prefixes and calls find no room are not measured.
+SMALLEST_CONTEXT = PREFIX + LONGER * max(SIZES) + max(SIZES)
+
+Same = Callable[[int], bool]
+Values = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.generic]]
+
+
+def measured(session: Session, manifest: Manifest) -> Manifest:
+    """The manifest with what each graph of the loaded bundle guarantees; the session's cache is overwritten.
+
+    Nothing is guaranteed of a graph that this machine cannot run, nor in contexts below :data:`SMALLEST_CONTEXT`.
+    """
+    if manifest.limits.max_context < SMALLEST_CONTEXT:
+        return manifest
+    probe = _Probe(session, manifest)
+    phases = [phase for phase in Phase if phase is Phase.DECODE or not session.substitutes]
+    found = {phase.value: probe.invariance(phase) for phase in phases}
+    graphs = {
+        name: replace(graph, invariance=found.get(name, graph.invariance)) for name, graph in manifest.graphs.items()
+    }
+    return replace(manifest, graphs=graphs)
+
+
+class _Probe:
+    """Rows with different prefixes in the cache, and calls that continue them."""
+
+    def __init__(self, session: Session, manifest: Manifest) -> None:
+        self._session = session
+        limits = manifest.limits
+        longest = min(limits.prefill_chunk, limits.max_context - PREFIX, LONGEST)
+        self._longest = max(longest - longest % 2, max(SIZES))
+        self._long = [tokens for tokens in LONG_SIZES if tokens < self._longest]
+        self._feeds = Phase.PREFILL if "prefill" in manifest.graphs else Phase.DECODE
+        self._rows = [rows for rows in SIZES if rows <= limits.max_batch]
+        session.cache.reserve(max(self._rows), max(SMALLEST_CONTEXT, PREFIX + self._longest))
+        generator = np.random.default_rng(0)
+        vocab_size = manifest.geometry.vocab_size
+        self._prefixes = [
+            generator.integers(0, vocab_size, PREFIX + LONGER * row).tolist() for row in range(max(self._rows))
+        ]
+        self._next = generator.integers(0, vocab_size, (max(self._rows), max(SIZES)))
+        self._text = generator.integers(0, vocab_size, self._longest)
+
+    def invariance(self, phase: Phase) -> Invariance:
+        """What the graph of ``phase`` guarantees."""
+        for row, prefix in enumerate(self._prefixes):
+            ids = np.array([prefix], np.int64)
+            self._session.run(Batch(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row))
+        most = max(SIZES)
+        steps = {rows: self._step(phase, rows) for rows in self._rows}
+        pieces = {tokens: self._piece(phase, tokens, most) for tokens in SIZES[1:]}
+        outputs = {count: self._piece(phase, most, count) for count in SIZES}
+        tokens = _multiple(SIZES[1:], lambda tokens: _same(pieces[tokens], pieces[most], tokens))
+        one, many = steps[_reference(self._rows)], pieces[most]
+        return Invariance(
+            rows=_multiple(self._rows, lambda rows: _same(steps[rows], steps[_reference(self._rows)], rows)),
+            tokens=_both(tokens, self._long_pieces(phase)) if phase is self._feeds else tokens,
+            outputs=_multiple(SIZES, lambda count: _same(outputs[count], many, count)),
+            single=_same((one[0][:1], one[1][:1], one[2][:1]), many, 1),
+        )
+
+    def _step(self, phase: Phase, rows: int) -> Values:
+        """Logits [B, V], hidden states [B, H] and new cache contents [B, ...] of one token in each of ``rows``."""
+        past = [len(prefix) for prefix in self._prefixes[:rows]]
+        zeros = np.zeros((rows, 1), np.int64)
+        logits = self._session.run(Batch(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()
+        hidden = _known(self._session.hidden)[:, 0].copy()
+        cached = [self._session.cache.read(row, length, length + 1) for row, length in enumerate(past)]
+        return logits, hidden, np.stack(cached)
+
+    def _long_pieces(self, phase: Phase) -> int:
+        """What calls of 2 or more tokens guarantee, by calls as long as pieces of prompts are."""
+        past, ends = len(self._prefixes[0]), np.array(self._long, np.int64) - 1
+
+        def run(tokens: int) -> list[NDArray[np.generic]]:
+            # Logits where any call ends, as many in each call; of those beyond this one its own end, again.
+            call = Batch(
+                phase, self._text[None, :tokens], np.array([past], np.int64), np.minimum(ends, tokens - 1)[None]
+            )
+            logits, shown = self._session.run(call)[0], np.count_nonzero(ends < tokens)
+            hidden = _known(self._session.hidden)[0]
+            return [logits[:shown].copy(), hidden[:shown].copy(), self._cached(past, tokens)]
+
+        wanted = run(self._longest) if self._long else []
+
+        def same(tokens: int) -> bool:
+            found = run(tokens)
+            return all(np.array_equal(a[: len(b)], b) for a, b in zip(wanted, found, strict=True))
+
+        return _multiple(self._long, same)
+
+    def _piece(self, phase: Phase, tokens: int, outputs: int) -> Values:
+        """The same of ``tokens`` new tokens of row 0, logits of the first ``outputs``, the last one repeated."""
+        past, indices = len(self._prefixes[0]), np.minimum(np.arange(outputs), tokens - 1)[None]
+        call = Batch(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
+        logits, hidden = self._session.run(call)[0].copy(), _known(self._session.hidden)[0].copy()
+        return logits, hidden, self._cached(past, tokens)
+
+    def _cached(self, past: int, tokens: int) -> NDArray[np.generic]:
+        """What the cache holds of ``tokens`` positions of row 0, [tokens, values]."""
+        return np.stack(self._session.cache.read_blocks(0, 1, past, past + tokens))
+
+
+def _known(hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    assert hidden is not None
+    return hidden
+
+
+def _same(found: Values, wanted: Values, count: int) -> bool:
+    return all(np.array_equal(a[:count], b[:count]) for a, b in zip(found, wanted, strict=True))
+
+
+def _reference(sizes: Sequence[int]) -> int:
+    """The largest even size, which all others are compared with; 1 if there is none."""
+    return max((size for size in sizes if size % 2 == 0), default=1)
+
+
+def _multiple(sizes: Iterable[int], same: Same) -> int:
+    """1 if calls of all sizes are the same, 2 if those of even ones are, else 0."""
+    agree = {size: same(size) for size in sizes}
+    if all(agree.values()):
+        return 1
+    return 2 if all(good for size, good in agree.items() if size % 2 == 0) else 0
+
+
+def _both(one: int, other: int) -> int:
+    """What holds where both do."""
+    return max(one, other) if one and other else 0

@@ -1,0 +1,246 @@
+"""Where a bundle loses quality: the error of each layer on its own.
+
+The bundle's graphs are cut at their ``hidden.{i}`` values, each part is fed what the unquantized model's part is fed,
+and the results are compared, so that no error hides behind those before it. The decode path runs token by token, as it
+does for users. One layer is in memory at a time.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from llmc.bundle import Manifest
+from llmc.errors import BundleError
+from llmc.optimize.judge.quality import compare
+from llmc.optimize.judge.reference import Float, Ids, Reference, open_part
+from llmc.optimize.lower.rewrite import MICROSOFT, nodes_of
+from llmc.optimize.progress import Progress, counted, silent
+from llmc.runtime.sessions import Phase
+from llmc.runtime.sessions.onnxruntime.cpu import translated, usable_graphs
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+# The decode path takes one call per token and layer, and one window is enough to tell layers apart.
+WINDOWS = 1
+SMALLEST = 1e-20  # of noise to signal, 200 dB: float32 is at about 1e-14
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What one part of the model, fed with the unquantized model's hidden states, computes wrongly in one path.
+
+    Attributes:
+        name: model.embed_tokens, model.layers.{i}, one of its linears, or lm_head.
+        phase: prefill or decode.
+        noise_to_signal: power of the error over the power of what the part itself adds to the hidden state; of the
+            head, over the power of its logits without their mean, which softmax does not see.
+        noise: power of the error over that of the hidden state after the layer, mean over positions; 0 for the head.
+        kl: of the head, mean KL(reference || head alone) in nats; None for all others.
+    """
+
+    name: str
+    phase: str
+    noise_to_signal: float
+    noise: float
+    kl: float | None = None
+
+    @property
+    def decibels(self) -> float:
+        """Signal to noise in decibels, at most 200."""
+        return -10 * math.log10(max(self.noise_to_signal, SMALLEST))
+
+
+def layer_errors(
+    folder: Path, manifest: Manifest, reference: Reference, windows: Ids, progress: Progress = silent
+) -> tuple[LayerError, ...]:
+    """Errors of the embedding, each layer and the head, in both paths, on windows of tokens [n, W].
+
+    Raises:
+        BundleError: the bundle's graphs have no hidden states of these names, or the engine refuses a part.
+    """
+    layers = manifest.geometry.layers
+    graphs = {phase: _Graph(folder, file, manifest) for phase, file in usable_graphs(manifest).items()}
+    done = counted(progress, "measuring the error of each layer", layers + 2)
+    errors: list[LayerError] = []
+    states = reference.states([windows])
+    [before] = next(states)
+    for phase, graph in graphs.items():
+        got = graph.embed(windows)
+        errors.append(_error(EMBEDDING, phase, got, before, before))
+    done()
+    for layer, [after] in enumerate(states):
+        for phase, graph in graphs.items():
+            got = graph.layer(layer, before, windows, phase)
+            errors.append(_error(f"model.layers.{layer}", phase, got, after, after - before))
+        before = after
+        done()
+    errors += [_head_error(graph, phase, reference, before, windows) for phase, graph in graphs.items()]
+    done()
+    return tuple(errors)
+
+
+def linear_errors(
+    folder: Path, manifest: Manifest, reference: Reference, windows: Ids, progress: Progress = silent
+) -> tuple[LayerError, ...]:
+    """What the weights of each linear of the layers do to the layer's output, on windows of tokens [n, W].
+
+    A linear of the decode graph gets the unquantized model's activations, and its output goes on through the rest of
+    the unquantized layer, so that an error is seen after what the layer makes of it.
+
+    Raises:
+        BundleError: as for :func:`layer_errors`.
+    """
+    graph = _Graph(folder, usable_graphs(manifest)[Phase.DECODE], manifest)
+    done = counted(progress, "measuring the error of each linear", manifest.geometry.layers)
+    errors: list[LayerError] = []
+    states = reference.states([windows])
+    [before] = next(states)
+    for layer, [after] in enumerate(states):
+        for name, source, output in reference.linears(layer):
+            x = reference.inside(layer, {f"hidden.{layer}": before}, source)
+            y = graph.linear(name, source, output, x, windows)
+            got = reference.inside(layer, {f"hidden.{layer}": before, output: y}, f"hidden.{layer + 1}")
+            errors.append(_error(name, Phase.DECODE, got, after, after - before))
+        before = after
+        done()
+    return tuple(errors)
+
+
+def _error(name: str, phase: Phase, got: Float, wanted: Float, added: Float) -> LayerError:
+    """Compare hidden states [n, S, H], of which the part itself ``added`` some."""
+    noise = np.square(got.astype(np.float64) - wanted).sum(axis=-1)  # (n, S)
+    signal = float(np.square(added, dtype=np.float64).sum())
+    whole = np.maximum(np.square(wanted, dtype=np.float64).sum(axis=-1), np.finfo(np.float32).tiny)
+    return LayerError(name, phase.value, float(noise.sum()) / max(signal, SMALLEST), float((noise / whole).mean()))
+
+
+def _head_error(graph: "_Graph", phase: Phase, reference: Reference, hidden: Float, windows: Ids) -> LayerError:
+    """The head's error on hidden states [n, S, H], a window at a time, for logits are large."""
+    noise = signal = divergence = 0.0
+    for row, ids in zip(hidden, windows, strict=True):
+        wanted = reference.project(reference.last_norm(row[None])[0])
+        got = graph.head(row[None], ids[None], phase)
+        divergence += float(compare(wanted, got).kl.sum())
+        got -= wanted
+        noise += _power(got)
+        signal += _power(wanted)
+    return LayerError(HEAD, phase.value, noise / max(signal, SMALLEST), 0.0, divergence / windows.size)
+
+
+def _power(logits: Float) -> float:
+    """Sum of squares around each row's mean."""
+    return float(logits.var(axis=-1, dtype=np.float64).sum() * logits.shape[-1])
+
+
+class _Graph:
+    """One of the bundle's graphs, ready to be cut."""
+
+    def __init__(self, folder: Path, file: str, manifest: Manifest) -> None:
+        self.folder = folder
+        self._path = folder / file
+        self._geometry = manifest.geometry
+        self._cache_type = np.dtype(manifest.cache)
+        self._model = ir.load(self._path)
+        # A graph that was made for TensorRT asks which positions of the cache it may look at.
+        self._slots = [value.name for value in self._model.graph.inputs if value.name == "cache_slots"]
+        _split_skip_norms(self._model.graph)
+        self._values = {value.name for node in self._model.graph for value in node.outputs}
+
+    def embed(self, ids: Ids) -> Float:
+        """Embeddings [n, S, H]."""
+        run = self._part([], ["hidden.0"])
+        return run({"input_ids": ids})[0]  # type: ignore[no-any-return]
+
+    def layer(self, layer: int, hidden: Float, ids: Ids, phase: Phase) -> Float:
+        """Hidden states after one layer, from those before it [n, S, H]."""
+        names = [f"past_key_values.{layer}.{part}" for part in ("key", "value")]
+        outputs = [f"hidden.{layer + 1}", *(name.replace("past_key_values", "present") for name in names)]
+        # All layers may ask the first one's cache how many positions there are.
+        first = "past_key_values.0.key"
+        run = self._part([f"hidden.{layer}", "past_lengths", *self._slots, *dict.fromkeys((first, *names))], outputs)
+        g, slots = self._geometry, dict.fromkeys(self._slots, np.arange(ids.shape[1]))
+        result = np.empty_like(hidden)
+        for row in range(len(hidden)):
+            cache: list[Any] = [np.zeros((1, g.kv_heads, ids.shape[1], g.head_dim), self._cache_type)] * 2
+            for span in _calls(ids.shape[1], phase):
+                feeds = {f"hidden.{layer}": hidden[row : row + 1, span], "input_ids": ids[row : row + 1, span]}
+                feeds |= {
+                    "past_lengths": np.array([span.start], np.int64),
+                    **slots,
+                    first: cache[0],
+                    **dict(zip(names, cache, strict=True)),
+                }
+                result[row, span], *cache = run(feeds)
+        return result
+
+    def head(self, hidden: Float, ids: Ids, phase: Phase) -> Float:
+        """Logits [S, V] of one row of last hidden states [1, S, H]."""
+        last = f"hidden.{self._geometry.layers}"
+        run = self._part([last, "logit_indices"], ["logits"])
+        parts = []
+        for span in _calls(ids.shape[1], phase):
+            indices = np.arange(span.stop - span.start)[None]
+            [logits] = run({last: hidden[:, span], "input_ids": ids[:, span], "logit_indices": indices})
+            parts.append(logits[0])
+        return np.concatenate(parts)
+
+    def linear(self, name: str, source: str, output: str, x: Float, ids: Ids) -> Float:
+        """The value ``output`` [n, S, N] of a linear, from its input ``source`` [n, S, K]."""
+        columns = slice(None)
+        if output not in self._values and name.endswith(PROJECTIONS):  # attention reads the packed projections whole
+            attention, _, projection = name.rpartition(".")
+            output, columns = f"{attention}.qkv_proj.0", self._packed(projection)
+        run = self._part([source], [output])
+        rows = [run({source: x[row : row + 1], "input_ids": ids[row : row + 1]})[0] for row in range(len(x))]
+        return np.concatenate(rows)[..., columns]
+
+    def _packed(self, projection: str) -> slice:
+        """Where a projection lies among the packed ones."""
+        g = self._geometry
+        ends = np.cumsum([0, g.heads * g.head_dim, g.kv_heads * g.head_dim, g.kv_heads * g.head_dim]).tolist()
+        number = PROJECTIONS.index(projection)
+        return slice(ends[number], ends[number + 1])
+
+    def _part(self, inputs: Sequence[str], outputs: Sequence[str]) -> Callable[[dict[str, Any]], list[Any]]:
+        """A function that runs the part of the graph between values. ``input_ids`` may be read for their shape."""
+        try:
+            graph = ir.convenience.extract(self._model.graph, ["input_ids", *inputs], list(outputs))
+        except ValueError as error:
+            raise BundleError(
+                f"{self._path} cannot be cut into layers ({error}); build the bundle again with this llmc"
+            ) from error
+        for value in (*graph.inputs, *graph.outputs):
+            value.type = value.type or ir.TensorType(ir.DataType.FLOAT)  # passes give none to values between nodes
+        session = open_part(ir.Model(graph, ir_version=self._model.ir_version), self.folder)
+
+        def run(feeds: dict[str, Any]) -> list[Any]:
+            with translated(f"{self._path}: running a layer"):
+                return session.run(list(outputs), feeds)  # type: ignore[no-any-return]
+
+        return run
+
+
+def _calls(length: int, phase: Phase) -> Iterator[slice]:
+    """Tokens of each call: all at once through the prefill path, one at a time through the decode path."""
+    step = length if phase is Phase.PREFILL else 1
+    return (slice(start, start + step) for start in range(0, length, step))
+
+
+def _split_skip_norms(graph: ir.Graph) -> None:
+    """A norm fused with the addition before it would read what lies before the cut: let it read the sum instead."""
+    for node in nodes_of(graph, "SkipSimplifiedLayerNormalization", MICROSOFT):
+        total = node.outputs[3] if len(node.outputs) > 3 else None
+        if total is None or not (total.name or "").startswith("hidden."):
+            continue
+        attributes = {"axis": -1, "epsilon": node.attributes["epsilon"].as_float()}
+        norm = ir.node("SimplifiedLayerNormalization", [total, node.inputs[2]], attributes)
+        norm.name = f"{node.name}.apart"
+        fused = node.outputs[0]
+        norm.outputs[0].name, fused.name = fused.name, f"{fused.name}.fused"
+        graph.insert_after(node, norm)
+        fused.replace_all_uses_with(norm.outputs[0])

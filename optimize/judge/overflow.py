@@ -1,0 +1,87 @@
+"""Whether float16 suffices: every value of the lowered graph, on the golden prompts.
+
+ONNX Runtime's CPU kernels compute float16 operators in float32 and hand their results on without rounding where they
+can, so running the graph there does not show what overflows on a GPU. Asking for every value as an output does.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmc.bundle import Manifest
+from llmc.errors import BuildError
+from llmc.optimize.judge.reference import open_part
+
+SHOWN = 3
+
+
+def check_range(folder: Path, manifest: Manifest, prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse a graph in float16 whose values leave its range, +-65,504, on any of ``prompts``.
+
+    Raises:
+        BuildError: with the names of the nodes.
+    """
+    if manifest.recipe.compute != "float16":
+        return
+    model = ir.load(folder / manifest.graphs["decode"].file)
+    names = _expose(model.graph)
+    session = open_part(model, folder)
+    found: dict[str, None] = {}
+    for prompt in prompts:
+        values = session.run(names, _feeds(manifest, model.graph, prompt))
+        found |= {name: None for name, value in zip(names, values, strict=True) if _beyond(value)}
+    if found:
+        nodes = ", ".join(name.removesuffix(".0") for name in list(found)[:SHOWN])
+        raise BuildError(
+            f"float16 overflows in {len(found)} values of this model, beginning with {nodes}: a GPU would compute "
+            f"infinities; {_remedy(manifest)}"
+        )
+
+
+def _remedy(manifest: Manifest) -> str:
+    if manifest.engine is None:
+        return "build with --fp32, or for TensorRT with --bf16"
+    return "build with --bf16 or --fp32, or for integers with compute = 'bfloat16' in the recipe"
+
+
+def _beyond(value: NDArray[Any]) -> bool:
+    return value.dtype == np.float16 and not np.isfinite(value).all()
+
+
+def _expose(graph: ir.Graph) -> list[str]:
+    """Make every value an output that is float16, or may be, but the cache; their names, in order.
+
+    What follows from weights alone is left out: those of a whole model, dequantized, take a multiple of its memory.
+    """
+    names = []
+    fed: set[ir.Value | None] = set(graph.inputs)
+    for node in graph:
+        if fed.isdisjoint(node.inputs):
+            continue
+        fed.update(node.outputs)
+        for value in node.outputs:
+            if value.dtype in (ir.DataType.FLOAT16, None) and value.name and not value.name.startswith("present."):
+                names.append(value.name)
+                if not value.is_graph_output():
+                    graph.outputs.append(value)
+    return names
+
+
+def _feeds(manifest: Manifest, graph: ir.Graph, prompt: Sequence[int]) -> dict[str, Any]:
+    """Inputs of one call with all of ``prompt``, into an empty cache of as many positions."""
+    g, count = manifest.geometry, len(prompt)
+    feeds: dict[str, Any] = {
+        "input_ids": np.array([prompt], np.int64),
+        "past_lengths": np.zeros(1, np.int64),
+        "logit_indices": np.arange(count, dtype=np.int64)[None],
+        "cache_slots": np.arange(count),
+    }
+    for layer in range(g.layers):
+        for part in ("key", "value"):
+            cache = np.zeros((1, g.kv_heads, count, g.head_dim), manifest.cache)
+            feeds[f"past_key_values.{layer}.{part}"] = cache
+    return {value.name: feeds[value.name] for value in graph.inputs if value.name is not None}

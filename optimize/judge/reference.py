@@ -1,0 +1,212 @@
+"""The unquantized model's hidden states and logits, with weights streamed layer by layer.
+
+The portable decoder is cut at its ``hidden.{i}`` values and each layer runs on its own in ONNX Runtime; the embedding
+is read by rows and the head multiplied in pieces. Peak memory is about one layer in float32, whatever the model's size.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmc import __version__
+from llmc.bundle import ExportManifest, read_export
+from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.rewrite import read_decoder, sizes
+from llmc.optimize.progress import Progress, counted, silent
+from llmc.optimize.weights import rows_of
+from llmc.runtime.host import disk_cache
+from llmc.runtime.sessions.onnxruntime.cpu import LOG_FATAL_ONLY, import_onnxruntime, translated
+
+ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 as the standard means them
+EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+# Activations of one call: 1,024 tokens keep matrix products busy, and take 60 MB at an inner size of 14,336.
+TOKENS_PER_CALL = 1024
+# Weights of the head that are read and multiplied at a time, 16 MB: pieces of 1 MB take four times as long.
+HEAD_PIECE = 1 << 22
+Float = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+class Reference:
+    """An export's decoder, ready to be run layer by layer."""
+
+    def __init__(self, export: Path) -> None:
+        self.folder = export
+        self.manifest: ExportManifest = read_export(export)
+        self._model = read_decoder(export)
+        self._head = next(node for node in self._model.graph if node.name == "lm_head")
+        self._table = next(node for node in self._model.graph if node.name == "model.embed_tokens")
+        self._opened: tuple[tuple[str, ...], Any] | None = None
+
+    def logits(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
+        """Logits after every token of each sequence: float32 [len(sequence), V] each, in one pass over the weights."""
+        return [self.project(rows) for rows in self.normed(sequences, progress)]
+
+    def normed(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
+        """What the head multiplies, after every token of each sequence: float32 [len(sequence), H] each.
+
+        One pass over the weights. Logits of a large vocabulary are a hundred times as large: :meth:`project` them
+        one sequence at a time.
+        """
+        groups = _groups(sequences)
+        done = counted(progress, "running the unquantized model layer by layer", self.manifest.geometry.layers)
+        states = self.states(groups)
+        hidden = next(states)
+        for after in states:
+            hidden = after
+            done()
+        rows = [row for group in hidden for row in self.last_norm(group)]
+        return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
+
+    def states(self, groups: Sequence[Ids]) -> Iterator[list[Float]]:
+        """The hidden states [B, S, H] of each group of tokens [B, S]: the embeddings, then those after each layer."""
+        hidden = [self._embed(ids) for ids in groups]
+        yield hidden
+        for layer in range(self.manifest.geometry.layers):
+            hidden = [self.inside(layer, {f"hidden.{layer}": group}, f"hidden.{layer + 1}") for group in hidden]
+            yield hidden
+
+    def project(self, normed: Float) -> Float:
+        """The head's product: logits float32 [n, V] of rows [n, H]."""
+        weight = stored(self._head.inputs[1])
+        vocab, hidden = sizes(weight)
+        step = max(1, HEAD_PIECE // hidden)
+        logits: Float = np.empty((len(normed), vocab), np.float32)
+        for start in range(0, vocab, step):
+            logits[:, start : start + step] = normed @ rows_of(weight, start, start + step).T
+        return logits
+
+    def last_norm(self, hidden: Float) -> Float:
+        """What the head multiplies, from the last hidden states [B, S, H]."""
+        source = self._head.inputs[0]
+        assert source is not None and source.name is not None
+        batch, sequence, _ = hidden.shape
+        indices = np.tile(np.arange(sequence), (batch, 1))
+        return self._run({f"hidden.{self.manifest.geometry.layers}": hidden, "logit_indices": indices}, source.name)
+
+    def inside(self, layer: int, known: dict[str, Float], output: str) -> Float:
+        """A value of one layer, from the values ``known`` [B, S, ...], which take the place of what makes them."""
+        hidden, g = known[f"hidden.{layer}"], self.manifest.geometry
+        batch, sequence, _ = hidden.shape
+        empty = np.zeros((batch, g.kv_heads, sequence, g.head_dim), np.float32)
+        pasts = {f"past_key_values.{layer}.{part}": empty for part in ("key", "value")}
+        return self._run({**known, "past_lengths": np.zeros(batch, np.int64), **pasts}, output)
+
+    def linears(self, layer: int) -> Iterator[tuple[str, str, str]]:
+        """Each linear of a layer: its module name, and the names of the values that it reads and makes, bias added."""
+        for node in self._model.graph:
+            if node.op_type != "MatMul" or not (node.name or "").startswith(f"model.layers.{layer}."):
+                continue
+            biased = [user for user, _ in node.outputs[0].uses() if user.name == f"{node.name}.bias"]
+            source, made = node.inputs[0], (biased[0] if biased else node).outputs[0]
+            assert node.name and source is not None and source.name and made.name
+            yield node.name, source.name, made.name
+
+    def _embed(self, ids: Ids) -> Float:
+        table = stored(self._table.inputs[0])
+        used, places = np.unique(ids, return_inverse=True)
+        rows: Float = np.stack([rows_of(table, token, token + 1)[0] for token in used.tolist()])
+        return rows[places.reshape(ids.shape)]
+
+    def _run(self, feeds: dict[str, Any], output: str) -> Float:
+        """One value of the graph, from others."""
+        session = self._session((*feeds, output))
+        with translated(f"{self.folder}: running the reference"):
+            return session.run([output], feeds)[0]  # type: ignore[no-any-return]
+
+    def _session(self, names: tuple[str, ...]) -> Any:
+        """The part of the graph between the values ``names`` and the last of them; only the part used last is kept."""
+        if self._opened is None or self._opened[0] != names:
+            self._opened = None  # its weights go before others come
+            graph = ir.convenience.extract(self._model.graph, names[:-1], names[-1:])
+            part = ir.Model(graph, ir_version=self._model.ir_version, functions=list(self._model.functions.values()))
+            self._opened = (names, open_part(part, self.folder))
+        return self._opened[1]
+
+
+def open_part(part: ir.Model, folder: Path) -> Any:
+    """An ONNX Runtime session of a part of a graph, whose weights lie in ``folder``.
+
+    Raises:
+        BundleError: the engine refuses it.
+    """
+    runtime = import_onnxruntime(ORT_MINIMUM)
+    options = runtime.SessionOptions()
+    options.log_severity_level = LOG_FATAL_ONLY
+    options.add_session_config_entry(EXTERNAL_FOLDER, str(folder))
+    with translated(f"{folder}: running a part of the model"):
+        return runtime.InferenceSession(
+            ir.to_proto(part).SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+
+
+def _groups(sequences: Sequence[Sequence[int]]) -> list[Ids]:
+    """Consecutive sequences, right-padded, about :data:`TOKENS_PER_CALL` tokens in each group."""
+    groups: list[list[Sequence[int]]] = [[]]
+    for sequence in sequences:
+        longest = max(map(len, [*groups[-1], sequence]))
+        if groups[-1] and longest * (len(groups[-1]) + 1) > TOKENS_PER_CALL:
+            groups.append([])
+        groups[-1].append(sequence)
+    return [_padded(group) for group in groups if group]
+
+
+def _padded(sequences: Sequence[Sequence[int]]) -> Ids:
+    ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = sequence
+    return ids
+
+
+# ---------------------------------------------------------------------------------- states kept for the next candidate
+
+
+def kept_states(
+    reference: Reference, windows: Ids, folder: Path | None, progress: Progress = silent
+) -> NDArray[np.float32]:
+    """:meth:`Reference.normed` of windows [n, W] as [n, W, H], from ``folder`` if they are there, else put into it."""
+    if folder is None:
+        return np.stack(reference.normed(windows.tolist(), progress))
+    path = folder / f"states-{_key(reference, windows)}.npy"
+    found = _read(path, (*windows.shape, reference.manifest.geometry.hidden_size))
+    if found is None:
+        found = np.stack(reference.normed(windows.tolist(), progress))
+        _write(path, found)
+    return found
+
+
+def _key(reference: Reference, windows: Ids) -> str:
+    """A hash of the model, its files' times (a fingerprint sees no new weights of the old shape) and the tokens."""
+    values = reference._model.graph.initializers.values()
+    tensors = {value.const_value.path for value in values if isinstance(value.const_value, ir.ExternalTensor)}
+    times = [os.stat(path).st_mtime_ns for path in sorted(map(str, tensors))]
+    digest = hashlib.sha256(f"{__version__} {reference.manifest.source.fingerprint} {times} {windows.shape}".encode())
+    digest.update(np.ascontiguousarray(windows).tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _read(path: Path, shape: tuple[int, ...]) -> Float | None:
+    """What was kept, unless it is missing, torn or of something else."""
+    try:
+        with path.open("rb") as file:  # numpy leaves a broken file open that it opened itself
+            found = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError, BadZipFile):
+        return None
+    whole = isinstance(found, np.ndarray) and found.shape == shape and found.dtype == np.float32
+    return found if whole and np.isfinite(found).all() else None
+
+
+def _write(path: Path, states: Float) -> None:
+    """Put states into the cache; where it cannot be written they are computed again the next time."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with disk_cache.written(path) as staging:
+            np.save(staging, states)

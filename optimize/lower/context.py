@@ -1,0 +1,172 @@
+"""What a lowering is asked to make: the model's shapes, its limits, and how each weight is to be stored."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry, Limits, Recipe
+from llmc.errors import UsageError
+from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.weights import WeightFile
+
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Float32:
+    """Keep weights as float32."""
+
+
+@dataclass(frozen=True)
+class Float16:
+    """Keep weights as float16 and compute in float32."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Keep weights in the type that the graph computes in."""
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Weights as float8 (e4m3) with a scale per output; with ``activations`` also its inputs, with one static scale."""
+
+    activations: bool = False
+
+
+@dataclass(frozen=True)
+class WeightOnly:
+    """Integer weights in blocks, float activations (the engine may quantize them per block inside its kernel)."""
+
+    grid: Grid
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """int8 weights with a scale per output, int8 activations with a scale per token (W8A8)."""
+
+    grid: Grid = Grid(8)
+
+
+@dataclass(frozen=True)
+class Static:
+    """int8 weights with a scale per output, int8 activations with one calibrated scale per tensor (W8A8)."""
+
+    grid: Grid = Grid(8)
+
+
+QuantConfig = Float32 | Float16 | Computed | Float8 | WeightOnly | PerToken | Static
+W8A8: dict[str, PerToken | Static] = {"per-token": PerToken(), "static": Static()}
+
+
+@dataclass(frozen=True)
+class QuantConfigs:
+    """How a graph stores its linears: the body's config, the head's, and those of patterns; the last match wins.
+
+    Where ``w8a8`` is given it takes the place of integer weights of ``w8a8_bits`` everywhere but in the head.
+    """
+
+    body: QuantConfig
+    head: QuantConfig
+    layers: tuple[tuple[str, QuantConfig], ...] = ()
+    w8a8: PerToken | Static | None = None
+    w8a8_bits: tuple[int, ...] = (4, 8)
+
+    def of(self, module: str) -> QuantConfig:
+        """The config of the linear called ``module``, for example ``model.layers.0.mlp.down_proj``."""
+        matches = [config for pattern, config in self.layers if fnmatchcase(module, pattern)]
+        config = matches[-1] if matches else self.head if module == HEAD else self.body
+        replaced = (
+            self.w8a8 and module != HEAD and isinstance(config, WeightOnly) and config.grid.bits in self.w8a8_bits
+        )
+        return self.w8a8 if self.w8a8 and replaced else config
+
+
+@dataclass(frozen=True)
+class LoweringContext:
+    """One graph to make.
+
+    Attributes:
+        weights: the file that packed weights go into.
+        calibrated: float weights as calibration left them, and the integers and scales that it chose.
+        cache: type of the KV cache, see :class:`llmc.bundle.Recipe`.
+        compute: type of activations: float32, float16 or bfloat16.
+        linear_done: called after each linear, for progress.
+    """
+
+    phase: str
+    geometry: Geometry
+    limits: Limits
+    quant: QuantConfigs
+    weights: WeightFile
+    calibrated: Calibrated
+    cache: str = "float32"
+    compute: str = "float32"
+    linear_done: Callable[[], None] = lambda: None
+    contract: int = GRAPH_CONTRACT_VERSION
+
+    @property
+    def embedding(self) -> QuantConfig:
+        """See :func:`embedding_config`."""
+        return embedding_config(self.quant, self.geometry.tied_head)
+
+
+def embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
+    """A tied embedding shares the head's bytes. Rows of an untied one cost nothing per step: they keep 8 bits."""
+    head = stored.of(HEAD)
+    if isinstance(head, Float8):
+        return Computed()
+    if tied or not isinstance(head, WeightOnly):
+        return head
+    return WeightOnly(Grid(8, 128 if head.grid.block else 0))
+
+
+def quant_configs(recipe: Recipe) -> dict[str, QuantConfigs]:
+    """The graphs to make, by phase, and how each stores its weights."""
+    if recipe.phases == "single":
+        return {"single": _engine_configs(recipe)}
+    weights: dict[str, QuantConfig] = {
+        "fp32": Float32(),
+        "fp16": Float16(),
+        "int8": WeightOnly(Grid(8, recipe.block_size, recipe.symmetric)),
+        "int4": WeightOnly(Grid(4, recipe.block_size, recipe.symmetric)),
+    }
+    layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
+    stored = QuantConfigs(weights[recipe.precision], weights[recipe.head], layers)
+    if recipe.phases == "shared":
+        return {"shared": stored}
+    return {"prefill": replace(stored, w8a8=W8A8[recipe.activations]), "decode": stored}
+
+
+def _engine_configs(recipe: Recipe) -> QuantConfigs:
+    """One graph for both phases, for engines that want int8 weights with a scale per output and constant scales.
+
+    All scales are above zero: TensorRT refuses others.
+    """
+    static = recipe.activations == "static"
+    weights: dict[str, QuantConfig] = {
+        **dict.fromkeys(("fp32", "fp16", "bf16"), Computed()),
+        "int8": WeightOnly(Grid(8, positive=True)),
+        "int4": WeightOnly(Grid(4, recipe.block_size, positive=True)),
+        "fp8": Float8(static),
+    }
+    layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
+    head = Float8() if recipe.head == "fp8" else weights[recipe.head]
+    return QuantConfigs(
+        weights[recipe.precision], head, layers, Static(Grid(8, positive=True)) if static else None, (8,)
+    )
+
+
+def check_patterns(recipe: Recipe, modules: list[str]) -> None:
+    """Refuse patterns of the recipe that match no linear.
+
+    Raises:
+        UsageError: with the pattern and some names.
+    """
+    for pattern in recipe.layers:
+        if not any(fnmatchcase(module, pattern) for module in modules):
+            raise UsageError(
+                f"layers: {pattern!r} matches no linear of this model; expected a pattern of names like {modules[0]}, "
+                f"{modules[-2]} or {modules[-1]}"
+            )

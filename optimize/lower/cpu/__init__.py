@@ -1,1 +1,0 @@
-"""Lowering for ONNX Runtime on CPUs: the operators of its hot path, weights in the layouts its kernels stream."""

@@ -1,1 +1,0 @@
-"""The portable decoder for ONNX Runtime on NVIDIA GPUs."""

@@ -1,0 +1,55 @@
+"""Linears for ONNX Runtime on GPUs: products in the type of the activations, integer weights in blocks."""
+
+import onnx_ir as ir
+
+from llmc.errors import BuildError
+from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, WeightOnly
+from llmc.optimize.lower.linears import replace_linears
+from llmc.optimize.lower.onnxruntime.linears import (
+    blocked,
+    float16_weight,
+    float32_weight,
+    float_linear,
+    float_type,
+    with_bias,
+)
+from llmc.optimize.lower.raising import Linear
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer
+from llmc.optimize.quantize.grid import Grid
+
+
+def lower_linears(graph: ir.Graph, context: LoweringContext) -> int:
+    """llmc::Linear -> the operator that its QuantConfig asks for. Counts the parts of packed ones."""
+    return replace_linears(graph, context, lambda linear: _lowered(linear, context))
+
+
+def _lowered(linear: Linear, context: LoweringContext) -> ir.Value:
+    config = context.quant.of(linear.module)
+    if isinstance(config, Computed):
+        config = Float16() if context.compute == "float16" else Float32()
+    match config:
+        case Float32():
+            return float_linear(linear, float32_weight(linear.tensor, linear.weights, context), context)
+        case Float16():
+            return float_linear(linear, float16_weight(linear.tensor, linear.weights, context), context)
+        case WeightOnly(grid) if grid.block:
+            return _blocked_linear(linear, grid, context)
+    raise BuildError(
+        f"{linear.module} is to be stored as {config}, which the cuda target cannot; expected fp32, fp16, int8 or int4"
+    )
+
+
+def _blocked_linear(linear: Linear, grid: Grid, context: LoweringContext) -> ir.Value:
+    """MatMulNBits with scales in the type of the activations; not every version adds a bias inside of it."""
+    emit = Emitter(linear.node, main="MatMulNBits")
+    packed = [initializer(emit.graph, tensor) for tensor in blocked(linear.weights, grid, context)]
+    output = emit(
+        "MatMulNBits",
+        *(linear.node.inputs[0], *packed),
+        domain=MICROSOFT,
+        K=linear.inputs,
+        N=linear.outputs,
+        bits=grid.bits,
+        block_size=grid.block,
+    )
+    return with_bias(emit, output, linear, context, float_type(context.compute))

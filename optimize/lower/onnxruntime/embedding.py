@@ -1,0 +1,58 @@
+"""The embedding for ONNX Runtime: only the rows asked for are read, stored as a tied head is."""
+
+import math
+
+import onnx_ir as ir
+
+from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
+from llmc.optimize.lower.onnxruntime.linears import blocked, converted, float16_weight, float32_weight, float_type
+from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, nodes_of, replace, sizes, sole_consumer, vector
+from llmc.optimize.quantize.grid import Grid
+
+
+def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
+    """Gather(embedding, ids) -> a gather of rows that are then converted."""
+    count = 0
+    for gather in nodes_of(graph, "Gather"):
+        if gather.name != "model.embed_tokens":
+            continue
+        table = stored(gather.inputs[0])
+        match context.embedding:
+            case WeightOnly(grid):
+                rows = _blocked_rows(Emitter(gather), (table,), grid, context)
+            case Float16():
+                rows = _float_rows(Emitter(gather), float16_weight(table.name or "", (table,), context), context)
+            case _:
+                rows = _float_rows(Emitter(gather), float32_weight(table.name or "", (table,), context), context)
+        cast = sole_consumer(gather.outputs[0])
+        replace(gather if cast is None or cast.op_type != "Cast" else cast, rows)
+        count += 1
+    return count
+
+
+def _float_rows(emit: Emitter, table: ir.ExternalTensor, context: LoweringContext) -> ir.Value:
+    """Rows [B, S, H] of a matrix, converted after they were read."""
+    rows = emit("Gather", initializer(emit.graph, table), emit.anchor.inputs[1], axis=0)
+    return converted(emit, rows, table.dtype, float_type(context.compute))
+
+
+def _blocked_rows(emit: Emitter, table: tuple[ir.ExternalTensor], grid: Grid, context: LoweringContext) -> ir.Value:
+    """Dequantized rows [B, S, H] of a blocked matrix: the bytes of a head's MatMulNBits, seen as rows."""
+    packed, *scales_and_zeros = blocked(table, grid, context)
+    outputs, hidden = sizes(table[0])
+    flat = context.weights.view(packed, (outputs, math.prod(sizes(packed)[1:])))
+    rows = emit(
+        "GatherBlockQuantized",
+        initializer(emit.graph, flat),
+        emit.anchor.inputs[1],
+        *(initializer(emit.graph, tensor) for tensor in scales_and_zeros),
+        domain=MICROSOFT,
+        bits=grid.bits,
+        block_size=grid.block,
+        gather_axis=0,
+        quantize_axis=1,
+    )
+    if hidden % grid.block:
+        rows = emit("Slice", rows, vector(emit.graph, [0]), vector(emit.graph, [hidden]), vector(emit.graph, [-1]))
+    return rows

@@ -1,0 +1,67 @@
+"""From a lowered graph to the engines in a bundle: the decoder's, and the small one that finds the largest logits."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from llmc.bundle import EngineConfig, Geometry, Profile
+from llmc.errors import BuildError
+from llmc.optimize.progress import Progress
+from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.network import Ranges
+from llmc.optimize.tensorrt.select import build_select
+from llmc.optimize.tensorrt.spec import EngineSpec
+
+ENGINE_FILE = "engine.plan"
+SELECT_FILE = "select.plan"
+INSPECTOR_FILE = "engine.json"
+# More candidates than top-k is usually asked for; the device sorts these few, and a row of them is 512 bytes.
+CANDIDATES = 64
+
+
+def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: Progress) -> EngineConfig:
+    """Compile the lowered ``graph`` of a decoder of this ``geometry`` into its folder, unless that is deferred.
+
+    Raises:
+        BuildError: the library refuses a part of the graph, or finds no kernels.
+        ResourceError: memory or disk does not suffice.
+        GpuError: the library finds no GPU and needs one.
+    """
+    config, folder = spec.config, graph.parent
+    if spec.library is None:
+        return config
+    report = build_engine(
+        spec, graph, folder / ENGINE_FILE, profiles_of(config), inspector=folder / INSPECTOR_FILE, progress=progress
+    )
+    _check_layers(len(report.aliases), spec, geometry)
+    candidates = min(CANDIDATES, geometry.vocab_size)
+    build_select(spec, folder / SELECT_FILE, vocab_size=geometry.vocab_size, candidates=candidates, progress=progress)
+    return replace(config, file=ENGINE_FILE, select=SELECT_FILE, candidates=candidates, inspector=INSPECTOR_FILE)
+
+
+def profiles_of(config: EngineConfig) -> tuple[Ranges, Ranges]:
+    """Named dimensions of the profiles 0 (decode) and 1 (prefill).
+
+    Kernels are chosen for one request that decodes or a full chunk of prefill, and half of the context.
+    """
+    slots = (config.buckets[0], config.buckets[len(config.buckets) // 2], config.buckets[-1])
+
+    def ranges(profile: Profile, best_batch: int) -> Ranges:
+        return {
+            "batch": (1, best_batch, profile.batch),
+            "sequence": (1, profile.sequence, profile.sequence),
+            "outputs": (1, 1, profile.outputs),
+            "attended": slots,
+            **({} if config.capacity else {"capacity": slots}),
+        }
+
+    return ranges(config.decode, 1), ranges(config.prefill, config.prefill.batch)
+
+
+def _check_layers(aliased: int, spec: EngineSpec, geometry: Geometry) -> None:
+    """In-place caches are what the native form is for: the parser must have kept every one of them."""
+    wanted = 0 if spec.config.form == "primitives" else 2 * geometry.layers
+    if aliased != wanted:
+        raise BuildError(
+            f"{spec.library.__name__} {spec.version} made {aliased} in-place cache updates of the graph, {wanted} are "
+            "expected; build with form = 'primitives', and report this"
+        )

@@ -1,0 +1,160 @@
+"""A bundle's engine compiled anew, on the machine that is to run it: the graph and its weights are in the bundle."""
+
+import logging
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from llmc.bundle import (
+    BUNDLE_MANIFEST,
+    EngineConfig,
+    FileEntry,
+    Manifest,
+    Target,
+    read_bundle,
+    verify_files,
+    write_manifest,
+)
+from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
+from llmc.optimize.build import BuildReport, runs_here
+from llmc.optimize.plan.device import with_engine
+from llmc.optimize.plan.memory import plan_rebuild
+from llmc.optimize.progress import Progress, silent
+from llmc.optimize.targets import capabilities
+from llmc.optimize.tensorrt.engine import compile_engine
+from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.tensorrt.spec import EngineSpec, nameable_gpus, resolve_engine
+from llmc.publish import file_entries, refuse_to_overwrite, staged
+from llmc.runtime import load
+from llmc.runtime.kv.budget import usable_memory
+from llmc.runtime.selftest import replay
+
+log = logging.getLogger(__name__)
+
+
+def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progress = silent) -> BuildReport:
+    """Compile the engine of the bundle ``source`` for this machine, replay its golden prompts, and publish ``output``.
+
+    Args:
+        source: a bundle for TensorRT or TensorRT-RTX, from any machine.
+        output: bundle folder to write; may be ``source`` itself with ``force``.
+        force: replace an existing bundle, and only when the new one has passed.
+        progress: called with each step and how far it is.
+
+    Raises:
+        UsageError: the bundle has no engine.
+        BundleError: a file is corrupt, or the new engine computes something else than the bundle recorded.
+        BuildError: the library here cannot make an engine of this bundle's graph.
+        MissingExtraError, GpuError: the library is not installed, too old or broken, or there is no GPU to build on.
+        ResourceError: memory or disk does not suffice.
+    """
+    start = time.perf_counter()
+    manifest = read_bundle(source, engine_matters=False)
+    if manifest.engine is None:
+        raise UsageError(f"{source} is for {manifest.target.name}, whose graphs need no engine; it runs as it is")
+    _check_place(source, output, manifest)
+    refuse_to_overwrite(output, force)
+    for name in verify_files(source, replace(manifest, files=_kept(manifest))):
+        progress(f"hashed {name}")
+    _check_memory(source, manifest)
+    with staged(output, force=force) as folder:
+        made = _rebuilt(source, manifest, manifest.engine, folder, progress)
+    return BuildReport(output, made, time.perf_counter() - start)
+
+
+def _kept(manifest: Manifest) -> dict[str, FileEntry]:
+    """What a rebuilt bundle takes over: all but the engine and what comes with it."""
+    return {name: entry for name, entry in manifest.files.items() if name not in manifest.engine_files()}
+
+
+def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
+    """Refuse to replace a bundle beside whose files lie others, and to write into it."""
+    if output.resolve() != source.resolve():
+        if output.resolve().is_relative_to(source.resolve()):
+            raise UsageError(f"{output} lies in the bundle {source}; choose another output folder")
+        return
+    known = {*manifest.files, BUNDLE_MANIFEST}
+    others = sorted(path.name for path in source.iterdir() if path.name not in known)
+    if others:
+        raise UsageError(
+            f"{source} also holds {others[0]!r}, which is no part of the bundle and would go with the old one; move "
+            "that away, or write the bundle elsewhere with -o"
+        )
+
+
+def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, progress: Progress) -> Manifest:
+    target = capabilities(manifest.target.name)
+    spec = resolve_engine(target, manifest.recipe, manifest.limits, _as_asked(old), lowered=source)
+    spec = _for_same_gpus(spec, old)
+    kept = _kept(manifest)
+    for name in kept:
+        _link(source / name, folder / name)
+    graph = folder / manifest.graphs["decode"].file
+    plan = compile_engine(spec, graph, manifest.geometry, progress)
+    if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
+        plan = replace(plan, verified=old.verified)
+    files = kept | file_entries(folder, [plan.file, plan.select, plan.inspector])
+    here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
+    device = manifest.device and with_engine(manifest.device, folder, plan)
+    made = replace(manifest, target=here, engine=plan, device=device, files=files)
+    write_manifest(made, folder)
+    verified = _replayed(folder, made, here=runs_here(spec, plan), progress=progress)
+    if verified is not None:
+        made = replace(made, engine=replace(plan, verified=verified))
+        write_manifest(made, folder)
+    return made
+
+
+def _as_asked(old: EngineConfig) -> EngineRequest:
+    """What is asked of the new engine: what the old one is, but for its GPUs."""
+    return EngineRequest(
+        form=old.form,
+        hardware_compatibility=old.hardware_compatibility,
+        version_compatible=old.version_compatible,
+        stripped=old.stripped,
+        workspace=old.workspace,
+        optimization_level=old.optimization_level,
+    )
+
+
+def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> str | None:
+    """Replay the golden prompts: on the GPU if the engine runs ``here``, else the graph on the CPU, if that can be.
+    Which of them it was, as in :attr:`EngineConfig.verified`."""
+    if not made.golden:
+        log.warning("%s has no golden prompts, so nothing was replayed; verify it by hand", made.source.name)
+        return None
+    try:
+        with load(folder, self_test=False, emulate=not here) as model:
+            replay(model, progress)
+    except (GpuError, MissingExtraError, ResourceError) as error:
+        if here:
+            raise
+        log.warning("the golden prompts were not replayed (%s); llmc verify does so on the GPU", error)
+        return None
+    return "device" if here else "cpu"
+
+
+def _for_same_gpus(spec: EngineSpec, old: EngineConfig) -> EngineSpec:
+    """The GPUs that were named when the bundle was built, where the library builds for named ones; but for the GPU
+    here if that is another."""
+    named = old.compute_capabilities
+    possible = nameable_gpus(spec.library)
+    if not named or not set(named) <= set(possible) or (spec.gpu and spec.gpu.compute_capability not in named):
+        return spec
+    return replace(spec, config=replace(spec.config, compute_capabilities=named))
+
+
+def _check_memory(source: Path, manifest: Manifest) -> None:
+    """Refuse to build what does not fit in the machine's memory."""
+    plan = plan_rebuild(manifest)
+    plan.check(source, usable_memory(plan.parts["engine"]))
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name; a copy where the file system has no hard links."""
+    try:
+        os.link(source.resolve(), target)  # of a link what it points to
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,178 @@
+"""From what is asked of an engine to what the library on this machine can make: defaults, and refusals before any work.
+
+The library is found once and handed on, so every version of TensorRT and TensorRT-RTX takes one path.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llmc.bundle import EngineConfig, Limits, Profile, Recipe
+from llmc.errors import BuildError, GpuError, UsageError
+from llmc.optimize.targets import Capabilities
+from llmc.optimize.tensorrt.abilities import FORMS, abilities
+from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.plans import version
+from llmc.runtime.host.probe import Device, probe_driver
+from llmc.runtime.sessions.tensorrt.engine import platform_name
+from llmc.runtime.sessions.tensorrt.library import library_version, load_library, make_builder
+
+T = TypeVar("T")
+
+# The first bucket, and the largest of what follows: each doubles, so at most half of what attention looks at is empty.
+FIRST_BUCKET = 256
+BLOCK = 64
+# Logits of one prefill call: drafts to verify and logits of a prompt come in pieces of this many.
+PREFILL_OUTPUTS = 32
+# The first GPUs with products in float8.
+FLOAT8_FROM = (8, 9)
+# Bytes of the largest temporary that a kernel may want.
+WORKSPACE = 1 << 30
+# What a bundle calls them, and the library's names.
+HARDWARE_COMPATIBILITY = {"none": "NONE", "ampere": "AMPERE_PLUS", "same": "SAME_COMPUTE_CAPABILITY"}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine to be built, everything resolved.
+
+    Attributes:
+        library: the module tensorrt or tensorrt_rtx; None where building is left to another machine.
+        version: of the library; none where there is none.
+        gpu: the GPU here, None where there is none.
+        config: what the manifest will say of the engine, as yet without its files.
+    """
+
+    library: Any
+    version: str
+    gpu: Device | None
+    config: EngineConfig
+
+
+def resolve_engine(
+    target: Capabilities, recipe: Recipe, limits: Limits, request: EngineRequest, *, lowered: Path | None = None
+) -> EngineSpec:
+    """Fill in the defaults and refuse what the library here cannot do.
+
+    Args:
+        target: what the engine is for.
+        recipe, limits: of the bundle.
+        request: what was asked for.
+        lowered: a bundle whose graph is to be compiled; it has the form of ``request``, and can get no other one.
+
+    Raises:
+        MissingExtraError, GpuError: the library is not installed, too old or broken, or finds no GPU and needs one.
+        UsageError: a value is out of range, or not for this library.
+        BuildError: the library does not take the form of the bundle ``lowered``.
+    """
+    float8 = "fp8" in recipe.precisions()
+    library = None if request.deferred else load_library(target.engine)
+    form = _form(request.form, library, target, lowered)
+    level = _hardware_compatibility(request.hardware_compatibility, library, target)
+    if level != "none" and request.compute_capabilities is not None:
+        raise UsageError(f"hardware_compatibility is {level!r} and GPUs are named; give one of them")
+    if level == "ampere" and float8:
+        raise UsageError("hardware_compatibility is 'ampere', but GPUs before 8.9 know no float8; leave it out")
+    buckets = bucket_sizes(limits.max_context)
+    wanted = _compute_capabilities(request.compute_capabilities, library, target, float8)
+    gpu = next(iter(probe_driver().devices), None) if library is not None else None
+    if library is not None and not nameable_gpus(library):  # TensorRT builds on the GPU that it builds for
+        make_builder(library)  # so without one it refuses now, and not after hours of calibration
+        wanted = (gpu.compute_capability,) if gpu is not None else ()
+    elif library is not None and request.stripped and gpu is None:
+        raise GpuError(f"{target.engine} leaves weights out of engines only beside a GPU; leave --stripped out")
+    config = EngineConfig(
+        file="",
+        form=form,
+        compute=recipe.compute,
+        capacity=0 if form == "primitives" else buckets[-1],
+        buckets=buckets,
+        decode=Profile(limits.max_batch, 1, 1),
+        prefill=Profile(1, limits.prefill_chunk, min(limits.prefill_chunk, PREFILL_OUTPUTS)),
+        select="",
+        candidates=0,
+        platform=platform_name(),
+        compute_capabilities=wanted,
+        version_compatible=bool(request.version_compatible),
+        hardware_compatibility=level,
+        stripped=bool(request.stripped),
+        verified="no",
+        inspector="",
+        workspace=_between("workspace", request.workspace, 1 << 20, 1 << 50, WORKSPACE),
+        optimization_level=_between("optimization_level", request.optimization_level, 0, 5, None),
+    )
+    return EngineSpec(library, library_version(library) if library is not None else "none", gpu, config)
+
+
+def _form(asked: str | None, library: Any, target: Capabilities, lowered: Path | None) -> str:
+    """The form that was asked for, or the best that the library knows; without a library all are possible."""
+    possible = FORMS if library is None else abilities(library).forms
+    form = asked or possible[0]
+    if form not in possible and lowered is not None:
+        raise BuildError(
+            f"{lowered} holds a graph of the form {form}, {target.engine} here takes {', '.join(possible)}; build the "
+            f"bundle again from its export with --form {possible[0]}"
+        )
+    if form not in possible:
+        raise UsageError(f"form is {form!r}, expected one of {', '.join(possible)} for {target.engine} here")
+    return form
+
+
+def _hardware_compatibility(asked: str | None, library: Any, target: Capabilities) -> str:
+    """What was asked for, if the library has it: hours of calibration may come before the builder is asked."""
+    possible = [
+        name
+        for name, member in HARDWARE_COMPATIBILITY.items()
+        if library is None or hasattr(library.HardwareCompatibilityLevel, member)
+    ]
+    level = "none" if asked is None else asked
+    if level not in possible:
+        raise UsageError(
+            f"hardware_compatibility is {level!r}, expected one of {', '.join(possible)} for {target.engine} here"
+        )
+    return level
+
+
+def _between(name: str, value: int | None, low: int, high: int, default: T) -> int | T:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise UsageError(f"{name} is {value}, expected {low} ... {high}")
+    return value
+
+
+def bucket_sizes(max_context: int) -> tuple[int, ...]:
+    """How many cache positions calls look at: 256, twice that, ... and the longest context, rounded up to whole
+    blocks of :data:`BLOCK`, so that every row of the cache is aligned."""
+    sizes = []
+    size = FIRST_BUCKET
+    while size < max_context:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, -(-max_context // BLOCK) * BLOCK)
+
+
+def nameable_gpus(library: Any) -> tuple[str, ...]:
+    """Compute capabilities that engines can be built for without such a GPU, as 8.6; none where the library is bound to
+    the GPU that it runs on, or where there is no library."""
+    names = dir(library.ComputeCapability) if library is not None and abilities(library).compute_capabilities else []
+    numbers = sorted(int(name[2:]) for name in names if name.startswith("SM"))
+    return tuple(f"{number // 10}.{number % 10}" for number in numbers)
+
+
+def _compute_capabilities(asked: str | None, library: Any, target: Capabilities, float8: bool) -> tuple[str, ...]:
+    possible = tuple(gpu for gpu in nameable_gpus(library) if not float8 or version(gpu) >= FLOAT8_FROM)
+    if asked is None:
+        return possible if float8 else ()
+    if library is None:
+        raise UsageError(f"compute_capabilities is {asked!r}, but a deferred engine is for the GPU where it is built")
+    if not possible:
+        raise UsageError(f"compute_capabilities is {asked!r}, but {target.engine} builds for the GPU it runs on")
+    found = tuple(dict.fromkeys(part.strip() for part in asked.split(",")))
+    for part in found:
+        if part not in possible:
+            stored = " with weights in float8" if float8 else ""
+            raise UsageError(
+                f"compute_capabilities has {part!r}, {target.engine} builds{stored} for {', '.join(possible)}"
+            )
+    return found

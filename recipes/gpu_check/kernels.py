@@ -1,0 +1,136 @@
+"""What engines are made of: kernels of ONNX Runtime by operator, layers of TensorRT's engines, and what RTX refuses."""
+
+import contextlib
+import gc
+import json
+import os
+import re
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu_check import models
+from gpu_check.measure import seconds_of, spread, without_graphs
+from gpu_check.steps import NotHereError, Options
+
+POSITION, STEPS = 2000, 16
+# How layers are called that compute attention in one kernel, products of matrices, and those that only move data.
+LAYERS = {
+    "fused attention": re.compile(r"mha|attention", re.IGNORECASE),
+    "products": re.compile(r"gemm|matmul|matrix_multiply|_fc_|xmma|cask", re.IGNORECASE),
+    "slices and copies": re.compile(r"slice|copy|move|reformat|concat|shuffle", re.IGNORECASE),
+}
+NAMES = 12  # of each kind of layers that are listed
+
+
+def kernels(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+    """A decode step on ONNX Runtime with its attention kernels for decode (XQA) and without: seconds, and microseconds
+    by operator, of the host and, where the package was built with CUPTI, of each kernel."""
+    from llmc.runtime.sessions.onnxruntime.cuda_provider import import_onnxruntime_gpu
+
+    models.check_here(target)
+    folder, runtime = models.built(target, geometry, precision, options), import_onnxruntime_gpu("0")
+    found: dict[str, Any] = {}
+    for name, value in {"xqa": "1", "without_xqa": "0"}.items():
+        os.environ["ORT_ENABLE_XQA"] = value  # read when a session is made
+        with tempfile.TemporaryDirectory() as traces:
+            with without_graphs():  # what is replayed leaves no trace
+                stepped(folder, Traced(runtime, f"{traces}/step"))
+            gc.collect()
+            events = [event for path in Path(traces).iterdir() for event in json.loads(path.read_text())]
+        found[name] = {"step": stepped(folder, runtime), "operators": by_operator(events, STEPS + 1)}
+    return found
+
+
+class Traced:
+    """ONNX Runtime, whose sessions write what they ran into files, and their warnings to the terminal."""
+
+    def __init__(self, runtime: Any, prefix: str) -> None:
+        self._runtime, self._prefix = runtime, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def InferenceSession(self, path: str, settings: Any, **options: Any) -> Any:  # noqa: N802
+        """A session as the library makes it."""
+        settings.enable_profiling, settings.profile_file_prefix, settings.log_severity_level = True, self._prefix, 2
+        return self._runtime.InferenceSession(path, settings, **options)
+
+
+def stepped(folder: Path, runtime: Any) -> dict[str, float]:
+    """Seconds of steps of one row after a long prompt."""
+    from llmc.bundle import read_bundle
+    from llmc.runtime.sessions import Batch, Phase
+    from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
+
+    manifest = read_bundle(folder)
+    past = min(POSITION, manifest.limits.max_context - 1)
+    zero = np.zeros((1, 1), np.int64)
+    call = Batch(Phase.DECODE, zero + 10, np.array([past], np.int64), zero, 0)
+    with contextlib.closing(CudaSession(folder, manifest, 1, runtime=runtime)) as session:
+        session.cache.reserve(1, past + 1)
+        session.run(call)
+        return spread([seconds_of(lambda: session.run(call)) for _ in range(STEPS)])
+
+
+def by_operator(events: Iterable[dict[str, Any]], count: int) -> dict[str, dict[str, Any]]:
+    """Microseconds per step of each operator, the slowest first: of the host, and of the GPU by kernel."""
+    found: dict[str, dict[str, Any]] = defaultdict(lambda: {"host_us": 0.0, "gpu_us": Counter()})
+    for event in events:
+        operator = event.get("args", {}).get("op_name", "")
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            found[operator]["host_us"] += event["dur"] / count
+        elif event.get("cat") == "Kernel":
+            found[operator]["gpu_us"][event["name"]] += event["dur"] / count
+    return dict(sorted(found.items(), key=lambda item: -max(item[1]["host_us"], sum(item[1]["gpu_us"].values()))))
+
+
+def layers(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+    """What an engine was compiled to, by TensorRT's inspector: how many layers are of which kind."""
+    from llmc.bundle import read_bundle
+    from llmc.runtime.host import cuda
+    from llmc.runtime.sessions.tensorrt import library as engine_library
+    from llmc.runtime.sessions.tensorrt.engine import Engine
+
+    models.check_here(target)
+    folder, library = models.built(target, geometry, precision, options), engine_library.load_library(target)
+    file = folder / read_bundle(folder).engine.file
+    with contextlib.closing(cuda.open_driver()) as gpu:
+        gpu.activate()
+        with contextlib.closing(Engine(library, file, folder)) as engine:
+            if not hasattr(engine.native, "create_engine_inspector"):
+                raise NotHereError(f"{library.__name__} {library.__version__} has no inspector of engines")
+            inspector = engine.native.create_engine_inspector()
+            said = json.loads(inspector.get_engine_information(library.LayerInformationFormat.JSON))
+            del inspector
+    return digest(said["Layers"])
+
+
+def digest(layers: list[Any]) -> dict[str, Any]:
+    """Numbers of layers by kind, with names; a layer is its name alone, or a table of what is known of it."""
+    tables = [layer if isinstance(layer, dict) else {"Name": layer} for layer in layers]
+    texts = [" ".join(str(table.get(key, "")) for key in ("Name", "LayerType", "TacticName")) for table in tables]
+    found: dict[str, Any] = {"layers": len(texts), "types": Counter(table.get("LayerType", "") for table in tables)}
+    for kind, pattern in LAYERS.items():
+        names = [text.strip() for text in texts if pattern.search(text)]
+        found[kind] = {"count": len(names), "names": names[:NAMES]}
+    return found
+
+
+def refusal(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+    """What TensorRT-RTX says of this GPU: a few tokens, or its refusal."""
+    from llmc.errors import LlmcError, MissingExtraError
+
+    models.check_here(target)
+    try:
+        with models.opened(target, geometry, precision, options) as model:
+            answer = model.generate([10, 11, 12], max_tokens=8, temperature=0, ignore_eos=True)
+            return {"accepted": True, "said": str(list(answer.token_ids))}
+    except MissingExtraError:
+        raise
+    except LlmcError as error:
+        return {"accepted": False, "said": f"{type(error).__name__}: {error}"}

@@ -1,0 +1,363 @@
+"""The CUDA driver in the few calls that a session needs: memory, copies, a stream and graphs of recorded work.
+
+Built on NVIDIA's ``cuda-bindings``, imported when a driver is opened: one code path for servers and for Jetson, no
+toolkit, no compiler. All work goes to streams of our own, never to the default one. Not run on a GPU yet.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
+
+log = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = 2
+# After these nothing works in the context any more, and in some cases in the process: the memory of a kernel was
+# touched in a wrong place, the watchdog ended it, the device went away. CUDA's documentation of CUresult lists them.
+STICKY = frozenset({4, 46, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 720, 721, 999})
+EMULATE = "llmc run, verify and eval take --emulate, which runs a bundle's graph on the CPU, slowly"
+# Of codes that mean that there is nothing to work with: what to do.
+ADVICE = {
+    3: "the driver was not initialised; check that nvidia-smi (on Jetson: tegrastats) works",
+    34: "libcuda is the stub of the toolkit; remove the toolkit's stubs folder from LD_LIBRARY_PATH",
+    36: "the driver is too old; update it",
+    46: "the GPU is in use or unavailable; check nvidia-smi for exclusive mode or a process that holds it",
+    100: "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES, and start containers with --gpus all; "
+    + EMULATE,
+    101: "there is no such device; check CUDA_VISIBLE_DEVICES",
+    803: "driver and kernel module have different versions; restart the machine",
+    804: "the driver's forward compatibility does not cover this GPU; update the driver",
+    999: "the driver failed to start; restart the machine or reload the nvidia kernel modules",
+}
+MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A GPU's properties.
+
+    Attributes:
+        compute_capability: as 8.7.
+        total_memory: bytes; of an integrated GPU they are the machine's own.
+        integrated: whether host and device share their memory, as on Jetson.
+        driver_version: the newest CUDA that the driver speaks, as 13.0.
+    """
+
+    name: str
+    compute_capability: str
+    total_memory: int
+    integrated: bool
+    driver_version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.compute_capability}), driver for CUDA {self.driver_version}"
+
+
+class Driver(Protocol):
+    """One GPU. Addresses, streams and graphs are integers; sizes are bytes. Any thread may call it."""
+
+    @property
+    def device(self) -> DeviceInfo:
+        """This GPU's properties."""
+
+    def activate(self) -> None:
+        """Make the GPU current on the calling thread, for libraries that then call CUDA themselves."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes of the GPU's memory: free, and all."""
+
+    def alloc(self, size: int) -> int:
+        """Device memory, aligned to 256 bytes at least; its contents are undefined."""
+
+    def free(self, address: int) -> None:
+        """Give back what :meth:`alloc` gave."""
+
+    def alloc_host(self, size: int) -> int:
+        """Pinned host memory; on an integrated GPU the device reads and writes it in place."""
+
+    def free_host(self, address: int) -> None:
+        """Give back what :meth:`alloc_host` gave."""
+
+    def device_address(self, host: int) -> int:
+        """The device's address of pinned host memory; integrated GPUs only."""
+
+    def stream(self) -> int:
+        """A new stream."""
+
+    def destroy_stream(self, stream: int) -> None:
+        """Free a stream."""
+
+    def synchronize(self, stream: int) -> None:
+        """Wait until all work of the stream is done; errors of that work are raised here."""
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Copy bytes in any direction, in the order of the stream."""
+
+    def copy_2d(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
+    ) -> None:
+        """Copy ``height`` rows of ``width`` bytes whose starts lie a pitch apart."""
+
+    def fill(self, address: int, size: int, stream: int) -> None:
+        """Write zeros."""
+
+    def begin_capture(self, stream: int) -> None:
+        """Record the stream's work from now on instead of doing it."""
+
+    def end_capture(self, stream: int) -> int:
+        """End the recording; what was recorded, ready to launch."""
+
+    def launch(self, graph: int, stream: int) -> None:
+        """Do recorded work, in the order of the stream."""
+
+    def destroy_graph(self, graph: int) -> None:
+        """Free recorded work."""
+
+    def close(self) -> None:
+        """Let go of the GPU; twice is harmless."""
+
+
+def open_driver(device: int = 0) -> Driver:
+    """The GPU number ``device`` of those that are visible.
+
+    Raises:
+        MissingExtraError: cuda-bindings is not installed.
+        GpuError: it is broken, there is no driver, one that is too old, or no such device; with what to do.
+    """
+    return CudaDriver(_import_bindings(), device)
+
+
+def _import_bindings() -> Any:
+    try:
+        api = require("cuda.bindings.driver", "gpu")
+    except MissingExtraError as error:
+        raise MissingExtraError(
+            "cuda-bindings is not installed; it is in the extras 'tensorrt', 'tensorrt-rtx' and 'gpu': "
+            "pip install '.[tensorrt]' in llmc's folder"
+        ) from error
+    except Exception as error:  # a broken installation raises anything
+        raise _broken_bindings(text_of(error)) from error
+    if not hasattr(api, "cuInit"):
+        raise _broken_bindings("it has no cuInit")
+    return api
+
+
+def _broken_bindings(why: str) -> GpuError:
+    return GpuError(
+        f"cuda-bindings is installed and cannot be loaded ({why}): pip uninstall cuda-bindings, then "
+        "pip install '.[tensorrt]' in llmc's folder"
+    )
+
+
+class CudaDriver:
+    """A GPU through the driver API, in the device's primary context, which libraries share.
+
+    Args:
+        api: the module ``cuda.bindings.driver``.
+        device: number of the GPU.
+    """
+
+    def __init__(self, api: Any, device: int = 0) -> None:
+        self._api = api
+        self._local = threading.local()
+        self._lost: str | None = None
+        self._context: Any = None
+        self._start()
+        self._device = self._call("finding GPU " + str(device), "cuDeviceGet", device)
+        self._info = self._describe()
+        self._context = self._call("opening the GPU", "cuDevicePrimaryCtxRetain", self._device)
+        try:
+            self.activate()
+        except LlmcError:
+            self.close()
+            raise
+
+    @property
+    def device(self) -> DeviceInfo:
+        """This GPU's properties."""
+        return self._info
+
+    def _start(self) -> None:
+        try:
+            self._call("starting CUDA", "cuInit", 0)
+        except RuntimeError as error:  # cuda-bindings' own: libcuda is missing, or lacks a function
+            raise GpuError(
+                f"no NVIDIA driver is here ({' '.join(str(error).split())[:200]}); install it, or build for the "
+                f"target cpu; {EMULATE}; llmc doctor tells what else is missing"
+            ) from error
+        found, needed = int(self._call("asking for the version", "cuDriverGetVersion")), int(self._api.CUDA_VERSION)
+        if found // 1000 < needed // 1000:
+            raise GpuError(
+                f"the driver speaks CUDA {_dotted(found)}, the installed cuda-bindings want {needed // 1000}.0 or "
+                f"newer; pip install 'cuda-bindings<{needed // 1000}', or update the driver"
+            )
+        self._version = _dotted(found)
+
+    def _describe(self) -> DeviceInfo:
+        attributes = self._api.CUdevice_attribute
+
+        def attribute(name: str) -> int:
+            doing = "asking what the GPU is"
+            return int(self._call(doing, "cuDeviceGetAttribute", getattr(attributes, name), self._device))
+
+        name = self._call("asking for the GPU's name", "cuDeviceGetName", 100, self._device)
+        major = attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR")
+        minor = attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR")
+        return DeviceInfo(
+            name=bytes(name).split(b"\0")[0].decode(errors="replace"),
+            compute_capability=f"{major}.{minor}",
+            total_memory=int(self._call("asking for the GPU's memory", "cuDeviceTotalMem", self._device)),
+            integrated=bool(attribute("CU_DEVICE_ATTRIBUTE_INTEGRATED")),
+            driver_version=self._version,
+        )
+
+    def activate(self) -> None:
+        """Make the primary context current on this thread: what is done once for each."""
+        if not getattr(self._local, "active", False):
+            self._call("using the GPU", "cuCtxSetCurrent", self._context)
+            self._local.active = True
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes of the GPU's memory: free, and all."""
+        free, total = self._do("asking for free memory", "cuMemGetInfo")
+        return int(free), int(total)
+
+    def alloc(self, size: int) -> int:
+        """Device memory.
+
+        Raises:
+            ResourceError: there is not so much.
+        """
+        return int(self._do(f"allocating {size} bytes of GPU memory", "cuMemAlloc", size))
+
+    def free(self, address: int) -> None:
+        """Give back what :meth:`alloc` gave."""
+        self._do("freeing GPU memory", "cuMemFree", address)
+
+    def alloc_host(self, size: int) -> int:
+        """Pinned host memory, mapped into an integrated GPU's addresses.
+
+        Raises:
+            ResourceError: there is not so much.
+        """
+        flags = int(self._api.CU_MEMHOSTALLOC_PORTABLE)
+        if self._info.integrated:
+            flags |= int(self._api.CU_MEMHOSTALLOC_DEVICEMAP)
+        return int(self._do(f"allocating {size} bytes of pinned memory", "cuMemHostAlloc", size, flags))
+
+    def free_host(self, address: int) -> None:
+        """Give back what :meth:`alloc_host` gave."""
+        self._do("freeing pinned memory", "cuMemFreeHost", address)
+
+    def device_address(self, host: int) -> int:
+        """The device's address of pinned host memory."""
+        return int(self._do("mapping pinned memory", "cuMemHostGetDevicePointer", host, 0))
+
+    def stream(self) -> int:
+        """A new stream, which does not wait for the default one."""
+        flags = int(self._api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return int(self._do("making a stream", "cuStreamCreate", flags))
+
+    def destroy_stream(self, stream: int) -> None:
+        """Free a stream."""
+        self._do("freeing a stream", "cuStreamDestroy", stream)
+
+    def synchronize(self, stream: int) -> None:
+        """Wait until all work of the stream is done."""
+        self._do("waiting for the GPU", "cuStreamSynchronize", stream)
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Copy bytes in any direction: host and device share one space of addresses."""
+        self._do("copying", "cuMemcpyAsync", target, source, size, stream)
+
+    def copy_2d(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
+    ) -> None:
+        """Copy ``height`` rows of ``width`` bytes whose starts lie a pitch apart."""
+        order = self._api.CUDA_MEMCPY2D()
+        order.srcMemoryType = order.dstMemoryType = self._api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        order.srcDevice, order.srcPitch = source, source_pitch
+        order.dstDevice, order.dstPitch = target, target_pitch
+        order.WidthInBytes, order.Height = width, height
+        self._do("copying", "cuMemcpy2DAsync", order, stream)
+
+    def fill(self, address: int, size: int, stream: int) -> None:
+        """Write zeros."""
+        self._do("clearing memory", "cuMemsetD8Async", address, 0, size, stream)
+
+    def begin_capture(self, stream: int) -> None:
+        """Record this thread's work on the stream; other threads may go on allocating."""
+        mode = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._do("recording a CUDA graph", "cuStreamBeginCapture", stream, mode)
+
+    def end_capture(self, stream: int) -> int:
+        """End the recording, and make it ready to launch."""
+        graph = self._do("recording a CUDA graph", "cuStreamEndCapture", stream)
+        try:
+            return int(self._do("preparing a CUDA graph", "cuGraphInstantiate", graph, 0))
+        finally:
+            self._do("freeing a CUDA graph", "cuGraphDestroy", graph)
+
+    def launch(self, graph: int, stream: int) -> None:
+        """Do recorded work."""
+        self._do("launching a CUDA graph", "cuGraphLaunch", graph, stream)
+
+    def destroy_graph(self, graph: int) -> None:
+        """Free recorded work."""
+        self._do("freeing a CUDA graph", "cuGraphExecDestroy", graph)
+
+    def close(self) -> None:
+        """Let go of the primary context."""
+        if self._context is not None:
+            self._context = None
+            self._local = threading.local()
+            with suppress(LlmcError):  # a lost context cannot be released, and nothing can be done about it
+                self._call("closing the GPU", "cuDevicePrimaryCtxRelease", self._device)
+
+    def _do(self, doing: str, function: str, *arguments: Any) -> Any:
+        """Call the driver from a thread that may not have used the GPU before."""
+        if self._lost is not None:
+            raise GpuError(self._lost, lost=True)
+        if self._context is None:
+            raise GpuError(f"{doing} failed: the GPU was closed; load the bundle again")
+        self.activate()
+        return self._call(doing, function, *arguments)
+
+    def _call(self, doing: str, function: str, *arguments: Any) -> Any:
+        """The values of a call of the API without its CUresult: nothing, one, or a tuple."""
+        call: Callable[..., tuple[Any, ...]] = getattr(self._api, function)
+        code, *values = call(*arguments)
+        if int(code):
+            raise self._error(doing, int(code), _name(code))
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _error(self, doing: str, code: int, name: str) -> LlmcError:
+        if code == OUT_OF_MEMORY:
+            return ResourceError(f"{doing} failed: {self._free()}; lower the context or the batch, or free GPU memory")
+        advice = ADVICE.get(code)
+        if code in STICKY and self._context is not None:
+            self._lost = (
+                f"the GPU's context was lost while {doing} ({name}); start the process again, and check dmesg for Xid "
+                "messages if it happens twice"
+            )
+            return GpuError(self._lost, lost=True)
+        return GpuError(f"{doing} failed ({name})" + (f": {advice}" if advice else "; see llmc doctor"))
+
+    def _free(self) -> str:
+        code, *values = self._api.cuMemGetInfo()
+        return "no memory is left" if int(code) else f"{int(values[0]) // MB} of {int(values[1]) // MB} MB are free"
+
+
+def _dotted(version: int) -> str:
+    """13000 is CUDA 13.0."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _name(code: Any) -> str:
+    """CUDA_ERROR_UNKNOWN (999), or only the number where the bindings do not know it."""
+    name = getattr(code, "name", "")
+    return f"{name}, {int(code)}" if name else f"CUDA error {int(code)}"

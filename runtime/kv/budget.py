@@ -1,0 +1,249 @@
+"""Memory is planned before it is taken: how the cache grows, what it may take, and what a stage needs in all."""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from llmc.bundle import DeviceMemory, EngineConfig, Limits, Manifest, MemoryPlan
+from llmc.errors import ResourceError
+from llmc.runtime.host.machine import Available, available_memory, memory_here, resident_bytes
+
+FIRST_STEP = 256
+LARGE_STEP = 1024
+MB = 1_000_000
+GPU = "run on the GPU"  # the stage whose memory is not the machine's
+
+
+def next_capacity(needed: int, maximum: int) -> int:
+    """Positions to reserve for ``needed`` ones: multiples of 256, above 1,024 of 1,024, at most ``maximum``.
+
+    Every growth copies the cache once; with these steps that stays far below the cost of the tokens in between.
+    """
+    step = FIRST_STEP if needed <= LARGE_STEP else LARGE_STEP
+    return min(maximum, -(-needed // step) * step)
+
+
+def rounded_up(engine: EngineConfig | None, positions: int) -> int:
+    """Positions that a session makes room for when it is asked for so many: a TensorRT engine has one capacity, or one
+    for each of its buckets; other engines take any."""
+    if engine is None:
+        return positions
+    return engine.capacity or next((bucket for bucket in engine.buckets if bucket >= positions), positions)
+
+
+def device_bytes(manifest: Manifest, positions: int, rows: int) -> int:
+    """Bytes of the GPU's memory with room for ``positions`` in each of ``rows`` rows; 0 for a bundle without a GPU."""
+    if manifest.device is None:
+        return 0
+    return manifest.device.total(rounded_up(manifest.engine, positions), rows)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What of one memory may be taken, and what so many positions in so many rows take; ``what`` names it."""
+
+    needed: Callable[[int, int], int]
+    limit: int
+    what: str
+
+
+class CacheBudget:
+    """Whether the cache may have so many rows and positions, in the bytes that may be taken.
+
+    Args:
+        manifest: of the bundle; its plans say what rows take of the process's memory and of the GPU's.
+        memory: bytes for the whole process.
+        others: bytes of them that something else was promised: the prefix cache.
+        device_memory: bytes of the GPU's memory that the session may take in all; None where it has none.
+    """
+
+    def __init__(self, manifest: Manifest, memory: int, others: int = 0, device_memory: int | None = None) -> None:
+        plan = manifest.memory
+        self._shares = [_Share(lambda positions, rows: plan.total(positions, rows) + others, memory, "MB")]
+        if device_memory is not None:
+            self._shares.append(_Share(partial(device_bytes, manifest), device_memory, "MB of the GPU's memory"))
+
+    def fits(self, positions: int, rows: int) -> bool:
+        """Whether ``rows`` rows of ``positions`` positions fit."""
+        return self._lacking(positions, rows) is None
+
+    def refusal(self, positions: int, rows: int) -> ResourceError:
+        """What to say to a request that does not fit even alone."""
+        share = self._lacking(positions, rows) or self._shares[0]
+        return ResourceError(
+            f"the request may grow to {positions} positions in {rows} row(s), for which "
+            f"{share.needed(positions, rows) // MB} {share.what} are needed in all, and {share.limit // MB} MB may be "
+            "taken; shorten its prompt, ask for fewer tokens or free memory"
+        )
+
+    def _lacking(self, positions: int, rows: int) -> _Share | None:
+        return next((share for share in self._shares if share.needed(positions, rows) > share.limit), None)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a plan fits into ``available`` bytes.
+
+    Attributes:
+        missing: bytes that lack, 0 where it fits.
+        largest_context: tokens that fit with the plan's batch; 0 where none do.
+        largest_batch: rows that fit with the plan's context; 0 where none do.
+    """
+
+    available: int
+    missing: int
+    largest_context: int
+    largest_batch: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is missing."""
+        return self.missing == 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one stage takes at its peak: resident bytes by name, pages of mapped files included.
+
+    Attributes:
+        stage: export, build, run or :data:`GPU`.
+        context, batch: cached tokens of a row, and rows, that the parts are for.
+        limits: the largest of both that the model or the bundle can serve.
+        needed: total bytes for another context and batch.
+    """
+
+    stage: str
+    parts: dict[str, int]
+    context: int
+    batch: int
+    limits: Limits
+    needed: Callable[[int, int], int] = field(repr=False, compare=False)
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(self.parts.values())
+
+    def verdict(self, available: int) -> Verdict:
+        """What ``available`` bytes allow."""
+        context = largest(self.limits.max_context, lambda n: self.needed(n, self.batch), available)
+        batch = largest(self.limits.max_batch, lambda n: self.needed(self.context, n), available)
+        return Verdict(available, max(0, self.total - available), context, batch)
+
+    def check(self, what: Path, available: int) -> None:
+        """Refuse to begin what cannot end.
+
+        Raises:
+            ResourceError: more than ``available`` bytes are needed; with the number missing and what would fit.
+        """
+        verdict = self.verdict(available)
+        if not verdict.fits:
+            raise ResourceError(f"{what}: {describe(self, verdict)}")
+
+
+def describe(plan: Plan, verdict: Verdict) -> str:
+    """Why a plan does not fit, and what would, in one sentence."""
+    parts = ", ".join(f"{size // MB} {name}" for name, size in plan.parts.items() if size >= MB)
+    return (
+        f"to {plan.stage} it needs {_rounded_up(plan.total)} MB ({parts}), {verdict.available // MB} MB are available, "
+        f"{_rounded_up(verdict.missing)} MB are missing; {what_fits(plan, verdict)}"
+    )
+
+
+def what_fits(plan: Plan, verdict: Verdict) -> str:
+    """The largest context and batch that fit, each beside the plan's other one."""
+    if not verdict.largest_context and not verdict.largest_batch:
+        return "no context or batch is small enough: free memory or use a smaller precision or model"
+    fits = {
+        f"a context of {verdict.largest_context} tokens fits with a batch of {plan.batch}": verdict.largest_context,
+        f"a batch of {verdict.largest_batch} fits with a context of {plan.context}": verdict.largest_batch,
+    }
+    found = ", ".join(words for words, size in fits.items() if size)
+    return f"{found}: lower them, free memory or use a smaller precision"
+
+
+def _rounded_up(size: int) -> int:
+    return -(-size // MB)
+
+
+def largest(limit: int, needed: Callable[[int], int], available: int) -> int:
+    """The largest number up to ``limit`` that needs no more than ``available``, 0 if none; ``needed`` never falls."""
+    return bisect_right(range(1, limit + 1), available, key=needed)
+
+
+def plan_run(plan: MemoryPlan, limits: Limits, context: int | None = None, batch: int = 1) -> Plan:
+    """Loading a bundle and running it until ``context`` (default: the longest) tokens are cached in each of ``batch``
+    rows, in the steps in which the engine reserves them."""
+    context = limits.max_context if context is None else context
+
+    def parts(tokens: int, rows: int) -> dict[str, int]:
+        return plan.parts(next_capacity(tokens, limits.max_context), rows)
+
+    def needed(tokens: int, rows: int) -> int:
+        return sum(parts(tokens, rows).values())
+
+    return Plan("run", parts(context, batch), context, batch, limits, needed)
+
+
+def plan_load(manifest: Manifest, context: int | None = None, batch: int = 1) -> Plan:
+    """:func:`plan_run` of a bundle."""
+    return plan_run(manifest.memory, manifest.limits, context, batch)
+
+
+def plan_device(plan: DeviceMemory, limits: Limits, context: int | None = None, batch: int = 1) -> Plan:
+    """What a bundle takes of its GPU's memory, with ``context`` (default: the longest) positions in each row."""
+    context = limits.max_context if context is None else context
+    return Plan(GPU, plan.parts(context, batch), context, batch, limits, plan.total)
+
+
+def check_load(folder: Path, manifest: Manifest, context: int, memory: int | None = None) -> None:
+    """Refuse to load what cannot fit.
+
+    Without ``memory`` the first step of the cache must fit, and growth is checked when it comes. With ``memory`` bytes
+    for this process the whole ``context`` must fit at once.
+
+    Raises:
+        ResourceError: with the number missing, and the context and batch that fit.
+    """
+    tokens = min(context, next_capacity(1, context)) if memory is None else context
+    plan_load(manifest, tokens).check(folder, usable_memory(manifest.memory.engine, memory))
+
+
+def usable_memory(held: int, memory: int | None = None) -> int:
+    """Bytes that this process may take: ``memory`` if given, else what is free and what it holds already.
+
+    ``held`` is the part of the plan that loaded libraries already take, as far as they are loaded.
+    """
+    return available_memory() + min(held, resident_bytes()[0]) if memory is None else memory
+
+
+def check_growth(
+    manifest: Manifest, held: tuple[int, int], wanted: tuple[int, int], device_memory: int | None = None
+) -> None:
+    """Refuse to grow a cache from ``held`` to ``wanted`` rows x positions when the memory of the machine or of the GPU
+    does not suffice; ``device_memory`` bytes of the latter may be taken in all, None for any.
+
+    Raises:
+        ResourceError: with the numbers.
+    """
+    plan, (rows, positions) = manifest.memory, wanted
+    needed, available = plan.total(positions, rows) - plan.total(held[1], max(1, held[0])), available_memory()
+    if needed > available:
+        raise ResourceError(
+            f"the cache for {positions} tokens needs {needed // MB} MB more, {available // MB} MB are available; "
+            "free memory, or use a shorter prompt or fewer new tokens"
+        )
+    limit = device_memory if manifest.device is not None else None
+    if limit is not None and (taken := device_bytes(manifest, positions, rows)) > limit:
+        raise ResourceError(
+            f"with a cache for {positions} tokens in {rows} row(s) the model takes {taken // MB} MB of the GPU's "
+            f"memory, {limit // MB} MB may be taken; free memory of the GPU, or use shorter prompts, fewer new tokens "
+            "or fewer requests at once"
+        )
+
+
+def memory_to_use(memory: int | None) -> Available:
+    """What a plan is held against: ``memory`` bytes if given, else what the machine or the cgroup leaves."""
+    return memory_here() if memory is None else Available(memory, "--memory")

@@ -1,0 +1,330 @@
+"""KV caches on disk: prefixes that outlive the process, and sessions that somebody saves on purpose.
+
+One format serves both::
+
+    8 bytes   magic
+    4 bytes   version of the format, little-endian like everything here
+    4 bytes   length of the description
+    16 bytes  digest of the version and the description
+    ...       the description: JSON with key, parent, last (chain hashes), tokens, block (tokens of each), shape, dtype,
+              a digest per block
+    ...       zeros up to a multiple of 64
+    ...       the blocks, one after the other, so that the first n of them are read in one go
+
+A digest is BLAKE2b (RFC 7693, https://www.rfc-editor.org/rfc/rfc7693) of 16 bytes. A block is named by its chain hash,
+the digest of its parent's chain hash and its own tokens: equal names mean equal tokens from the very first one on.
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+import struct
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import RequestError, ResourceError, UsageError
+from llmc.publish import sync
+
+MAGIC = b"llmcKV\r\n"  # a transfer that changes line ends breaks it at once
+VERSION = 2
+ALIGNMENT = 64
+DIGEST_BYTES = 16
+STAGING = ".staging-"
+
+_NUMBERS = re.compile(r"[<>|][iuf][1248]")  # numpy's dtype.str
+_LEAD = struct.Struct(f"<8sII{DIGEST_BYTES}s")
+
+
+def root_hash(key: str, adapter: str = "") -> bytes:
+    """Where the chains of one model begin; the key names everything that cached values depend on."""
+    return _digest(json.dumps([key, adapter]).encode())
+
+
+def chain_hashes(parent: bytes, tokens: NDArray[np.int64], block: int) -> list[bytes]:
+    """Chain hashes of the whole blocks of ``tokens``, the first one below ``parent``."""
+    data, step = tokens.astype("<i8", copy=False).tobytes(), 8 * block
+    hashes = []
+    for start in range(0, len(data) // step * step, step):
+        parent = _digest(parent + data[start : start + step])
+        hashes.append(parent)
+    return hashes
+
+
+class UnreadableError(Exception):
+    """A file cannot be used; ``damaged`` unless it is whole and of another format."""
+
+    def __init__(self, reason: str, *, damaged: bool = True, ours: bool = True) -> None:
+        super().__init__(reason)
+        self.damaged = damaged
+        self.ours = ours
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a file says about its blocks."""
+
+    kind: str
+    key: bytes
+    parent: bytes
+    hashes: tuple[bytes, ...]
+    tokens: NDArray[np.int64]  # of all blocks, and in a session those after them
+    block: int  # tokens of one
+    shape: tuple[int, ...]  # of one block
+    dtype: np.dtype[Any]
+    digests: tuple[bytes, ...]
+
+    @classmethod
+    def of(
+        cls, kind: str, key: bytes, parent: bytes, tokens: NDArray[np.int64], blocks: Sequence[NDArray[Any]], block: int
+    ) -> "Description":
+        """Describe blocks of ``block`` tokens each; ``parent`` is the chain hash before the first one."""
+        hashes = chain_hashes(parent, tokens[: len(blocks) * block], block)
+        digests = tuple(_digest(_raw(block)) for block in blocks)
+        return cls(kind, key, parent, tuple(hashes), tokens, block, blocks[0].shape, blocks[0].dtype, digests)
+
+    @classmethod
+    def decoded(cls, text: bytes) -> "Description":
+        """What :meth:`encoded` wrote.
+
+        Raises:
+            ValueError: it contradicts itself; KeyError, TypeError or ArithmeticError: it is not what was written.
+        """
+        raw = json.loads(text)
+        tokens = np.array(raw["tokens"], np.int64)
+        digests = tuple(bytes.fromhex(digest) for digest in raw["digests"])
+        if not _NUMBERS.fullmatch(raw["dtype"]):
+            raise ValueError(f"its values are of type {raw['dtype']}")
+        parent, dtype, shape = bytes.fromhex(raw["parent"]), np.dtype(raw["dtype"]), tuple(int(n) for n in raw["shape"])
+        block = int(raw["block"])
+        hashes = tuple(chain_hashes(parent, tokens[: len(digests) * block], block))
+        if min(*shape, block) < 1 or len(hashes) != len(digests) or hashes[-1].hex() != raw["last"]:
+            raise ValueError("it contradicts itself")
+        return cls(raw["kind"], bytes.fromhex(raw["key"]), parent, hashes, tokens, block, shape, dtype, digests)
+
+    def encoded(self) -> bytes:
+        """The beginning of the file, up to the first block."""
+        raw = {
+            "kind": self.kind,
+            "key": self.key.hex(),
+            "parent": self.parent.hex(),
+            "last": self.hashes[-1].hex(),
+            "tokens": self.tokens.tolist(),
+            "block": self.block,
+            "shape": self.shape,
+            "dtype": self.dtype.str,
+            "digests": [digest.hex() for digest in self.digests],
+        }
+        text = json.dumps(raw, separators=(",", ":")).encode()
+        lead = _LEAD.pack(MAGIC, VERSION, len(text), _description_digest(VERSION, text))
+        return (lead + text).ljust(_aligned(len(lead) + len(text)), b"\0")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """A file that was opened: what it has, and where."""
+
+    description: Description
+    offset: int  # of the first block
+
+    def count(self, wanted: Sequence[bytes], position: int, max_bytes: int) -> int:
+        """How many blocks from ``position`` on are the wanted ones, in order, and take at most ``max_bytes``."""
+        mine = self.description.hashes[position : position + max_bytes // self.description.block_bytes]
+        return next(
+            (i for i, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), min(len(mine), len(wanted))
+        )
+
+    def read(self, file: BinaryIO, position: int, count: int) -> list[NDArray[Any]]:
+        """Blocks from ``position`` on, each checked.
+
+        Raises:
+            UnreadableError: a block is damaged.
+        """
+        about = self.description
+        file.seek(self.offset + position * about.block_bytes)
+        blocks = []
+        for digest in about.digests[position : position + count]:
+            block = np.empty(about.shape, about.dtype)
+            if file.readinto(_raw(block)) != about.block_bytes:  # type: ignore[attr-defined]
+                raise UnreadableError("it ends too early")
+            if _digest(_raw(block)) != digest:
+                raise UnreadableError("the digest of a block is not that of its values")
+            blocks.append(block)
+        return blocks
+
+
+def possible_path(path: str | Path) -> Path:
+    """``path``, if any file can have this name.
+
+    Raises:
+        UsageError: it holds a NUL, or what is no Unicode text.
+    """
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{str(path)!r} is no path: it holds a lone surrogate; give the name as text") from error
+    if b"\0" in encoded:
+        raise UsageError(f"{str(path)!r} is no path: it holds a NUL character; leave it out")
+    return Path(path)
+
+
+def open_file(path: Path, *, follow_symlinks: bool) -> BinaryIO:
+    """Open a file for reading; a pipe or device, whose opening may take for ever, is not opened.
+
+    Raises:
+        OSError: there is no file, or it may not be read.
+        UnreadableError: it is something else than a regular file.
+    """
+    mode = os.stat(path, follow_symlinks=follow_symlinks).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise UnreadableError("it is no regular file", damaged=False, ours=False)
+    return path.open("rb")
+
+
+def opened(file: BinaryIO) -> CacheFile:
+    """The description of an open file, checked against its size.
+
+    Raises:
+        UnreadableError: it is damaged, of another version, or not ours.
+    """
+    size = os.fstat(file.fileno()).st_size
+    lead = file.read(_LEAD.size)
+    if lead[: len(MAGIC)] != MAGIC[: len(lead)]:
+        raise UnreadableError(f"it begins with {lead[: len(MAGIC)]!r}, not with {MAGIC!r}", ours=False)
+    if len(lead) < _LEAD.size:
+        raise UnreadableError(f"it ends after {size} bytes")
+    _, version, length, digest = _LEAD.unpack(lead)
+    text = file.read(min(length, size))
+    if _description_digest(version, text) != digest:
+        raise UnreadableError("the digest of its description is not that of its text")
+    if version != VERSION:
+        raise UnreadableError(f"it is written in format {version}, this llmc reads {VERSION}", damaged=False)
+    try:
+        about = Description.decoded(text)
+    except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
+        raise UnreadableError(f"its description cannot be read ({error})") from error
+    offset = _aligned(_LEAD.size + length)
+    expected = offset + about.block_bytes * len(about.digests)
+    if size != expected:
+        raise UnreadableError(f"it has {size} bytes, its description says {expected}")
+    return CacheFile(about, offset)
+
+
+def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]]) -> None:
+    """Write a file beside its place, sync it and rename it: whoever looks sees nothing or all of it."""
+    descriptor, staging = tempfile.mkstemp(prefix=STAGING, dir=path.parent)  # readable by its owner only
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(about.encoded())
+            for block in blocks:
+                file.write(_raw(block))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(staging)
+        raise
+    sync(path.parent)
+
+
+def save_session(path: Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any]], block: int, key: str) -> None:
+    """Save what the cache holds of one sequence; an existing file is replaced, at the end.
+
+    Only its owner may read the file: it holds what was said.
+
+    Args:
+        tokens: the sequence; the last ones need not be in the cache.
+        blocks: what the cache holds of its first tokens, all of one shape and type, at least one.
+        block: tokens of each.
+        key: all that the values depend on, as for the prefix cache.
+
+    Raises:
+        UsageError: there is nothing to save, the blocks do not fit the tokens, or the place cannot be written.
+        ResourceError: the disk is full.
+    """
+    path = possible_path(path)
+    if not 1 <= len(blocks) * block <= len(tokens):
+        raise UsageError(
+            f"{path}: {len(blocks)} blocks of {block} tokens for {len(tokens)} tokens; expected 1 or more, and no more "
+            "than there are tokens"
+        )
+    root, sequence = root_hash(key), np.asarray(tokens, np.int64)
+    try:
+        publish(path, Description.of("session", root, root, sequence, blocks, block), blocks)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(f"{path}: the disk is full; free some space and save again") from error
+        raise UsageError(f"{path}: cannot write here ({error.strerror}); choose another file") from error
+
+
+def load_session(path: Path, block: int, key: str) -> tuple[list[int], list[NDArray[Any]]]:
+    """The tokens and blocks that :func:`save_session` was given.
+
+    Raises:
+        UsageError: the file cannot be opened, or no file can have this name.
+        RequestError: it is no session of llmc's, is damaged, or belongs to another model or size of blocks.
+    """
+    path = possible_path(path)
+    try:
+        with open_file(path, follow_symlinks=True) as file:
+            found = opened(file)
+            about = found.description
+            if about.kind != "session":
+                raise RequestError(f"{path} is a file of the prefix cache, not a saved session; name a saved session")
+            if about.key != root_hash(key):
+                raise RequestError(
+                    f"{path} was saved with another model or cache type; load it with the one it was saved with"
+                )
+            if about.block != block:
+                raise RequestError(
+                    f"{path} was saved in blocks of {about.block} tokens, expected {block}; start the session anew"
+                )
+            blocks = found.read(file, 0, len(about.digests))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be opened ({error.strerror}); name a saved session") from error
+    except UnreadableError as error:
+        raise RequestError(f"{path} {_verdict(error)}: {error}") from error
+    return about.tokens.tolist(), blocks
+
+
+def _verdict(error: UnreadableError) -> str:
+    if not error.ours:
+        return "is no session of llmc's; name a file that was saved as one"
+    if error.damaged:
+        return "is damaged and cannot be restored; start the session anew"
+    return "is of another version; load it with the llmc that saved it, or start the session anew"
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def _description_digest(version: int, text: bytes) -> bytes:
+    return _digest(version.to_bytes(4, "little") + text)
+
+
+def _raw(array: NDArray[Any]) -> memoryview:
+    """The bytes of an array; those of a contiguous one are not copied."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

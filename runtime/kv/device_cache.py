@@ -1,0 +1,212 @@
+"""The KV cache in a GPU's memory, where an engine updates it in place or beside itself."""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Manifest
+from llmc.errors import BundleError, LlmcError
+from llmc.runtime.host.cuda import Driver
+from llmc.runtime.kv.budget import rounded_up
+from llmc.runtime.kv.cache import KVCache, Values
+
+# Of pinned memory through which positions are read and written; longer ranges go in pieces.
+STAGING_BYTES = 16 * 2**20
+# Kernels read whole vectors, so every tensor begins on such a boundary, as memory of cuMemAlloc does.
+ALIGNMENT = 256
+
+
+class DeviceCache(KVCache):
+    """A :class:`KVCache` on a GPU: each tensor [rows, kv_heads, capacity, head_dim].
+
+    With two buffers the engine reads from one and writes all of its call's rows to the other, so each row remembers
+    which one holds it. Work is queued on ``stream``; only reading, writing and growing wait for it.
+
+    Args:
+        manifest: of the bundle.
+        driver: of the GPU.
+        stream: on which the engine runs, too.
+        buffers: 1 where the engine updates the cache in place, 2 where it writes to another place.
+        options: see :class:`KVCache`.
+
+    Raises:
+        BundleError: a layer keeps a state.
+    """
+
+    def __init__(self, manifest: Manifest, driver: Driver, stream: int, buffers: int = 1, **options: Any) -> None:
+        super().__init__(manifest, **options)
+        if not self.can_rewind:
+            state = next(tensor.past for tensor in self.tensors if tensor.kind == "state")
+            raise BundleError(
+                f"the bundle's layers keep states ({state}), which this llmc keeps on CPUs alone; build it for the cpu"
+            )
+        self._driver = driver
+        self._stream = stream
+        self._itemsize = self.dtype.itemsize
+        self._blocks = [0] * buffers
+        self._starts: list[int] = []  # of each tensor in its block
+        self._side: list[int] = []  # of each row, the buffer that holds it
+        self._staging, self._staged = 0, 0
+
+    @property
+    def size(self) -> int:
+        """Bytes on the device."""
+        return len(self._blocks) * self._places(self.rows, self._capacity)[-1]
+
+    def address(self, tensor: int, row: int) -> int:
+        """Where a row of a tensor begins, in its buffer."""
+        return self._address(tensor, row, self._side[row])
+
+    def other_address(self, tensor: int, row: int) -> int:
+        """Where the engine shall write the row: the other buffer, or the same where it updates in place."""
+        return self._address(tensor, row, (self._side[row] + 1) % len(self._blocks))
+
+    def _address(self, tensor: int, row: int, side: int) -> int:
+        return self._blocks[side] + self._starts[tensor] + row * self._row_size(tensor, self._capacity)
+
+    def side(self, first_row: int, rows: int) -> int:
+        """Bring rows into one buffer, moving the fewer, and say which one it is: 0 or 1."""
+        sides = self._side[first_row : first_row + rows]
+        side = int(2 * sum(sides) > len(sides))
+        for row in range(first_row, first_row + rows):
+            if self._side[row] != side:
+                self._move(row, side)
+        return side
+
+    def _move(self, row: int, side: int) -> None:
+        for tensor in range(len(self.tensors)):
+            here, there = self.address(tensor, row), self._address(tensor, row, side)
+            self._copy_positions(tensor, (there, self._capacity), (here, self._capacity), self._written[row])
+        self._side[row] = side
+
+    def computed(self, first_row: int, ends: Sequence[int]) -> None:
+        """Note that a call was queued which writes rows up to the positions ``ends``, to their other buffer."""
+        super().computed(first_row, ends)
+        for row in range(first_row, first_row + len(ends)):
+            self._side[row] = (self._side[row] + 1) % len(self._blocks)
+
+    # ------------------------------------------------------------------------------------------------ sizes
+
+    def _position(self, tensor: int) -> int:
+        """Bytes of one position of one head."""
+        return self.tensors[tensor].shape[1] * self._itemsize
+
+    def _row_size(self, tensor: int, positions: int) -> int:
+        return prod(self.tensors[tensor].shape) * positions * self._itemsize
+
+    def _places(self, rows: int, capacity: int) -> list[int]:
+        """Where each tensor begins in a block, and where the block ends."""
+        starts = [0]
+        for tensor in range(len(self.tensors)):
+            size = rows * self._row_size(tensor, capacity)
+            starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        return starts
+
+    def _rounded(self, capacity: int) -> int:
+        return rounded_up(self._manifest.engine, capacity)
+
+    def _grow(self, rows: int, capacity: int) -> None:
+        """All of the new memory is there, zeroed, before any of the old goes: both count for a moment."""
+        self._forget()
+        *starts, size = self._places(rows, capacity)
+        fresh = self._allocate(size)
+        for tensor, start in enumerate(starts):
+            for row, length in enumerate(self._written):
+                there = fresh[0] + start + row * self._row_size(tensor, capacity)
+                self._copy_positions(tensor, (there, capacity), (self.address(tensor, row), self._capacity), length)
+        self._driver.synchronize(self._stream)
+        self._free_blocks(self._blocks)
+        self._blocks, self._starts, self._side = fresh, starts, [0] * rows
+
+    def _allocate(self, size: int) -> list[int]:
+        blocks = [0] * len(self._blocks)
+        try:
+            for i in range(len(blocks)):
+                blocks[i] = self._driver.alloc(size)
+                self._driver.fill(blocks[i], size, self._stream)  # a masked NaN is still a NaN
+        except LlmcError:
+            self._free_blocks(blocks)
+            raise
+        return blocks
+
+    def _free_blocks(self, blocks: list[int]) -> None:
+        for i, block in enumerate(blocks):
+            blocks[i] = 0
+            if block:
+                self._driver.free(block)
+
+    def close(self) -> None:
+        """Free everything; the cache then has no rows."""
+        super().close()
+        self._side = []
+        self._free_blocks(self._blocks)
+        if self._staging:
+            self._driver.free_host(self._staging)
+        self._staging, self._staged = 0, 0
+
+    # --------------------------------------------------------------------------------------------- contents
+
+    def _copy(self, source: int, target: int, start: int, end: int) -> None:
+        for tensor in range(len(self.tensors)):
+            offset = start * self._position(tensor)
+            here, there = self.address(tensor, source) + offset, self.address(tensor, target) + offset
+            self._copy_positions(tensor, (there, self._capacity), (here, self._capacity), end - start)
+
+    def _read(self, row: int, start: int, end: int, values: Values) -> None:
+        for first, last in self._pieces(start, end):
+            for tensor, (staged, _) in enumerate(self._staged_parts(values, start, end, first, last)):
+                there, here = staged.ctypes.data, self.address(tensor, row) + first * self._position(tensor)
+                self._copy_positions(tensor, (there, last - first), (here, self._capacity), last - first)
+            self._driver.synchronize(self._stream)
+            for staged, part in self._staged_parts(values, start, end, first, last):
+                part[...] = staged
+
+    def read_blocks(self, row: int, size: int, start: int, end: int) -> list[Values]:
+        """:meth:`read` in blocks of ``size`` positions; the device is waited for once."""
+        return self._layout.split(self.read(row, start, end), end - start, size)
+
+    def _write(self, row: int, start: int, end: int, values: Values) -> None:
+        for first, last in self._pieces(start, end):
+            for tensor, (staged, part) in enumerate(self._staged_parts(values, start, end, first, last)):
+                staged[...] = part
+                there, here = self.address(tensor, row) + first * self._position(tensor), staged.ctypes.data
+                self._copy_positions(tensor, (there, self._capacity), (here, last - first), last - first)
+            self._driver.synchronize(self._stream)
+
+    def _copy_positions(self, tensor: int, target: tuple[int, int], source: tuple[int, int], count: int) -> None:
+        """Copy ``count`` positions of every head between two addresses, each with the room that a head has there."""
+        if count:
+            position, heads = self._position(tensor), self.tensors[tensor].shape[0]
+            (there, theirs), (here, ours) = target, source
+            self._driver.copy_2d(there, theirs * position, here, ours * position, count * position, heads, self._stream)
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        step = max(1, STAGING_BYTES // (self._layout.position * self._itemsize))
+        for first in range(start, end, step):
+            yield first, min(first + step, end)
+
+    def _staged_parts(
+        self, values: Values, start: int, end: int, first: int, last: int
+    ) -> Iterator[tuple[Values, Values]]:
+        """Of each tensor the pinned memory for the positions ``first`` ... ``last - 1``, and their place in ``values``,
+        which has those from ``start`` to ``end``."""
+        size = self._layout.size(last - first)
+        if size * self._itemsize > self._staged:
+            fresh = self._driver.alloc_host(size * self._itemsize)
+            if self._staging:
+                self._driver.free_host(self._staging)
+            self._staging, self._staged = fresh, size * self._itemsize
+        staged = self._layout.parts(host_array(self._staging, (size,), self.dtype), last - first)
+        for mine, part in zip(staged, self._layout.parts(values, end - start), strict=True):
+            yield mine, part[:, first - start : last - start]
+
+
+def host_array(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Host memory as an array, which must not outlive it."""
+    count = int(np.prod(shape, dtype=np.int64))
+    memory: Any = (ctypes.c_char * max(1, count * dtype.itemsize)).from_address(address)
+    return np.frombuffer(memory, dtype, count).reshape(shape)

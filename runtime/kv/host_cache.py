@@ -1,0 +1,95 @@
+"""The KV cache in the process's memory: one array for each tensor, whose addresses an engine binds."""
+
+import math
+import mmap
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import ResourceError
+from llmc.runtime.kv.cache import KVCache, Values
+
+
+class HostCache(KVCache):
+    """A :class:`KVCache` in numpy arrays. Positions that were never written take no memory.
+
+    Attributes:
+        arrays: [rows, kv_heads, capacity, head_dim] or [rows, ...] for each of the ``tensors``; others after growth.
+    """
+
+    arrays: tuple[NDArray[Any], ...] = ()
+
+    def _grow(self, rows: int, capacity: int) -> None:
+        # All of the new before anything of the old goes, so a failure changes nothing: fresh pages take no memory.
+        room = [_fresh(tensor.of(rows, capacity), self.dtype) for tensor in self.tensors]
+        self._forget()
+        before, self.arrays = list(self.arrays), tuple(room)
+        kinds = [tensor.kind for tensor in self.tensors]
+        while before:  # one at a time, whose old memory goes at once
+            old, new, kind = before.pop(), room.pop(), kinds.pop()
+            if kind == "state":
+                new[: self.rows] = old
+                continue
+            for row, length in enumerate(self._written):
+                new[row, :, :length] = old[row, :, :length]
+
+    def begin(self, first_row: int, past_lengths: Sequence[int], count: int) -> list[int]:
+        """See :class:`KVCache`; a row that begins anew gets empty states."""
+        ends = super().begin(first_row, past_lengths, count)
+        if not self.can_rewind:
+            for row, past in enumerate(past_lengths, first_row):
+                if past:
+                    self._check_state(row, past)
+            for row in (row for row, past in enumerate(past_lengths, first_row) if not past):
+                self._clear_states(row)
+        return ends
+
+    def _clear_states(self, row: int) -> None:
+        for tensor, array in zip(self.tensors, self.arrays, strict=True):
+            if tensor.kind == "state":
+                array[row] = 0
+
+    def _copy(self, source: int, target: int, start: int, end: int) -> None:
+        for array, taken in self._taken(start, end):
+            array[target][taken] = array[source][taken]
+
+    def _read(self, row: int, start: int, end: int, values: Values) -> None:
+        for part, (array, taken) in zip(self._layout.parts(values, end - start), self._taken(start, end), strict=True):
+            part[...] = array[row][taken]
+
+    def _write(self, row: int, start: int, end: int, values: Values) -> None:
+        for part, (array, taken) in zip(self._layout.parts(values, end - start), self._taken(start, end), strict=True):
+            array[row][taken] = part
+
+    def _taken(self, start: int, end: int) -> list[tuple[NDArray[Any], Any]]:
+        """Each array, and what of a row of it belongs to these positions."""
+        positions = (slice(None), slice(start, end))
+        return [
+            (array, positions if tensor.kind == "kv" else ...)
+            for tensor, array in zip(self.tensors, self.arrays, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Free everything; the cache then has no rows."""
+        super().close()
+        self.arrays = ()
+
+
+def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeros in pages that are taken when written and go back to the system with the array, which a heap may keep."""
+    count = math.prod(shape)
+    size = max(1, count * dtype.itemsize)
+    try:
+        if sys.platform == "win32":
+            pages = mmap.mmap(-1, size)
+        else:
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ResourceError(
+            f"growing the cache ran out of memory ({size} bytes for one tensor); use a smaller --max-context or a "
+            "smaller model"
+        ) from error
+    return np.frombuffer(pages, dtype, count).reshape(shape)

@@ -1,0 +1,273 @@
+"""Keys and values of prompts that came before, so that what requests have in common is computed once.
+
+The tree of RadixAttention (https://arxiv.org/abs/2312.07104) in whole blocks: a node is a block of tokens with its keys
+and values. It is named by the hash of all tokens up to its end, as in vLLM's prefix caching, so the tree is a dict.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import UsageError
+from llmc.runtime.kv.cache_file import chain_hashes, root_hash
+from llmc.runtime.kv.prefix_store import PrefixStore
+
+BLOCK = 32
+
+# Blocks of the positions start ... end - 1, as a cache reads them.
+Read = Callable[[int, int], Sequence[NDArray[Any]]]
+
+
+@dataclass(frozen=True)
+class PrefixCounters:
+    """What the cache did so far, and holds now.
+
+    Attributes:
+        hits: matches that found something.
+        misses: matches that found nothing.
+        hit_tokens: tokens that matches found.
+        disk_hits: matches that read something from disk.
+        disk_tokens: tokens read from disk; they count among ``hit_tokens`` too.
+        evictions: blocks that had to make room.
+        blocks: blocks in memory now.
+        bytes: what they take.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    hit_tokens: int = 0
+    disk_hits: int = 0
+    disk_tokens: int = 0
+    evictions: int = 0
+    blocks: int = 0
+    bytes: int = 0
+
+
+@dataclass(eq=False)
+class _Node:
+    """One block; its ancestors are the nodes of the earlier chain hashes."""
+
+    chain: bytes
+    values: NDArray[Any]
+    pins: int = 0
+
+
+@dataclass
+class Match:
+    """A cached prefix, which stays in memory until :meth:`release` or the end of a ``with`` block.
+
+    Attributes:
+        length: tokens, a multiple of the block size; 0 when nothing is cached.
+        blocks: what the cache holds of each block, [values] in its own layout; read-only.
+    """
+
+    length: int
+    blocks: tuple[NDArray[Any], ...]
+    _release: Callable[[], None] | None = field(repr=False)
+
+    def release(self) -> None:
+        """Let the blocks be evicted again; a second call does nothing."""
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+    def __enter__(self) -> "Match":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class PrefixCache:
+    """Blocks of keys and values by the tokens that lead to them, in bounded memory, least recently used out first.
+
+    For one thread; :attr:`counters` may be read from any.
+
+    Args:
+        key: all that the values depend on: fingerprint of the model, type and geometry of its cache.
+        block: tokens per block; only whole blocks are kept.
+        max_bytes: what the values may take in memory.
+        store: a disk tier, which the caller closes.
+
+    Raises:
+        UsageError: ``block`` or ``max_bytes`` is out of range.
+    """
+
+    def __init__(self, key: str, block: int = BLOCK, *, max_bytes: int, store: PrefixStore | None = None) -> None:
+        if block < 1 or max_bytes < 0:
+            raise UsageError(f"block={block}, max_bytes={max_bytes}: expected a block of 1 or more and 0 bytes or more")
+        self.key = key
+        self.block = block
+        self.max_bytes = max_bytes
+        self.counters = PrefixCounters()
+        self._store = store
+        # Least recently used first. A use renews a block before its parent, so the first one that is not pinned has
+        # no children.
+        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
+        self._bytes = 0
+        self._pinned = 0  # bytes of nodes with pins
+        self._block_bytes = 0  # of one block; known from the first one on
+        self._roots: dict[str, bytes] = {}
+
+    def match(self, tokens: Sequence[int], limit: int | None = None, *, adapter: str = "") -> Match:
+        """The longest cached prefix of ``tokens`` in whole blocks, in memory or on disk, of at most ``limit`` tokens.
+
+        A prompt needs logits, so its last token must be computed: pass ``limit=len(tokens) - 1``.
+
+        Args:
+            limit: tokens; all of them by default.
+            adapter: name of the adapter in use; each has prefixes of its own.
+        """
+        root = self._root(adapter)
+        _, hashes = self._hashes(root, tokens, limit)
+        path = self._path(hashes)
+        self._pin(path)
+        try:
+            loaded = self._load(root, hashes[len(path) :])
+        except BaseException:
+            self._unpin(path)
+            raise
+        path += loaded
+        self._use(path)
+        if self._store is not None and path and not loaded:
+            self._store.touch(root, hashes[: len(path)])
+        self._count(len(path), len(loaded))
+        return Match(len(path) * self.block, tuple(node.values for node in path), lambda: self._unpin(path))
+
+    def insert(self, tokens: Sequence[int], read: Read, *, adapter: str = "") -> int:
+        """Keep the whole blocks of ``tokens`` that memory has room for, and have them written to disk.
+
+        Args:
+            read: gives the blocks of a span of positions, which nobody changes any more; called once, and only if a
+                block is missing.
+            adapter: name of the adapter in use.
+
+        Returns:
+            How many leading tokens are cached now.
+        """
+        root = self._root(adapter)
+        ids, hashes = self._hashes(root, tokens, None)
+        path = self._path(hashes)
+        self._pin(path)
+        try:
+            if missing := hashes[len(path) : len(path) + self._room()]:
+                start = len(path) * self.block
+                path += self._add(missing, read(start, start + len(missing) * self.block))
+            self._use(path)
+            if self._store is not None and path:
+                kept = len(path)
+                self._store.put(root, hashes[:kept], ids[: kept * self.block], [node.values for node in path])
+        finally:
+            self._unpin(path)
+        self._count_kept()
+        return len(path) * self.block
+
+    def clear(self) -> None:
+        """Forget everything in memory; what is on disk stays, and so does what a match still holds, for its holder."""
+        self._nodes = OrderedDict()
+        self._bytes = self._pinned = 0
+        self._count_kept()
+
+    def _root(self, adapter: str) -> bytes:
+        if adapter not in self._roots:
+            self._roots[adapter] = root_hash(self.key, adapter)
+        return self._roots[adapter]
+
+    def _hashes(self, root: bytes, tokens: Sequence[int], limit: int | None) -> tuple[NDArray[np.int64], list[bytes]]:
+        length = len(tokens) if limit is None else max(0, min(limit, len(tokens)))
+        ids = np.asarray(tokens[: length - length % self.block], np.int64)
+        return ids, chain_hashes(root, ids, self.block)
+
+    def _path(self, hashes: Sequence[bytes]) -> list[_Node]:
+        """The nodes of the leading hashes that are in memory."""
+        path = []
+        for chain in hashes:
+            node = self._nodes.get(chain)
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def _room(self) -> int:
+        """How many blocks fit once all that is not pinned is evicted; as many as there are bytes before the first."""
+        return (self.max_bytes - self._pinned) // max(1, self._block_bytes)
+
+    def _load(self, root: bytes, hashes: Sequence[bytes]) -> list[_Node]:
+        """Bring blocks from disk into memory, pinned."""
+        if self._store is None or not hashes:
+            return []
+        blocks = self._store.load(root, hashes, self.max_bytes - self._pinned)
+        return self._add(hashes[: len(blocks)], blocks)
+
+    def _add(self, hashes: Sequence[bytes], blocks: Sequence[NDArray[Any]]) -> list[_Node]:
+        """Put blocks below a pinned path, pinned themselves, as many as there is room for."""
+        if not blocks:
+            return []
+        self._block_bytes = blocks[0].nbytes
+        added = []
+        for chain, values in zip(hashes[: self._room()], blocks, strict=False):
+            values.flags.writeable = False
+            added.append(_Node(chain, values))
+        needed = sum(node.values.nbytes for node in added)
+        self._evict(needed)
+        self._nodes.update((node.chain, node) for node in added)
+        self._bytes += needed
+        self._pin(added)
+        return added
+
+    def _evict(self, needed: int) -> None:
+        """Make room for ``needed`` bytes, which must be there once all that is not pinned is gone."""
+        excess, victims = self._bytes + needed - self.max_bytes, []
+        if excess <= 0:
+            return
+        for node in self._nodes.values():
+            if excess <= 0:
+                break
+            if not node.pins:
+                victims.append(node)
+                excess -= node.values.nbytes
+        assert excess <= 0, excess
+        for node in victims:
+            del self._nodes[node.chain]
+            self._bytes -= node.values.nbytes
+        self._count_kept(evicted=len(victims))
+
+    def _use(self, path: Sequence[_Node]) -> None:
+        for node in reversed(path):
+            self._nodes.move_to_end(node.chain)
+
+    def _pin(self, path: Sequence[_Node]) -> None:
+        for node in path:
+            node.pins += 1
+            if node.pins == 1:
+                self._pinned += node.values.nbytes
+
+    def _unpin(self, path: Sequence[_Node]) -> None:
+        for node in path:
+            node.pins -= 1
+            if not node.pins and self._nodes.get(node.chain) is node:  # else it was cleared meanwhile
+                self._pinned -= node.values.nbytes
+
+    def _count(self, blocks: int, loaded: int) -> None:
+        past = self.counters
+        self.counters = replace(
+            past,
+            hits=past.hits + (blocks > 0),
+            misses=past.misses + (blocks == 0),
+            hit_tokens=past.hit_tokens + blocks * self.block,
+            disk_hits=past.disk_hits + (loaded > 0),
+            disk_tokens=past.disk_tokens + loaded * self.block,
+            blocks=len(self._nodes),
+            bytes=self._bytes,
+        )
+
+    def _count_kept(self, evicted: int = 0) -> None:
+        evictions = self.counters.evictions + evicted
+        self.counters = replace(self.counters, evictions=evictions, blocks=len(self._nodes), bytes=self._bytes)

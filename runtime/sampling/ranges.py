@@ -1,0 +1,193 @@
+"""Ranges of values: for each one check, with its wording in errors, in documentation and on a command line."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llmc.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Range:
+    """A set of values.
+
+    Attributes:
+        kind: of the values: integer, number, flag, choice, text, texts, tokens, biases, names or schema.
+        expected: the set in an error, such as "a number from 0 to 1".
+        holds: true for a value that belongs to it.
+        short: the set in documentation, such as "0 to 1"; empty where the type says it all.
+        note: meaning of the value that switches off, such as "0 keeps all".
+        choices: the values themselves, where they are few and named.
+    """
+
+    kind: str
+    expected: str
+    holds: Callable[[Any], bool]
+    short: str = ""
+    note: str = ""
+    choices: tuple[str | bool, ...] = ()
+
+    def error(self, name: str, value: object) -> UsageError:
+        """The refusal of a ``value`` of the parameter ``name`` that is not in the range."""
+        return UsageError(f"{name} is {written(value)}, expected {self.expected}")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The one statement of a parameter, from which follow its check, its option and its row of documentation.
+
+    Attributes:
+        range: of its values.
+        meaning: a sentence without its first capital and its stop; names of parameters and values are in backticks.
+        section: heading of the table that it is listed in.
+        short: the range in documentation, where other parameters bound it too.
+        more: what only the documentation adds to the meaning.
+        source: a link to where it was described first.
+        common: true for what a command line lists before all sections.
+    """
+
+    range: Range
+    meaning: str
+    section: str
+    short: str = ""
+    more: str = ""
+    source: str = ""
+    common: bool = False
+
+
+def parameter(default: object, values: Range, meaning: str, section: str, **rest: Any) -> Any:
+    """A field of a dataclass with the :class:`Parameter` that these arguments describe as its metadata."""
+    return field(default=default, metadata={"parameter": Parameter(values, meaning, section, **rest)})
+
+
+def written(value: object) -> str:
+    """A value as an error shows it; Python refuses to write integers of thousands of digits."""
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - see above; and the class may be anybody's
+        return f"an {type(value).__name__} that cannot be written" if isinstance(value, int) else type(value).__name__
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def _is_integer(value: object, low: float, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value) and low <= value <= high
+    except OverflowError:  # an integer beyond float
+        return False
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_token(value: object) -> bool:
+    return _is_integer(value, 0)
+
+
+def _is_tuple(value: object, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, tuple) and all(map(is_item, value))
+
+
+# ----------------------------------------------------------------------------------------------------------- ranges
+
+FLAG = Range("flag", "True or False", lambda value: isinstance(value, bool))
+TEXT = Range("text", "a non-empty string", _is_text, "text")
+TEXTS = Range("texts", "a tuple of non-empty strings", lambda value: _is_tuple(value, _is_text), "texts")
+TOKENS = Range("tokens", "a tuple of token ids", lambda value: _is_tuple(value, _is_token), "token ids")
+SCHEMA = Range(
+    "schema",
+    "a JSON schema as a mapping or a text",
+    lambda value: _is_text(value) or isinstance(value, Mapping),
+    "mapping or JSON text",
+)
+
+
+def integer(low: int, high: float = math.inf, note: str = "", most: str = "") -> Range:
+    """Integers from ``low`` to ``high``, which is written as ``most``."""
+    return _numbers("integer", "an integer", _is_integer, low, high, note, most)
+
+
+def number(low: float, high: float = math.inf, note: str = "") -> Range:
+    """Finite numbers from ``low`` to ``high``."""
+    return _numbers("number", "a number", _is_number, low, high, note)
+
+
+def _numbers(
+    kind: str,
+    name: str,
+    holds: Callable[[object, float, float], bool],
+    low: float,
+    high: float,
+    note: str,
+    most: str = "",
+) -> Range:
+    short = f"from {low}" if high == math.inf else f"{low} to {most or high}"
+    text = f"of at least {low}" if high == math.inf else f"from {short}"
+    return Range(kind, f"{name} {text}{_noted(note)}", lambda value: holds(value, low, high), short, note)
+
+
+def above(low: float, high: float = math.inf) -> Range:
+    """Finite numbers above ``low``, up to ``high``."""
+    text, short = ("", "") if high == math.inf else (f" and at most {high}", f", to {high}")
+    holds = number(low, high).holds
+    return Range(
+        "number", f"a number above {low}{text}", lambda value: holds(value) and value > low, f"above {low}{short}"
+    )
+
+
+def below(low: float, high: float, note: str) -> Range:
+    """Numbers from ``low`` to below ``high``."""
+    holds, expected = number(low, high).holds, f"a number of at least {low} and below {high}{_noted(note)}"
+    return Range("number", expected, lambda value: holds(value) and value < high, f"{low} to below {high}", note)
+
+
+def _noted(note: str) -> str:
+    return f" ({note})" if note else ""
+
+
+def one_of(*choices: str | bool) -> Range:
+    """A few values with a name."""
+
+    def holds(value: object) -> bool:
+        return any(value is choice or (isinstance(value, str) and value == choice) for choice in choices)
+
+    short = ", ".join(f"`{choice}`" if isinstance(choice, str) else str(choice) for choice in choices)
+    return Range("choice", " or ".join(map(repr, choices)), holds, short, choices=choices)
+
+
+def biases(most: float) -> Range:
+    """Tuples of (token id, number from -most to most)."""
+    pair, fits = f"-{most} to {most}", number(-most, most).holds
+
+    def holds(value: Any) -> bool:
+        pairs = isinstance(value, tuple) and all(isinstance(item, tuple) and len(item) == 2 for item in value)
+        return (
+            pairs and all(_is_token(token) and fits(bias) for token, bias in value) and len(dict(value)) == len(value)
+        )
+
+    expected = f"a tuple of (token id, number from {pair}) with different ids"
+    return Range(
+        "biases", expected, lambda value: holds(value) and len(dict(value)) == len(value), f"(id, {pair}) pairs"
+    )
+
+
+def filled(values: Range) -> Range:
+    """The tuples of a range but the empty one."""
+    expected = values.expected.replace("a tuple", "a non-empty tuple")
+    return replace(values, expected=expected, holds=lambda value: values.holds(value) and value != ())
+
+
+def optional(values: Range) -> Range:
+    """A range, and None."""
+    return replace(
+        values, expected=f"{values.expected}, or None", holds=lambda value: value is None or values.holds(value)
+    )

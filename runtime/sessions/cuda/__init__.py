@@ -1,0 +1,1 @@
+"""What sessions on a GPU have in common."""

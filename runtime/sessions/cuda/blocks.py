@@ -1,0 +1,104 @@
+"""Inputs and outputs of a call on the device: where they lie in memory that never moves, and how they get there.
+
+All inputs go up in one copy and all outputs come down in one, from and to pinned memory. On an integrated GPU the
+device works on the pinned memory itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import LlmcError
+from llmc.runtime.host.cuda import Driver
+from llmc.runtime.kv.device_cache import ALIGNMENT, host_array
+
+INT64: np.dtype[Any] = np.dtype(np.int64)
+FLOAT: np.dtype[Any] = np.dtype(np.float32)
+Shape = tuple[int, ...]
+Arrays = dict[str, tuple[Shape, np.dtype[Any]]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """An array's place in a block of memory."""
+
+    offset: int
+    shape: Shape
+    dtype: np.dtype[Any]
+
+    @property
+    def end(self) -> int:
+        """Where it ends."""
+        return self.offset + int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+def lay_out(arrays: Arrays) -> dict[str, Part]:
+    """Places of arrays one after another, each on the boundary that kernels want."""
+    parts, offset = {}, 0
+    for name, (shape, dtype) in arrays.items():
+        parts[name] = Part(offset, shape, dtype)
+        offset = -(-parts[name].end // ALIGNMENT) * ALIGNMENT
+    return parts
+
+
+def inputs_of(rows: int, sequence: int, outputs: int) -> dict[str, Part]:
+    """Where the inputs of a call lie."""
+    return lay_out(
+        {
+            "input_ids": ((rows, sequence), INT64),
+            "past_lengths": ((rows,), INT64),
+            "logit_indices": ((rows, outputs), INT64),
+        }
+    )
+
+
+def outputs_of(rows: int, outputs: int, hidden: int, vocab: int, candidates: int) -> dict[str, Part]:
+    """Where the outputs of a call lie; all logits come last, because they may be left where they are."""
+    selected: Arrays = {
+        "values": ((rows * outputs, candidates), FLOAT),
+        "indices": ((rows * outputs, candidates), INT64),
+    }
+    arrays: Arrays = {"hidden_states": ((rows, outputs, hidden), FLOAT), **(selected if candidates else {})}
+    return lay_out({**arrays, "logits": ((rows, outputs, vocab), FLOAT)})
+
+
+def size_of(parts: Mapping[str, Part]) -> int:
+    """Bytes of a block with these arrays."""
+    return max(part.end for part in parts.values())
+
+
+class Block:
+    """Pinned host memory and its counterpart on the device, one and the same where the GPU is integrated."""
+
+    def __init__(self, driver: Driver, size: int) -> None:
+        self._driver = driver
+        self._shared = driver.device.integrated
+        self.host = driver.alloc_host(size)
+        try:
+            self.device = driver.device_address(self.host) if self._shared else driver.alloc(size)
+        except LlmcError:
+            driver.free_host(self.host)
+            raise
+
+    def upload(self, size: int, stream: int) -> None:
+        """Queue the copy of the first ``size`` bytes to the device."""
+        if not self._shared:
+            self._driver.copy(self.device, self.host, size, stream)
+
+    def download(self, start: int, end: int, stream: int) -> None:
+        """Queue the copy of the bytes from ``start`` to ``end`` from the device."""
+        if not self._shared:
+            self._driver.copy(self.host + start, self.device + start, end - start, stream)
+
+    def array(self, part: Part) -> NDArray[Any]:
+        """An array in the host's memory."""
+        return host_array(self.host + part.offset, part.shape, part.dtype)
+
+    def close(self) -> None:
+        """Free both."""
+        if not self._shared:
+            self._driver.free(self.device)
+        self._driver.free_host(self.host)

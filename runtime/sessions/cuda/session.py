@@ -1,0 +1,141 @@
+"""What sessions on a GPU have in common: the driver, the cache, and what is said once the GPU's context is lost."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import DeviceMemory, Manifest
+from llmc.errors import GpuError, LlmcError
+from llmc.runtime.host.cuda import Driver
+from llmc.runtime.kv.device_cache import DeviceCache
+from llmc.runtime.sessions.cuda.blocks import Block, Part, outputs_of
+from llmc.runtime.sessions.cuda.memory import check_memory
+
+
+class DeviceSession(ABC):
+    """The half of a :class:`llmc.runtime.sessions.base.Session` that is the same for every engine on a GPU.
+
+    An engine's session loads its model within :meth:`_loading`, where it calls :meth:`_begin` before it takes memory,
+    and :meth:`_make_cache`; it runs calls within :meth:`_guarded`, and leaves what they give in ``_logits`` and
+    ``_hidden``.
+
+    Args:
+        folder: the bundle.
+        manifest: of the bundle.
+        driver: the GPU. It is closed with the session.
+    """
+
+    substitutes = False  # one graph or engine serves both phases
+    cache: DeviceCache
+
+    def __init__(self, folder: Path, manifest: Manifest, driver: Driver) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._geometry = manifest.geometry
+        self._limits = manifest.limits
+        self._driver = driver
+        self._stream = 0  # none yet
+        self._device_memory: int | None = None
+        self._logits: NDArray[np.float32] = np.empty((0, 0, self._geometry.vocab_size), np.float32)
+        self._hidden: NDArray[np.float32] = np.empty((0, 0, self._geometry.hidden_size), np.float32)
+        self._lost: str | None = None
+        self._resources = ExitStack()
+        self._later(driver.close)
+
+    # ------------------------------------------------------------------------------------------------- loading
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Everything is freed where loading fails."""
+        try:
+            with self._guarded("loading"):
+                yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, memory: DeviceMemory | None, positions: int) -> None:
+        """Make the stream that all work is queued on.
+
+        Raises:
+            ResourceError: ``memory`` of one row of ``positions`` is more than the GPU has free.
+        """
+        self._device_memory = check_memory(self._folder, self._driver, memory, positions)
+        self._driver.activate()
+        self._stream = self._driver.stream()
+        self._later(self._driver.destroy_stream, self._stream)
+
+    def _make_cache(self, buffers: int) -> None:
+        self.cache = DeviceCache(
+            self._manifest,
+            self._driver,
+            self._stream,
+            buffers,
+            device_memory=self._device_memory,
+            forget=self._forget_addresses,
+            guard=self._guarded,
+        )
+        self._later(self.cache.close)
+
+    def _block(self, size: int) -> Block:
+        """Memory for inputs or outputs until the session closes."""
+        block = Block(self._driver, size)
+        self._later(block.close)
+        return block
+
+    def _outputs_of(self, rows: int, outputs: int, candidates: int = 0) -> dict[str, Part]:
+        """Where the outputs of a call lie."""
+        return outputs_of(rows, outputs, self._geometry.hidden_size, self._geometry.vocab_size, candidates)
+
+    def _later(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call ``function`` when the session closes, the last one first; on a lost GPU nothing can be freed."""
+
+        def quietly() -> None:
+            with suppress(LlmcError):
+                function(*arguments)
+
+        self._resources.callback(quietly)
+
+    def close(self) -> None:
+        """Free the engine, the cache and the GPU; twice is harmless."""
+        self._logits, self._hidden = self._logits[:0], self._hidden[:0]  # they may lie in memory that goes
+        self._resources.close()
+
+    # -------------------------------------------------------------------------------------------------- errors
+
+    @contextmanager
+    def _guarded(self, doing: str) -> Iterator[None]:
+        """Remember that the GPU's context was lost, and say so at once from then on."""
+        if self._lost is not None:
+            raise GpuError(self._lost, lost=True)
+        try:
+            with self._translated(doing):
+                yield
+        except GpuError as error:
+            self._lost = str(error) if error.lost else None
+            raise
+
+    def _translated(self, doing: str) -> AbstractContextManager[None]:
+        """What turns the engine's own exceptions into ours; ``doing`` is for the message."""
+        return nullcontext()
+
+    # ------------------------------------------------------------------------------------------------ the seam
+
+    @property
+    def processor(self) -> str:
+        """The GPU's name, its compute capability and its driver's CUDA version."""
+        return str(self._driver.device)
+
+    @property
+    def hidden(self) -> NDArray[np.float32]:
+        """What the head read in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
+        return self._hidden
+
+    @abstractmethod
+    def _forget_addresses(self) -> None:
+        """Let all go that was made for the addresses and the size of the cache: they are about to change."""

@@ -1,0 +1,1 @@
+"""ONNX Runtime, on CPUs and on NVIDIA GPUs."""

@@ -1,0 +1,302 @@
+"""ONNX Runtime on the CPU: a graph per phase over the same cache, everything bound once per shape.
+
+The cache and all inputs and outputs live in numpy arrays whose addresses are bound to the graphs, so a decode step
+writes a few integers, runs, and reads logits in place.
+"""
+
+import os
+
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Manifest
+from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
+from llmc.runtime.host import disk_cache
+from llmc.runtime.host.machine import computable, cpu_model
+from llmc.runtime.kv.cache import CacheTensor
+from llmc.runtime.kv.host_cache import HostCache
+from llmc.runtime.sessions.base import (
+    Batch,
+    Phase,
+    row_by_row,
+)
+from llmc.runtime.sessions.onnxruntime import compiled
+from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
+
+log = logging.getLogger(__name__)
+
+# Bindings that are kept beside that of the last long call. A binding takes 0.4 ms to make for 24 layers, 2 % of a step
+# of a 0.5B model: worth keeping for every number of rows of a step and of drafted tokens, and not for a chunk's 90 ms.
+KEPT_BINDINGS = 32
+# Calls with at most this many rows of logits, or as many as the cache has rows, are kept and share memory for them.
+SHARED_OUTPUTS = 16
+
+
+class OnnxRuntimeSession:
+    """Sessions of ONNX Runtime for prefill and decode (one object when the bundle has one graph for both)."""
+
+    def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
+        self._runtime = import_onnxruntime(manifest.target.engine_minimum)
+        self._geometry = manifest.geometry
+        check_cache_type(manifest)
+        self._multi_row_prefill = all(graph.multi_row_prefill for graph in manifest.graphs.values())
+        names = usable_graphs(manifest)
+        self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
+        files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
+        self._graphs = {phase: files[name] for phase, name in names.items()}
+        self._takes_slots = any(value.name == "cache_slots" for value in self._graphs[Phase.DECODE].get_inputs())
+        self._bound = _Bound()
+        self.cache = HostCache(manifest, forget=self._bound.clear)
+        self._logits = np.empty((0, 0, manifest.geometry.vocab_size), np.float32)
+        self._hidden = np.empty((0, 0, manifest.geometry.hidden_size), np.float32)
+
+    @property
+    def engine_version(self) -> str:
+        """Version of the installed onnxruntime."""
+        return str(self._runtime.__version__)
+
+    @property
+    def processor(self) -> str:
+        """The CPU's name."""
+        return cpu_model()
+
+    @property
+    def hidden(self) -> NDArray[np.float32]:
+        """What the head read in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
+        return self._hidden
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
+        rows, sequence = batch.input_ids.shape
+        ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
+        if rows > 1 and sequence > 1 and not self._multi_row_prefill:
+            return self._run_row_by_row(batch)
+        binding = self._binding(batch)
+        binding.input_ids[:] = batch.input_ids
+        binding.past_lengths[:] = batch.past_lengths
+        binding.logit_indices[:] = batch.logit_indices
+        with translated("running the model"):
+            binding.session.run_with_iobinding(binding.io)
+        self.cache.computed(batch.first_row, ends)
+        self._logits, self._hidden = binding.logits, binding.hidden
+        return self._logits
+
+    def full_logits(self) -> NDArray[np.float32]:
+        """All logits of the last call: this engine never leaves any out."""
+        return self._logits
+
+    def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
+        parts = [(self.run(row).copy(), self._hidden.copy()) for row in row_by_row(batch)]
+        self._logits, self._hidden = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return self._logits
+
+    def close(self) -> None:
+        """Free the graphs and the cache."""
+        self._bound.clear()
+        self.cache.close()
+        self._graphs.clear()
+
+    def _binding(self, batch: Batch) -> "_Binding":
+        """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
+        shape = (batch.phase, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row)
+        bound = self._bound
+        if shape in bound.kept:
+            bound.kept.move_to_end(shape)
+            return bound.kept[shape]
+        if bound.long is not None and bound.long[0] == shape:
+            return bound.long[1]
+        rows = slice(batch.first_row, batch.first_row + batch.input_ids.shape[0])
+        caches = [(tensor, array[rows]) for tensor, array in zip(self.cache.tensors, self.cache.arrays, strict=True)]
+        kept = batch.phase is Phase.DECODE and batch.logit_indices.size <= max(SHARED_OUTPUTS, self.cache.rows)
+        if not kept:
+            bound.long = None  # its outputs go before new ones come
+        binding = _Binding(self._graphs[batch.phase], batch, caches, *self._outputs_for(batch, shared=kept))
+        if self._takes_slots:
+            binding.bind_slots(self.cache.capacity)
+        if not kept:
+            bound.long = (shape, binding)
+            return binding
+        bound.kept[shape] = binding
+        if len(bound.kept) > KEPT_BINDINGS:
+            bound.kept.popitem(last=False)
+        return binding
+
+    def _outputs_for(self, batch: Batch, *, shared: bool) -> list[NDArray[np.float32]]:
+        """Room for logits and hidden states of a call."""
+        shape, widths = batch.logit_indices.shape, (self._geometry.vocab_size, self._geometry.hidden_size)
+        if not shared:
+            return [np.empty((*shape, width), np.float32) for width in widths]
+        most = max(SHARED_OUTPUTS, self.cache.rows)
+        self._bound.outputs = self._bound.outputs or [np.empty((most, width), np.float32) for width in widths]
+        return [memory[: shape[0] * shape[1]].reshape(*shape, memory.shape[1]) for memory in self._bound.outputs]
+
+
+def check_cache_type(manifest: Manifest) -> None:
+    """Refuse keys and values in bfloat16, for which ONNX Runtime's CPU kernels have nothing.
+
+    Raises:
+        GpuError: they are.
+    """
+    if manifest.cache == "bfloat16":
+        raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
+
+
+class _Bound:
+    """What is bound to the cache as it lies now: short calls by shape, the last long one, and their shared outputs."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Let all of it go."""
+        self.kept: OrderedDict[Any, _Binding] = OrderedDict()
+        self.long: tuple[Any, _Binding] | None = None
+        self.outputs: list[NDArray[np.float32]] = []
+
+
+class _Binding:
+    """Arrays for one shape of call, bound to a graph by address; ``caches`` are its rows of the cache's tensors."""
+
+    def __init__(
+        self,
+        session: Any,
+        batch: Batch,
+        caches: list[tuple[CacheTensor, NDArray[Any]]],
+        logits: NDArray[np.float32],
+        hidden: NDArray[np.float32],
+    ) -> None:
+        self.session = session
+        self.io = session.io_binding()
+        self.input_ids = np.empty(batch.input_ids.shape, np.int64)
+        self.past_lengths = np.empty(batch.past_lengths.shape, np.int64)
+        self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
+        self.logits, self.hidden = logits, hidden
+        self._caches = caches
+        for name in ("input_ids", "past_lengths", "logit_indices"):
+            self._bind(self.io.bind_input, name, getattr(self, name))
+        self._bind(self.io.bind_output, "logits", self.logits)
+        self._bind(self.io.bind_output, "hidden_states", self.hidden)
+        for tensor, array in caches:
+            self._bind(self.io.bind_input, tensor.past, array)
+            self._bind(self.io.bind_output, tensor.present, array)
+
+    def bind_slots(self, capacity: int) -> None:
+        """A graph that was made for TensorRT asks which positions of the cache it may look at: all."""
+        self.slots = np.arange(capacity)
+        self._bind(self.io.bind_input, "cache_slots", self.slots)
+
+    @staticmethod
+    def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
+        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
+def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str], threads: int) -> dict[str, Any]:
+    """ONNX Runtime's sessions by graph file: of compiled graphs if they can be had here, of the plain ones otherwise.
+
+    Raises:
+        BundleError: ONNX Runtime refuses the plain graphs.
+        ResourceError: memory does not suffice.
+    """
+    place = compiled.find(runtime, folder, manifest, names)
+    if place is not None:
+        try:
+            return _opened(runtime, place.files, threads, _as_compiled)
+        except BundleError as error:
+            log.warning("%s; using the plain graphs, which load slower", error)
+            if place.entry is not None:
+                disk_cache.remove(place.entry)
+    plain = {name: folder / name for name in names}
+    return _opened(runtime, plain, threads, _as_written if manifest.recipe.phases == "single" else _as_usual)
+
+
+def _as_usual(runtime: Any, options: Any) -> None:
+    """Plain graphs are optimised while they are opened."""
+
+
+def _as_compiled(runtime: Any, options: Any) -> None:
+    """Compiled graphs are optimised already."""
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+
+
+def _as_written(runtime: Any, options: Any) -> None:
+    """Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would compute
+    something else than the graph says."""
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+
+
+def _opened(runtime: Any, paths: dict[str, Path], threads: int, prepare: Callable[[Any, Any], None]) -> dict[str, Any]:
+    """Opened side by side: most of the time goes into packing weights, or into checking those that are packed."""
+
+    def opened(path: Path) -> Any:
+        options = compiled.session_options(runtime, threads)
+        prepare(runtime, options)
+        with translated(f"{path}: loading"):
+            return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    with ThreadPoolExecutor(len(paths)) as pool:
+        return dict(zip(paths, pool.map(opened, paths.values()), strict=True))
+
+
+def import_onnxruntime(minimum: str) -> Any:
+    """The onnxruntime module.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        BundleError: it is older than ``minimum``.
+    """
+    runtime = require("onnxruntime", "cpu")
+    if _version(runtime.__version__) < _version(minimum):
+        raise BundleError(
+            f"onnxruntime {runtime.__version__} is too old, {minimum} or newer is needed: pip install -U onnxruntime "
+            "(there is no newer one than 1.23 for Python 3.10)"
+        )
+    return runtime
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def usable_graphs(manifest: Manifest) -> dict[Phase, str]:
+    """The graph file of each phase; a graph whose CPU features are missing here is replaced by the other phase's.
+
+    Raises:
+        BundleError: no graph of the bundle computes correctly on this CPU.
+    """
+    usable = computable(manifest)
+    if not usable:
+        wanted = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
+        raise BundleError(f"this CPU lacks {', '.join(wanted)}; build the bundle for it with --int4 or --fp32")
+    for name in manifest.graphs.keys() - usable.keys():
+        log.warning("this CPU lacks %s: the %s graph is not used", ", ".join(manifest.graphs[name].cpu_features), name)
+    fallback = next(iter(usable.values()))
+    return {phase: usable.get(phase.value, fallback).file for phase in Phase}
+
+
+@contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Turn exceptions of ONNX Runtime into ours."""
+    try:
+        yield
+    except LlmcError:
+        raise
+    except MemoryError as error:
+        raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime") and "Error in execution" not in str(error):
+            raise
+        if "bad_alloc" in str(error) or "Failed to allocate memory" in str(error):
+            raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
+        reason = " ".join(str(error).split())[:300]
+        raise BundleError(f"{doing} failed in ONNX Runtime ({reason}); build the bundle again") from error

@@ -1,0 +1,223 @@
+"""ONNX Runtime on NVIDIA GPUs: one graph for both phases over a cache on the device, everything bound by address.
+
+Inputs go up and outputs come down through pinned memory, on the stream that the engine runs on, too. A step that comes
+again is recorded by ONNX Runtime as a CUDA graph and replayed: the graph of the bundle computes all that depends on
+lengths on the device, and takes the only number that attention's host code needs from the cache's shape. So a
+recording holds for as long as the cache keeps its size and place.
+
+Not run on a GPU yet: tests run this session on a double of CUDA, with ONNX Runtime's CPU kernels behind it.
+"""
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Manifest
+from llmc.errors import GpuError
+from llmc.runtime.host.cuda import Driver, open_driver
+from llmc.runtime.sessions.base import Batch, row_by_row
+from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
+from llmc.runtime.sessions.cuda.session import DeviceSession
+from llmc.runtime.sessions.onnxruntime.cuda_provider import (
+    NOT_RECORDED,
+    Binding,
+    check_provider,
+    import_onnxruntime_gpu,
+    open_graph,
+    translated,
+)
+
+log = logging.getLogger(__name__)
+
+# Calls of at most so many tokens and logits, or as many as the cache may have rows, are kept bound and are recorded:
+# steps, and steps with drafted tokens. In longer ones the device's work hides what it takes to start it.
+SHORT_CALL = 16
+KEPT_BINDINGS = 64
+# Not every version of ONNX Runtime can let a recording go, and each holds some memory of the driver.
+MOST_RECORDINGS = 512
+FIRST_CAPACITY = 256  # positions that a cache has at least, unless the bundle has fewer
+
+
+@dataclass(frozen=True)
+class _Call:
+    """All that tells one call from another once its numbers are left out; a recording has it baked in."""
+
+    rows: int
+    sequence: int
+    outputs: int
+    first_row: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows."""
+        return self.rows * self.sequence
+
+
+class CudaSession(DeviceSession):
+    """A :class:`llmc.runtime.sessions.base.Session` on ONNX Runtime's CUDA provider.
+
+    Args:
+        folder: the bundle.
+        manifest: of the bundle.
+        threads: of no use here.
+        driver: the GPU; default: the first one that is visible. It is closed with the session.
+        runtime: onnxruntime, or what behaves alike.
+
+    Raises:
+        BundleError: ONNX Runtime is too old, or refuses the graph.
+        MissingExtraError, GpuError: library, driver or GPU are missing or unsupported.
+        ResourceError: the GPU's memory does not suffice.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, threads: int, *, driver: Driver | None = None, runtime: Any = None
+    ) -> None:
+        minimum = manifest.target.engine_minimum
+        self._runtime = import_onnxruntime_gpu(minimum) if runtime is None else runtime
+        check_provider(self._runtime, minimum)
+        super().__init__(folder, manifest, open_driver() if driver is None else driver)
+        with self._loading():
+            self._open(manifest)
+
+    # ------------------------------------------------------------------------------------------------- loading
+
+    def _open(self, manifest: Manifest) -> None:
+        self._begin(manifest.device, min(FIRST_CAPACITY, self._limits.max_context))
+        self._make_blocks()
+        self._make_cache(buffers=1)
+        graph = self._folder / manifest.graphs["decode"].file
+        self._graph = open_graph(self._runtime, graph, self._stream, self.cache.dtype.name)
+        self._bound: OrderedDict[_Call, Binding] = OrderedDict()
+        self._recordings = 0
+        self._later(self._forget_graph)  # before the memory that it is bound to, and its stream
+
+    def _make_blocks(self) -> None:
+        """Room for the inputs and outputs of short calls, and for those of a chunk that wants as few logits."""
+        self._short = max(SHORT_CALL, self._limits.max_batch)
+        self._chunk = max(self._short, self._limits.prefill_chunk)
+        sizes = [size_of(inputs_of(self._short, 1, 1)), size_of(inputs_of(1, self._chunk, self._short))]
+        self._blocks = self._block(max(sizes)), self._block(size_of(self._outputs_of(self._short, 1)))
+
+    def _forget_graph(self) -> None:
+        self._forget_addresses()
+        del self._graph
+
+    @contextlib.contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        try:
+            with translated(f"{self._folder}: {doing}"):
+                yield
+        except GpuError as error:
+            if not error.lost and self._stream:
+                self._ask_the_driver(error)
+            raise
+
+    def _ask_the_driver(self, error: GpuError) -> None:
+        """A library's own failure may be the first sign of a context that is gone: then say that instead."""
+        try:
+            self._driver.synchronize(self._stream)
+        except GpuError as found:
+            if found.lost:
+                raise found from error
+
+    @property
+    def engine_version(self) -> str:
+        """Version of ONNX Runtime."""
+        return str(self._runtime.__version__)
+
+    # ------------------------------------------------------------------------------------------------- running
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`.
+
+        Raises:
+            UsageError: rows or positions that the cache does not have.
+            ResourceError: the GPU's memory does not suffice.
+            GpuError: the GPU failed; ``lost`` tells that every later call will.
+        """
+        rows, sequence = batch.input_ids.shape
+        ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
+        if rows > 1 and sequence > 1:  # attention's kernels take several tokens of one row, or one of each
+            return self._run_row_by_row(batch)
+        with self._guarded("running the model"):
+            self._run(batch)
+        self.cache.computed(batch.first_row, ends)
+        return self._logits
+
+    def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
+        parts = [(self.run(row).copy(), self._hidden.copy()) for row in row_by_row(batch)]
+        self._logits, self._hidden = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return self._logits
+
+    def _run(self, batch: Batch) -> None:
+        """One call of the graph, which gives at least one row of logits."""
+        rows, sequence = batch.input_ids.shape
+        wanted = batch.logit_indices.shape[1]
+        call = _Call(rows, sequence, max(1, wanted), batch.first_row)
+        with self._memory_for(call) as blocks:
+            binding = self._binding(call, blocks)
+            binding.fill(batch)
+            binding.run(self._stream)
+            self._driver.synchronize(self._stream)
+            found = [binding.outputs[name][:, :wanted] for name in ("logits", "hidden_states")]
+            self._logits, self._hidden = found if blocks is self._blocks else [array.copy() for array in found]
+
+    def full_logits(self) -> NDArray[np.float32]:
+        """All logits of the last call, float32 [B, O, vocab]: this session always has them."""
+        return self._logits
+
+    # ------------------------------------------------------------------------------------------------- bindings
+
+    @contextlib.contextmanager
+    def _memory_for(self, call: _Call) -> Iterator[tuple[Block, Block]]:
+        """Blocks of inputs and of outputs: the session's own, or larger ones for this call alone."""
+        if call.tokens <= self._chunk and call.rows * call.outputs <= self._short:
+            yield self._blocks
+            return
+        with contextlib.ExitStack() as stack:
+            blocks = []
+            for places in self._places(call):
+                blocks.append(Block(self._driver, size_of(places)))
+                stack.callback(blocks[-1].close)
+            yield blocks[0], blocks[1]
+
+    def _binding(self, call: _Call, blocks: tuple[Block, Block]) -> Binding:
+        """The graph bound for a call; short calls are kept, with the recordings that were made of them."""
+        if blocks is not self._blocks or call.tokens > self._short:
+            return self._bind(call, blocks, None)
+        if call not in self._bound:
+            if len(self._bound) == KEPT_BINDINGS:
+                self._bound.popitem(last=False)[1].close()
+            self._bound[call] = self._bind(call, blocks, self._next_recording)
+        self._bound.move_to_end(call)
+        return self._bound[call]
+
+    def _bind(self, call: _Call, blocks: tuple[Block, Block], recorder: Callable[[], int] | None) -> Binding:
+        tensors = self.cache.tensors
+        addresses = [self.cache.address(tensor, call.first_row) for tensor in range(len(tensors))]
+        shapes = [tensor.of(call.rows, self.cache.capacity) for tensor in tensors]
+        caches = list(zip(tensors, addresses, shapes, strict=True))
+        return Binding(self._graph, blocks, self._places(call), (caches, self.cache.dtype), recorder)
+
+    def _places(self, call: _Call) -> tuple[dict[str, Part], dict[str, Part]]:
+        inputs = inputs_of(call.rows, call.sequence, call.outputs)
+        return inputs, self._outputs_of(call.rows, call.outputs)
+
+    def _next_recording(self) -> int:
+        """A number that no recording had before, or the one for none."""
+        if self._recordings == MOST_RECORDINGS:
+            log.info("%d CUDA graphs were recorded; further calls are not", MOST_RECORDINGS)
+            return NOT_RECORDED
+        self._recordings += 1
+        return self._recordings
+
+    def _forget_addresses(self) -> None:
+        while self._bound:
+            self._bound.popitem()[1].close()

@@ -1,0 +1,286 @@
+"""ONNX Runtime's CUDA provider: found, opened without falling back to the CPU, bound by address, its errors ours.
+
+What is said here of its behaviour was read in its documentation and source (1.28 to 1.31). Not run on a GPU yet.
+"""
+
+import os
+
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
+
+import contextlib
+import io
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
+from llmc.plans import version
+from llmc.runtime.host.cuda import EMULATE, STICKY
+from llmc.runtime.kv.cache import CacheTensor
+from llmc.runtime.sessions.base import Batch
+from llmc.runtime.sessions.cuda.blocks import Block, Part, size_of
+from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY
+from llmc.runtime.sessions.onnxruntime.cpu import translated as translated_for_cpus
+
+log = logging.getLogger(__name__)
+
+PROVIDER = "CUDAExecutionProvider"
+# What the remains of an uninstalled package do not have.
+NAMES = ("__version__", "InferenceSession", "get_available_providers")
+NOT_RECORDED = -1  # the number of a recording that is none
+# What ONNX Runtime may compute on the host: shapes, which it has there.
+HOST_OPERATORS = frozenset({"Shape", "Cast", "Squeeze", "Range", "Expand"})
+INSTALL = (
+    "in llmc's folder run: pip uninstall onnxruntime onnxruntime-gpu, then pip install '.[gpu]' (the two packages "
+    "overwrite each other; on Jetson take onnxruntime-gpu from NVIDIA's index)"
+)
+# How ONNX Runtime words what CUDA and cuBLAS return, and memory that its arena does not get.
+FAILURE = re.compile(r"CUDA failure (\d+)|CUBLAS failure|CUDA error|CUDNN failure", re.IGNORECASE)
+NO_MEMORY = ("Failed to allocate memory", "out of memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def import_onnxruntime_gpu(minimum: str) -> Any:
+    """The onnxruntime module, with its CUDA provider.
+
+    Raises:
+        MissingExtraError: it is not installed, or only the package for CPUs.
+        GpuError: it is installed and broken.
+        BundleError: it is older than ``minimum``.
+    """
+    try:
+        runtime = require("onnxruntime", "gpu")
+    except LlmcError:
+        raise
+    except Exception as error:  # a broken installation raises anything
+        raise _broken(text_of(error)) from error
+    lacking = [name for name in NAMES if not hasattr(runtime, name)]
+    if lacking:
+        raise _broken(f"it has no {', '.join(lacking)}")
+    check_provider(runtime, minimum)
+    return runtime
+
+
+def _broken(why: str) -> GpuError:
+    return GpuError(f"onnxruntime is installed and cannot be loaded ({why}); {INSTALL}")
+
+
+def check_provider(runtime: Any, minimum: str) -> None:
+    """Refuse a library without the CUDA provider, and one that is too old.
+
+    Raises:
+        MissingExtraError: it has no CUDA provider.
+        BundleError: it is older than ``minimum``.
+    """
+    if PROVIDER not in runtime.get_available_providers():
+        raise MissingExtraError(
+            f"onnxruntime {runtime.__version__} is the package for CPUs, it has no {PROVIDER}; {INSTALL}; {EMULATE}"
+        )
+    if version(runtime.__version__) < version(minimum):
+        raise BundleError(
+            f"onnxruntime-gpu {runtime.__version__} is too old, {minimum} or newer is needed: "
+            "pip install -U onnxruntime-gpu"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- opening
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An opened graph; ``records`` tells whether its runs may be recorded as CUDA graphs."""
+
+    runtime: Any
+    session: Any
+    records: bool
+
+
+def open_graph(runtime: Any, file: Path, stream: int, compute: str) -> Graph:
+    """Open a graph on the GPU's stream.
+
+    Raises:
+        BundleError: ONNX Runtime refuses the graph.
+        GpuError: it would have to run on the CPU.
+    """
+    said = preloaded(runtime)
+    options = _provider_options(stream, compute)
+    # In float32 attention is made of many operators, among them some whose sizes the host hands over.
+    recording = [True, False] if compute == "float16" else [False]
+    for records in recording:
+        try:
+            session = _opened(runtime, file, {**options, "enable_cuda_graph": str(int(records))})
+        except Exception as error:
+            if not records or "graph capture" not in str(error):
+                raise
+            log.warning("ONNX Runtime cannot record %s as a CUDA graph (%s)", file.name, _line(error))
+            continue
+        check_placement(file, session, said)
+        return Graph(runtime, session, records)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _provider_options(stream: int, compute: str) -> dict[str, str]:
+    return {
+        "device_id": "0",
+        "user_compute_stream": str(stream),
+        # The arena grows by what is asked for, and not to the next power of two: memory is planned.
+        "arena_extend_strategy": "kSameAsRequested",
+        # The norms' sums in float32; in float16 the squares of large activations overflow.
+        "enable_skip_layer_norm_strict_mode": "1",
+        # TF32 has 10 bits of mantissa; who asks for float32 wants 23.
+        "use_tf32": str(int(compute != "float32")),
+    }
+
+
+def _opened(runtime: Any, file: Path, options: dict[str, str]) -> Any:
+    settings = runtime.SessionOptions()
+    settings.log_severity_level = LOG_FATAL_ONLY
+    settings.intra_op_num_threads = 1  # the host computes shapes
+    settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    # Without that argument a provider that fails is replaced by the CPU, with a print.
+    return runtime.InferenceSession(str(file), settings, providers=[(PROVIDER, options)], enable_fallback=0)
+
+
+def preloaded(runtime: Any) -> str:
+    """Load NVIDIA's libraries from the packages that pip installed; what ONNX Runtime prints about it."""
+    load = getattr(runtime, "preload_dlls", None)
+    said = io.StringIO()
+    if load is not None:
+        with contextlib.redirect_stdout(said):
+            load()
+    return " ".join(said.getvalue().split())[:300]
+
+
+def check_placement(file: Path, session: Any, said: str) -> None:
+    """Refuse a session that runs on the CPU, and warn of operators that do.
+
+    Raises:
+        GpuError: the CUDA provider could not be loaded.
+    """
+    if PROVIDER not in session.get_providers():
+        reason = said or "its own messages, above, say why"
+        raise GpuError(
+            f"{file}: ONNX Runtime could not load its CUDA provider ({reason}); install the CUDA libraries that it was "
+            "built for, for example with pip install 'onnxruntime-gpu[cuda,cudnn]', and see llmc doctor"
+        )
+    ask = getattr(session, "get_provider_graph_assignment_info", None)  # since ONNX Runtime 1.24
+    parts = ask() if ask is not None else ()
+    astray = {node.op_type for part in parts if part.ep_name != PROVIDER for node in part.get_nodes()} - HOST_OPERATORS
+    if astray:
+        log.warning("%s: ONNX Runtime computes %s on the CPU, which is slow", file, ", ".join(sorted(astray)))
+
+
+# ------------------------------------------------------------------------------------------------- running
+
+# The cache's tensors, their addresses and shapes; and the type of them all.
+Caches = tuple[Sequence[tuple[CacheTensor, int, tuple[int, ...]]], np.dtype[Any]]
+
+
+class Binding:
+    """A call bound to its memory: inputs and outputs in blocks, the cache in place.
+
+    Args:
+        graph: what is called.
+        blocks: of inputs and of outputs, large enough.
+        places: where inputs and outputs lie in their blocks.
+        caches: what is read and updated.
+        recorder: hands out the number of a new recording; None where the call is not worth one.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        blocks: tuple[Block, Block],
+        places: tuple[Mapping[str, Part], Mapping[str, Part]],
+        caches: Caches,
+        recorder: Callable[[], int] | None,
+    ) -> None:
+        self._graph = graph
+        self._blocks = blocks
+        self._sizes = [size_of(parts) for parts in places]
+        self._inputs, self.outputs = (
+            {name: block.array(part) for name, part in parts.items()}
+            for block, parts in zip(blocks, places, strict=True)
+        )
+        self._recorder = recorder if graph.records else None
+        self._number = NOT_RECORDED
+        self._runs = 0
+        self._io = graph.session.io_binding()
+        for bind, block, parts in zip((self._io.bind_input, self._io.bind_output), blocks, places, strict=True):
+            for name, part in parts.items():
+                bind(name, "cuda", 0, part.dtype, part.shape, block.device + part.offset)
+        tensors, dtype = caches
+        for tensor, address, shape in tensors:
+            self._io.bind_input(tensor.past, "cuda", 0, dtype, shape, address)
+            self._io.bind_output(tensor.present, "cuda", 0, dtype, shape, address)
+
+    def fill(self, batch: Batch) -> None:
+        """Put a batch into the inputs; without places of logits, ask for those of the first token."""
+        self._inputs["input_ids"][:] = batch.input_ids
+        self._inputs["past_lengths"][:] = batch.past_lengths
+        self._inputs["logit_indices"][:] = batch.logit_indices if batch.logit_indices.size else 0
+
+    def run(self, stream: int) -> None:
+        """Queue the call and the copies around it; the outputs are there once the stream is synchronized."""
+        self._blocks[0].upload(self._sizes[0], stream)
+        self._graph.session.run_with_iobinding(self._io, self._options())
+        self._blocks[1].download(0, self._sizes[1], stream)
+
+    def _options(self) -> Any:
+        """Recorded from the second run on: ONNX Runtime runs a call it records several times, and most never return."""
+        self._runs += 1
+        if self._runs == 2 and self._recorder is not None:
+            self._number = self._recorder()
+        options = self._graph.runtime.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(self._number))
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        return options
+
+    def close(self) -> None:
+        """Let the recording go, if ONNX Runtime can: since 1.31."""
+        release = getattr(self._graph.session, "release_captured_graph", None)
+        if self._number != NOT_RECORDED and release is not None:
+            release(self._number)
+        self._number, self._recorder = NOT_RECORDED, None
+
+
+@contextlib.contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Turn what ONNX Runtime raises into our errors.
+
+    Raises:
+        ResourceError: the GPU's memory does not suffice.
+        GpuError: CUDA failed; ``lost`` where nothing works any more.
+        BundleError: anything else of ONNX Runtime's.
+    """
+    with translated_for_cpus(doing), _cuda_failures(doing):
+        yield
+
+
+@contextlib.contextmanager
+def _cuda_failures(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except LlmcError:
+        raise
+    except Exception as error:
+        text = str(error)
+        if any(words in text for words in NO_MEMORY):
+            raise ResourceError(
+                f"{doing} ran out of GPU memory ({_line(error)}); use fewer rows, a smaller context or a smaller model"
+            ) from error
+        found = FAILURE.search(text)
+        if found is None:
+            raise
+        lost = found[1] is not None and int(found[1]) in STICKY
+        advice = "start the process again" if lost else "see llmc doctor"
+        raise GpuError(f"{doing} failed on the GPU ({_line(error)}); {advice}", lost=lost) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,80 @@
+"""What TensorRT's session does with numbers alone: calls cut to the engine's profiles, candidates among -inf."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import EngineConfig, Profile
+from llmc.runtime.sessions.base import Batch
+from llmc.runtime.sessions.tensorrt.engine import DECODE, PREFILL
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one call of the engine does of a batch.
+
+    Attributes:
+        profile: of the engine.
+        rows, tokens: of the batch, from ... to.
+        outputs: places of its logits among those of these rows.
+    """
+
+    profile: int
+    rows: slice
+    tokens: slice
+    outputs: NDArray[np.int64]
+
+
+def pieces(batch: Batch, plan: EngineConfig) -> Iterator[Piece]:
+    """Cut a batch into calls that the engine's profiles take.
+
+    One token of many rows goes to decode, several tokens go to prefill row by row, chunk by chunk. Logits at more
+    places of a chunk than prefill gives make the chunk shorter.
+    """
+    rows, sequence = batch.input_ids.shape
+    count = batch.logit_indices.shape[1]
+    if sequence == 1 and count <= 1:
+        for start in range(0, rows, plan.decode.batch):
+            yield Piece(DECODE, slice(start, min(start + plan.decode.batch, rows)), slice(0, 1), np.arange(count))
+        return
+    for row in range(rows):
+        yield from _chunks(row, batch.logit_indices[row], sequence, plan.prefill)
+
+
+def _chunks(row: int, indices: NDArray[np.int64], sequence: int, most: Profile) -> Iterator[Piece]:
+    start = 0
+    while start < sequence:
+        end = min(start + most.sequence, sequence)
+        wanted = np.sort(indices[(indices >= start) & (indices < end)])
+        if wanted.size > most.outputs:
+            end = max(start + 1, int(wanted[most.outputs]))
+        places = np.flatnonzero((indices >= start) & (indices < end))
+        # More at one token than prefill gives: its chunk is computed again, which writes the same into the cache.
+        for first in range(0, max(1, places.size), most.outputs):
+            yield Piece(PREFILL, slice(row, row + 1), slice(start, end), places[first : first + most.outputs])
+        start = end
+
+
+class Sparse:
+    """Logits of which only a few are known, all others at -inf; the next ones cost as much as they are, not as the
+    vocabulary."""
+
+    def __init__(self, vocab: int) -> None:
+        self._array = np.empty((0, vocab), np.float32)
+        self._marked = np.empty((0, 0), np.int64)
+
+    def fill(self, values: NDArray[np.float32], indices: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Logits [N, vocab] with ``values`` [N, k] at ``indices`` [N, k]; the next call reuses the array, so it cannot
+        be written to."""
+        count = len(values)
+        if len(self._array) < count:
+            self._array = np.full((count, self._array.shape[1]), -np.inf, np.float32)
+        else:
+            self._array[np.arange(len(self._marked))[:, None], self._marked] = -np.inf
+        self._array[np.arange(count)[:, None], indices] = values
+        self._marked = indices.copy()
+        view = self._array[:count]
+        view.flags.writeable = False
+        return view

@@ -1,0 +1,316 @@
+"""A serialized engine becomes one that runs: checked against this machine, loaded, and given contexts to run in.
+
+One path for every TensorRT from 10.3 on and for TensorRT-RTX: what a version lacks is found by asking for it.
+Not run on a GPU yet.
+"""
+
+import mmap
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from llmc.bundle import EngineConfig, Geometry, Manifest
+from llmc.errors import BundleError, GpuError, RequestError
+from llmc.runtime.host.cuda import DeviceInfo
+from llmc.runtime.kv.cache import tensors_of
+from llmc.runtime.sessions.cuda.blocks import Shape
+from llmc.runtime.sessions.tensorrt.kernels import Kernels
+from llmc.runtime.sessions.tensorrt.library import library_version, logger, make_runtime
+
+# Types by the library's names.
+CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
+DECODE, PREFILL = 0, 1  # numbers of the profiles
+# TensorRT asks it of the memory that contexts work in, and of tensors.
+ALIGNMENT = 256
+
+
+def required_plan(folder: Path, manifest: Manifest) -> EngineConfig:
+    """What the bundle says of its engine.
+
+    Raises:
+        BundleError: it has none.
+    """
+    plan = manifest.engine
+    if plan is None or not plan.file:
+        raise BundleError(f"{folder}: its engine has not been built; build it on this machine: {_remedy(folder)}")
+    return plan
+
+
+def check_machine(folder: Path, manifest: Manifest, plan: EngineConfig, version: str, device: DeviceInfo) -> None:
+    """Refuse, before it is loaded, an engine that was built for something else than this.
+
+    Args:
+        version: of the engine's library here.
+        device: the GPU here.
+
+    Raises:
+        BundleError: with what it was built for, what is here, and the command that mends it.
+    """
+    built, here = plan.platform, platform_name()
+    if built != here:
+        raise BundleError(f"{folder}: its engine was built for {built}, this is {here}; {_remedy(folder)}")
+    name, built = manifest.target.engine, manifest.target.engine_version
+    if not plan.fits_version(version, built):
+        raise BundleError(f"{folder}: its engine was built by {name} {built}, here is {version}; {_remedy(folder)}")
+    if not plan.fits_gpu(device.compute_capability):
+        found = f"{device.name} has {device.compute_capability}"
+        raise BundleError(
+            f"{folder}: its engine was built for compute capability {plan.gpus}, {found}; {_remedy(folder)}"
+        )
+    _check_alignment(folder, manifest, plan)
+
+
+def platform_name() -> str:
+    """Operating system and processor that engines are bound to, as linux-x86_64."""
+    return f"{platform.system().lower()}-{platform.machine()}"
+
+
+def _remedy(folder: Path) -> str:
+    return f"llmc build --rebuild {folder}"
+
+
+def _check_alignment(folder: Path, manifest: Manifest, plan: EngineConfig) -> None:
+    """A call may begin at any row, and kernels read whole vectors from there."""
+    itemsize, capacities = 4 if plan.compute == "float32" else 2, (plan.capacity,) if plan.capacity else plan.buckets
+    for capacity, tensor in product(capacities, tensors_of(manifest.geometry.caches)):
+        size = prod(tensor.of(1, capacity)) * itemsize
+        if manifest.limits.max_batch > 1 and size % ALIGNMENT:
+            raise BundleError(
+                f"{folder}: rows of {capacity} positions take {size} bytes, expected a multiple of {ALIGNMENT}; build "
+                "with a --max-context that is a multiple of 256"
+            )
+
+
+def decoder_interface(geometry: Geometry, cache: str, capacity: int) -> dict[str, tuple[str, Shape]]:
+    """Types and shapes of a decoder's inputs and outputs, for :meth:`Engine.check`; ``capacity`` 0 is any."""
+    return {
+        "input_ids": ("INT64", (0, 0)),
+        "past_lengths": ("INT64", (0,)),
+        "logit_indices": ("INT64", (0, 0)),
+        "cache_slots": ("INT64", (0,)),
+        "logits": ("FLOAT", (0, 0, geometry.vocab_size)),
+        "hidden_states": ("FLOAT", (0, 0, geometry.hidden_size)),
+        **{
+            name: (CACHE_TYPES[cache], tensor.of(0, capacity))
+            for tensor in tensors_of(geometry.caches)
+            for name in (tensor.past, tensor.present)
+        },
+    }
+
+
+def select_interface(vocab: int, candidates: int) -> dict[str, tuple[str, Shape]]:
+    """The same of the engine that finds the largest logits."""
+    return {
+        "logits": ("FLOAT", (0, vocab)),
+        "values": ("FLOAT", (0, candidates)),
+        "indices": ("INT64", (0, candidates)),
+    }
+
+
+class Engine:
+    """A loaded engine.
+
+    Args:
+        library: tensorrt, tensorrt_rtx, or what behaves alike.
+        file: the serialized engine.
+        folder: of the bundle, for messages.
+
+    Raises:
+        BundleError: the library refuses the engine.
+        GpuError: the library cannot start.
+    """
+
+    def __init__(self, library: Any, file: Path, folder: Path, *, version_compatible: bool = False) -> None:
+        self.library = library
+        self.log = logger(library)
+        self._folder, self._where = folder, file
+        self._runtime = make_runtime(library)
+        if version_compatible:
+            self._runtime.engine_host_code_allowed = True
+        with self.log.collected() as messages, mapped(file) as content:
+            native = self._runtime.deserialize_cuda_engine(content)
+        if native is None:
+            said = last_error(messages) or "it said nothing"
+            name = f"{library.__name__} {library_version(library)}"
+            raise BundleError(f"{folder}: {name} refuses {file.name} ({said}); {_remedy(folder)}")
+        self.native = native
+        self._kernels: Kernels | None = None
+
+    @property
+    def records_itself(self) -> bool:
+        """Whether its contexts record CUDA graphs by themselves."""
+        return self._kernels is not None
+
+    def keep_kernels(self, file: Path) -> None:
+        """Use kernels that were compiled before, and keep those of this run when :meth:`close` is called."""
+        self._kernels = Kernels(self.library, self.native, file)
+
+    def context_settings(self, *, repeats: bool) -> Any:
+        """What a context is made with: it works in memory that it is given; ``repeats`` tells that its calls have few
+        shapes, which come again."""
+        strategy = self.library.ExecutionContextAllocationStrategy.USER_MANAGED
+        return strategy if self._kernels is None else self._kernels.configured(strategy, repeats=repeats)
+
+    def tensors(self) -> dict[str, tuple[str, Shape]]:
+        """Type, as the library calls it, and shape of all inputs and outputs; -1 where a dimension may vary."""
+        names = [self.native.get_tensor_name(i) for i in range(self.native.num_io_tensors)]
+        return {n: (self.native.get_tensor_dtype(n).name, tuple(self.native.get_tensor_shape(n))) for n in names}
+
+    def check(self, wanted: Mapping[str, tuple[str, Shape]], profiles: int) -> None:
+        """Refuse an engine with another interface, for its memory would be misread.
+
+        Args:
+            wanted: types and shapes of inputs and outputs, 0 where any size is right.
+            profiles: how many the engine must have.
+
+        Raises:
+            BundleError: with the first thing that is wrong.
+        """
+        found = self.tensors()
+        wrong = "" if self.profiles == profiles else f"it has {self.profiles} profiles, expected {profiles}"
+        for name, (kind, shape) in wanted.items():
+            given_kind, given = found.get(name, ("", ()))
+            fits = len(given) == len(shape) and all(a == -1 or b in (0, a) for a, b in zip(given, shape, strict=True))
+            if not wrong and not (fits and given_kind == kind):
+                what = f"{name} is {given_kind} {list(given)}" if name in found else f"it has no {name}"
+                wrong = f"{what}, expected {kind} {['any' if size == 0 else size for size in shape]}"
+        if wrong:
+            raise BundleError(f"{self._where} is another engine than it should be ({wrong}); {_remedy(self._folder)}")
+
+    def memory(self) -> int:
+        """Bytes that a context of any profile works in."""
+        each = [self.native.get_device_memory_size_for_profile_v2(i) for i in range(self.profiles)]
+        return int(max(self.native.device_memory_size_v2, *each))
+
+    @property
+    def profiles(self) -> int:
+        """How many optimisation profiles the engine has."""
+        return int(self.native.num_optimization_profiles)
+
+    def largest(self, name: str, profile: int) -> Shape:
+        """The largest shape of an input in a profile."""
+        return tuple(self.native.get_tensor_profile_shape(name, profile)[2])
+
+    def aliased(self, folder: Path, presents: list[str]) -> bool:
+        """Whether the engine updates its cache in place, which it is asked and not assumed to do.
+
+        Raises:
+            BundleError: it does so for some tensors only, or for other ones than it should.
+        """
+        ask = getattr(self.native, "get_aliased_input_tensor", None)  # since TensorRT 10.15
+        found = {name: ask(name) or "" for name in presents} if ask else {}
+        if not any(found.values()):
+            return False
+        for name, source in found.items():
+            if source != name.replace("present", "past_key_values", 1):
+                raise BundleError(f"{folder}: {name} is updated in place of {source or 'nothing'}; {_remedy(folder)}")
+        return True
+
+    def close(self) -> None:
+        """Let the library free it; its contexts must be gone."""
+        if self._kernels is not None:
+            self._kernels.save()
+        self._kernels = None
+        self.native = self._runtime = None
+
+
+class Context:
+    """What runs calls of one profile of an engine. Shapes and addresses stay as they were last set.
+
+    Args:
+        memory, size: device memory to work in, which contexts that never run at the same time may share.
+    """
+
+    def __init__(self, engine: Engine, profile: int, stream: int, memory: int, size: int) -> None:
+        self._log = engine.log
+        self._library = engine.library
+        self._shapes: dict[str, Shape] = {}
+        self._addresses: dict[str, int] = {}
+        self._ran = False
+        self._records_itself = engine.records_itself
+        settings = engine.context_settings(repeats=profile == DECODE)
+        self._native = self._asked("making a context", engine.native.create_execution_context, settings)
+        self._asked("choosing a profile", self._native.set_optimization_profile_async, profile, stream)
+        if size:
+            self._native.set_device_memory(memory, size)
+
+    def has_run(self, shapes: Mapping[str, Shape]) -> bool:
+        """Whether the last run had these shapes: only then can it be recorded, for the first one takes memory."""
+        return self._ran and all(self._shapes.get(name) == shape for name, shape in shapes.items())
+
+    def can_be_recorded(self, stream: int) -> bool:
+        """Whether it does not do that by itself, and the library says so or cannot be asked: TensorRT-RTX can."""
+        if self._records_itself:
+            return False
+        ask = getattr(self._native, "is_stream_capturable", None)
+        return ask is None or bool(ask(stream))
+
+    def prepare(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
+        """Set what differs from the last run.
+
+        Raises:
+            RequestError: a shape is not in the profile.
+            GpuError: the engine refuses an address.
+        """
+        for name, shape in shapes.items():
+            if self._shapes.get(name) != shape:
+                self._ran = False
+                self._shapes.pop(name, None)
+                self._set_shape(name, shape)
+                self._shapes[name] = shape
+        for name, address in addresses.items():
+            if self._addresses.get(name) != address:
+                self._asked(f"setting the address of {name}", self._native.set_tensor_address, name, address)
+                self._addresses[name] = address
+
+    def _set_shape(self, name: str, shape: Shape) -> None:
+        with self._log.collected() as messages:
+            if not self._native.set_input_shape(name, shape):
+                said = last_error(messages) or "no reason given"
+                raise RequestError(f"{name} of shape {list(shape)} is not in the engine's profile ({said})")
+
+    def run(self, stream: int) -> None:
+        """Queue a run.
+
+        Raises:
+            GpuError: the engine refuses, with what the library logged.
+        """
+        self._asked("running the engine", self._native.execute_async_v3, stream)
+        self._ran = True
+
+    def _asked(self, doing: str, ask: Callable[..., Any], *arguments: Any) -> Any:
+        """What the library answers with, which is None or False where it failed."""
+        with self._log.collected() as messages:
+            answer = ask(*arguments)
+        if answer is None or answer is False:
+            said = last_error(messages) or "no reason given"
+            raise GpuError(f"{doing} failed in {self._library.__name__} ({said}); see llmc doctor")
+        return answer
+
+    def close(self) -> None:
+        """Let the library free it."""
+        self._native = None
+
+
+def last_error(messages: list[Any]) -> str:
+    """The last error that a library logged, in one line; empty if none."""
+    errors = [message.text for message in messages if message.is_error]
+    return " ".join(errors[-1].split())[:300] if errors else ""
+
+
+@contextmanager
+def mapped(file: Path) -> Iterator[Any]:
+    """A file's bytes without a copy of them in memory.
+
+    Raises:
+        BundleError: it cannot be read, or is empty.
+    """
+    try:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            yield content
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{file} cannot be read ({error}); build the bundle again") from error

@@ -1,0 +1,74 @@
+"""TensorRT-RTX compiles kernels where it runs: what it compiled is kept, and it decides when a run can be recorded.
+
+It compiles a kernel for every shape in the background and runs a general one until then, so it records CUDA graphs by
+itself, once the right kernels are there. See "Working with RTX CUDA Graphs" and "Working with Runtime Cache" in its
+documentation. Not run on a GPU yet.
+"""
+
+import hashlib
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from llmc.runtime.host import disk_cache
+
+log = logging.getLogger(__name__)
+
+KIND, FILE = "kernels", "kernels.bin"
+KEPT_BYTES = 1_000_000_000
+
+
+def compiles_kernels(library: Any) -> bool:
+    """Whether the library compiles kernels while it runs, and can be told how."""
+    return hasattr(library, "CudaGraphStrategy")
+
+
+def kernels_file(*what: str) -> Path:
+    """Where kernels are kept for an engine, a library's version and a GPU, given by whatever tells them from others."""
+    return disk_cache.entry(KIND, hashlib.sha256("\n".join(what).encode()).hexdigest()[:32]) / FILE
+
+
+class Kernels:
+    """Kernels that were compiled for an engine, from earlier runs and this one.
+
+    The library checks what it is given, and refuses what is not for this version, driver and GPU.
+
+    Args:
+        engine: the library's own.
+        file: where they are kept; it need not exist.
+    """
+
+    def __init__(self, library: Any, engine: Any, file: Path) -> None:
+        self._library, self._engine, self._file = library, engine, file
+        self._native = engine.create_runtime_config().create_runtime_cache()
+        self._known = 0
+        with suppress(OSError):
+            content = file.read_bytes()
+            if self._native.deserialize(content):
+                self._known = len(content)
+            else:
+                log.info("%s is not for this machine: kernels are compiled anew", file)
+
+    def configured(self, strategy: Any, *, repeats: bool) -> Any:
+        """Settings of a context: who allocates its memory, and whether it records runs whose shapes come again."""
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(strategy)
+        graphs = self._library.CudaGraphStrategy
+        config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if repeats else graphs.DISABLED
+        config.set_runtime_cache(self._native)
+        return config
+
+    def save(self) -> None:
+        """Write them where they are kept, if there are others than before; without them the next start is slower."""
+        content = bytes(self._native.serialize() or b"")
+        if len(content) in (0, self._known):
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with disk_cache.written(self._file) as staging:
+                staging.write_bytes(content)
+            self._known = len(content)
+            disk_cache.prune(KIND, KEPT_BYTES)
+        except OSError as error:
+            log.info("kernels cannot be kept (%s)", error)

@@ -1,0 +1,256 @@
+"""TensorRT and TensorRT-RTX on a GPU: one engine with a profile for decode and one for prefill, over a cache on the
+device.
+
+A decode step writes a few integers into pinned memory, launches one recorded graph, waits, and reads logits in place.
+Not run on a GPU yet: tests run this session on doubles of CUDA and TensorRT that enforce their rules.
+"""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Manifest
+from llmc.errors import UsageError
+from llmc.runtime.host.cuda import Driver, open_driver
+from llmc.runtime.kv.budget import rounded_up
+from llmc.runtime.kv.cache import tensors_of
+from llmc.runtime.sessions.base import Batch
+from llmc.runtime.sessions.cuda.blocks import INT64, Part, Shape, inputs_of, size_of
+from llmc.runtime.sessions.cuda.session import DeviceSession
+from llmc.runtime.sessions.tensorrt.calls import Piece, Sparse, pieces
+from llmc.runtime.sessions.tensorrt.engine import (
+    DECODE,
+    PREFILL,
+    Context,
+    Engine,
+    check_machine,
+    decoder_interface,
+    required_plan,
+    select_interface,
+)
+from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels, kernels_file
+from llmc.runtime.sessions.tensorrt.library import library_version, load_library
+from llmc.runtime.sessions.tensorrt.steps import Call, Step, Steps
+
+
+class TensorRTSession(DeviceSession):
+    """A :class:`llmc.runtime.sessions.base.Session` on an engine of TensorRT's kind.
+
+    Args:
+        folder: the bundle.
+        manifest: of the bundle.
+        threads: of no use here.
+        driver: the GPU; default: the first one that is visible. It is closed with the session.
+        library: tensorrt or tensorrt_rtx; default: what the bundle was built for.
+
+    Raises:
+        BundleError: the engine was built for another machine, or the library refuses it.
+        MissingExtraError, GpuError: library, driver or GPU are missing, too old or unsupported.
+        ResourceError: the GPU's memory does not suffice.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, threads: int, *, driver: Driver | None = None, library: Any = None
+    ) -> None:
+        self._library = load_library(manifest.target.engine) if library is None else library
+        super().__init__(folder, manifest, open_driver() if driver is None else driver)
+        with self._loading():
+            self._plan = required_plan(folder, manifest)
+            self._open(manifest)
+
+    # ------------------------------------------------------------------------------------------------- loading
+
+    def _open(self, manifest: Manifest) -> None:
+        check_machine(self._folder, manifest, self._plan, self.engine_version, self._driver.device)
+        self._begin(manifest.device, rounded_up(self._plan, 1))
+        engine, select = self._load(manifest)
+        self._candidates = self._plan.candidates if select is not None else 0
+        self._make_blocks()
+        self._make_contexts(engine, select)
+        in_place = engine.aliased(self._folder, [tensor.present for tensor in tensors_of(self._geometry.caches)])
+        self._make_cache(buffers=1 if in_place else 2)
+        self._sparse = Sparse(self._geometry.vocab_size)
+        self._left: Step | None = None  # whose logits are still on the device
+
+    def _load(self, manifest: Manifest) -> tuple[Engine, Engine | None]:
+        """The engine, and the one that selects the largest logits.
+
+        An integrated GPU needs no second one: all logits are in the host's memory as they are.
+        """
+        plan, folder = self._plan, self._folder
+        engine = self._loaded(manifest, plan.file)
+        if plan.stripped:
+            graph = folder / manifest.graphs["decode"].file
+            importlib.import_module("llmc.runtime.sessions.tensorrt.refit").refit(self._library, engine.native, graph)
+        engine.check(decoder_interface(self._geometry, manifest.cache, plan.capacity), profiles=2)
+        if not plan.select or not plan.candidates or self._driver.device.integrated:
+            return engine, None
+        select = self._loaded(manifest, plan.select)
+        select.check(select_interface(self._geometry.vocab_size, plan.candidates), profiles=1)
+        return engine, select
+
+    def _loaded(self, manifest: Manifest, file: str) -> Engine:
+        path, compatible = self._folder / file, self._plan.version_compatible
+        engine = Engine(self._library, path, self._folder, version_compatible=compatible)
+        self._later(engine.close)
+        if compiles_kernels(self._library):
+            built = manifest.files[file].sha256 if file in manifest.files else str(path)
+            engine.keep_kernels(kernels_file(self.engine_version, self._driver.device.name, built))
+        return engine
+
+    def _make_blocks(self) -> None:
+        """Room for the inputs and outputs of the largest calls, and the positions of the cache, counted through."""
+        plan = self._plan
+        rows, sequence, outputs = plan.decode.batch, plan.prefill.sequence, plan.prefill.outputs
+        self._taken = self._block(max(size_of(inputs_of(rows, 1, 1)), size_of(inputs_of(1, sequence, outputs))))
+        most = max(rows, outputs)
+        self._given = self._block(size_of(self._outputs_of(most, 1, self._candidates)))
+        place = Part(0, (plan.buckets[-1],), INT64)
+        self._slots = self._block(place.end)
+        self._slots.array(place)[:] = np.arange(plan.buckets[-1])
+        self._slots.upload(place.end, self._stream)
+
+    def _make_contexts(self, engine: Engine, select: Engine | None) -> None:
+        """A context for each profile; they work in the same memory, for they never run at the same time."""
+        size = max(each.memory() for each in (engine, select) if each is not None)
+        memory = self._driver.alloc(size) if size else 0
+        if memory:
+            self._later(self._driver.free, memory)
+
+        def context(engine: Engine, profile: int) -> Context:
+            made = Context(engine, profile, self._stream, memory, size)
+            self._later(made.close)
+            return made
+
+        contexts = [context(engine, profile) for profile in (DECODE, PREFILL)]
+        selecting = context(select, 0) if select is not None else None
+        self._most_selected = select.largest("logits", 0)[0] if select is not None else 0
+        self._steps = Steps(self._driver, self._stream, contexts, selecting)
+        self._later(self._steps.clear)
+
+    # ------------------------------------------------------------------------------------------------- the cache
+
+    @property
+    def engine_version(self) -> str:
+        """Version of the engine's library."""
+        return library_version(self._library)
+
+    def _bucket(self, positions: int) -> int:
+        """The smallest number of positions that the engine may look at and that is enough."""
+        return next(bucket for bucket in self._plan.buckets if bucket >= positions)
+
+    def _forget_addresses(self) -> None:
+        self._steps.clear()
+
+    # ------------------------------------------------------------------------------------------------- running
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`.
+
+        With ``candidates`` the array cannot be written to, and holds -inf where no candidate is.
+
+        Raises:
+            UsageError: rows, positions or places of logits that the cache or the call does not have.
+            RequestError: the engine's profiles do not take it.
+            GpuError: the engine or the GPU failed; ``lost`` tells that every later call will.
+        """
+        with self._guarded("running the model"):
+            self._check_call(batch)
+            todo = list(pieces(batch, self._plan))
+            if len(todo) == 1 and batch.logit_indices.shape[1]:
+                return self._run_at_once(batch, todo[0])
+            return self._run_in_pieces(batch, todo)
+
+    def full_logits(self) -> NDArray[np.float32]:
+        """All logits of the last call, float32 [B, O, vocab], also of one that asked for candidates.
+
+        Raises:
+            GpuError: the GPU failed.
+        """
+        with self._guarded("copying logits"):
+            if self._left is not None:
+                self._left.download_logits(self._stream)
+                self._driver.synchronize(self._stream)
+                self._logits, self._left = self._left.outputs["logits"], None
+            return self._logits
+
+    def _check_call(self, batch: Batch) -> None:
+        indices, sequence = batch.logit_indices, batch.input_ids.shape[1]
+        self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < sequence:
+            raise UsageError(
+                f"logits are asked for at {indices.tolist()}, the call has the tokens 0 ... {sequence - 1}"
+            )
+
+    def _run_at_once(self, batch: Batch, piece: Piece) -> NDArray[np.float32]:
+        few = 0 < batch.candidates <= self._candidates and batch.logit_indices.size <= self._most_selected
+        step = self._run_piece(batch, piece, self._candidates if few else 0)
+        self._hidden = step.outputs["hidden_states"]
+        self._left = step if few else None
+        if not few:
+            self._logits = step.outputs["logits"]
+            return self._logits
+        found = self._sparse.fill(step.outputs["values"], step.outputs["indices"])
+        return found.reshape(*batch.logit_indices.shape, found.shape[1])
+
+    def _run_in_pieces(self, batch: Batch, todo: Sequence[Piece]) -> NDArray[np.float32]:
+        """Call by call, and what each gives is put together."""
+        g, shape = self._geometry, batch.logit_indices.shape
+        logits = np.empty((*shape, g.vocab_size), np.float32)
+        hidden = np.empty((*shape, g.hidden_size), np.float32)
+        for piece in todo:
+            step = self._run_piece(batch, piece, 0)
+            if piece.outputs.size:
+                logits[piece.rows, piece.outputs] = step.outputs["logits"]
+                hidden[piece.rows, piece.outputs] = step.outputs["hidden_states"]
+        self._logits, self._hidden, self._left = logits, hidden, None
+        return logits
+
+    def _run_piece(self, batch: Batch, piece: Piece, candidates: int) -> Step:
+        ids = batch.input_ids[piece.rows, piece.tokens]
+        past = [length + piece.tokens.start for length in batch.past_lengths[piece.rows].tolist()]
+        ends = [length + ids.shape[1] for length in past]
+        first_row = batch.first_row + piece.rows.start
+        step = self._step(
+            Call(
+                piece.profile,
+                rows=len(ids),
+                sequence=ids.shape[1],
+                outputs=max(1, piece.outputs.size),  # the engine gives at least one
+                first_row=first_row,
+                attended=self._bucket(max(ends)) if self._plan.capacity else self.cache.capacity,
+                side=self.cache.side(first_row, len(ids)),
+                candidates=candidates,
+            )
+        )
+        step.inputs["input_ids"][:] = ids
+        step.inputs["past_lengths"][:] = past
+        step.inputs["logit_indices"][:] = 0
+        if piece.profile == PREFILL and piece.outputs.size:
+            step.inputs["logit_indices"][:] = batch.logit_indices[piece.rows, piece.outputs] - piece.tokens.start
+        self._steps.run(step)
+        self.cache.computed(first_row, ends)
+        return step
+
+    def _step(self, call: Call) -> Step:
+        step = self._steps.find(call)
+        if step is None:
+            inputs = inputs_of(call.rows, call.sequence, call.outputs)
+            outputs = self._outputs_of(call.rows, call.outputs, call.candidates)
+            step = Step(call, (self._taken, self._given), (inputs, outputs), self._fixed(call))
+            self._steps.keep(step)
+        return step
+
+    def _fixed(self, call: Call) -> tuple[dict[str, Shape], dict[str, int]]:
+        """Shapes and addresses of what no call brings along: the cache, and its positions."""
+        shapes: dict[str, Shape] = {"cache_slots": (call.attended,)}
+        addresses = {"cache_slots": self._slots.device}
+        for i, tensor in enumerate(self.cache.tensors):
+            shapes[tensor.past] = tensor.of(call.rows, self.cache.capacity)
+            addresses[tensor.past] = self.cache.address(i, call.first_row)
+            addresses[tensor.present] = self.cache.other_address(i, call.first_row)
+        return shapes, addresses

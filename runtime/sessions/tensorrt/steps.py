@@ -1,0 +1,196 @@
+"""One call of TensorRT's on the device: how it is queued, and how it is recorded and replayed.
+
+Inputs go up in one copy and outputs come down in one, from and to memory that never moves; so a whole step, copies
+included, can be recorded as a CUDA graph.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmc.errors import GpuError
+from llmc.runtime.host.cuda import Driver
+from llmc.runtime.sessions.cuda.blocks import Block, Part, Shape, size_of
+from llmc.runtime.sessions.tensorrt.engine import Context
+
+log = logging.getLogger(__name__)
+
+# Calls whose addresses are kept, with what was recorded of them: one for every number of rows, bucket and buffer.
+KEPT_STEPS = 64
+# A longer call keeps the device busy for so long that queueing its kernels one by one costs nothing.
+RECORDED_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that tells one call from another once its numbers are left out; a recorded call has it baked in.
+
+    Attributes:
+        profile: of the engine: decode or prefill.
+        rows, sequence, outputs: B, S, O.
+        first_row: of the cache.
+        attended: cache positions that attention looks at.
+        side: the buffer of the cache that is read.
+        candidates: how many logits are selected on the device, 0 if all are wanted.
+    """
+
+    profile: int
+    rows: int
+    sequence: int
+    outputs: int
+    first_row: int
+    attended: int
+    side: int
+    candidates: int
+
+
+class Step:
+    """A call with its addresses, and its arrays in pinned memory.
+
+    Args:
+        call: what is called.
+        takes: blocks of inputs and of outputs.
+        places: where the inputs and outputs lie in their blocks.
+        fixed: shapes and addresses of all other tensors: the cache, and which of its positions are attended to.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        blocks: tuple[Block, Block],
+        places: tuple[Mapping[str, Part], Mapping[str, Part]],
+        fixed: tuple[Mapping[str, Shape], Mapping[str, int]],
+    ) -> None:
+        self.call = call
+        self.graph = 0
+        self._blocks = blocks
+        (taken, given), (inputs, outputs) = blocks, places
+        self._upload = size_of(inputs)
+        self._logits = outputs["logits"]
+        self._download = self._logits.offset if call.candidates else self._logits.end
+        self.shapes = {**{name: part.shape for name, part in inputs.items()}, **fixed[0]}
+        self.addresses = {
+            **fixed[1],
+            **{name: taken.device + part.offset for name, part in inputs.items()},
+            **{name: given.device + outputs[name].offset for name in ("logits", "hidden_states")},
+        }
+        self.select_shapes = {"logits": (call.rows * call.outputs, self._logits.shape[2])}
+        selected = ("logits", "values", "indices") if call.candidates else ()
+        self.select_addresses = {name: given.device + outputs[name].offset for name in selected}
+        self.inputs = {name: taken.array(part) for name, part in inputs.items()}
+        self.outputs = {name: given.array(part) for name, part in outputs.items()}
+
+    def upload(self, stream: int) -> None:
+        """Queue the copy of the inputs."""
+        self._blocks[0].upload(self._upload, stream)
+
+    def download(self, stream: int) -> None:
+        """Queue the copy of what the caller wants."""
+        self._blocks[1].download(0, self._download, stream)
+
+    def download_logits(self, stream: int) -> None:
+        """Queue the copy of the logits that :meth:`download` left."""
+        self._blocks[1].download(self._logits.offset, self._logits.end, stream)
+
+
+class Steps:
+    """Runs steps, and records those that come again: what was recorded is launched at once, kernels and copies.
+
+    Args:
+        contexts: one for each profile of the engine.
+        select: what finds the largest logits, None where the bundle has no engine for it.
+    """
+
+    def __init__(self, driver: Driver, stream: int, contexts: Sequence[Context], select: Context | None) -> None:
+        self._driver = driver
+        self._stream = stream
+        self._contexts = contexts
+        self._select = select
+        self._kept: OrderedDict[Call, Step] = OrderedDict()
+        self.records = True
+
+    def find(self, call: Call) -> Step | None:
+        """The kept step of a call."""
+        step = self._kept.get(call)
+        if step is not None:
+            self._kept.move_to_end(call)
+        return step
+
+    def keep(self, step: Step) -> None:
+        """Keep a step, and let the one go that was unused for longest."""
+        self._kept[step.call] = step
+        if len(self._kept) > KEPT_STEPS:
+            self._forget(self._kept.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        """Let all go, because their addresses are about to change."""
+        while self._kept:
+            self._forget(self._kept.popitem()[1])
+
+    def _forget(self, step: Step) -> None:
+        graph, step.graph = step.graph, 0
+        if graph:
+            self._driver.destroy_graph(graph)
+
+    def run(self, step: Step) -> None:
+        """Run a step and wait for it. Its inputs are in its arrays, and then so are its outputs.
+
+        Raises:
+            RequestError: its shapes are not in the engine's profile.
+            GpuError: the engine or the GPU fails.
+        """
+        self._driver.activate()
+        if not step.graph and self._may_record(step):
+            step.graph = self._record(step)
+        if step.graph:
+            self._driver.launch(step.graph, self._stream)
+        else:
+            self._queue(step)
+        self._driver.synchronize(self._stream)
+
+    def _queue(self, step: Step) -> None:
+        context = self._contexts[step.call.profile]
+        context.prepare(step.shapes, step.addresses)
+        step.upload(self._stream)
+        context.run(self._stream)
+        if step.call.candidates and self._select is not None:
+            self._select.prepare(step.select_shapes, step.select_addresses)
+            self._select.run(self._stream)
+        step.download(self._stream)
+
+    def _may_record(self, step: Step) -> bool:
+        """Whether the step is short, and the very shapes have just been run: the library sets up a run only once."""
+        call, context = step.call, self._contexts[step.call.profile]
+        if not self.records or call.sequence > RECORDED_TOKENS or not context.has_run(step.shapes):
+            return False
+        if call.candidates and self._select is not None and not self._select.has_run(step.select_shapes):
+            return False
+        if context.can_be_recorded(self._stream):
+            return True
+        log.info("steps are not recorded as CUDA graphs: the engine does that itself, or cannot be recorded")
+        self.records = False
+        return False
+
+    def _record(self, step: Step) -> int:
+        """The recorded step, or 0 where that fails, and then it is not tried again."""
+        failure: GpuError | None = None
+        graph = 0
+        self._driver.begin_capture(self._stream)
+        try:
+            self._queue(step)
+        except GpuError as error:
+            failure = error
+        try:
+            graph = self._driver.end_capture(self._stream)
+        except GpuError as error:
+            failure = failure or error
+        if failure is None:
+            return graph
+        if failure.lost:
+            raise failure
+        if graph:
+            self._driver.destroy_graph(graph)
+        log.warning("recording a CUDA graph failed (%s): every kernel is launched by itself", failure)
+        self.records = False
+        return 0

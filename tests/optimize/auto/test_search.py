@@ -1,0 +1,342 @@
+"""The automatic choice: a function of what was measured, kept in the cache, never beyond the budget."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmc.bundle import Budget, read_bundle
+from llmc.errors import BuildError, UsageError
+from llmc.optimize.auto import search as auto
+from llmc.optimize.auto.search import AutoReport, Trial, automatic, choose
+from llmc.optimize.calibrate.request import CalibrationRequest
+from llmc.optimize.recipe import Request
+from llmc.runtime.bench.benchmark import benchmark
+
+GOOD = Trial("good", 2, 1000.0, 100.0, 50_000_000, 40_000_000, 0.01, 0.97, 0.005)
+LOOSE = Budget(max_kl=100.0)
+
+speeds = st.floats(1, 1e5)
+trials = st.lists(
+    st.builds(
+        Trial,
+        name=st.sampled_from("abcdef"),
+        threads=st.integers(1, 8),
+        prefill_tokens_per_s=speeds,
+        decode_tokens_per_s=speeds,
+        memory=st.integers(1, 10**12),
+        size=st.integers(1, 10**12),
+        mean_kl=st.floats(0, 1),
+        top1_agreement=st.floats(0, 1),
+        perplexity_increase=st.floats(-0.1, 1),
+    ),
+    max_size=8,
+)
+budgets = st.builds(
+    Budget,
+    max_kl=st.none() | st.floats(0, 1),
+    min_agreement=st.none() | st.floats(0, 1),
+    max_perplexity_increase=st.none() | st.floats(0, 1),
+)
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+
+
+def within(trial: Trial, budget: Budget, memory: int) -> bool:
+    return (
+        (budget.max_kl is None or trial.mean_kl <= budget.max_kl)
+        and (budget.min_agreement is None or trial.top1_agreement >= budget.min_agreement)
+        and (budget.max_perplexity_increase is None or trial.perplexity_increase <= budget.max_perplexity_increase)
+        and trial.memory <= memory
+    )
+
+
+@given(trials, budgets, st.integers(1, 10**12))
+def test_the_choice_is_within_the_budget_and_nearly_the_fastest(found: list[Trial], budget: Budget, memory: int):
+    judged = [auto._within(trial, budget, memory) for trial in found]
+    chosen = choose(judged)
+    fit = [trial for trial in found if within(trial, budget, memory)]
+    if not fit:
+        assert chosen is None
+        return
+    assert chosen in fit
+    equal = [trial for trial in fit if trial.seconds <= min(other.seconds for other in fit) * 1.02]
+    assert chosen in equal
+    assert chosen.memory == min(trial.memory for trial in equal)
+    assert choose(judged) == chosen
+
+
+def test_a_slower_one_that_is_smaller_is_not_chosen_beyond_two_percent():
+    speeds = {"a": 100.0, "b": 99.0, "c": 90.0}
+    fast, near, far = (replace(GOOD, name=name, decode_tokens_per_s=speed) for name, speed in speeds.items())
+    sizes = [replace(trial, memory=100 - number) for number, trial in enumerate((fast, near, far))]
+    assert choose(sizes).name == "b"
+    assert choose([fast, near]).name == "a"  # of equals the first
+    assert choose([replace(fast, reason="out"), far]).name == "c"
+
+
+def test_time_counts_the_prompt_and_the_answer():
+    assert GOOD.seconds == pytest.approx(512 / 1000 + 128 / 100)
+
+
+@pytest.mark.parametrize(
+    ("budget", "memory", "reason"),
+    [
+        (Budget(), 10**9, ""),
+        (Budget(0.01, 0.97, 0.005), 50_000_000, ""),
+        (Budget(max_kl=0.009), 10**9, "mean KL 0.01, at most 0.009 is allowed"),
+        (Budget(min_agreement=0.98), 10**9, "top-1 agreement 97.00%, at least 98.00% is required"),
+        (Budget(max_perplexity_increase=0.0), 10**9, "perplexity +0.50%, at most +0.00% is allowed"),
+        (Budget(), 49_999_999, "50 MB of 50"),
+        (Budget(max_kl=0.0), 1, "mean KL 0.01, at most 0 is allowed; 50 MB of 0"),
+    ],
+    ids=str,
+)
+def test_a_trial_that_is_out_says_why(budget, memory, reason):
+    assert auto._within(GOOD, budget, memory).reason == reason
+
+
+# ----------------------------------------------------------------------------------------------------------- the search
+
+
+class Counted:
+    """What the search builds and times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.built: list[Request] = []
+        self.calibrations: list[Any] = []
+        self.timed: list[tuple[str, int]] = []
+        build = auto.build
+
+        def counted_build(source: Path, folder: Path, **options: Any) -> Any:
+            self.built.append(options["recipe"])
+            self.calibrations.append(options["calibration"])
+            return build(source, folder, **options)
+
+        def counted_benchmark(folder: Path, **options: Any) -> Any:
+            self.timed.append((folder.parents[1].name, options["threads"]))
+            return benchmark(folder, **(options | {"repeats": 1, "prompt_length": 8, "new_tokens": 2}))
+
+        monkeypatch.setattr(auto, "build", counted_build)
+        monkeypatch.setattr(auto, "benchmark", counted_benchmark)
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path) -> Counted:
+    """Two candidates, one number of threads, and a cache of this test's own."""
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(auto, "usable_threads", lambda: 1)
+    candidates = {"int4": Request(precision="int4", phases="shared", compiled=False), "fp32": Request(precision="fp32")}
+    monkeypatch.setattr(auto, "CANDIDATES", candidates)
+    return Counted(monkeypatch)
+
+
+@pytest.fixture
+def search(tiny_export, tiny_checkpoint, tmp_path, counted):
+    """Runs the search on the small model and a short text."""
+    text = tmp_path / "text.txt"
+    text.write_text((tiny_checkpoint.parent / "validation.txt").read_text()[:2500])
+
+    def run(name: str = "out", budget: Budget | None = LOOSE, **options: Any) -> AutoReport:
+        return automatic(tiny_export, tmp_path / name, budget=budget, max_context=128, text=text, **options)
+
+    return run
+
+
+def test_memory_is_that_of_as_many_rows_as_are_asked_for(search):
+    found = search(max_batch=3)
+    assert found.manifest.limits.max_batch == 3
+    assert found.chosen.memory == found.manifest.memory.total(128, 3)
+
+
+def test_a_search_publishes_the_fastest_and_a_repeated_one_builds_nothing(search, counted, tmp_path):
+    first = search("first")
+    assert [trial.name for trial in first.trials] == ["int4", "fp32"]
+    assert len(counted.built) == len(counted.timed) == 2
+    assert first.chosen == choose(first.trials)
+    manifest = read_bundle(tmp_path / "first")
+    assert manifest == first.manifest
+    assert (manifest.recipe.name, manifest.recipe.threads) == (f"auto: {first.chosen.name}", 1)
+    assert manifest.recipe.budget == LOOSE
+    assert first.trials[0].mean_kl > 100 * first.trials[1].mean_kl
+
+    assert manifest.limits.max_batch == 8
+    assert first.chosen.memory == manifest.memory.total(
+        128, 1
+    )  # of the one row that is served unless more are asked for
+
+    assert search("again") == replace(first, output=tmp_path / "again")
+
+    # Another budget chooses anew from what is known.
+    strict = Budget(max_kl=first.trials[0].mean_kl / 2)
+    second = search("strict", strict)
+    assert second.chosen.name == "fp32"
+    assert second.trials[0].reason.startswith("mean KL")
+    assert second.manifest.recipe.budget == strict
+    with pytest.raises(BuildError) as refused:
+        search("none", Budget(max_kl=0.0, min_agreement=1.0))
+    assert "none of 2 trials fits: the closest to the unquantized model is fp32 (mean KL" in str(refused.value)
+    with pytest.raises(BuildError, match=r"the smallest int4 \(\d+ MB of 1\); give a larger budget or more memory"):
+        search("small", memory=1_000_000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "cache", "first", "strict", "text.txt"]
+    assert len(counted.built) == len(counted.timed) == 2
+
+    # A torn measurement is made again, the bundle is not.
+    for number, content in enumerate((b"", b"[]", b'{"name": "int4"}', b"\xff")):
+        [trial] = (tmp_path / "cache" / "auto" / counted.timed[0][0]).glob("trial-*.json")
+        trial.write_bytes(content)
+        assert search(f"torn-{number}").trials[1] == first.trials[1]
+        assert json.loads(trial.read_text())["name"] == "int4"
+    assert (len(counted.built), len(counted.timed)) == (2, 6)
+
+    # A truncated bundle is built again.
+    entry = tmp_path / "cache" / "auto" / counted.timed[0][0]
+    weights = entry / auto.BUILT / "weights.bin"
+    weights.write_bytes(b"short")
+    search("mended")
+    assert [request.precision for request in counted.built] == ["int4", "fp32", "int4"]
+
+    # One whose bytes changed is not published, and is gone.
+    for broken in (tmp_path / "cache" / "auto").glob("*/built/bundle/weights.bin"):
+        broken.write_bytes(broken.read_bytes()[:-1] + b"!")
+    with pytest.raises(BuildError, match=r"the cache held a broken .* run again"):
+        search("broken")
+    assert not (tmp_path / "broken").exists()
+
+
+def test_an_interrupted_search_goes_on_where_it_stopped(search, counted, monkeypatch, tmp_path):
+    build = auto.build
+
+    def interrupted(source: Path, folder: Path, **options: Any) -> Any:
+        if options["recipe"].precision == "fp32":
+            raise KeyboardInterrupt
+        return build(source, folder, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(auto, "build", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            search()
+    assert not (tmp_path / "out").exists()
+    search()
+    assert [request.precision for request in counted.built] == ["int4", "fp32"]
+    assert len(counted.timed) == 2
+
+
+def test_another_process_prunes_no_candidate_of_a_search_that_goes_on(search, counted, monkeypatch, tmp_path):
+    measured = auto.benchmark
+    entries = tmp_path / "cache" / "auto"
+
+    def pruned(folder: Path, **options: Any) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(auto.disk_cache, "_used", set())  # as another process sees it, a long time later
+            for entry in entries.iterdir():
+                os.utime(entry, (0, 0))
+            auto.disk_cache.prune("auto", 0)
+        return measured(folder, **options)
+
+    monkeypatch.setattr(auto, "benchmark", pruned)
+    found = search()
+    assert len(found.trials) == len(list(entries.iterdir())) == 2
+    assert all(not path.name.startswith(".") for path in entries.glob("*/*"))
+    monkeypatch.setattr(auto.disk_cache, "_used", set())
+    for entry in entries.iterdir():
+        os.utime(entry, (0, 0))
+    auto.disk_cache.prune("auto", 0)
+    assert list(entries.iterdir()) == []  # let go when the search ends
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_a_search_without_a_budget_is_refused(search, counted):
+    for budget in (None, Budget()):
+        with pytest.raises(UsageError, match="--auto needs a budget: give --max-kl, --min-agreement or --max-perpl"):
+            search(budget=budget)
+    assert counted.built == []
+
+
+def test_a_dump_is_refused(search, counted, tmp_path):
+    with pytest.raises(UsageError, match="--dump shows one recipe's passes"):
+        search(dump=tmp_path / "dump")
+    assert counted.built == []
+
+
+# ---------------------------------------------------------------------------------------------------------- candidates
+
+
+def candidates(request: Request, calibrates: bool = True, text: bool = False) -> dict[str, Request]:
+    from llmc.optimize.recipe import resolve
+    from llmc.optimize.targets import capabilities
+
+    return auto._candidates(request, calibrates, lambda asked: resolve(asked, capabilities("cpu"), 2048, "x", text)[0])
+
+
+def test_without_calibration_only_plain_rounding_is_tried():
+    assert list(candidates(Request(), calibrates=False)) == ["int4", "int8", "int8-shared", "fp32"]
+    assert list(candidates(Request())) == list(auto.CANDIDATES)
+
+
+def test_what_is_asked_for_holds_for_every_candidate():
+    for candidate in candidates(Request(max_context=64, cache="int8", max_batch=2)).values():
+        assert (candidate.max_context, candidate.cache, candidate.max_batch) == (64, "int8", 2)
+
+
+def test_candidates_that_contradict_the_request_drop_out():
+    found = candidates(Request(precision="fp32"))
+    assert "fp32" in found
+    assert "int4-gptq" not in found
+    assert {candidate.precision for candidate in found.values()} == {"fp32"}
+
+
+def test_a_candidate_is_what_its_name_says():
+    found = candidates(Request(precision="int4"))
+    assert found
+    assert all(name.startswith("int4") for name in found)
+
+
+def test_measurements_that_cannot_be_are_made_again():
+    assert GOOD.is_sound
+    for wrong in ({"mean_kl": float("nan")}, {"decode_tokens_per_s": 0.0}, {"prefill_tokens_per_s": float("inf")}):
+        assert not replace(GOOD, **wrong).is_sound
+
+
+def test_the_same_candidate_is_not_tried_twice():
+    found = list(candidates(Request(precision="int8", scheme="rtn", phases="shared", head="int8", layers={})).values())
+    assert all(found.count(candidate) == 1 for candidate in found)
+
+
+def test_a_request_that_contradicts_itself_is_refused_with_its_sentence():
+    with pytest.raises(UsageError, match="max_context is 4096, expected"):
+        candidates(Request(max_context=4096))
+
+
+def test_a_request_that_needs_calibration_where_there_is_none_is_refused():
+    with pytest.raises(UsageError, match="no candidate of --auto is like what is asked for"):
+        candidates(Request(cache="int8"), calibrates=False)
+
+
+@pytest.mark.parametrize(("cache", "given"), [(None, False), ("int8", True)])
+def test_the_text_goes_to_candidates_that_look_at_it(tiny_export, tmp_path, monkeypatch, cache, given):
+    asked: list[CalibrationRequest] = []
+
+    def build(source: Path, folder: Path, **options: Any) -> None:
+        asked.append(options["calibration"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(auto, "build", build)
+    text, recipe = tmp_path / "mine.txt", tmp_path / "mine.toml"
+    text.write_text("words")
+    recipe.write_text(f'cache = "{cache}"\n' if cache else "")
+    with pytest.raises(KeyboardInterrupt):
+        automatic(
+            tiny_export, tmp_path / "out", budget=LOOSE, recipe=recipe,
+            calibration=CalibrationRequest(lambda *_: None, text),
+        )  # fmt: skip
+    assert asked[0].text == (text if given else None)

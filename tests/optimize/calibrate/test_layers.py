@@ -1,0 +1,370 @@
+"""Calibration decides layer by layer, the bundle holds what it decided, and an interruption changes nothing."""
+
+import re
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmc.errors import BuildError
+from llmc.export.streaming import StreamedDecoder
+from llmc.optimize.calibrate.layers import STATE, calibrate, stored_config
+from llmc.optimize.calibrate.store import Calibrated, Store
+from llmc.optimize.lower.context import Float32, PerToken, QuantConfig, QuantConfigs, WeightOnly, quant_configs
+from llmc.optimize.progress import silent
+from llmc.optimize.quantize.grid import Grid, unpack_blocks, unpack_zero_points
+from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.targets import capabilities
+
+# Largest difference of logits over the largest logit. A folded scale and its inverse are rounded once each, sums run in
+# another order: about 1e-5. A factor that is left out, or applied on one side only, costs more than 1e-2.
+FLOAT_TOLERANCE = 2e-4
+
+BIASES, GROUPS, TIED = "llama-biases", "mistral-one-kv-head-bf16", "qwen3-tied-sharded"
+NO_GROUPS = "llama-linear-rope-no-groups-fp16"
+SAMPLES, LENGTH = 5, 16
+FOUR, FOUR_ASYMMETRIC = WeightOnly(Grid(4, 32)), WeightOnly(Grid(4, 32, symmetric=False))
+LINEARS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_to_calibrate_with():
+    """The machine may be shared, and the models are tiny."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmc.optimize.calibrate.layers.usable_threads", lambda: 1)
+        yield
+
+
+def samples() -> np.ndarray:
+    """Windows of random tokens."""
+    return np.random.default_rng(2).integers(0, 96, (SAMPLES, LENGTH))
+
+
+def recipe_of(**request: Any) -> Any:
+    return resolve(Request(precision="int4", **request), capabilities("cpu"), 128, "x")[0]
+
+
+def run(case: Any, folder: Path, body: QuantConfig = FOUR, source: Any = None, **request: Any) -> Store:
+    """Calibrate a case with a float head."""
+    source = source or StreamedDecoder(case.export)
+    return calibrate(source, samples(), recipe_of(**request), QuantConfigs(body, Float32()), folder, silent)
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    assert a.shape == b.shape
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def lowered_logits(lowering, decoder, case, form: QuantConfig, store: Store | None) -> np.ndarray:
+    """Logits [n, length, vocab] of the lowered graph with exact arithmetic, for the samples."""
+    lowered = lowering(case.export, form, Float32(), calibrated=Calibrated(store))
+    lowered.apply("remove dead nodes")
+    lowered.exact()
+    graph = decoder(lowered.write(), lowered.geometry)
+    return np.stack([graph(ids) for ids in samples().tolist()])
+
+
+# ------------------------------------------------------------------------------------------------------------ foldings
+
+
+def test_folding_alone_changes_no_logit(case, lowering, decoder, tmp_path):
+    """Scales are searched for integers, and the float weights that they were folded into are run."""
+    store = run(case, tmp_path / "store", smoothing=0.5, scheme="awq")
+    factors = store.read("layer-001")["columns:model.layers.1.mlp.down_proj.weight"]
+    assert factors.max() > 1.01 * factors.min()
+    wanted = lowered_logits(lowering, decoder, case, Float32(), None)
+    assert distance(lowered_logits(lowering, decoder, case, Float32(), store), wanted) <= FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "forgotten",
+    [
+        "rows:model.layers.0.mlp.up_proj.weight",
+        "rows:model.layers.0.mlp.up_proj.bias",
+        "rows:model.layers.1.self_attn.v_proj.bias",
+        "rows:model.layers.1.input_layernorm.weight",
+        "columns:model.layers.0.self_attn.o_proj.weight",
+        "columns:model.layers.1.self_attn.k_proj.weight",
+    ],
+)
+def test_a_forgotten_factor_exceeds_the_tolerance(exported, lowering, decoder, tmp_path, forgotten):
+    case = exported(BIASES)
+    store = run(case, tmp_path / "store", smoothing=0.5)
+    part = "layer-" + forgotten.split(".")[2].zfill(3)
+    store.write(part, {key: array for key, array in store.read(part).items() if key != forgotten})
+    found = lowered_logits(lowering, decoder, case, Float32(), Store(store.folder))
+    assert distance(found, lowered_logits(lowering, decoder, case, Float32(), None)) > FLOAT_TOLERANCE
+
+
+# ------------------------------------------------------------------------------------ the bundle holds what was decided
+
+SCHEMES = {
+    "gptq": ({"scheme": "gptq"}, FOUR),
+    "smoothing + gptq": ({"scheme": "gptq", "smoothing": 0.5}, FOUR_ASYMMETRIC),
+    "awq": ({"scheme": "awq"}, FOUR),
+    "wanda + awq + gptq": ({"scheme": "awq+gptq", "sparsity": "wanda"}, FOUR_ASYMMETRIC),
+    "magnitude + rtn": ({"scheme": "rtn", "sparsity": "magnitude", "smoothing": 0.5}, FOUR),
+}
+
+
+def logits_of_calibration(case: Any, store: Store) -> np.ndarray:
+    """What calibration's own layers, as it left them, say about the samples."""
+    source = StreamedDecoder(case.export)
+    with torch.inference_mode():
+        hidden = source.norm()(torch.from_numpy(store.read(STATE)["hidden"]))
+        return (hidden @ source.rows(source.head).T).numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [(BIASES, scheme) for scheme in SCHEMES] + [(NO_GROUPS, "wanda + awq + gptq"), (TIED, "smoothing + gptq")],
+)
+def test_the_lowered_graph_computes_what_calibration_computed(exported, lowering, decoder, tmp_path, name, scheme):
+    case, (request, form) = exported(name), SCHEMES[scheme]
+    store = run(case, tmp_path / "store", form, **request)
+    found = lowered_logits(lowering, decoder, case, form, store)
+    assert distance(found, logits_of_calibration(case, store)) <= FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize("what", ["values:int4x32:", "scales:int4x32:", "columns:"])
+def test_a_weight_that_the_bundle_does_not_take_over_exceeds_the_tolerance(exported, lowering, decoder, tmp_path, what):
+    case = exported(BIASES)
+    store = run(case, tmp_path / "store", scheme="awq", smoothing=0.5)
+    key = f"{what}model.layers.1.mlp.down_proj.weight"
+    arrays = dict(store.read("layer-001"))
+    arrays[key] = np.roll(arrays[key], 1, axis=0)
+    if what == "columns:":  # stored integers go before factors, so take them away
+        arrays = {name: array for name, array in arrays.items() if ":int4x32:model.layers.1.mlp.down" not in name}
+    wanted = logits_of_calibration(case, store)
+    store.write("layer-001", arrays)
+    found = lowered_logits(lowering, decoder, case, FOUR, Store(store.folder))
+    assert distance(found, wanted) > FLOAT_TOLERANCE
+
+
+def test_each_layer_sees_the_quantized_ones_before_it(exported, tmp_path):
+    """With one linear of the first layer in float, ranges of the second change."""
+    case = exported(BIASES)
+    recipe = recipe_of(scheme="gptq")
+    ranges = []
+    for number, layers in enumerate([(), (("model.layers.0.mlp.down_proj", Float32()),)]):
+        forms = QuantConfigs(FOUR, Float32(), layers)
+        store = calibrate(StreamedDecoder(case.export), samples(), recipe, forms, tmp_path / str(number), silent)
+        ranges.append(store.read("layer-001")["input:model.layers.1.self_attn.q_proj"])
+        assert ("values:int4x32:model.layers.0.mlp.down_proj.weight" in store.read("layer-000")) == (not layers)
+    assert (ranges[0] != ranges[1]).any()
+
+
+def test_the_head_gets_integers_of_its_own(exported, lowering, tmp_path):
+    """Of a tied head they serve the embedding as well."""
+    case, form = exported(TIED), WeightOnly(Grid(8, 32))
+    source = StreamedDecoder(case.export)
+    store = calibrate(source, samples(), recipe_of(scheme="gptq"), QuantConfigs(FOUR, form), tmp_path / "store", silent)
+    values = store.read("head")["values:int8x32:model.embed_tokens.weight"]
+    lowered = lowering(case.export, FOUR, form, calibrated=Calibrated(store))
+    lowered.apply("lower embedding")
+    lowered.weights.close()
+    packed = [lowered.nodes("GatherBlockQuantized")[0].inputs[0], lowered.graph.outputs[0].producer().inputs[1]]
+    for value in packed:
+        found = value.const_value.numpy().reshape(len(values), -1)
+        np.testing.assert_array_equal(unpack_blocks(found, Grid(8, 32), values.shape[1]), values)
+    rounded = lowering(case.export, FOUR, form)
+    rounded.apply("lower embedding")
+    rounded.weights.close()
+    assert (
+        rounded.nodes("GatherBlockQuantized")[0].inputs[0].const_value.numpy() != packed[0].const_value.numpy()
+    ).any()
+
+
+# ---------------------------------------------------------------------------------------------------------------- zeros
+
+
+def steps_of(lowered, name: str, grid: Grid) -> np.ndarray:
+    """Integers minus zero points [N, K] of a linear in the lowered graph."""
+    tensor = f"model.layers.0.{name}.weight"
+    node = next(node for node in lowered.nodes("MatMulNBits") if node.inputs[1].name.startswith(tensor))
+    inputs = node.attributes["K"].as_int()
+    values = unpack_blocks(node.inputs[1].const_value.numpy(), grid, inputs).astype(np.int16)
+    if grid.symmetric:
+        return values
+    zeros = unpack_zero_points(node.inputs[3].const_value.numpy(), grid, grid.groups(inputs)).astype(np.int16)
+    return values - np.repeat(zeros, grid.block, axis=1)[:, :inputs]
+
+
+def masks(store: Store) -> dict[str, np.ndarray]:
+    arrays = store.read("layer-000")
+    names = [f"model.layers.0.{name}.weight" for name in LINEARS]
+    inputs = [80 if "down" in name else 64 for name in LINEARS]
+    return {
+        name: np.unpackbits(arrays[f"mask:{tensor}"], axis=1, count=count).astype(bool)
+        for name, tensor, count in zip(LINEARS, names, inputs, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "scheme", "symmetric"),
+    [
+        ("magnitude", "rtn", True),
+        ("magnitude", "gptq", False),
+        ("wanda", "rtn", False),
+        ("wanda", "gptq", True),
+        ("wanda", "awq", False),
+    ],
+)
+def test_two_of_four_weights_are_zero_in_every_linear(exported, lowering, tmp_path, sparsity, scheme, symmetric):
+    case, form = exported(BIASES), WeightOnly(Grid(4, 32, symmetric))
+    store = run(case, tmp_path / "store", form, sparsity=sparsity, scheme=scheme)
+    lowered = lowering(case.export, form, Float32(), calibrated=Calibrated(store)).before("pack projections")
+    lowered.nodes("CachedAttention")[0].op_type = "Kept"  # projections of the first layer stay apart
+    for step in [step for step in lowered.steps if step.name == "lower linears"]:
+        step.run(lowered.graph, lowered.context)
+    lowered.weights.close()
+    for name, mask in masks(store).items():
+        assert (mask.reshape(len(mask), -1, 4).sum(axis=2) == 2).all(), name
+        assert not steps_of(lowered, name, form.grid)[~mask].any(), name
+        assert steps_of(lowered, name, form.grid)[mask].any(axis=None), name
+
+
+def test_zeros_reach_the_prefill_graph_too(exported, lowering, tmp_path):
+    case = exported(BIASES)
+    store = run(case, tmp_path / "store", sparsity="wanda", scheme="gptq")
+    lowered = lowering(case.export, PerToken(), Float32(), calibrated=Calibrated(store))
+    lowered.apply("lower linears")
+    lowered.weights.close()
+    weight = lowered.node("model.layers.0.mlp.down_proj.MatMulIntegerToFloat").inputs[1].const_value.numpy().T
+    assert not weight[~masks(store)["mlp.down_proj"]].any()
+    assert weight[masks(store)["mlp.down_proj"]].any()
+
+
+# -------------------------------------------------------------------------------------------------- stopped and resumed
+
+HEAVY = {"scheme": "gptq", "smoothing": 0.5, "sparsity": "wanda"}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def whole(exported, tmp_path_factory) -> dict[str, bytes]:
+    """The files of a calibration that ran in one go."""
+    return contents(run(exported(BIASES), tmp_path_factory.mktemp("whole") / "store", **HEAVY).folder)
+
+
+def test_calibrating_twice_gives_the_same_bytes(exported, whole, tmp_path):
+    assert sorted(whole) == ["head.npz", "layer-000.npz", "layer-001.npz", "state.npz"]
+    assert contents(run(exported(BIASES), tmp_path / "store", **HEAVY).folder) == whole
+
+
+@pytest.mark.parametrize(
+    ("writes", "error"),
+    [(0, KeyboardInterrupt), (1, OSError), (2, KeyboardInterrupt), (3, MemoryError), (4, KeyboardInterrupt)],
+)
+def test_an_interrupted_calibration_goes_on_and_ends_the_same(exported, whole, tmp_path, monkeypatch, writes, error):
+    write, done = Store.write, []
+
+    def interrupted(store: Store, part: str, arrays: Any) -> None:
+        if len(done) == writes:
+            raise error
+        done.append(part)
+        write(store, part, arrays)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "write", interrupted)
+        with pytest.raises(error):
+            run(exported(BIASES), tmp_path / "store", **HEAVY)
+    assert len(done) == writes
+    source = Watched(exported(BIASES).export)
+    assert contents(run(exported(BIASES), tmp_path / "store", source=source, **HEAVY).folder) == whole
+    assert source.read == list(range(writes // 2, 2))
+
+
+def test_a_finished_calibration_reads_no_layer_again(exported, whole, tmp_path):
+    run(exported(BIASES), tmp_path / "store", **HEAVY)
+    source = Watched(exported(BIASES).export)
+    run(exported(BIASES), tmp_path / "store", source=source, **HEAVY)
+    assert source.read == []
+
+
+def test_a_disk_that_fills_up_leaves_no_half_written_part(exported, tmp_path, monkeypatch):
+    def full(path: Path, **arrays: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "savez", full)
+        with pytest.raises(OSError, match="No space left"):
+            run(exported(BIASES), tmp_path / "store", **HEAVY)
+    assert contents(tmp_path / "store") == {}
+
+
+@pytest.mark.parametrize("part", ["layer-000", "head", STATE])
+@pytest.mark.parametrize("broken", [b"", b"not a zip file", None], ids=["empty", "garbage", "truncated"])
+def test_a_broken_result_is_refused_with_the_folder_to_remove(exported, whole, lowering, tmp_path, part, broken):
+    folder = tmp_path / "store"
+    folder.mkdir()
+    for name, data in whole.items():
+        (folder / name).write_bytes(data)
+    path = folder / f"{part}.npz"
+    path.write_bytes(path.read_bytes()[:-100] if broken is None else broken)
+    sentence = re.escape(f"{path} is broken (") + ".*" + re.escape(f"remove {folder} and build again")
+    with pytest.raises(BuildError, match=sentence):
+        store = run(exported(BIASES), folder, **HEAVY)
+        store.read(part)
+
+
+def test_progress_counts_every_layer_and_the_head_also_when_resumed(exported, tmp_path):
+    source = StreamedDecoder(exported(BIASES).export)
+    for shares in ([], []):
+        calibrate(
+            source, samples(), recipe_of(scheme="gptq"), QuantConfigs(FOUR, FOUR), tmp_path / "store",
+            lambda step, share=None, shares=shares: shares.append(share),
+        )  # fmt: skip
+        assert shares == pytest.approx([0, 1 / 3, 2 / 3, 1])
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+class Watched(StreamedDecoder):
+    """Notes which layers were read, and how many of those read before were alive then."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.read: list[int] = []
+        self.alive: list[int] = []
+        self._weights: list[weakref.ref] = []
+
+    def layer(self, index: int) -> Any:
+        self.alive.append(len({id(weight()) for weight in self._weights if weight() is not None}))
+        self.read.append(index)
+        layer = super().layer(index)
+        self._weights.append(weakref.ref(layer))
+        return layer
+
+
+def test_at_most_two_layers_are_in_memory(exported, tmp_path):
+    """The last one goes when the next one has been read."""
+    source = Watched(exported(BIASES).export)
+    source.config = replace(source.config, windows=source.config.windows * 2)
+    source.geometry = replace(source.geometry, layers=4)
+    for name, stored in list(source._stored.items()):
+        if name.startswith("model.layers."):
+            words = name.split(".")
+            source._stored[".".join([*words[:2], str(int(words[2]) + 2), *words[3:]])] = stored
+    run(exported(BIASES), tmp_path / "store", source=source, **HEAVY)
+    assert source.read == [0, 1, 2, 3]
+    assert source.alive == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("inputs", "block"), [(256, 128), (576, 64), (160, 32)])
+def test_integers_for_engines_are_chosen_on_the_block_that_fits(manifest, inputs, block):
+    recipe = replace(manifest.recipe, precision="int4", head="int4", phases="single", activations="none")
+    form = stored_config(recipe, quant_configs(recipe)["single"], "model.layers.0.mlp.down_proj", inputs)
+    assert form == WeightOnly(Grid(4, block, positive=True))
+    shared = replace(recipe, phases="shared")
+    kept = stored_config(shared, quant_configs(shared)["shared"], "model.layers.0.mlp.down_proj", inputs)
+    assert kept == WeightOnly(Grid(4, 128)), "ONNX Runtime pads the last block"

@@ -1,0 +1,229 @@
+"""Whether a build calibrates, on what, and that results of another request are never taken for its own."""
+
+import errno
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.bundle import Budget, Calibration, read_export, sha256_file
+from llmc.errors import MissingExtraError, ResourceError, UsageError
+from llmc.optimize.calibrate import layers
+from llmc.optimize.calibrate.request import CalibrationRequest, calibrated_weights
+from llmc.optimize.calibrate.store import Store
+from llmc.optimize.calibrate.text import DEFAULT_TEXT
+from llmc.optimize.progress import silent
+from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.targets import capabilities
+
+A_MINUTE_NS = 60_000_000_000  # a step that every file system's time stamps show
+
+
+class Calls:
+    """A calibration that only takes notes."""
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
+        self.ids: list[np.ndarray] = []
+        self.forms: list[Any] = []
+
+    def calibrate(self, source: Any, ids: np.ndarray, recipe: Any, forms: Any, folder: Path, progress: Any) -> Store:
+        assert source == "decoder"
+        self.folders.append(folder)
+        self.ids.append(ids)
+        self.forms.append(forms)
+        return Store(folder)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Calls:
+    found = Calls()
+    monkeypatch.setattr(layers, "calibrate", found.calibrate)
+    return found
+
+
+@pytest.fixture
+def text(tiny_checkpoint: Path) -> Path:
+    return tiny_checkpoint.parent / "validation.txt"
+
+
+def decoder(folder: Path, device: str) -> str:
+    assert (folder / "export.json").exists()
+    assert device in ("cpu", "cuda")
+    return "decoder"
+
+
+def recipe_of(**request: Any) -> Any:
+    return resolve(Request(**request), capabilities("cpu"), 2048, "x")[0]
+
+
+@pytest.fixture
+def start(tiny_export):
+    """Asks for the weights of a recipe."""
+
+    def run(request: CalibrationRequest | None, **recipe: Any) -> Any:
+        return calibrated_weights(tiny_export, read_export(tiny_export), recipe_of(**recipe), request, silent)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------ what is asked
+
+
+def test_a_recipe_that_looks_at_no_activation_needs_nothing(start, calls):
+    assert start(None, precision="int4")[1] is None
+    assert start(CalibrationRequest(decoder), precision="int4")[1] is None
+    assert calls.folders == []
+
+
+def test_a_text_that_nothing_looks_at_is_refused(start, calls, text):
+    with pytest.raises(UsageError, match=r"a text is given for calibration, but the recipe asks for none"):
+        start(CalibrationRequest(decoder, text), precision="int4")
+    assert calls.folders == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wish"),
+    [
+        ({"scheme": "gptq"}, "scheme = 'gptq' needs calibration"),
+        ({"sparsity": "magnitude"}, "sparsity = 'magnitude' needs calibration"),
+        ({"cache": "int8"}, "cache = 'int8' needs calibration"),
+    ],
+    ids=str,
+)
+def test_without_a_decoder_the_wish_is_named(start, recipe, wish):
+    with pytest.raises(UsageError, match=wish):
+        start(None, **recipe)
+
+
+def test_without_torch_the_extra_is_named(start, calls, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'onnx>="):
+        start(CalibrationRequest(decoder), scheme="gptq")
+    assert calls.folders == []
+
+
+def test_without_a_text_the_one_of_llmc_is_used_and_recorded(start, calls):
+    _, used = start(CalibrationRequest(decoder, samples=3, length=32), scheme="gptq")
+    assert used == Calibration("default text", sha256_file(DEFAULT_TEXT), True, 3, 32)
+    assert calls.ids[0].shape == (3, 32)
+
+
+def test_a_text_is_recorded_with_its_hash(start, calls, text):
+    _, used = start(CalibrationRequest(decoder, text, 4, 16), scheme="gptq")
+    assert used == Calibration("validation.txt", sha256_file(text), False, 4, 16)
+
+
+def test_the_decode_graphs_forms_decide_the_integers(start, calls, text):
+    start(CalibrationRequest(decoder, text, 2, 16), scheme="gptq", precision="int4")
+    assert calls.forms[0].w8a8 is None
+    assert calls.forms[0].body.grid.bits == 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        ({"samples": 1}, "calibration samples is 1, expected 2 ... 100000"),
+        ({"samples": 100_001}, "calibration samples is 100001, expected 2 ... 100000"),
+        ({"length": 1}, "calibration length is 1, expected 2 ... 2048"),
+        ({"length": 2049}, "calibration length is 2049, expected 2 ... 2048"),
+        ({"length": -5}, "calibration length is -5, expected 2 ... 2048"),
+    ],
+    ids=str,
+)
+def test_windows_out_of_range_are_refused(start, calls, request_, sentence):
+    with pytest.raises(UsageError) as refused:
+        start(CalibrationRequest(decoder, **request_), scheme="gptq")
+    assert sentence in str(refused.value)
+    assert calls.folders == []
+
+
+# ------------------------------------------------------------------------------------------------------------- the key
+
+BASE: dict[str, Any] = {"precision": "int4", "scheme": "gptq"}
+OTHERS = {
+    "scheme": {"scheme": "awq"},
+    "precision": {"precision": "int8"},
+    "block size": {"block_size": 32},
+    "zero points": {"symmetric": False},
+    "head": {"head": "int8"},
+    "layers": {"layers": {"*.mlp.down_proj": "int8"}},
+    "order of layers": {"layers": {"*.mlp.*": "int8", "*.mlp.down_proj": "int4"}},
+    "the other order": {"layers": {"*.mlp.down_proj": "int4", "*.mlp.*": "int8"}},
+    "smoothing": {"smoothing": 0.5},
+    "sparsity": {"sparsity": "wanda"},
+    "cache": {"cache": "int8"},
+}
+
+
+def test_every_choice_that_decides_weights_has_a_folder_of_its_own(start, calls, text, tiny_export):
+    for other in ({}, *OTHERS.values()):
+        start(CalibrationRequest(decoder, text, 2, 16), **{**BASE, **other})
+    for request in (CalibrationRequest(decoder, text, 3, 16), CalibrationRequest(decoder, None, 2, 16)):
+        start(request, **BASE)
+    export = read_export(tiny_export)
+    other = replace(export, source=replace(export.source, fingerprint="0" * 64))
+    calibrated_weights(tiny_export, other, recipe_of(**BASE), CalibrationRequest(decoder, text, 2, 16), silent)
+    assert len(set(calls.folders)) == len(calls.folders) == len(OTHERS) + 4
+
+
+def test_choices_that_decide_no_weight_share_a_folder(start, calls, text):
+    for other in ({}, {"budget": Budget(max_kl=1.0)}, {"phases": "shared"}, {"activations": "static"}):
+        start(CalibrationRequest(decoder, text, 2, 16), **{**BASE, **other})
+    assert len(set(calls.folders)) == 1
+
+
+def test_another_version_of_llmc_starts_anew(start, calls, text, monkeypatch):
+    start(CalibrationRequest(decoder, text, 2, 16), **BASE)
+    monkeypatch.setattr("llmc.optimize.calibrate.request.__version__", "9.9.9")
+    start(CalibrationRequest(decoder, text, 2, 16), **BASE)
+    assert len(set(calls.folders)) == 2
+
+
+def test_folders_lie_in_the_cache(start, calls, text, monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
+    start(CalibrationRequest(decoder, text, 2, 16), **BASE)
+    assert calls.folders[0].parent == tmp_path / "calibration"
+
+
+def test_new_weights_under_the_same_names_have_a_folder_of_their_own(start, calls, text, tiny_export):
+    request = CalibrationRequest(decoder, text, 4, 32)
+    start(request, precision="int4", scheme="gptq")
+    [weights] = tiny_export.glob("*.safetensors")
+    times = weights.stat()
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + A_MINUTE_NS))
+    start(request, precision="int4", scheme="gptq")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert len(set(calls.folders)) == 2
+
+
+@pytest.mark.parametrize("broken", ["layer-000.npz", "state.npz", None])
+def test_results_that_are_broken_or_missing_are_made_anew(start, calls, text, broken):
+    request = CalibrationRequest(decoder, text, 4, 32)
+    start(request, precision="int4", scheme="gptq")
+    [folder] = calls.folders
+    folder.mkdir(parents=True)
+    store = Store(folder)
+    store.write("layer-000", {"a": np.zeros(3)})
+    store.write("state", {"layers": np.array(1), "hidden": np.zeros(3)})
+    start(request, precision="int4", scheme="gptq")
+    assert store.has("layer-000")  # whole, so they stay
+    if broken is None:
+        (folder / "layer-000.npz").unlink()
+    else:
+        (folder / broken).write_bytes((folder / broken).read_bytes()[:-50])
+    start(request, precision="int4", scheme="gptq")
+    assert not folder.exists()
+
+
+def test_a_full_cache_is_called_full(start, calls, text, monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(layers, "calibrate", full)
+    with pytest.raises(ResourceError, match=r"the disk of the cache is full; .* set LLMC_CACHE"):
+        start(CalibrationRequest(decoder, text, 4, 32), precision="int4", scheme="gptq")

@@ -1,0 +1,147 @@
+"""Errors of layers on their own: none in float32, and a planted one is found in its layer and nowhere else."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmc.bundle import read_bundle
+from llmc.errors import BundleError
+from llmc.optimize.build import build
+from llmc.optimize.judge.layers import LayerError, layer_errors, linear_errors
+from llmc.optimize.judge.reference import Reference
+from llmc.optimize.recipe import Request
+
+TOKENS = 12
+# Decibels. float32 rounds at 2^-24 (144 dB), and a layer adds up some hundred products: measured 125 ... 130.
+EXACT = 100
+# A scale that is wrong by a third is an error of about 10 dB in what it scales; int8 weights are at 33 ... 40.
+PLANTED = 1.3
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(2).integers(0, 96, (2, TOKENS))
+
+
+@pytest.fixture(scope="module")
+def made(exported, tmp_path_factory: pytest.TempPathFactory):
+    """Bundles of random checkpoints, each built once."""
+    folder, built = tmp_path_factory.mktemp("layers"), {}
+
+    def get(name: str, precision: str) -> Path:
+        if (name, precision) not in built:
+            output = folder / f"{name}-{precision}"
+            built[name, precision] = build(exported(name).export, output, precision=precision).output
+        return built[name, precision]
+
+    return get
+
+
+def errors_of(folder: Path, export: Path, tokens: np.ndarray) -> dict[tuple[str, str], LayerError]:
+    found = layer_errors(folder, read_bundle(folder), Reference(export), tokens)
+    return {(error.name, error.phase): error for error in found}
+
+
+# Biases; a tied head and norms of queries and keys; a sliding window.
+NAMES = ["llama-biases", "qwen3-tied-sharded", "mistral-window-wide-heads"]
+
+
+def test_layers_of_mixed_precision_can_be_measured(exported, tokens, tmp_path):
+    """The first layer in full precision: no other layer may hang on its integers."""
+    export = exported(NAMES[1]).export
+    built = build(export, tmp_path / "mixed", recipe=Request(precision="int8", layers={"model.layers.0.*": "fp32"}))
+    found = errors_of(built.output, export, tokens)
+    assert found["model.layers.0", "prefill"].decibels > EXACT > found["model.layers.1", "prefill"].decibels
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_full_precision_has_no_error_anywhere(made, exported, tokens, name):
+    found = errors_of(made(name, "fp32"), exported(name).export, tokens)
+    layers = read_bundle(made(name, "fp32")).geometry.layers
+    names = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(layers)), "lm_head"]
+    assert found.keys() == {(part, phase) for part in names for phase in ("prefill", "decode")}
+    assert min(error.decibels for error in found.values()) > EXACT
+    assert max(error.kl or 0.0 for error in found.values()) < 1e-9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_linears_in_full_precision_have_no_error(made, exported, tokens, name):
+    folder = made(name, "fp32")
+    found = linear_errors(folder, read_bundle(folder), Reference(exported(name).export), tokens)
+    assert len({error.name for error in found}) == len(found) == 7 * read_bundle(folder).geometry.layers
+    assert min(error.decibels for error in found) > EXACT
+
+
+def test_quantized_layers_have_errors_in_both_paths(made, exported, tokens):
+    found = errors_of(made("llama-biases", "int8"), exported("llama-biases").export, tokens)
+    for (name, phase), error in found.items():
+        assert 20 < error.decibels < EXACT, (name, phase)
+        assert (error.noise > 0) == (name != "lm_head")
+        assert (error.kl is not None) == (name == "lm_head")
+
+
+def test_errors_of_linears_add_up_to_that_of_their_layer(made, exported, tokens):
+    """Noise of different linears is nearly independent; the gate's estimates rest on it."""
+    folder, export = made("llama-biases", "int8"), exported("llama-biases").export
+    whole = errors_of(folder, export, tokens)["model.layers.1", "decode"].noise
+    found = linear_errors(folder, read_bundle(folder), Reference(export), tokens)
+    parts = sum(error.noise for error in found if error.name.startswith("model.layers.1."))
+    assert whole / 2 < parts < whole * 2
+
+
+@pytest.fixture
+def broken(made, tmp_path):
+    """A bundle in which the scales of one linear of the decode graph are wrong."""
+    folder = shutil.copytree(made("llama-biases", "int8"), tmp_path / "broken")
+    graph = ir.load(folder / read_bundle(folder).graphs["decode"].file).graph
+    name = "layers.1.self_attn.o_proj"
+    [tensor] = [v.const_value for k, v in graph.initializers.items() if name in k and k.endswith(".scales")]
+    with (folder / "weights.bin").open("r+b") as file:
+        file.seek(tensor.offset)
+        file.write((tensor.numpy() * np.float32(PLANTED)).tobytes())
+    return folder
+
+
+def test_a_planted_error_shows_in_its_layer_and_path_and_nowhere_else(made, exported, tokens, broken):
+    export = exported("llama-biases").export
+    sound, found = (errors_of(folder, export, tokens) for folder in (made("llama-biases", "int8"), broken))
+    place = ("model.layers.1", "decode")
+    assert found[place].decibels < sound[place].decibels - 10
+    assert min(found.values(), key=lambda error: error.decibels) == found[place]
+    for other in found.keys() - {place}:
+        assert found[other] == sound[other]
+
+
+def test_a_planted_error_is_found_in_its_linear(exported, tokens, broken):
+    export = exported("llama-biases").export
+    found = linear_errors(broken, read_bundle(broken), Reference(export), tokens)
+    assert max(found, key=lambda error: error.noise).name == "model.layers.1.self_attn.o_proj"
+
+
+def test_decibels_of_no_error_are_a_number(made):
+    assert LayerError("lm_head", "decode", 0.0, 0.0).decibels == 200
+    assert LayerError("lm_head", "decode", 0.01, 0.0).decibels == pytest.approx(20)
+
+
+def test_a_graph_without_hidden_states_is_refused(made, exported, tokens, tmp_path):
+    folder = shutil.copytree(made("llama-biases", "fp32"), tmp_path / "other")
+    path = folder / "decoder.onnx"
+    model = ir.load(path)
+    for node in model.graph:
+        for value in node.outputs:
+            value.name = (value.name or "").replace("hidden.", "state.")
+    ir.save(model, path)
+    with pytest.raises(BundleError, match="cannot be cut into layers"):
+        layer_errors(folder, read_bundle_unchecked(folder), Reference(exported("llama-biases").export), tokens)
+
+
+def read_bundle_unchecked(folder: Path):
+    """The manifest of a bundle whose graph has changed its size."""
+    import json
+
+    from llmc.bundle import Manifest, decode
+
+    return decode(Manifest, json.loads((folder / "llmc.json").read_text()))

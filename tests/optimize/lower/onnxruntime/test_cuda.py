@@ -1,0 +1,418 @@
+"""The CUDA target's graph, run by ONNX Runtime on the CPU, computes what the portable graph computes.
+
+Nothing here runs on a GPU: that every operator has a CUDA kernel is read from ONNX Runtime's documentation.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from doubles.lowerings import Lowering, difference, open_session, portable, relative_difference
+
+from llmc.bundle import DECODER_FILE, Geometry, Limits
+from llmc.errors import BuildError
+from llmc.optimize import passes
+from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.lower.context import (
+    Computed,
+    Float16,
+    Float32,
+    LoweringContext,
+    QuantConfig,
+    QuantConfigs,
+    Static,
+    WeightOnly,
+)
+from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.targets import capabilities
+
+# Largest absolute difference of logits (up to 9) in float32, as the target promises it: sums in another order cost up
+# to 1e-5 here. A mask, a rotation or a row of the wrong place costs more than 1e-2.
+FLOAT32_TOLERANCE = 2e-4
+# Root mean square of the difference over that of the logits where all arithmetic is in float16, whose unit of rounding
+# is 4.9e-4: two layers of random weights turn that into 1.3e-3 to 2.6e-3. The planted errors cost more than 5e-2.
+FLOAT16_TOLERANCE = 8e-3
+
+BIASES, WINDOW, QK_NORM = "llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded"
+LAYER = "model.layers.0"
+CAPACITY = 24
+PIECES = {"whole": [20], "chunks": [7, 1, 12], "steps": [1] * 20, "draft": [9, 1, 1, 4, 1, 4]}
+FLOAT16_FORMS = [
+    Float16(),
+    Computed(),
+    Float32(),
+    WeightOnly(Grid(8, 32)),
+    WeightOnly(Grid(8, 128)),
+    WeightOnly(Grid(4, 32)),
+    WeightOnly(Grid(4, 32, False)),
+]
+
+
+class Lowered(Lowering):
+    """An export on its way through the passes of the CUDA target."""
+
+    def __init__(
+        self, export: Path, folder: Path, form: QuantConfig, compute: str, layers: dict[str, QuantConfig]
+    ) -> None:
+        folder.mkdir()
+        target = capabilities("cuda")
+        opsets = {"": target.opset, "com.microsoft": 1}
+        super().__init__(export, folder, passes.PASSES["cuda"], opsets, target.ir_version)
+        forms = QuantConfigs(form, form, tuple(layers.items()))
+        limits = Limits(CAPACITY, 4, CAPACITY)
+        self.context = LoweringContext(
+            "shared", self.geometry, limits, forms, self.weights, Calibrated(), compute, compute
+        )
+
+    def lower(self) -> "Lowered":
+        passes.lower(self.model, "cuda", self.context)
+        self.weights.close()  # so that what was written can be read
+        return self
+
+    def decoder(self) -> "Decoder":
+        return Decoder(self.write(), self.geometry, self.context.compute)
+
+
+class Decoder:
+    """A decoder graph in ONNX Runtime on the CPU, with a cache of the type that it computes in."""
+
+    def __init__(self, folder: Path, geometry: Geometry, compute: str = "float32") -> None:
+        self.session = open_session(folder / DECODER_FILE)
+        self.geometry, self.dtype = geometry, np.dtype(compute)
+
+    def empty_cache(self, rows: int = 1, capacity: int = CAPACITY) -> list[np.ndarray]:
+        g = self.geometry
+        return [np.zeros((rows, g.kv_heads, capacity, g.head_dim), self.dtype) for _ in range(2 * g.layers)]
+
+    def run(
+        self, ids: np.ndarray, past: Sequence[int], cache: list[np.ndarray], indices: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Logits [B, O, V] and hidden states [B, O, N] of a call; the cache is updated."""
+        everywhere = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
+        feeds = {
+            "input_ids": ids.astype(np.int64),
+            "past_lengths": np.array(past, np.int64),
+            "logit_indices": everywhere if indices is None else indices.astype(np.int64),
+        }
+        names = [f"past_key_values.{i}.{part}" for i in range(self.geometry.layers) for part in ("key", "value")]
+        logits, hidden, *presents = self.session.run(None, feeds | dict(zip(names, cache, strict=True)))
+        cache[:] = presents
+        return logits, hidden
+
+    def __call__(self, ids: Sequence[int], pieces: Sequence[int] = (20,), capacity: int = CAPACITY) -> np.ndarray:
+        """Logits [S, V] after every token of one row."""
+        cache, found, position = self.empty_cache(capacity=capacity), [], 0
+        for size in pieces:
+            logits, _ = self.run(np.array([ids[position : position + size]]), [position], cache)
+            found.append(logits[0])
+            position += size
+        return np.concatenate(found)
+
+
+@pytest.fixture
+def lowered(tmp_path: Path) -> Callable[..., Lowered]:
+    started: list[Lowered] = []
+
+    def start(export: Path, form: QuantConfig, compute: str, layers: dict[str, QuantConfig] | None = None) -> Lowered:
+        started.append(Lowered(export, tmp_path / f"lowered-{len(started)}", form, compute, layers or {}))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.weights.close()
+
+
+def portable_on(lowering: Lowered, folder: Path) -> Decoder:
+    """The portable decoder with the weights that the plan's forms stand for."""
+    return Decoder(portable(lowering, folder), lowering.geometry)
+
+
+# ------------------------------------------------------------------------------------------------------------ float32
+
+
+@pytest.fixture(scope="module")
+def float32(case, tmp_path_factory) -> Decoder:
+    """Each case, lowered in float32."""
+    lowering = Lowered(case.export, tmp_path_factory.mktemp(case.name) / "lowered", Float32(), "float32", {})
+    return lowering.lower().decoder()
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+def test_float32_equals_the_portable_graph(case, float32, portable_logits, ids, pieces):
+    assert difference(float32(ids, pieces), portable_logits(case)) <= FLOAT32_TOLERANCE
+
+
+def test_float32_serves_rows_of_different_lengths_in_one_call(case, float32, ids):
+    """Rows keep what they have where a shorter one's padding was overwritten."""
+    portable = Decoder(case.export, float32.geometry)
+    found, wanted = (both_rows(decoder, ids) for decoder in (float32, portable))
+    assert difference(found, wanted) <= FLOAT32_TOLERANCE
+
+
+def both_rows(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
+    """Two rows of 9 and 4 tokens padded to 9, then three tokens each; logits of the chosen positions only."""
+    cache = decoder.empty_cache(2)
+    padded = np.zeros((2, 9), np.int64)
+    padded[0], padded[1, :4] = ids[:9], ids[9:13]
+    first, _ = decoder.run(padded, [0, 0], cache, np.array([[8, 2], [3, 0]]))
+    second, _ = decoder.run(np.array([ids[9:12], ids[13:16]]), [9, 4], cache, np.array([[2, 1], [0, 2]]))
+    return np.concatenate([first, second])
+
+
+# ----------------------------------------------------------------------------------------- float16, integer weights
+
+
+@pytest.mark.parametrize("form", FLOAT16_FORMS, ids=str)
+def test_float16_equals_the_portable_graph_up_to_its_rounding(case, lowered, ids, tmp_path, form):
+    lowering = lowered(case.export, form, "float16").lower()
+    wanted = portable_on(lowering, tmp_path / "portable")(ids)
+    decoder = lowering.decoder()
+    for pieces in PIECES.values():
+        assert relative_difference(decoder(ids, pieces), wanted) <= FLOAT16_TOLERANCE
+
+
+@pytest.mark.parametrize("form", [WeightOnly(Grid(8, 32)), WeightOnly(Grid(4, 128))], ids=str)
+def test_integer_weights_also_go_with_float32(case, lowered, ids, tmp_path, form):
+    lowering = lowered(case.export, form, "float32").lower()
+    wanted = portable_on(lowering, tmp_path / "portable")(ids)
+    assert difference(lowering.decoder()(ids, PIECES["chunks"]), wanted) <= FLOAT32_TOLERANCE
+
+
+def test_forms_by_pattern_may_be_mixed(exported, lowered, ids, tmp_path):
+    layers = {"*.v_proj": WeightOnly(Grid(8, 64)), "*.k_proj": Float32(), "*.mlp.*": WeightOnly(Grid(4, 32))}
+    lowering = lowered(exported(BIASES).export, Float16(), "float16", layers).lower()
+    wanted = portable_on(lowering, tmp_path / "portable")(ids)
+    assert relative_difference(lowering.decoder()(ids, PIECES["chunks"]), wanted) <= FLOAT16_TOLERANCE
+
+
+@pytest.mark.parametrize("compute", ["float16", "float32"])
+def test_rows_of_different_lengths_decode_together(case, lowered, ids, compute):
+    """Each row is prefilled alone, as the session does it; then all take steps of one token in one call."""
+    decoder = lowered(case.export, Computed(), compute).lower().decoder()
+    lengths, rows = [9, 4, 1], []
+    for length in lengths:
+        rows.append(decoder.empty_cache())
+        decoder.run(np.array([ids[:length]]), [0], rows[-1])
+    together = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+    for step in range(3):
+        past = [length + step for length in lengths]
+        fed = np.array([[ids[position]] for position in past])
+        logits, _ = decoder.run(fed, past, together)
+        alone = [decoder.run(fed[r : r + 1], past[r : r + 1], row)[0][0] for r, row in enumerate(rows)]
+        assert relative_difference(logits, np.stack(alone)) <= FLOAT16_TOLERANCE
+
+
+@pytest.mark.parametrize("compute", ["float16", "float32"])
+@pytest.mark.parametrize("capacity", [20, 21, CAPACITY])
+def test_logits_do_not_depend_on_the_capacity(exported, lowered, ids, compute, capacity):
+    """Attention's host code is told the capacity instead of the longest length: also where one call fills it."""
+    decoder = lowered(exported(WINDOW).export, Computed(), compute).lower().decoder()
+    wanted = decoder(ids, [20], 22)
+    assert relative_difference(decoder(ids, [20], capacity), wanted) <= FLOAT16_TOLERANCE
+    assert relative_difference(decoder(ids, [1, 18, 1], capacity), wanted) <= FLOAT16_TOLERANCE
+
+
+def test_hidden_states_are_what_the_head_read(exported, lowered, ids):
+    lowering = lowered(exported(WINDOW).export, Float16(), "float16").lower()
+    decoder = lowering.decoder()
+    logits, hidden = decoder.run(np.array([ids]), [0], decoder.empty_cache(), np.array([[19, 3]]))
+    weight = next(v for name, v in lowering.graph.initializers.items() if name.startswith("lm_head"))
+    assert hidden.dtype == logits.dtype == np.float32
+    expected = hidden @ weight.const_value.numpy().astype(np.float32).T
+    assert relative_difference(logits, expected) <= FLOAT16_TOLERANCE
+
+
+# ----------------------------------------------------------------------------------------------------- planted errors
+
+
+def scales_of_another_block(lowering: Lowered) -> None:
+    name = next(name for name in lowering.graph.initializers if "layers.0.mlp.down" in name and "scales" in name)
+    value = lowering.graph.initializers[name]
+    value.const_value = ir.tensor(np.roll(value.const_value.numpy(), 1), name=name)
+
+
+def positions_one_too_far(lowering: Lowered) -> None:
+    for name in ("rotary_emb.cos", "rotary_emb.sin"):
+        value = lowering.graph.initializers[name]
+        turned = np.concatenate([value.const_value.numpy()[:1], value.const_value.numpy()[:-1]])
+        value.const_value = ir.tensor(turned, name=name)
+
+
+def window_one_too_wide(lowering: Lowered) -> None:
+    for node in lowering.nodes("GroupQueryAttention"):
+        node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", 7)
+    for node in lowering.nodes("Sub"):
+        if node.inputs[1].name == "const.int64.6":
+            node.replace_input_with(1, lowering.graph.initializers["const.int64.1"])
+
+
+def logits_of_the_first_token(lowering: Lowered) -> None:
+    [gather] = [node for node in lowering.nodes("Gather") if node.name == "logit_rows"]
+    zeros = ir.node("Sub", [gather.inputs[1], gather.inputs[1]])
+    zeros.name = zeros.outputs[0].name = "zeros"
+    gather.prepend(zeros)
+    gather.replace_input_with(1, zeros.outputs[0])
+
+
+PLANTED = [
+    (Float16(), "float16", positions_one_too_far),
+    (Float16(), "float16", window_one_too_wide),
+    (Float16(), "float16", logits_of_the_first_token),
+    (WeightOnly(Grid(8, 32)), "float16", scales_of_another_block),
+    (WeightOnly(Grid(4, 32)), "float16", scales_of_another_block),
+    (Float32(), "float32", positions_one_too_far),
+    (Float32(), "float32", window_one_too_wide),
+    (Float32(), "float32", logits_of_the_first_token),
+]
+
+
+@pytest.mark.parametrize(("form", "compute", "plant"), PLANTED)
+def test_a_planted_error_exceeds_the_tolerances(exported, lowered, ids, tmp_path, form, compute, plant):
+    lowering = lowered(exported(WINDOW).export, form, compute).lower()
+    wanted = portable_on(lowering, tmp_path / "portable")(ids)
+    plant(lowering)
+    found = lowering.decoder()(ids)
+    assert difference(found, wanted) > FLOAT32_TOLERANCE
+    assert relative_difference(found, wanted) > FLOAT16_TOLERANCE
+
+
+# ---------------------------------------------------------------------------------------------------- what is emitted
+
+# Operators of the standard domain with the versions of their CUDA kernels, from docs/OperatorKernels.md of ONNX
+# Runtime: a kernel without an end matches its own version only, so an operator that the opset has changed since runs
+# on the CPU, with copies around it.
+KERNELS: dict[str, tuple[int, int]] = {
+    "Add": (14, 14),
+    "And": (7, 7),
+    "Cast": (21, 22),
+    "CumSum": (14, 14),
+    "Expand": (13, 13),
+    "Gather": (13, 13),
+    "Greater": (13, 13),
+    "LessOrEqual": (16, 16),
+    "MatMul": (13, 13),
+    "Mul": (14, 14),
+    "Range": (11, 11),
+    "Reshape": (21, 22),
+    "ScatterElements": (18, 18),
+    "Shape": (21, 22),
+    "Slice": (13, 13),
+    "Softmax": (13, 13),
+    "Split": (18, 18),
+    "Squeeze": (21, 22),
+    "Sub": (14, 14),
+    "Transpose": (21, 22),
+    "Unsqueeze": (21, 22),
+    "Where": (16, 16),
+}
+# The same for the other domain, and for a name that ONNX Runtime added to the standard one.
+CONTRIBUTED = {
+    "FusedMatMul",
+    "GatherBlockQuantized",
+    "GroupQueryAttention",
+    "MatMulNBits",
+    "QuickGelu",
+    "RotaryEmbedding",
+    "SimplifiedLayerNormalization",
+    "SkipSimplifiedLayerNormalization",
+}
+# In float32 the CUDA provider has none.
+ONLY_FLOAT16 = {"GroupQueryAttention"}
+
+
+@pytest.mark.parametrize("compute", ["float16", "float32"])
+@pytest.mark.parametrize("form", [Computed(), WeightOnly(Grid(4, 32))], ids=str)
+def test_every_operator_has_a_cuda_kernel(case, lowered, form, compute):
+    opset = capabilities("cuda").opset
+    for node in lowered(case.export, form, compute).lower().graph:
+        if node.op_type in CONTRIBUTED:
+            assert compute == "float16" or node.op_type not in ONLY_FLOAT16
+            continue
+        first, last = KERNELS[node.op_type]
+        assert first <= onnx.defs.get_schema(node.op_type, opset).since_version <= last, node.op_type
+
+
+@pytest.mark.parametrize("compute", ["float16", "float32"])
+def test_no_value_goes_from_the_host_to_the_device_but_into_arguments_that_kernels_take_from_the_host(
+    case, lowered, compute
+):
+    """Shape is computed on the host; ONNX Runtime would put a copy in front of any other reader, and record nothing."""
+    on_the_host = {("GroupQueryAttention", 6), ("Range", 1), ("Expand", 1)}
+    for shape in lowered(case.export, Computed(), compute).lower().nodes("Shape"):
+        readers = list(shape.outputs[0].uses())
+        while readers:
+            node, index = readers.pop()
+            if node.op_type in ("Cast", "Squeeze"):  # of a number on the host: done there
+                readers += node.outputs[0].uses()
+            else:
+                assert (node.op_type, index) in on_the_host
+
+
+def test_layers_are_fused(exported, lowered):
+    graph = lowered(exported(WINDOW).export, WeightOnly(Grid(4, 32)), "float16").lower().graph
+    types = [node.op_type for node in graph]
+    per_layer = {
+        "MatMulNBits": 5,  # query, key and value in one
+        "GroupQueryAttention": 1,
+        "SkipSimplifiedLayerNormalization": 2,
+        "QuickGelu": 1,
+        "Mul": 1,
+    }
+    for operator, times in per_layer.items():
+        extra = {"MatMulNBits": 1, "SkipSimplifiedLayerNormalization": -1}.get(operator, 0)
+        assert types.count(operator) == 2 * times + extra, operator
+
+
+def test_all_stored_floats_are_float16(case, lowered):
+    lowering = lowered(case.export, WeightOnly(Grid(8, 32)), "float16").lower()
+    kinds = {value.const_value.dtype for value in lowering.graph.initializers.values()}
+    assert ir.DataType.FLOAT not in kinds
+    assert ir.DataType.FLOAT16 in kinds
+
+
+def test_the_cache_is_float16_and_the_host_gets_float32(exported, lowered):
+    graph = lowered(exported(WINDOW).export, Float16(), "float16").lower().graph
+    types = {value.name: value.dtype for value in (*graph.inputs, *graph.outputs)}
+    assert {types.pop(name) for name in ("input_ids", "past_lengths", "logit_indices")} == {ir.DataType.INT64}
+    assert {types.pop(name) for name in ("logits", "hidden_states")} == {ir.DataType.FLOAT}
+    assert set(types.values()) == {ir.DataType.FLOAT16}
+
+
+def test_a_tied_head_shares_its_float16_bytes_with_the_embedding(exported, lowered):
+    lowering = lowered(exported(QK_NORM).export, Float16(), "float16").lower()
+    [rows] = [node for node in lowering.nodes("Gather") if node.name == "model.embed_tokens.Gather"]
+    assert rows.inputs[0] is lowering.nodes("FusedMatMul")[-1].inputs[1]
+
+
+# -------------------------------------------------------------------------------------------------------- near misses
+
+
+def test_another_type_of_activations_is_refused(exported, lowered):
+    lowering = lowered(exported(WINDOW).export, Float16(), "bfloat16")
+    with pytest.raises(BuildError, match="computes in float16 or float32, not in bfloat16"):
+        lowering.lower()
+
+
+@pytest.mark.parametrize("form", [Static(), WeightOnly(Grid(8))], ids=str)
+def test_a_form_without_a_kernel_is_refused_by_name(exported, lowered, form):
+    with pytest.raises(BuildError, match=r"qkv_proj|q_proj is to be stored as .*; expected fp32, fp16, int8 or int4"):
+        lowered(exported(WINDOW).export, form, "float16").lower()
+
+
+def test_a_graph_whose_rows_are_not_gathered_is_an_error(exported, lowered):
+    lowering = lowered(exported(WINDOW).export, Float16(), "float16")
+    lowering.nodes("GatherND")[0].op_type = "Unknown"
+    with pytest.raises(BuildError, match=r"pass 'gather logit rows' applied 0 times to the shared graph, 1 expected"):
+        lowering.lower()
+
+
+def test_a_weight_beyond_float16_is_refused_by_name(source, lowered):
+    tensor = ir.load(source / DECODER_FILE).graph.initializers[f"{LAYER}.mlp.up_proj.weight"].const_value
+    with (source / tensor.location).open("r+b") as file:
+        file.seek(tensor.offset + 40)
+        file.write(np.float32(70_000).tobytes())
+    with pytest.raises(BuildError, match=rf"{LAYER}.mlp.up_proj.weight holds weights beyond float16's 65504"):
+        lowered(source, Float16(), "float16").lower()

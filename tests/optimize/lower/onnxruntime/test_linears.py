@@ -1,0 +1,233 @@
+"""Linears and the embedding become what their form says; and a pass that misses its mark is named."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from llmc.bundle import Limits, read_export
+from llmc.errors import BuildError
+from llmc.optimize import passes
+from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.lower.context import Computed, Float8, Float32, LoweringContext, PerToken, QuantConfigs, WeightOnly
+from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.weights import WeightFile
+
+BIASES, UNTIED, TIED = "llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded"
+LAYER = "model.layers.0"
+BLOCKS = WeightOnly(Grid(4, 32))
+
+
+def operators(lowered) -> dict[str, int]:
+    types = [node.op_type for node in lowered.graph]
+    return {op_type: types.count(op_type) for op_type in types}
+
+
+# ------------------------------------------------------------------------------------------------------ lower linears
+
+
+@pytest.mark.parametrize(
+    ("form", "head", "operator"),
+    [
+        (Float32(), Float32(), "FusedMatMul"),
+        (WeightOnly(Grid(8, 32)), WeightOnly(Grid(8, 32)), "MatMulNBits"),
+        (BLOCKS, BLOCKS, "MatMulNBits"),
+        (PerToken(), BLOCKS, "MatMulIntegerToFloat"),
+    ],
+)
+def test_lower_linears_uses_the_operator_of_the_form(exported, lowering, form, head, operator):
+    lowered = lowering(exported(BIASES).export, form, head)
+    assert lowered.apply("lower linears") == 15  # parts of packed ones count
+    found = operators(lowered)
+    assert "Linear" not in found
+    assert found[operator] == (10 if isinstance(form, PerToken) else 11)
+    assert lowered.graph.outputs[0].producer().op_type == {"MatMulIntegerToFloat": "MatMulNBits"}.get(
+        operator, operator
+    )
+
+
+@pytest.mark.parametrize("form", [WeightOnly(Grid(8, 128)), BLOCKS, PerToken()])
+def test_every_blocked_linear_asks_for_integer_arithmetic(case, lowering, form):
+    lowered = lowering(case.export, form)
+    lowered.apply("lower linears")
+    assert lowered.nodes("MatMulNBits")
+    assert {node.attributes["accuracy_level"].as_int() for node in lowered.nodes("MatMulNBits")} == {4}
+
+
+def test_linears_that_read_the_same_activation_quantize_it_once(exported, lowering):
+    lowered = lowering(exported(UNTIED).export, PerToken())
+    lowered.apply("lower linears")
+    # qkv_proj, o_proj, gate_proj together with up_proj, down_proj
+    assert operators(lowered)["QuantizeLinear"] == 4 * 2
+    gate, up = (lowered.node(f"{LAYER}.mlp.{name}_proj.MatMulIntegerToFloat") for name in ("gate", "up"))
+    assert gate.inputs[0] is up.inputs[0]
+
+
+@pytest.mark.parametrize("form", [Computed(), Float8()])
+def test_a_form_of_other_targets_is_refused_by_name(exported, lowering, form):
+    lowered = lowering(exported(BIASES).export, BLOCKS, BLOCKS, layers={f"{LAYER}.mlp.down_proj": form})
+    with pytest.raises(BuildError, match=rf"{LAYER}.mlp.down_proj .* {form.__class__.__name__}.* expected fp32, fp16,"):
+        lowered.apply("lower linears")
+
+
+def test_graphs_share_the_weights_they_have_in_common(exported, lowering):
+    lowered = lowering(exported(TIED).export, BLOCKS)
+    other = ir.load(exported(TIED).export / "decoder.onnx")
+    lowered.apply("lower embedding")
+    written = (lowered.folder / "weights.bin").stat().st_size
+    passes.lower(other, "cpu", replace(lowered.context, phase="decode"))
+    assert (lowered.folder / "weights.bin").stat().st_size == written
+
+
+# ------------------------------------------------------------------------------------------------ defer token scales
+
+
+def scalings(lowered) -> int:
+    """Multiplications by token scales right behind an integer product."""
+    products = lowered.nodes("MatMulIntegerToFloat")
+    return sum(node.op_type == "Mul" for product in products for node, _ in product.outputs[0].uses())
+
+
+def test_defer_token_scales_moves_the_scales_of_the_up_projections_behind_the_down_projections(exported, lowering):
+    lowered = lowering(exported(UNTIED).export, PerToken()).before("defer token scales")
+    assert scalings(lowered) == 10
+    assert lowered.apply("defer token scales") == 2
+    assert scalings(lowered) == 8
+    up = lowered.node(f"{LAYER}.mlp.up_proj.MatMulIntegerToFloat")
+    assert [node.op_type for node, _ in up.outputs[0].uses()] == ["Reshape"]
+
+
+@pytest.mark.parametrize("form", [Float32(), BLOCKS])
+def test_defer_token_scales_finds_none_without_scales_per_token(exported, lowering, form):
+    assert lowering(exported(UNTIED).export, form).apply("defer token scales") == 0
+
+
+def test_defer_token_scales_leaves_a_projection_with_a_bias(exported, lowering):
+    """(y * scales + bias) has no factor per token."""
+    assert lowering(exported(BIASES).export, PerToken()).apply("defer token scales") == 0
+
+
+def test_defer_token_scales_leaves_a_product_that_somebody_else_reads(exported, lowering):
+    lowered = lowering(exported(UNTIED).export, PerToken()).before("defer token scales")
+    product = lowered.node(f"{LAYER}.mlp.mul")
+    reader = ir.node("Identity", [product.outputs[0]])
+    reader.outputs[0].name = reader.name = "reader"
+    lowered.graph.append(reader)
+    lowered.graph.outputs.append(reader.outputs[0])
+    assert lowered.apply("defer token scales") == 1
+
+
+# -------------------------------------------------------------------------------------------- lower embedding, clean up
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "operator"),
+    [
+        (TIED, Float32(), "Gather"),
+        (UNTIED, Float32(), "Gather"),
+        ("qwen2-tied-bf16", BLOCKS, "GatherBlockQuantized"),
+        (UNTIED, BLOCKS, "GatherBlockQuantized"),
+    ],
+)
+def test_lower_embedding_gathers_rows_in_the_form_of_the_head(exported, lowering, name, form, operator):
+    lowered = lowering(exported(name).export, form)
+    assert lowered.apply("lower embedding") == 1
+    [gather] = lowered.nodes(operator)
+    assert gather.inputs[1].name == "input_ids"
+    assert not lowered.nodes("Cast")[1:]  # one for the positions, none for the rows
+    rows, head = gather.inputs[0].const_value, lowered.graph.outputs[0].producer().inputs[1].const_value
+    assert (rows.offset == head.offset) == (name != UNTIED)
+
+
+def test_an_untied_embedding_keeps_8_bits(exported, lowering):
+    lowered = lowering(exported(UNTIED).export, BLOCKS)
+    lowered.apply("lower embedding")
+    [gather] = lowered.nodes("GatherBlockQuantized")
+    assert gather.attributes["bits"].as_int() == 8
+
+
+def test_lower_embedding_leaves_another_gather(exported, lowering):
+    lowered = lowering(exported(UNTIED).export).before("lower embedding")
+    lowered.node("model.embed_tokens").name = "something_else"
+    assert lowered.apply("lower embedding") == 0
+
+
+def test_no_dead_node_and_no_unread_initializer_is_left(case, lowering):
+    lowered = lowering(case.export, PerToken())
+    lowered.apply("remove dead nodes")
+    alive = {output.name for output in lowered.graph.outputs}
+    for node in reversed(list(lowered.graph)):
+        assert alive & {value.name for value in node.outputs}, node.name
+        alive |= {value.name for value in node.inputs if value is not None}
+    assert set(lowered.graph.initializers) <= alive
+
+
+# ------------------------------------------------------------------------------------------ a pass that misses its mark
+
+
+def of_another_domain(op_type: str):
+    """An edit that turns one node of that operator into something no pass knows."""
+
+    def edit(graph: ir.Graph, _: LoweringContext) -> int:
+        next(node for node in graph if node.op_type == op_type).op_type = "Unknown"
+        return 1
+
+    return edit
+
+
+def unnamed_embedding(graph: ir.Graph, _: LoweringContext) -> int:
+    next(node for node in graph if node.op_type == "Gather").name = "table"
+    return 1
+
+
+def norm_of_something_else(graph: ir.Graph, _: LoweringContext) -> int:
+    norm = [node for node in graph if node.op_type == "SimplifiedLayerNormalization"][1]
+    node = ir.node("Identity", [norm.inputs[0]])
+    node.name = node.outputs[0].name = "between"
+    norm.prepend(node)
+    norm.replace_input_with(0, node.outputs[0])
+    return 1
+
+
+def decode_plan(export: Path, folder: Path) -> LoweringContext:
+    geometry, limits = read_export(export).geometry, Limits(24, 1, 24)
+    return LoweringContext("decode", geometry, limits, QuantConfigs(BLOCKS, BLOCKS), WeightFile(folder), Calibrated())
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "found", "expected"),
+    [
+        ("raise linears", of_another_domain("MatMul"), 14, 15),
+        ("pack projections", of_another_domain("CachedAttention"), 1, 2),
+        ("lower attention", of_another_domain("CachedAttention"), 1, 2),
+        ("fuse skip norms", norm_of_something_else, 2, 3),
+        ("fuse SiLU", of_another_domain("Sigmoid"), 1, 2),
+        ("lower linears", of_another_domain("Linear"), 12, 15),  # the packed one of the first layer
+        ("lower embedding", unnamed_embedding, 0, 1),
+    ],
+)
+def test_a_pass_that_misses_its_mark_is_named(exported, tmp_path, monkeypatch, name, edit, found, expected):
+    steps = list(passes.PASSES["cpu"])
+    at = [step.name for step in steps].index(name)
+    steps.insert(at, passes.Step("edit", edit))
+    monkeypatch.setitem(passes.PASSES, "cpu", tuple(steps))
+    export = exported(UNTIED).export
+    plan = decode_plan(export, tmp_path)
+    sentence = f"pass '{name}' applied {found} times to the decode graph, {expected} expected for 2 layers"
+    with pytest.raises(BuildError, match=re.escape(sentence)):
+        passes.lower(ir.load(export / "decoder.onnx"), "cpu", plan)
+    plan.weights.close()
+
+
+def test_a_dump_holds_the_graph_after_each_pass(exported, tmp_path):
+    export = exported(UNTIED).export
+    plan = decode_plan(export, tmp_path)
+    passes.lower(ir.load(export / "decoder.onnx"), "cpu", plan, tmp_path / "dump")
+    plan.weights.close()
+    files = sorted((tmp_path / "dump").iterdir())
+    assert len(files) == len(passes.PASSES["cpu"])
+    assert files[0].name == "decode-01-raise-linears.txt"
+    assert "GroupQueryAttention" not in files[1].read_text()
+    assert "GroupQueryAttention" in files[2].read_text()

@@ -1,0 +1,153 @@
+"""The lowered graph computes what the portable graph computes, however the tokens are fed."""
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from doubles.lowerings import difference, portable, relative_difference
+
+from llmc.optimize.lower.context import Float32, PerToken, WeightOnly
+from llmc.optimize.quantize.grid import Grid
+
+# Largest absolute difference of logits (up to 9) in float32. Both sides sum in different orders, which costs up to
+# 1.5e-5; a wrong window, position, scale or epsilon costs more than 1e-3.
+FLOAT_TOLERANCE = 1e-4
+# Root mean square of the difference over that of the logits, where activations are rounded to 8 bits: two layers of
+# random weights, whose attention is nearly a choice of one position, turn that into 2 to 5 %. A wrong block, scale or
+# token costs more than 70 %.
+ROUNDING_TOLERANCE = 0.08
+
+TOKENS = 20
+PIECES = {"one piece": [TOKENS], "chunks": [7, 1, 12], "token by token": [1] * TOKENS}
+GRIDS = {"8 bits": Grid(8, 32), "4 bits": Grid(4, 32), "blocks wider than the rows": Grid(4, 128)}
+# The decoder stays the same decoder without these; they only make it faster.
+OPTIONAL = ("pack projections", "fuse skip norms", "fuse SiLU")
+
+
+# ------------------------------------------------------------------------------------------------------------ float32
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+def test_float32_equals_the_portable_graph(case, lowering, decoder, portable_logits, ids, pieces):
+    lowered = lowering(case.export)
+    logits = decoder(lowered.save(), lowered.geometry)(ids, pieces)
+    assert difference(logits, portable_logits(case)) <= FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize("form", [Float32(), WeightOnly(Grid(8, 32)), WeightOnly(Grid(4, 32))])
+def test_rows_of_a_ragged_decode_batch_are_as_alone(case, lowering, decoder, ids, form):
+    lowered = lowering(case.export, form)
+    decode = decoder(lowered.save(), lowered.geometry)
+    prompts = [ids[:9], ids[9:13]]
+    caches = [decode.run([prompt], [0], decode.empty_cache())[1] for prompt in prompts]
+    alone = [decode.run([[5]], [len(prompt)], cache)[0][0] for prompt, cache in zip(prompts, caches, strict=True)]
+    both = {name: np.concatenate([cache[name] for cache in caches]) for name in caches[0]}
+    together, _ = decode.run([[5], [5]], [9, 4], both)
+    assert difference(together, np.stack(alone)) <= FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize("left_out", OPTIONAL)
+def test_an_optional_pass_changes_no_number(exported, lowering, decoder, portable_logits, ids, left_out):
+    for case in (exported("llama-biases"), exported("qwen3-tied-sharded")):
+        lowered = lowering(case.export)
+        logits = decoder(lowered.save(without=[left_out]), lowered.geometry)(ids, [7, 13])
+        assert difference(logits, portable_logits(case)) <= FLOAT_TOLERANCE
+
+
+def window_off_by_one(lowered) -> None:
+    for node in lowered.nodes("GroupQueryAttention"):
+        window = node.attributes["local_window_size"].as_int()
+        node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window + 1)
+
+
+def scale_off_by_a_hundredth(lowered) -> None:
+    for node in lowered.nodes("GroupQueryAttention"):
+        scale = node.attributes["scale"].as_float()
+        node.attributes["scale"] = ir.AttrFloat32("scale", scale * 1.01)
+
+
+def tables_swapped(lowered) -> None:
+    for node in lowered.nodes("GroupQueryAttention"):
+        cos, sin = node.inputs[7:9]
+        node.replace_input_with(7, sin)
+        node.replace_input_with(8, cos)
+
+
+def epsilon_off(lowered) -> None:
+    for node in lowered.nodes("SkipSimplifiedLayerNormalization"):
+        node.attributes["epsilon"] = ir.AttrFloat32("epsilon", 1e-3)
+
+
+def activation_off(lowered) -> None:
+    for node in lowered.nodes("QuickGelu"):
+        node.attributes["alpha"] = ir.AttrFloat32("alpha", 1.01)
+
+
+FLOAT_ERRORS = [window_off_by_one, scale_off_by_a_hundredth, tables_swapped, epsilon_off, activation_off]
+
+
+@pytest.mark.parametrize("plant", FLOAT_ERRORS)
+def test_a_planted_error_exceeds_the_float_tolerance(exported, lowering, decoder, portable_logits, ids, plant):
+    case = exported("mistral-window-wide-heads")
+    lowered = lowering(case.export)
+    lowered.apply("remove dead nodes")
+    plant(lowered)
+    assert difference(decoder(lowered.write(), lowered.geometry)(ids), portable_logits(case)) > FLOAT_TOLERANCE
+
+
+# ----------------------------------------------------------------------------------------------- weights in blocks
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_blocked_weights_equal_the_portable_graph_on_what_they_stand_for(case, lowering, decoder, ids, tmp_path, grid):
+    lowered = lowering(case.export, WeightOnly(grid))
+    lowered.apply("remove dead nodes")
+    wanted = decoder(portable(lowered, tmp_path / "portable"), lowered.geometry)(ids)
+    rounded = decoder(lowered.write(), lowered.geometry)(ids, PIECES["chunks"])
+    assert relative_difference(rounded, wanted) <= ROUNDING_TOLERANCE
+    lowered.exact()
+    exact = decoder(lowered.write(), lowered.geometry)(ids, PIECES["chunks"])
+    assert difference(exact, wanted) <= FLOAT_TOLERANCE
+
+
+def test_weights_per_token_equal_the_portable_graph_up_to_rounding(case, lowering, decoder, ids, tmp_path):
+    lowered = lowering(case.export, PerToken())
+    logits = decoder(lowered.save(), lowered.geometry)(ids, PIECES["chunks"])
+    wanted = decoder(portable(lowered, tmp_path / "portable"), lowered.geometry)(ids)
+    assert relative_difference(logits, wanted) <= ROUNDING_TOLERANCE
+
+
+def blocks_rolled(lowered) -> None:
+    """The scales of the first down projection move on by one block."""
+    name = next(name for name in lowered.graph.initializers if "layers.0.mlp.down" in name and "scales" in name)
+    scales = lowered.graph.initializers[name]
+    scales.const_value = ir.tensor(np.roll(scales.const_value.numpy(), 1), name=scales.name)
+
+
+def head_reads_another_row(lowered) -> None:
+    weight = lowered.node(lowered.nodes("MatMulNBits")[-1].name).inputs[1]
+    weight.const_value = ir.tensor(np.roll(weight.const_value.numpy(), 1, axis=0), name=weight.name)
+
+
+def token_scale_left_out(lowered) -> None:
+    product = lowered.nodes("MatMulIntegerToFloat")[-1]
+    scaling = next(node for node, _ in product.outputs[0].uses())
+    scaling.outputs[0].replace_all_uses_with(product.outputs[0])
+
+
+ROUNDING_ERRORS = [
+    (WeightOnly(Grid(8, 32)), blocks_rolled),
+    (WeightOnly(Grid(4, 32)), blocks_rolled),
+    (WeightOnly(Grid(4, 128)), head_reads_another_row),
+    (PerToken(), blocks_rolled),
+    (PerToken(), token_scale_left_out),
+]
+
+
+@pytest.mark.parametrize(("form", "plant"), ROUNDING_ERRORS)
+def test_a_planted_error_exceeds_the_rounding_tolerance(exported, lowering, decoder, ids, tmp_path, form, plant):
+    lowered = lowering(exported("qwen3-tied-sharded").export, form)
+    lowered.apply("remove dead nodes")
+    plant(lowered)
+    wanted = portable(lowered, tmp_path / "portable")
+    logits = decoder(lowered.write(), lowered.geometry)(ids)
+    assert relative_difference(logits, decoder(wanted, lowered.geometry)(ids)) > ROUNDING_TOLERANCE

@@ -1,0 +1,202 @@
+"""int8 activations with a scale per token: the formulas, and that no token depends on the tokens beside it."""
+
+import platform
+from itertools import pairwise
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmc.optimize.lower.context import PerToken
+from llmc.optimize.targets import capabilities
+from llmc.runtime.host.machine import cpu_features
+
+# Largest difference over the largest magnitude of a row. The integer product is exact, two or three factors are
+# rounded to float32.
+LINEAR_TOLERANCE = 1e-6
+# The same for gate, up, SiLU and down: float32 rounding may send an activation that lies between two integers to the
+# other one, which is worth up to 1/127 of one of 80 inputs.
+CHAIN_TOLERANCE = 5e-3
+# Logits of the same graph with factors in another order or tokens in other chunks, for the same reason: mostly 1e-6.
+ROUNDING_TOLERANCE = 5e-3
+
+NEEDED = set(capabilities("cpu").w8a8_features.get(platform.machine(), ()))
+# The runtime takes the other graph on such a CPU.
+pytestmark = pytest.mark.skipif(
+    not cpu_features() >= NEEDED, reason="this CPU's product of uint8 and int8 saturates, so the graph is never used"
+)
+
+UNTIED, BIASES = "mistral-window-wide-heads", "llama-biases"
+LAYER = "model.layers.0"
+HIDDEN = 64
+
+
+@pytest.fixture
+def part(lowering, session):
+    """Cuts a piece out of a lowered graph: activations [B, S, H] in, values by name out."""
+
+    def cut(export, start: str, outputs: list[str], without: tuple[str, ...] = ()):
+        lowered = lowering(export, PerToken())
+        folder = lowered.save(without)
+        model = ir.load(folder / "decoder.onnx")
+        graph = ir.convenience.extract(model.graph, ["input_ids", start], outputs)
+        graph.inputs[1].type, graph.inputs[1].shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["B", "S", HIDDEN])
+        (folder / "part").mkdir()
+        part = ir.Model(graph, ir_version=model.ir_version)
+        for tensor in (value.const_value for value in graph.initializers.values()):
+            if isinstance(tensor, ir.ExternalTensor):
+                graph.initializers[tensor.name].const_value = ir.tensor(tensor.numpy(), name=tensor.name)
+        ir.save(part, folder / "part" / "part.onnx")
+        opened = session(folder / "part" / "part.onnx")
+
+        def run(x: np.ndarray) -> list[np.ndarray]:
+            return opened.run(outputs, {"input_ids": np.zeros(x.shape[:2], np.int64), start: x})
+
+        return run, {name: value.const_value.numpy() for name, value in graph.initializers.items()}
+
+    return cut
+
+
+def activations(rows: int = 20) -> np.ndarray:
+    """Tokens [1, S, H] of very different magnitudes, as real ones are."""
+    rng = np.random.default_rng(0)
+    return (rng.normal(0, 1, (1, rows, HIDDEN)) * 10.0 ** rng.uniform(-3, 3, (1, rows, 1))).astype(np.float32)
+
+
+def w8a8(x: np.ndarray, weight: np.ndarray, scales: np.ndarray, bias: np.ndarray | float = 0.0) -> np.ndarray:
+    """x [M, K] times weight int8 [K, N] with scales [N], in float64: the formulas of the lowering."""
+    tokens = np.maximum(np.abs(x).max(axis=1, keepdims=True), 1e-9) / 127
+    integers = np.clip(np.rint(x / tokens), -128, 127)
+    return (integers @ weight.astype(np.float64)) * scales * tokens + bias
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest difference over the largest magnitude of the row."""
+    assert a.shape == b.shape
+    return float((np.abs(a - b).max(axis=1) / np.abs(b).max(axis=1)).max())
+
+
+# -------------------------------------------------------------------------------------------------------- one linear
+
+
+@pytest.fixture
+def linear(exported, part):
+    """The packed projection of a layer with biases: from its input to its output."""
+    start = f"{LAYER}.input_layernorm.out"
+    outputs = [f"{LAYER}.self_attn.qkv_proj.0", f"{LAYER}.self_attn.qkv_proj.input.QuantizeLinear.0"]
+    run, constants = part(exported(BIASES).export, start, outputs)
+    name = f"{LAYER}.self_attn.qkv_proj"
+    return run, [constants[f"{name}.int8"], constants[f"{name}.int8.scales"], constants[f"{name}.bias.float32"]]
+
+
+def test_a_linear_equals_its_formula(linear):
+    run, (weight, scales, bias) = linear
+    x = activations()
+    assert difference(run(x)[0][0], w8a8(x[0].astype(np.float64), weight, scales, bias)) <= LINEAR_TOLERANCE
+
+
+def test_tokens_use_the_whole_grid(linear):
+    run, _ = linear
+    integers = run(activations())[1].astype(int) - 128
+    assert (np.abs(integers).max(axis=1) == 127).all()
+
+
+def test_a_token_of_zeros_gives_the_bias(linear):
+    run, (_, _, bias) = linear
+    x = activations()
+    x[0, 3] = 0
+    np.testing.assert_array_equal(run(x)[0][0, 3], bias)
+
+
+@pytest.mark.parametrize("factor", [1e-12, 1e-6, 1e6, 1e30])
+def test_tokens_of_any_magnitude_stay_finite(linear, factor):
+    run, _ = linear
+    assert np.isfinite(run(activations() / 1000 * np.float32(factor))[0]).all()
+
+
+def test_a_planted_error_exceeds_the_linear_tolerance(linear):
+    run, (weight, scales, bias) = linear
+    x = activations()[0].astype(np.float64)
+    wrong = [(x * 1.00001, weight, scales), (x, weight + (weight == 5), scales), (x, weight, np.roll(scales, 1))]
+    for factors in wrong:
+        assert difference(run(activations())[0][0], w8a8(*factors, bias)) > LINEAR_TOLERANCE
+
+
+# ----------------------------------------------------------------------------------------------- a whole feed-forward
+
+
+@pytest.fixture(params=[(), ("defer token scales",)], ids=["deferred", "not deferred"])
+def feed_forward(request, exported, part):
+    """From the input of gate and up to the output of down."""
+    return part(
+        exported(UNTIED).export,
+        f"{LAYER}.post_attention_layernorm.out",
+        [f"{LAYER}.mlp.down_proj.out"],
+        request.param,
+    )
+
+
+def formula(x: np.ndarray, constants: dict[str, np.ndarray]) -> np.ndarray:
+    weights = {
+        n: [constants[f"{LAYER}.mlp.{n}_proj.int8{rest}"] for rest in ("", ".scales")] for n in ("gate", "up", "down")
+    }
+    gate, up = w8a8(x, *weights["gate"]), w8a8(x, *weights["up"])
+    return w8a8(gate / (1 + np.exp(-gate)) * up, *weights["down"])
+
+
+def moderate() -> np.ndarray:
+    return np.random.default_rng(3).normal(0, 1, (1, 200, HIDDEN)).astype(np.float32)
+
+
+def test_a_feed_forward_equals_its_formula(feed_forward):
+    run, constants = feed_forward
+    x = moderate()
+    assert difference(run(x)[0][0], formula(x[0].astype(np.float64), constants)) <= CHAIN_TOLERANCE
+
+
+def test_a_planted_error_exceeds_the_chain_tolerance(feed_forward):
+    run, constants = feed_forward
+    x = moderate()
+    for name in ("gate", "up", "down"):
+        scales = f"{LAYER}.mlp.{name}_proj.int8.scales"
+        wrong = constants | {scales: constants[scales] * 1.01}
+        assert difference(run(x)[0][0], formula(x[0].astype(np.float64), wrong)) > CHAIN_TOLERANCE
+
+
+def test_a_token_is_the_same_bit_for_bit_whatever_it_shares_a_call_with(feed_forward):
+    run, _ = feed_forward
+    x = activations(24)
+    [whole] = run(x)
+    for pieces in ([1] * 24, [7, 1, 16], [3, 21], [23, 1]):
+        starts = np.cumsum([0, *pieces])
+        parts = [run(x[:, start:stop])[0] for start, stop in pairwise(starts)]
+        np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+    for batch in (2, 3, 24):
+        [rows] = run(x.reshape(batch, -1, HIDDEN))
+        np.testing.assert_array_equal(rows.reshape(whole.shape), whole)
+
+
+# ------------------------------------------------------------------------------------------------------- whole graphs
+
+
+def test_deferred_scales_change_nothing_but_the_rounding(case, lowering, decoder, ids):
+    early, late = lowering(case.export, PerToken()), lowering(case.export, PerToken())
+    wanted = decoder(early.save(without=["defer token scales"]), early.geometry)(ids)
+    got = decoder(late.save(), late.geometry)(ids)
+    assert difference(got, wanted) <= ROUNDING_TOLERANCE
+
+
+def test_a_planted_error_exceeds_the_rounding_tolerance(exported, lowering, decoder, ids):
+    early, late = (lowering(exported(UNTIED).export, PerToken()) for _ in range(2))
+    wanted = decoder(early.save(without=["defer token scales"]), early.geometry)(ids)
+    late.apply("remove dead nodes")
+    deferred = late.node(f"{LAYER}.mlp.down_proj.Mul.scales.Mul")
+    deferred.outputs[0].replace_all_uses_with(deferred.inputs[0])
+    assert difference(decoder(late.write(), late.geometry)(ids), wanted) > ROUNDING_TOLERANCE
+
+
+@pytest.mark.parametrize("pieces", [[7, 1, 12], [8, 8, 4], [1] * 20], ids=str)
+def test_chunks_change_nothing_but_the_rounding(case, lowering, decoder, ids, pieces):
+    lowered = lowering(case.export, PerToken())
+    run = decoder(lowered.save(), lowered.geometry)
+    assert difference(run(ids, pieces), run(ids)) <= ROUNDING_TOLERANCE

@@ -1,0 +1,442 @@
+"""What each pass of TensorRT leaves behind: which operators, which types; and a pass that misses its mark is named."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+from llmc.bundle import DECODER_FILE
+from llmc.errors import BuildError
+from llmc.optimize import passes
+from llmc.optimize.lower.context import Computed, Float8, Float32, PerToken, Static, WeightOnly
+from llmc.optimize.lower.rewrite import remove_dead
+from llmc.optimize.quantize.grid import Grid
+
+BIASES, WINDOW, TIED, NORMS = (
+    "llama-biases",
+    "qwen2-window-in-second-layer",
+    "qwen3-tied-sharded",
+    "qwen3-biases-window-in-first-layer",
+)
+LAYER = "model.layers.0"
+COMPUTES = ("float32", "float16", "bfloat16")
+INT8, INT4 = WeightOnly(Grid(8, positive=True)), WeightOnly(Grid(4, 32, positive=True))
+WEIGHTS = {
+    "float": Computed(),
+    "int8": INT8,
+    "int4": INT4,
+    "static int8": Static(INT8.grid),
+    "float8": Float8(True),
+}
+FLOATS = {"FLOAT", "FLOAT16", "BFLOAT16"}
+NUMBERS = FLOATS | {"INT32", "INT64"}
+ALL = NUMBERS | {"BOOL"}
+# Of the operators that TensorRT's parser knows, those that the primitives form may use, with the types of their first
+# output. Source: docs/operators.md of onnx-tensorrt 10.1, the nearest to 10.3 that was at hand.
+OPERATORS_OF_TENSORRT_10 = {
+    "Add": NUMBERS,
+    "And": {"BOOL"},
+    "Cast": ALL,
+    "Concat": ALL,
+    "Constant": ALL,
+    "DequantizeLinear": FLOATS,
+    "Div": NUMBERS,
+    "Expand": ALL,
+    "Floor": FLOATS,
+    "Gather": ALL,
+    "GatherND": ALL,
+    "Greater": {"BOOL"},
+    "Less": {"BOOL"},
+    "LessOrEqual": {"BOOL"},
+    "MatMul": FLOATS,
+    "Mul": NUMBERS,
+    "QuantizeLinear": {"INT8", "FLOAT8E4M3FN"},
+    "Range": {"FLOAT", "INT32", "INT64"},
+    "ReduceMean": NUMBERS,
+    "Reshape": ALL,
+    "ScatterND": NUMBERS,
+    "Shape": {"INT64"},
+    "Sigmoid": FLOATS,
+    "Slice": ALL,
+    "Softmax": FLOATS,
+    "Split": ALL,
+    "Sqrt": FLOATS,
+    "Squeeze": ALL,
+    "Sub": NUMBERS,
+    "Tile": ALL,
+    "Transpose": ALL,
+    "Unsqueeze": ALL,
+    "Where": ALL,
+}
+# These need TensorRT 10.15, the last but one 10.14.
+NATIVE_OPERATORS = {"RMSNormalization", "RotaryEmbedding", "Attention", "TensorScatter"}
+
+
+def operators(lowered) -> Counter[str]:
+    return Counter(node.op_type for node in lowered.graph)
+
+
+class Ranged:
+    """Calibration that saw the same range everywhere."""
+
+    def __init__(self, calibrated) -> None:
+        self._calibrated = calibrated
+
+    def __getattr__(self, name):
+        return getattr(self._calibrated, name)
+
+    def activation(self, module: str) -> float:
+        return 8.0
+
+
+def finished(lowering, case, form: str, weights: str, compute: str):
+    head = INT8 if weights == "static int8" else WEIGHTS[weights]
+    lowered = lowering(case.export, form, WEIGHTS[weights], head, compute=compute)
+    lowered.context = replace(lowered.context, calibrated=Ranged(lowered.context.calibrated))
+    return lowered.finish()
+
+
+def typed(lowered) -> onnx.ModelProto:
+    """The graph as it is written, with the types of all values inferred; it is refused where types do not fit."""
+    folder = lowered.write()
+    onnx.checker.check_model(folder / DECODER_FILE, full_check=True)
+    return onnx.shape_inference.infer_shapes(
+        onnx.load(folder / DECODER_FILE, load_external_data=False), strict_mode=True
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the finished graph
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_primitives_form_uses_only_what_tensorrt_10_3_knows(exported, lowering, weights, compute):
+    for name in (NORMS, TIED) if compute == "float16" else (NORMS,):
+        graph = typed(finished(lowering, exported(name), "primitives", weights, compute)).graph
+        types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.output)}
+        for node in graph.node:
+            assert node.domain == ""
+            found = onnx.TensorProto.DataType.Name(types[node.output[0]])
+            assert found in OPERATORS_OF_TENSORRT_10[node.op_type], (node.name, found)
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_native_form_uses_four_operators_more(exported, lowering, weights, compute):
+    for name in (NORMS, TIED) if compute == "float16" else (NORMS,):
+        lowered = finished(lowering, exported(name), "native", weights, compute)
+        assert set(operators(lowered)) <= OPERATORS_OF_TENSORRT_10.keys() | NATIVE_OPERATORS
+        assert set(operators(lowered)) >= NATIVE_OPERATORS
+        typed(lowered)
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_inputs_and_outputs_are_those_of_the_contract(exported, form, lowering, compute):
+    lowered = finished(lowering, exported(BIASES), form, "float", compute)
+    slots = "attended" if form == "native" else "capacity"
+    caches = [f"{layer}.{part}" for layer in range(2) for part in ("key", "value")]
+    kind = {"float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}[compute]
+    cache = ("batch", 2, "capacity", 16)
+
+    def described(values):
+        return {v.name: (v.dtype.name, *(d if isinstance(d, int) else str(d.value) for d in v.shape)) for v in values}
+
+    assert described(lowered.graph.inputs) == {
+        "input_ids": ("INT64", "batch", "sequence"),
+        "past_lengths": ("INT64", "batch"),
+        "logit_indices": ("INT64", "batch", "outputs"),
+        "cache_slots": ("INT64", slots),
+        **{f"past_key_values.{name}": (kind, *cache) for name in caches},
+    }
+    assert described(lowered.graph.outputs) == {
+        "logits": ("FLOAT", "batch", "outputs", 96),
+        "hidden_states": ("FLOAT", "batch", "outputs", 64),
+        **{f"present.{name}": (kind, *cache) for name in caches},
+    }
+    assert all(value.uses() for value in lowered.graph.inputs)
+
+
+def test_no_dead_node_and_no_unread_initializer_is_left(case, form, lowering):
+    lowered = lowering(case.export, form, INT4).finish()
+    assert remove_dead(lowered.graph) == 0
+    assert all(value.uses() for value in lowered.graph.initializers.values())
+
+
+def test_names_tell_the_layer(exported, form, lowering):
+    lowered = finished(lowering, exported(NORMS), form, "int8", "float16")
+    names = [node.name for node in lowered.graph]
+    assert len(set(names)) == len(names)
+    known = ("model.", "lm_head", "logit_rows", "positions", "attended", "logits", "hidden_states")
+    assert [name for name in names if not name.startswith(known)] == []
+    assert f"{LAYER}.self_attn.qkv_proj.MatMul" in names
+
+
+# --------------------------------------------------------------------------------------------------------------- packs
+
+
+@pytest.mark.parametrize("weights", [name for name in WEIGHTS if name != "float"])
+def test_quantized_linears_that_read_the_same_activation_become_one(exported, form, lowering, weights):
+    lowered = lowering(exported(NORMS).export, form, WEIGHTS[weights])
+    assert lowered.apply("pack linears") == 2 * 2
+    attention, mlp = (lowered.node(f"{LAYER}.{name}") for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
+    assert (attention.attributes["parts"].as_int(), mlp.attributes["parts"].as_int()) == (3, 2)
+    assert len(lowered.nodes("Split")) == len(lowered.nodes("Linear")) - 5 == 4
+
+
+def test_linears_stored_as_floats_stay_apart(case, form, lowering):
+    lowered = lowering(case.export, form, Computed(), INT8)
+    assert lowered.apply("pack linears") == 0
+    assert len(lowered.nodes("Linear")) == 7 * 2 + 1
+
+
+def test_linears_in_different_forms_stay_apart(exported, form, lowering, decoder, portable, ids):
+    layers = {"*.0.self_attn.k_proj": INT8, "*.1.mlp.up_proj": INT8}
+    case = exported(NORMS)
+    lowered = lowering(case.export, form, INT4, layers=layers)
+    assert lowered.apply("pack linears") == 2
+    found = decoder(lowered.finish().write())(ids)
+    wanted = decoder(portable(lowered))(ids)
+    assert abs(found - wanted).max() <= 2e-4  # FLOAT_TOLERANCE of test_lowered_graph
+
+
+def test_linears_of_which_only_some_have_a_bias_stay_apart(exported, form, lowering):
+    lowered = lowering(exported(BIASES).export, form, INT8)
+    add = lowered.node(f"{LAYER}.self_attn.k_proj.bias")
+    add.outputs[0].replace_all_uses_with(add.inputs[0])
+    lowered.graph.remove(add, safe=True)
+    assert lowered.apply("pack linears") == 3
+
+
+def test_linears_that_read_different_activations_stay_apart(exported, form, lowering):
+    lowered = lowering(exported(TIED).export, form, INT8).before("pack linears")
+    up = lowered.node(f"{LAYER}.mlp.up_proj")
+    between = ir.node("Identity", [up.inputs[0]], name="between")
+    between.outputs[0].name = "between.out"
+    up.prepend(between)
+    up.replace_input_with(0, between.outputs[0])
+    assert lowered.apply("pack linears") == 3
+
+
+def test_a_linear_with_another_name_is_not_packed(exported, form, lowering):
+    lowered = lowering(exported(TIED).export, form, INT8).before("pack linears")
+    lowered.node(f"{LAYER}.mlp.up_proj").name = "something_else"
+    assert lowered.apply("pack linears") == 3
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+def test_lower_attention_updates_the_cache_in_place_and_reads_what_is_asked_for(exported, lowering):
+    lowered = lowering(exported(WINDOW).export, "native")
+    assert lowered.apply("lower attention") == 2
+    found = operators(lowered)
+    assert (found["TensorScatter"], found["Slice"], found["RotaryEmbedding"], found["Attention"]) == (4, 4, 4, 2)
+    for layer in range(2):
+        attention = lowered.node(f"model.layers.{layer}.self_attn")
+        for value, part in zip(attention.inputs[1:3], ("key", "value"), strict=True):
+            update = value.producer().inputs[0].producer()
+            assert update.op_type == "TensorScatter" and update.outputs[0].is_graph_output()
+            assert update.inputs[0].name == f"past_key_values.{layer}.{part}"
+            assert update.inputs[2].name == "past_lengths"
+
+
+@pytest.mark.parametrize(("name", "comparisons"), [(BIASES, 1), (WINDOW, 2), ("mistral-window-wide-heads", 1)])
+def test_layers_with_the_same_window_share_a_mask(exported, form, lowering, name, comparisons):
+    lowered = lowering(exported(name).export, form)
+    lowered.apply("lower attention")
+    users = lowered.nodes("Attention") or lowered.nodes("Where")
+    assert len({node.inputs[3 if form == "native" else 0] for node in users}) == comparisons
+
+
+def test_primitives_write_copies_of_the_cache(exported, lowering):
+    lowered = lowering(exported(BIASES).export, "primitives")
+    assert lowered.apply("lower attention") == 2
+    found = operators(lowered)
+    assert (found["ScatterND"], found["Softmax"], found["Where"]) == (4, 2, 2)
+    assert len({node.inputs[1] for node in lowered.nodes("ScatterND")}) == 1
+    assert "Slice" not in found  # attention looks at the whole of a cache that is as long as it must be
+
+
+def test_norms_of_each_head_are_not_merged_and_split_again(exported, form, lowering):
+    lowered = lowering(exported(NORMS).export, form)
+    lowered.apply("lower attention")
+    reshapes = [node.name for node in lowered.nodes("Reshape") if ".self_attn" in node.name]
+    # Per layer: query and key are split in front of their norm, the value on its own, heads are merged behind.
+    assert len(reshapes) == 2 * (4 if form == "native" else 6), reshapes
+
+
+def test_a_reshape_that_follows_no_norm_is_kept(exported, lowering):
+    lowered = lowering(exported(TIED).export, "native").before("lower attention")
+    for norm in lowered.nodes("RMSNormalization"):
+        if norm.name.endswith("q_norm"):
+            norm.op_type = "Unknown"
+    lowered.apply("lower attention")
+    query = lowered.node(f"{LAYER}.self_attn").inputs[0].producer().inputs[0].producer()
+    assert query.op_type == "Transpose"
+    assert query.inputs[0].producer().op_type == query.inputs[0].producer().inputs[0].producer().op_type == "Reshape"
+
+
+# ------------------------------------------------------------------------------------------------------------- linears
+
+
+def test_integer_weights_are_dequantized_by_output_or_in_blocks_of_inputs(exported, form, lowering):
+    lowered = lowering(exported(BIASES).export, form, INT4, INT8, compute="float16")
+    assert lowered.apply("lower linears") == 15
+    found = {node.name: node for node in lowered.nodes("DequantizeLinear")}
+    assert len(found) == 4 * 2 + 1
+    down = found[f"{LAYER}.mlp.down_proj.weight.DequantizeLinear"]
+    values, scales = (value.const_value for value in down.inputs)
+    assert (values.dtype, tuple(values.shape)) == (ir.DataType.INT4, (96, 64))
+    assert (scales.dtype, tuple(scales.shape)) == (ir.DataType.FLOAT16, (3, 64))
+    assert (down.attributes["axis"].as_int(), down.attributes["block_size"].as_int()) == (0, 32)
+    head = found["lm_head.weight.DequantizeLinear"]
+    values, scales = (value.const_value for value in head.inputs)
+    assert (values.dtype, tuple(values.shape)) == (ir.DataType.INT8, (64, 96))
+    assert tuple(scales.shape) == (96,) and head.attributes["axis"].as_int() == 1
+
+
+def test_a_linear_that_is_none_is_left(exported, form, lowering):
+    lowered = lowering(exported(BIASES).export, form).before("lower linears")
+    next(node for node in lowered.graph if node.op_type == "Linear").op_type = "Unknown"
+    assert lowered.apply("lower linears") == 14
+
+
+def test_a_tied_head_of_floats_reads_the_embeddings_bytes(exported, form, lowering):
+    lowered = lowering(exported(TIED).export, form, compute="bfloat16").finish()
+    tables = [value for name, value in lowered.graph.initializers.items() if "embed_tokens" in name]
+    assert [value.name for value in tables] == ["model.embed_tokens.weight.bfloat16"]
+    assert {node.op_type for node, _ in tables[0].uses()} == {"Gather", "Transpose"}
+
+
+def test_a_block_that_does_not_divide_the_inputs_becomes_the_largest_that_does(exported, form, lowering):
+    lowered = lowering(exported(BIASES).export, form, WeightOnly(Grid(4, 128, positive=True)))
+    lowered.apply("lower linears")
+    blocks = {node.name: node.attributes["block_size"].as_int() for node in lowered.nodes("DequantizeLinear")}
+    assert blocks[f"{LAYER}.self_attn.qkv_proj.weight.DequantizeLinear"] == 64
+    assert blocks[f"{LAYER}.mlp.down_proj.weight.DequantizeLinear"] == 32
+    assert lowered.graph.metadata_props[f"llmc.block.{LAYER}.mlp.down_proj"] == "32"
+
+
+def test_a_block_that_divides_the_inputs_is_kept_and_not_recorded(exported, form, lowering):
+    lowered = lowering(exported(BIASES).export, form, INT4)
+    lowered.apply("lower linears")
+    assert not [key for key in lowered.graph.metadata_props if key.startswith("llmc.block.")]
+
+
+@pytest.mark.parametrize("stored", [Float32(), PerToken(), WeightOnly(Grid(8, 32)), WeightOnly(Grid(4))])
+def test_weights_that_tensorrt_does_not_take_are_refused_by_name(exported, form, lowering, stored):
+    with pytest.raises(BuildError, match=f"{LAYER}.self_attn.q_proj: TensorRT takes no weights stored as"):
+        lowering(exported(BIASES).export, form, stored).apply("lower linears")
+
+
+@pytest.mark.parametrize("grid", [Grid(8, symmetric=False), Grid(4, 32, symmetric=False)])
+def test_zero_points_are_refused_by_name(exported, form, lowering, grid):
+    with pytest.raises(BuildError, match=f"{LAYER}.self_attn.q_proj: TensorRT has no zero points"):
+        lowering(exported(BIASES).export, form, WeightOnly(grid)).apply("lower linears")
+
+
+@pytest.mark.parametrize("grid", [Grid(8), Grid(4, 32)])
+def test_a_grid_with_scales_of_either_sign_is_refused_by_name(exported, form, lowering, grid):
+    with pytest.raises(BuildError, match=f"{LAYER}.self_attn.q_proj: TensorRT takes only scales above zero"):
+        lowering(exported(BIASES).export, form, WeightOnly(grid)).apply("lower linears")
+
+
+# --------------------------------------------------------------------------------------------------- norms, embedding
+
+
+def test_norms_sum_in_float32(exported, form, lowering):
+    lowered = lowering(exported(NORMS).export, form, compute="float16")
+    assert lowered.apply("lower norms") == 4 * 2 + 1
+    for norm in lowered.nodes("RMSNormalization"):
+        assert norm.inputs[1].const_value.dtype == ir.DataType.FLOAT16
+        assert "stash_type" not in norm.attributes or norm.attributes["stash_type"].as_int() == 1
+    for mean in lowered.nodes("ReduceMean"):
+        assert mean.inputs[0].producer().inputs[0].producer().attributes["to"].as_int() == ir.DataType.FLOAT
+
+
+def test_another_normalization_is_left(exported, form, lowering):
+    lowered = lowering(exported(BIASES).export, form).before("lower norms")
+    lowered.node("model.norm").op_type = "LayerNormalization"
+    assert lowered.apply("lower norms") == 4
+
+
+@pytest.mark.parametrize(
+    ("head", "gathered"),
+    [
+        (Computed(), ["FLOAT16"]),
+        (INT8, ["INT32", "FLOAT"]),
+        (INT4, ["INT32", "FLOAT"]),
+    ],
+)
+def test_lower_embedding_gathers_floats_or_words(exported, form, lowering, head, gathered):
+    lowered = lowering(exported(TIED).export, form, Computed(), head, compute="float16")
+    assert lowered.apply("lower embedding") == 1
+    gathers = [node for node in lowered.nodes("Gather") if node.name.startswith("model.embed_tokens")]
+    assert [node.inputs[0].const_value.dtype.name for node in gathers] == gathered
+    assert {node.inputs[1].name for node in gathers} == {"input_ids"}
+
+
+@pytest.mark.parametrize("head", [INT8, WeightOnly(Grid(4, 128, positive=True))])
+def test_the_integers_of_a_tied_head_are_chosen_once(exported, form, lowering, monkeypatch, head):
+    lowered = lowering(exported(TIED).export, form, Computed(), head).before("lower linears")
+    chosen: list[str] = []
+    quantized = lowered.context.calibrated.quantized
+
+    def counted(tensors, grid):
+        chosen.extend(tensor.name for tensor in tensors)
+        return quantized(tensors, grid)
+
+    monkeypatch.setattr(lowered.context.calibrated, "quantized", counted)
+    lowered.finish()
+    assert chosen == ["model.embed_tokens.weight"]
+
+
+def test_lower_embedding_leaves_another_gather(exported, form, lowering):
+    lowered = lowering(exported(BIASES).export, form).before("lower embedding")
+    lowered.node("model.embed_tokens").name = "something_else"
+    assert lowered.apply("lower embedding") == 0
+
+
+def test_an_embedding_in_a_form_that_cannot_be_gathered_is_refused(exported, form, lowering):
+    lowered = lowering(exported(TIED).export, form).before("lower embedding")
+    lowered.context = replace(lowered.context, quant=replace(lowered.context.quant, head=PerToken()))
+    with pytest.raises(BuildError, match=r"model.embed_tokens: TensorRT gathers no rows stored as PerToken"):
+        lowered.apply("lower embedding")
+
+
+# ------------------------------------------------------------------------------------------ a pass that misses its mark
+
+
+def of_another_kind(op_type: str):
+    def edit(graph: ir.Graph, _) -> int:
+        next(node for node in graph if node.op_type == op_type).op_type = "Unknown"
+        return 1
+
+    return edit
+
+
+def unnamed_embedding(graph: ir.Graph, _) -> int:
+    next(node for node in graph if node.name == "model.embed_tokens").name = "table"
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "found", "expected"),
+    [
+        ("raise linears", of_another_kind("MatMul"), 14, 15),
+        ("lower attention", of_another_kind("CachedAttention"), 1, 2),
+        ("lower linears", of_another_kind("Linear"), 14, 15),
+        ("lower embedding", unnamed_embedding, 0, 1),
+    ],
+)
+def test_a_pass_that_misses_its_mark_is_named(exported, form, lowering, monkeypatch, name, edit, found, expected):
+    lowered = lowering(exported(BIASES).export, form)
+    steps = list(lowered.steps)
+    steps.insert([step.name for step in steps].index(name), passes.Step("edit", edit))
+    monkeypatch.setitem(passes.PASSES, "edited", tuple(steps))
+    sentence = f"pass '{name}' applied {found} times to the single graph, {expected} expected for 2 layers"
+    with pytest.raises(BuildError, match=re.escape(sentence)):
+        passes.lower(lowered.model, "edited", lowered.context)

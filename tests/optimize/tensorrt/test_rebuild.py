@@ -1,0 +1,491 @@
+"""Rebuilding a bundle's engine on another machine: the new bundle is whole and passes, or the old one stays."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles.machines import H200, NO_GPU, ORIN
+from doubles.recorded import PLAN, RecordedLibrary
+
+from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
+from llmc.errors import BuildError, BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
+from llmc.optimize.build import build
+from llmc.optimize.tensorrt.rebuild import rebuild
+from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.publish import file_entries
+from llmc.runtime import load
+from llmc.runtime.host.probe import Probe
+from llmc.runtime.model import verify
+from llmc.runtime.sessions.tensorrt.engine import platform_name
+
+NAME = "qwen2-tied-bf16"
+SMALL = {"max_context": 64, "max_batch": 2}
+OLD_PLAN = b"an engine of the machine before"
+ENGINE_FILES = ("engine.plan", "select.plan", "engine.json")
+
+
+def no_driver(*_: object, **__: object) -> None:
+    raise GpuError("no NVIDIA driver is here; install it")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu() -> Iterator[None]:
+    """Whatever machine this is, it has no GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
+        yield
+
+
+@pytest.fixture(scope="module")
+def built(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A bundle of each form whose engine is deferred, made once."""
+    made: dict[str, Path] = {}
+
+    def get(form: str) -> Path:
+        if form not in made:
+            engine = EngineRequest(deferred=True, form=form, hardware_compatibility="ampere", stripped=True)
+            output = tmp_path_factory.mktemp(form) / "bundle"
+            build(exported(NAME).export, output, target="tensorrt", precision="fp16", engine=engine, **SMALL)
+            made[form] = output
+        return made[form]
+
+    return get
+
+
+@pytest.fixture
+def bundle(built: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a bundle, with its engine still to be made or, with ``engine``, as another machine made it."""
+
+    def copy(form: str = "native", *, engine: bool = False, **changes: Any) -> Path:
+        folder = Path(shutil.copytree(built(form), tmp_path / "there" / "bundle"))
+        manifest = read_bundle(folder)
+        assert manifest.engine is not None
+        if engine:
+            for name in ENGINE_FILES:
+                (folder / name).write_bytes(OLD_PLAN)
+            plan = dataclasses.replace(
+                manifest.engine,
+                file="engine.plan",
+                select="select.plan",
+                inspector="engine.json",
+                candidates=64,
+                platform="plan9-mips",
+                compute_capabilities=("5.2",),
+                verified="device",
+            )
+            files = manifest.files | file_entries(folder, ENGINE_FILES)
+            manifest = dataclasses.replace(manifest, engine=plan, files=files)
+        write_manifest(dataclasses.replace(manifest, **changes), folder)
+        return folder
+
+    return copy
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]:
+    """Make this a machine with a version of TensorRT, and a GPU or none; the CPU stands in for the GPU."""
+
+    def become(version: str, probe: Probe = NO_GPU, **options: Any) -> RecordedLibrary:
+        library = RecordedLibrary(version, **options)
+        once = iter([library])  # finding it may take seconds
+        monkeypatch.setattr("llmc.optimize.tensorrt.spec.load_library", lambda engine: next(once))
+        monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: probe.driver)
+        if probe.driver.devices:
+            monkeypatch.setattr(
+                "llmc.optimize.tensorrt.rebuild.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
+            )
+        return library
+
+    return become
+
+
+@pytest.fixture
+def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library may be looked at."""
+    for module in ("llmc.optimize.tensorrt.spec", "llmc.runtime.sessions.tensorrt.library"):
+        monkeypatch.setattr(f"{module}.load_library", lambda engine: pytest.fail("the library was touched"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def check_whole(folder: Path) -> Manifest:
+    """What the manifest lists is there as it is listed, nothing is beside it, and it computes what it should."""
+    manifest = read_bundle(folder)
+    assert list(verify_files(folder, manifest)) == list(manifest.files)
+    assert {path.name for path in folder.iterdir()} == {*manifest.files, "llmc.json"}
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert verify(folder, emulate=True).equal_tokens == 64
+    return manifest
+
+
+# -------------------------------------------------------------------------------------------------------- what is made
+
+
+@pytest.mark.parametrize(("form", "version"), [("native", "10.16"), ("native", "11.4"), ("primitives", "10.3")])
+def test_a_deferred_engine_is_made_in_place(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], form: str, version: str
+):
+    folder = bundle(form)
+    before = read_bundle(folder)
+    library = machine(version)
+    report = rebuild(folder, folder, force=True)
+    manifest = check_whole(folder)
+    plan = manifest.engine
+    assert plan is not None
+    assert report.manifest == manifest
+    assert manifest.target.engine_version == library.__version__
+    assert (plan.file, plan.select, plan.inspector) == ENGINE_FILES
+    assert (folder / "engine.plan").read_bytes() == PLAN
+    assert (plan.form, plan.hardware_compatibility, plan.stripped) == (form, "ampere", True), "as the bundle was asked"
+    assert plan.verified == "cpu", "the golden prompts are of this very graph"
+    assert (manifest.golden, manifest.quality, manifest.recipe) == (before.golden, before.quality, before.recipe)
+    assert {name: manifest.files[name] for name in before.files} == before.files
+
+
+def test_an_engine_of_another_machine_is_replaced_and_run(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    folder = bundle(engine=True)
+    machine("11.4", H200)
+    steps: list[str] = []
+    rebuild(folder, folder, force=True, progress=lambda step, _=None: steps.append(step))
+    plan = check_whole(folder).engine
+    assert plan is not None
+    assert (plan.platform, plan.compute_capabilities) == (platform_name(), ("9.0",))
+    assert plan.verified == "device"
+    assert not [name for name, content in contents(folder).items() if content == OLD_PLAN]
+    order = [
+        next(i for i, step in enumerate(steps) if step.startswith(part)) for part in ("hashed", "building", "golden")
+    ]
+    assert order == sorted(order)
+
+
+def test_an_engine_that_was_run_elsewhere_is_verified_here_by_its_graph_alone(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    folder, steps = bundle(engine=True), []
+    machine("11.4")
+    plan = rebuild(folder, folder, force=True, progress=lambda step, _=None: steps.append(step)).manifest.engine
+    assert plan is not None
+    assert plan.verified == "cpu", "golden prompts were replayed, but not by this engine"
+    assert [step for step in steps if step.startswith("golden prompt")]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_another_folder_shares_what_is_kept_and_leaves_the_source_alone(
+    bundle: Callable[..., Path],
+    machine: Callable[..., RecordedLibrary],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    links: bool,
+):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    folder, output = bundle(engine=True), tmp_path / "here" / "bundle"
+    before = contents(folder)
+    machine("11.4", H200)
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    rebuild(folder, output)
+    manifest = check_whole(output)
+    assert contents(folder) == before
+    kept = manifest.files.keys() - set(ENGINE_FILES)
+    assert kept >= {"decoder.onnx", "weights.bin", "tokenizer.json"}
+    assert {(output / name).samefile(folder / name) for name in kept} == {links}
+    assert not any((output / name).samefile(folder / name) for name in (*ENGINE_FILES, "llmc.json"))
+
+
+def test_a_rebuilt_bundle_stays_whole_when_its_source_goes(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], tmp_path: Path
+):
+    folder, output = bundle(), tmp_path / "here" / "bundle"
+    machine("11.4")
+    rebuild(folder, output)
+    shutil.rmtree(folder)
+    check_whole(output)
+
+
+@pytest.mark.parametrize("name", ENGINE_FILES)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "changed"])
+def test_a_broken_engine_is_no_obstacle(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], name: str, damage: str
+):
+    folder = bundle(engine=True)
+    if damage == "missing":
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(OLD_PLAN[1:] if damage == "truncated" else bytes(len(OLD_PLAN)))
+    machine("11.4")
+    rebuild(folder, folder, force=True)
+    check_whole(folder)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_bundle_of_links_becomes_one_of_files(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], tmp_path: Path, in_place: bool
+):
+    """As folders of a download cache are: every file links to another place."""
+    folder = bundle(engine=True)
+    (tmp_path / "blobs").mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(tmp_path / "blobs" / path.name)
+        path.symlink_to(Path("../../blobs") / path.name)
+    blobs = contents(tmp_path / "blobs")
+    machine("11.4", H200)
+    output = folder if in_place else tmp_path / "here" / "deeper" / "bundle"
+    rebuild(folder, output, force=in_place)
+    check_whole(output)
+    assert not [path.name for path in output.iterdir() if path.is_symlink()], "they would dangle when it is moved"
+    assert contents(tmp_path / "blobs") == blobs
+
+
+def test_a_link_to_a_bundle_stays_one(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], tmp_path: Path
+):
+    folder, link = bundle(engine=True), tmp_path / "current"
+    link.symlink_to(folder, target_is_directory=True)
+    machine("11.4")
+    rebuild(link, link, force=True)
+    assert link.readlink() == folder
+    assert (folder / "engine.plan").read_bytes() == PLAN
+    check_whole(folder)
+
+
+def test_what_was_asked_of_the_builder_is_asked_again(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    folder = bundle()
+    manifest = read_bundle(folder)
+    assert manifest.engine is not None
+    asked = dataclasses.replace(manifest.engine, workspace=1 << 22, optimization_level=1, version_compatible=True)
+    write_manifest(dataclasses.replace(manifest, engine=asked), folder)
+    library = machine("11.4", H200)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None
+    assert (plan.workspace, plan.optimization_level, plan.version_compatible) == (1 << 22, 1, True)
+    limits = [arguments[-1] for arguments in library.arguments("IBuilderConfig", "set_memory_pool_limit")]
+    assert 1 << 22 in limits
+
+
+def test_a_bundle_without_golden_prompts_is_rebuilt_with_a_warning(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], caplog: pytest.LogCaptureFixture
+):
+    folder = bundle(engine=True, golden=())
+    machine("11.4", H200)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None
+    assert plan.verified == "no"
+    assert "has no golden prompts, so nothing was replayed" in caplog.text
+
+
+@pytest.mark.parametrize("error", [GpuError, MissingExtraError, ResourceError])
+@pytest.mark.parametrize(("before", "after"), [("cpu", "cpu"), ("float32", "float32"), ("device", "no"), ("no", "no")])
+def test_a_graph_that_cannot_be_replayed_on_the_cpu_is_rebuilt_with_a_warning(
+    bundle: Callable[..., Path],
+    machine: Callable[..., RecordedLibrary],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[LlmcError],
+    before: str,
+    after: str,
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise error("not on this CPU")
+
+    folder = bundle()
+    manifest = read_bundle(folder)
+    assert manifest.engine is not None
+    old = dataclasses.replace(manifest.engine, verified=before)
+    write_manifest(dataclasses.replace(manifest, engine=old), folder)
+    machine("11.4")
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.load", refuse)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None
+    assert plan.verified == after, "what was known of this very graph, but nothing of another machine's engine"
+    assert "the golden prompts were not replayed (not on this CPU); llmc verify does so on the GPU" in caplog.text
+
+
+@pytest.mark.slow
+def test_an_engine_in_bfloat16_is_rebuilt_though_no_cpu_runs_its_graph(
+    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
+    monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
+    folder, engine = tmp_path / "there" / "bundle", EngineRequest(deferred=True)
+    build(exported(NAME).export, folder, target="tensorrt-rtx", precision="bf16", engine=engine, **SMALL)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None
+    assert plan.verified == "float32", "as its graph was judged when it was built"
+    assert "the golden prompts were not replayed" in caplog.text
+    assert "a bundle in bfloat16 cannot be run on a CPU" in caplog.text
+
+
+@pytest.mark.slow
+def test_tensorrt_rtx_rebuilds_its_own_engines(
+    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
+    monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
+    folder = tmp_path / "there" / "bundle"
+    engine = EngineRequest(compute_capabilities="8.9", optimization_level=1)
+    build(exported(NAME).export, folder, target="tensorrt-rtx", precision="int8", engine=engine, **SMALL)
+    (folder / "engine.plan").unlink()
+    rebuild(folder, folder, force=True)
+    manifest = check_whole(folder)
+    assert manifest.files["engine.plan"].size > 100_000
+    assert manifest.engine is not None
+    assert (manifest.engine.compute_capabilities, manifest.engine.optimization_level) == (("8.9",), 1)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.fixture
+def whole(bundle: Callable[..., Path]) -> Iterator[Path]:
+    """A bundle with another machine's engine, which afterwards must be what it was, with nothing beside it."""
+    folder = bundle(engine=True)
+    before = contents(folder.parent)
+    yield folder
+    assert contents(folder.parent) == before
+
+
+def test_a_graph_of_another_form_is_refused_with_what_to_build(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    folder = bundle("native")
+    before = contents(folder.parent)
+    machine("10.3", ORIN)
+    with pytest.raises(BuildError) as refused:
+        rebuild(folder, folder, force=True)
+    assert "holds a graph of the form native, tensorrt here takes primitives" in str(refused.value)
+    assert "build the bundle again from its export with --form primitives" in str(refused.value)
+    assert contents(folder.parent) == before
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_bundle_without_an_engine_is_refused(manifest: Manifest, tmp_path: Path, target: str):
+    (tmp_path / "decode.onnx").write_bytes(b"graph")
+    there = dataclasses.replace(manifest.target, name=target)
+    write_manifest(dataclasses.replace(manifest, target=there, files=file_entries(tmp_path, ["decode.onnx"])), tmp_path)
+    with pytest.raises(UsageError, match=f"is for {target}, whose graphs need no engine; it runs as it is"):
+        rebuild(tmp_path, tmp_path, force=True)
+
+
+@pytest.mark.usefixtures("untouchable")
+def test_corrupt_weights_are_refused_before_any_work(bundle: Callable[..., Path]):
+    folder = bundle()
+    content = bytearray((folder / "weights.bin").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "weights.bin").write_bytes(content)
+    before = contents(folder.parent)
+    with pytest.raises(BundleError, match=r"weights\.bin is corrupt"):
+        rebuild(folder, folder, force=True)
+    assert contents(folder.parent) == before
+
+
+@pytest.mark.usefixtures("untouchable")
+def test_an_output_that_exists_is_refused_before_anything_is_hashed(whole: Path):
+    steps: list[str] = []
+    with pytest.raises(UsageError, match="exists; choose another output folder, or pass --force"):
+        rebuild(whole, whole, progress=lambda step, _=None: steps.append(step))
+    assert steps == []
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize("name", ["notes.txt", "mine.json", "other.onnx"])
+def test_what_somebody_keeps_in_the_folder_is_not_replaced(bundle: Callable[..., Path], name: str):
+    folder = bundle(engine=True)
+    (folder / name).write_text("mine")
+    before = contents(folder.parent)
+    with pytest.raises(UsageError, match=f"also holds '{name}', which is no part of the bundle and would go with"):
+        rebuild(folder, folder, force=True)
+    assert contents(folder.parent) == before
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize("name", ["here", "deep/down"])
+def test_no_bundle_is_written_into_its_source(whole: Path, name: str):
+    with pytest.raises(UsageError, match=r"lies in the bundle .*; choose another output folder"):
+        rebuild(whole, whole / name, force=True)
+
+
+@pytest.mark.usefixtures("untouchable")
+def test_memory_that_does_not_suffice_is_said_before_the_library_is_loaded(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.usable_memory", lambda held: 1_000_000)
+    with pytest.raises(ResourceError, match="to rebuild it needs .* MB are missing"):  # noqa: RUF043
+        rebuild(whole, whole, force=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def test_a_builder_that_fails_leaves_the_old_bundle(whole: Path, machine: Callable[..., RecordedLibrary]):
+    machine("11.4", H200, builds=False, log=(("ERROR", "no kernel for softmax"),))
+    with pytest.raises(BuildError, match="no kernel for softmax"):
+        rebuild(whole, whole, force=True)
+
+
+@pytest.mark.parametrize("step", ["hashed weights.bin", "reading the graph", "building the engine", "golden prompt 2"])
+def test_ctrl_c_at_any_step_leaves_the_old_bundle(whole: Path, machine: Callable[..., RecordedLibrary], step: str):
+    machine("11.4", H200)
+
+    def interrupt(name: str, fraction: float | None = None) -> None:
+        if name.startswith(step):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rebuild(whole, whole, force=True, progress=interrupt)
+
+
+def test_a_library_that_is_missing_leaves_the_old_bundle(whole: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
+    with pytest.raises(MissingExtraError, match="tensorrt is not installed: on a Jetson it comes with JetPack"):
+        rebuild(whole, whole, force=True)
+
+
+def test_a_full_disk_leaves_the_old_bundle(
+    whole: Path, machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    machine("11.4")
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.write_manifest", full)
+    with pytest.raises(ResourceError, match="the disk is full"):
+        rebuild(whole, whole, force=True)
+
+
+@pytest.mark.parametrize("probe", [H200, NO_GPU], ids=["on the GPU", "its graph on the CPU"])
+def test_an_engine_that_computes_something_else_leaves_the_old_bundle(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], probe: Probe
+):
+    folder = bundle(engine=True)
+    text = json.loads((folder / "llmc.json").read_text())
+    text["golden"][3]["top_logits"][0] += 1.0  # as if this machine's logits were lower
+    (folder / "llmc.json").write_text(json.dumps(text))
+    before = contents(folder.parent)
+    machine("11.4", probe)
+    with pytest.raises(BundleError, match=r"logits differ by 1(\.\d+)? from those recorded"):
+        rebuild(folder, folder, force=True)
+    assert contents(folder.parent) == before
+
+
+def test_a_gpu_that_cannot_load_the_engine_leaves_the_old_bundle(
+    whole: Path, machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
+):
+    machine("11.4", H200)
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.load", no_driver)
+    with pytest.raises(GpuError, match="no NVIDIA driver is here"):
+        rebuild(whole, whole, force=True)

@@ -1,0 +1,50 @@
+"""Which GPUs an engine is made anew for: those that were named, where that can be and suits the machine."""
+
+from dataclasses import replace
+
+import pytest
+from doubles.machines import H200
+from doubles.plans import FULL
+
+from llmc.bundle import Profile
+from llmc.optimize.tensorrt.rebuild import _for_same_gpus
+from llmc.optimize.tensorrt.spec import EngineSpec
+
+OLD = replace(
+    FULL,
+    capacity=64,
+    buckets=(64,),
+    decode=Profile(2, 1, 1),
+    prefill=Profile(1, 64, 32),
+    platform="linux-x86_64",
+    compute_capabilities=(),
+    version_compatible=False,
+    stripped=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("named", "possible", "gpu", "expected"),
+    [
+        (("8.6", "8.9"), ("8.0", "8.6", "8.9"), "8.9", ("8.6", "8.9")),
+        (("8.6", "8.9"), ("8.0", "8.6", "8.9"), None, ("8.6", "8.9")),
+        (("8.6",), ("8.0", "8.6", "8.9"), "8.9", ()),
+        (("7.0",), ("8.0", "8.6", "8.9"), None, ()),
+        ((), ("8.0", "8.6", "8.9"), "8.9", ()),
+        (("9.0",), (), "8.7", ("8.7",)),
+    ],
+    ids=["kept", "kept without a GPU", "another GPU here", "unknown by now", "none were named", "cannot be named"],
+)
+def test_an_engine_is_made_anew_for_the_gpus_that_were_named(
+    monkeypatch: pytest.MonkeyPatch,
+    named: tuple[str, ...],
+    possible: tuple[str, ...],
+    gpu: str | None,
+    expected: tuple[str, ...],
+):
+    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.nameable_gpus", lambda library: possible)
+    device = H200.driver.devices[0]
+    found = None if gpu is None else replace(device, compute_capability=gpu)
+    spec = EngineSpec(None, "1.7", found, OLD if possible else replace(OLD, compute_capabilities=expected))
+    made = _for_same_gpus(spec, replace(OLD, compute_capabilities=named))
+    assert made.config.compute_capabilities == expected

@@ -1,0 +1,464 @@
+"""What an engine is asked for: defaults by what the library can do, refusals before any work, names of what is kept."""
+
+import dataclasses
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles.machines import H200, NO_GPU, ORIN, RTX_4090
+from doubles.plans import FULL
+from doubles.recorded import VERSIONS, RecordedLibrary, replaced
+
+from llmc.bundle import Limits, Manifest, Profile, read_bundle, write_manifest
+from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, UsageError
+from llmc.optimize.progress import silent
+from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import resolve as resolve_recipe
+from llmc.optimize.targets import capabilities
+from llmc.optimize.tensorrt import timing_cache
+from llmc.optimize.tensorrt.builder import EngineReport
+from llmc.optimize.tensorrt.engine import compile_engine, profiles_of
+from llmc.optimize.tensorrt.network import Ranges
+from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.tensorrt.spec import (
+    FIRST_BUCKET,
+    PREFILL_OUTPUTS,
+    WORKSPACE,
+    EngineSpec,
+    bucket_sizes,
+    nameable_gpus,
+    resolve_engine,
+)
+from llmc.publish import file_entries
+from llmc.runtime.host import disk_cache
+from llmc.runtime.host.probe import Probe
+from llmc.runtime.sessions.tensorrt.engine import platform_name
+
+LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)
+NATIVE = {"10.3": False, "10.13": False, "10.16": True, "11.4": True}
+RTX_GPUS = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Make this a machine with a library (a version of TensorRT's, or a module) and what a probe finds."""
+
+    def become(library: Any, probe: Probe = NO_GPU) -> Any:
+        found = RecordedLibrary(library) if isinstance(library, str) else library
+        monkeypatch.setattr("llmc.optimize.tensorrt.spec.load_library", lambda engine: found)
+        monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: probe.driver)
+        return found
+
+    return become
+
+
+@pytest.fixture
+def rtx(here: Callable[..., Any]) -> Any:
+    """A machine with TensorRT-RTX and no GPU."""
+    return here(pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine"))
+
+
+def resolve(target: str = "tensorrt", limits: Limits = LIMITS, *, float8: bool = False, **request: Any) -> EngineSpec:
+    abilities = capabilities(target)
+    recipe, _ = resolve_recipe(Request(precision="fp8" if float8 else "fp16"), abilities, limits.max_context, "test")
+    return resolve_engine(abilities, recipe, limits, EngineRequest(**request))
+
+
+# ------------------------------------------------------------------------------------------------------------ defaults
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_form_is_the_best_that_the_library_has(here: Callable[..., Any], version: str):
+    library = here(version)
+    spec = resolve()
+    config = spec.config
+    assert config.form == ("native" if NATIVE[version] else "primitives")
+    assert config.capacity == (1024 if NATIVE[version] else 0), "only primitives go without a capacity of their own"
+    assert (spec.library, spec.version) == (library, library.__version__)
+
+
+def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
+    here("11.4")
+    spec = resolve()
+    config = spec.config
+    assert (config.decode, config.prefill) == (Profile(4, 1, 1), Profile(1, 128, PREFILL_OUTPUTS))
+    assert (config.workspace, config.optimization_level) == (WORKSPACE, None)
+    assert (config.hardware_compatibility, config.version_compatible, config.stripped) == ("none", False, False)
+    assert (config.compute_capabilities, spec.gpu) == ((), None)
+
+
+def test_a_short_chunk_has_no_more_logits_than_tokens(here: Callable[..., Any]):
+    here("11.4")
+    assert resolve(limits=Limits(1000, 1, 5)).config.prefill == Profile(1, 5, 5)
+
+
+def test_what_is_asked_for_is_taken(here: Callable[..., Any]):
+    here("11.4")
+    asked = {
+        "form": "primitives",
+        "hardware_compatibility": "same",
+        "version_compatible": True,
+        "stripped": True,
+        "workspace": 1 << 20,
+        "optimization_level": 0,
+    }
+    spec = resolve(**asked)
+    assert asked.items() <= vars(spec.config).items()
+    assert spec.config.capacity == 0
+
+
+@pytest.mark.parametrize(
+    ("longest", "buckets"),
+    [
+        (2, (64,)),
+        (FIRST_BUCKET, (256,)),
+        (257, (256, 320)),
+        (1000, (256, 512, 1024)),
+        (4096, (256, 512, 1024, 2048, 4096)),
+        (5000, (256, 512, 1024, 2048, 4096, 5056)),
+    ],
+)
+def test_buckets_double_and_end_with_the_longest_context_in_whole_blocks(longest: int, buckets: tuple[int, ...]):
+    assert bucket_sizes(longest) == buckets
+
+
+def test_the_platform_is_this_machines():
+    assert platform_name() == f"{platform.system().lower()}-{platform.machine()}"
+
+
+# ------------------------------------------------------------------------------------------------------------- the GPU
+
+
+def test_an_engine_of_tensorrt_is_for_the_gpu_that_it_is_built_on(here: Callable[..., Any]):
+    here("10.3", ORIN)
+    spec = resolve()
+    assert spec.config.compute_capabilities == ("8.7",)
+    assert spec.gpu == ORIN.driver.devices[0]
+
+
+def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here: Callable[..., Any], rtx: Any):
+    here(rtx, RTX_4090)
+    assert resolve("tensorrt-rtx").config.compute_capabilities == ()
+    assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").config.compute_capabilities == ("8.6", "8.9")
+
+
+FLOAT8_GPUS = ("8.9", "12.0", "12.1")
+
+
+def test_an_engine_in_float8_is_for_gpus_that_multiply_it(rtx: Any):
+    assert resolve("tensorrt-rtx", float8=True).config.compute_capabilities == FLOAT8_GPUS
+    assert resolve("tensorrt-rtx", float8=True, compute_capabilities="12.0").config.compute_capabilities == ("12.0",)
+    with pytest.raises(UsageError, match=r"'8\.6', tensorrt-rtx builds with weights in float8 for 8\.9, 12\.0, 12\.1"):
+        resolve("tensorrt-rtx", float8=True, compute_capabilities="8.9,8.6")
+
+
+def test_an_engine_in_float8_cannot_be_for_every_gpu_since_ampere(rtx: Any):
+    with pytest.raises(UsageError, match=r"hardware_compatibility is 'ampere', but GPUs before 8\.9 know no float8"):
+        resolve("tensorrt-rtx", float8=True, hardware_compatibility="ampere")
+
+
+def test_gpus_are_not_both_named_and_left_open(rtx: Any):
+    with pytest.raises(UsageError, match="hardware_compatibility is 'ampere' and GPUs are named; give one of them"):
+        resolve("tensorrt-rtx", hardware_compatibility="ampere", compute_capabilities="8.9")
+    assert resolve("tensorrt-rtx", hardware_compatibility="none", compute_capabilities="8.9").gpu is None
+
+
+def test_weights_are_left_out_of_tensorrt_rtx_only_beside_a_gpu(here: Callable[..., Any], rtx: Any):
+    with pytest.raises(GpuError, match="leaves weights out of engines only beside a GPU; leave --stripped out"):
+        resolve("tensorrt-rtx", stripped=True)
+    assert resolve("tensorrt-rtx", stripped=True, deferred=True).config.stripped
+    here(rtx, RTX_4090)
+    assert resolve("tensorrt-rtx", stripped=True).config.stripped
+
+
+def test_gpus_are_named_by_their_compute_capability(rtx: Any):
+    assert nameable_gpus(rtx) == RTX_GPUS
+    assert nameable_gpus(RecordedLibrary("11.4")) == nameable_gpus(None) == ()
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "message"),
+    [
+        ("10.3", {"form": "native"}, "form is 'native', expected one of primitives for tensorrt here"),
+        ("11.4", {"form": "best"}, "form is 'best', expected one of native, primitives for tensorrt here"),
+        ("11.4", {"compute_capabilities": "8.9"}, "is '8.9', but tensorrt builds for the GPU it runs on"),
+        ("11.4", {"hardware_compatibility": "all"}, "is 'all', expected one of none, ampere, same for tensorrt here"),
+        ("10.3", {"hardware_compatibility": "same"}, "is 'same', expected one of none, ampere for tensorrt here"),
+        ("11.4", {"workspace": 1000}, "workspace is 1000, expected 1048576 ... "),
+        ("11.4", {"workspace": 1 << 51}, "workspace is 2251799813685248, expected"),
+        ("11.4", {"optimization_level": 6}, "optimization_level is 6, expected 0 ... 5"),
+        ("11.4", {"optimization_level": -1}, "optimization_level is -1, expected 0 ... 5"),
+    ],
+)
+def test_what_the_library_cannot_do_is_refused(
+    here: Callable[..., Any], version: str, asked: dict[str, Any], message: str
+):
+    here(version)
+    with pytest.raises(UsageError) as refused:
+        resolve(**asked)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("asked", ["9.0", "8.6,9.9", "sm86", "8.6,,8.9", ""])
+def test_a_gpu_that_tensorrt_rtx_does_not_know_is_refused(rtx: Any, asked: str):
+    with pytest.raises(UsageError, match=r"compute_capabilities has .*, tensorrt-rtx builds for 7\.5, 8") as refused:
+        resolve("tensorrt-rtx", compute_capabilities=asked)
+    assert all(gpu in str(refused.value) for gpu in RTX_GPUS)
+
+
+def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
+    with pytest.raises(MissingExtraError, match="tensorrt is not installed: on a Jetson it comes with JetPack"):
+        resolve()
+
+
+def test_tensorrt_without_a_gpu_is_refused_before_any_work(here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    def fail(library: RecordedLibrary, self: Any, native_logger: Any) -> None:
+        native_logger.log(library.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    replaced(monkeypatch, "Builder", "__init__", fail)
+    here("11.4")
+    with pytest.raises(GpuError, match="tensorrt 11.4.* cannot use a GPU here .CUDA initialization failure"):  # noqa: RUF043
+        resolve()
+    assert resolve(deferred=True).config.form == "native"
+
+
+# ------------------------------------------------------------------------------------------------------------ deferred
+
+
+@pytest.fixture
+def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither library nor GPU may be looked at."""
+    monkeypatch.setattr(
+        "llmc.optimize.tensorrt.spec.load_library", lambda engine: pytest.fail("the library was touched")
+    )
+    monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: pytest.fail("the GPU was looked for"))
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize("form", [None, "native", "primitives"])
+def test_a_deferred_engine_may_have_any_form_and_touches_no_library(form: str | None):
+    spec = resolve(deferred=True, form=form, hardware_compatibility="same")
+    assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
+    assert spec.config.form == (form or "native")
+    assert spec.config.hardware_compatibility == "same"
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"form": "best"}, "form is 'best', expected one of native, primitives"),
+        ({"hardware_compatibility": "all"}, "hardware_compatibility is 'all', expected one of none, ampere, same"),
+        ({"compute_capabilities": "8.6"}, "a deferred engine is for the GPU where it is built"),
+        ({"workspace": 1}, "workspace is 1, expected"),
+    ],
+)
+def test_what_no_library_could_do_is_refused_of_a_deferred_engine(asked: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=message):
+        resolve("tensorrt-rtx", deferred=True, **asked)
+
+
+# -------------------------------------------------------------------------------------------------------- timing cache
+
+
+def test_measured_times_are_kept_apart_by_library_version_gpu_and_named_gpus(here: Callable[..., Any]):
+    def named(spec: EngineSpec, *gpus: str) -> EngineSpec:
+        return dataclasses.replace(spec, config=dataclasses.replace(spec.config, compute_capabilities=gpus))
+
+    found = []
+    for version, probe in (("10.3", ORIN), ("10.16", ORIN), ("10.16", H200), ("10.16", NO_GPU)):
+        here(version, probe)
+        found.append(resolve())
+    found += [named(found[-1], "8.6"), named(found[-1], "8.6", "8.9")]
+    paths = [timing_cache.place(each) for each in found]
+    assert len(set(paths)) == len(paths)
+    assert all(path.parents[2] == disk_cache.cache_root() for path in paths)
+    assert all(" " not in path.parent.name for path in paths)
+    assert timing_cache.place(found[1]) == paths[1], "the same engine finds its times again"
+
+
+def test_a_name_of_a_gpu_cannot_lead_out_of_the_cache(here: Callable[..., Any]):
+    device = dataclasses.replace(H200.driver.devices[0], name="../../Graphics Device/1")
+    here("11.4", dataclasses.replace(H200, driver=dataclasses.replace(H200.driver, devices=(device,))))
+    path = timing_cache.place(resolve())
+    assert path.parents[2] == disk_cache.cache_root()
+    assert ".." not in path.parts
+
+
+# ----------------------------------------------------------------------------------------------------------- compiling
+
+
+class Builder:
+    """Stands in for both builders: writes files and takes notes."""
+
+    def __init__(self, aliases: int) -> None:
+        self.aliases = {f"present.{i}": f"past.{i}" for i in range(aliases)}
+        self.engines: list[tuple[EngineSpec, tuple[Ranges, Ranges]]] = []
+        self.selects: list[dict[str, Any]] = []
+
+    def engine(
+        self, spec: EngineSpec, graph: Path, output: Path, profiles: tuple[Ranges, Ranges], **given: Any
+    ) -> EngineReport:
+        self.engines.append((spec, profiles))
+        output.write_bytes(b"engine")
+        given["inspector"].write_text("{}")
+        return EngineReport((), self.aliases, ())
+
+    def select(self, spec: EngineSpec, output: Path, **options: Any) -> None:
+        self.selects.append({"spec": spec, **options})
+        output.write_bytes(b"select")
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Builder]:
+    def make(aliases: int) -> Builder:
+        made = Builder(aliases)
+        monkeypatch.setattr("llmc.optimize.tensorrt.engine.build_engine", made.engine)
+        monkeypatch.setattr("llmc.optimize.tensorrt.engine.build_select", made.select)
+        return made
+
+    return make
+
+
+def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
+    here: Callable[..., Any],
+    builder: Callable[[int], Builder],
+    manifest: Manifest,
+    tmp_path: Path,
+):
+    here("11.4", H200)
+    made = builder(2 * manifest.geometry.layers)
+    spec = resolve(stripped=True, optimization_level=2, hardware_compatibility="ampere", version_compatible=True)
+    plan = compile_engine(spec, tmp_path / "decoder.onnx", manifest.geometry, silent)
+    [(given, profiles)], [select] = made.engines, made.selects
+    assert given is select["spec"] is spec
+    assert profiles == profiles_of(spec.config)
+    config = spec.config
+    assert (config.capacity, config.form) == (1024, "native")
+    assert (config.stripped, config.optimization_level, config.version_compatible) == (True, 2, True)
+    assert (config.hardware_compatibility, config.workspace) == ("ampere", WORKSPACE)
+    assert (select["vocab_size"], select["candidates"]) == (320, 64)
+    assert (plan.file, plan.select, plan.inspector) == ("engine.plan", "select.plan", "engine.json")
+    assert (plan.compute, plan.compute_capabilities, plan.verified) == ("float16", ("9.0",), "no")
+    assert (plan.workspace, plan.optimization_level) == (WORKSPACE, 2), "to be asked for again by a rebuild"
+    assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
+
+
+@pytest.mark.parametrize(("version", "aliases"), [("11.4", 3), ("11.4", 0), ("10.3", 4)])
+def test_caches_that_are_not_updated_as_the_form_says_fail_the_build(
+    here: Callable[..., Any],
+    builder: Callable[[int], Builder],
+    manifest: Manifest,
+    tmp_path: Path,
+    version: str,
+    aliases: int,
+):
+    here(version)
+    builder(aliases)
+    with pytest.raises(BuildError, match=f"made {aliases} in-place cache updates of the graph, [04] are expected"):
+        compile_engine(resolve(), tmp_path / "decoder.onnx", manifest.geometry, silent)
+
+
+@pytest.mark.usefixtures("untouchable")
+def test_a_deferred_engine_writes_no_file(manifest: Manifest, tmp_path: Path):
+    plan = compile_engine(resolve(deferred=True), tmp_path / "decoder.onnx", manifest.geometry, silent)
+    assert (plan.file, plan.select, plan.inspector, plan.candidates) == ("", "", "", 0)
+    assert list(tmp_path.iterdir()) == []
+    assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
+
+
+# --------------------------------------------------------------------------------------------------------- the manifest
+
+PLAN = FULL
+ENGINE_FILES = ("engine.plan", "select.plan", "engine.json")
+
+
+@pytest.fixture
+def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
+    """Writes a bundle whose files hold nothing of use; changes are of the engine's plan."""
+
+    def write(**changes: Any) -> Path:
+        names = ["decode.onnx", *ENGINE_FILES]
+        for name in names:
+            (tmp_path / name).write_bytes(b"x")
+        plan, files = dataclasses.replace(PLAN, **changes), file_entries(tmp_path, names)
+        write_manifest(dataclasses.replace(manifest, engine=plan, compiled=None, files=files), tmp_path)
+        return tmp_path
+
+    return write
+
+
+def test_a_plan_is_read_as_it_was_written(save: Callable[..., Path]):
+    assert read_bundle(save()).engine == PLAN
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"buckets": (512, 256)},
+        {"buckets": (256, 256, 512)},
+        {"buckets": ()},
+        {"buckets": (0, 512)},
+        {"buckets": (256, 511), "capacity": 511},
+        {"capacity": 0},
+        {"capacity": 256},
+        {"capacity": 1024},
+        {"form": "primitives"},
+        {"form": "best"},
+        {"decode": Profile(1, 2, 1)},
+        {"decode": Profile(0, 1, 1)},
+        {"decode": Profile(4, 1, 1)},
+        {"prefill": Profile(1, 128, 0)},
+        {"prefill": Profile(1, 128, 129)},
+        {"prefill": Profile(1, 64, 32)},
+        {"compute_capabilities": ("8.7; reboot",)},
+        {"workspace": 0},
+        {"candidates": 0},
+        {"candidates": -1},
+        {"select": ""},
+    ],
+    ids=str,
+)
+def test_a_plan_that_no_build_writes_is_refused(save: Callable[..., Path], changes: dict[str, Any]):
+    with pytest.raises(BundleError, match=r"the engine in llmc\.json cannot be right; build the bundle again"):
+        read_bundle(save(**changes))
+
+
+@pytest.mark.parametrize("name", ENGINE_FILES)
+def test_a_file_of_the_engine_that_is_missing_is_named_with_what_makes_it(save: Callable[..., Path], name: str):
+    folder = save()
+    (folder / name).unlink()
+    with pytest.raises(BundleError, match=f"{name} is missing, 1 expected; llmc build --rebuild {folder}"):
+        read_bundle(folder)
+
+
+def test_files_of_an_engine_may_be_broken_where_it_is_made_anew_and_no_others(save: Callable[..., Path]):
+    folder = save()
+    (folder / "engine.plan").unlink()
+    (folder / "select.plan").write_bytes(b"half of it")
+    assert read_bundle(folder, engine_matters=False).engine == PLAN
+    (folder / "decode.onnx").unlink()
+    with pytest.raises(BundleError, match=r"decode\.onnx is missing, 1 expected; copy or build the bundle again"):
+        read_bundle(folder, engine_matters=False)
+
+
+def test_a_file_of_the_engine_that_is_not_listed_is_refused(save: Callable[..., Path]):
+    with pytest.raises(BundleError, match=r"names '\.\./engine\.plan', which is unlisted or lies outside; refused"):
+        read_bundle(save(file="../engine.plan"))
+
+
+def test_a_manifest_from_before_engines_says_how_to_make_it_again(save: Callable[..., Path]):
+    folder = save()
+    text = json.loads((folder / "llmc.json").read_text())
+    text["schema_version"] -= 1
+    (folder / "llmc.json").write_text(json.dumps(text))
+    with pytest.raises(BundleError, match="of an older llmc .* make it again with: llmc build"):  # noqa: RUF043
+        read_bundle(folder)

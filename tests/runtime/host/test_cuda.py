@@ -1,0 +1,469 @@
+"""CUDA's driver behind a few calls: each asks the driver as its documentation says, and every failure has a remedy."""
+
+import enum
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles.caches import read, write
+from doubles.cuda import ORIN, FakeDriver, RuleBrokenError, array_at
+from doubles.geometries import uniform
+
+from llmc.bundle import Manifest
+from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
+from llmc.runtime.host import cuda
+from llmc.runtime.host.cuda import CudaDriver, DeviceInfo, open_driver
+from llmc.runtime.kv.device_cache import DeviceCache
+
+CUresult = enum.IntEnum(
+    "CUresult",
+    {
+        "CUDA_SUCCESS": 0,
+        "CUDA_ERROR_INVALID_VALUE": 1,
+        "CUDA_ERROR_OUT_OF_MEMORY": 2,
+        "CUDA_ERROR_NO_DEVICE": 100,
+        "CUDA_ERROR_ILLEGAL_ADDRESS": 700,
+        "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": 901,
+        "CUDA_ERROR_UNKNOWN": 999,
+    },
+)
+
+
+class Attribute(enum.Enum):
+    """Of a device."""
+
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+    CU_DEVICE_ATTRIBUTE_INTEGRATED = 18
+
+
+ANSWERS: dict[str, tuple[Any, ...]] = {
+    "cuDriverGetVersion": (13000,),
+    "cuDeviceGet": (7,),
+    "cuDeviceGetName": (b"NVIDIA Test" + b"\0" * 89,),
+    "cuDeviceTotalMem": (8_000_000_000,),
+    "cuDevicePrimaryCtxRetain": ("context",),
+    "cuMemGetInfo": (3_000_000_000, 8_000_000_000),
+    "cuMemAlloc": (4096,),
+    "cuMemHostAlloc": (8192,),
+    "cuMemHostGetDevicePointer": (12288,),
+    "cuStreamCreate": (21,),
+    "cuStreamEndCapture": (31,),
+    "cuGraphInstantiate": (32,),
+}
+
+
+class Api:
+    """The module ``cuda.bindings.driver``: records calls, and returns what the real functions return."""
+
+    CUDA_VERSION = 13050
+    CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP = 1, 2
+    CUdevice_attribute = Attribute
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL="thread local")
+    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_UNIFIED="unified")
+    CUDA_MEMCPY2D = SimpleNamespace
+
+    def __init__(self, integrated: bool = False) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.codes: dict[str, Any] = {}
+        self.answers = dict(ANSWERS)
+        self.attributes = {75: 8, 76: 7, 18: int(integrated)}
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *arguments))
+            code = self.codes.get(name, CUresult.CUDA_SUCCESS)
+            if isinstance(code, Exception):
+                raise code
+            if name == "cuDeviceGetAttribute":
+                return code, self.attributes[arguments[0].value]
+            found = self.answers.get(name, ())
+            return (code, *([None] * len(found) if int(code) else found))
+
+        return call
+
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api()
+
+
+@pytest.fixture
+def driver(api: Api) -> CudaDriver:
+    """Opened, and what that took forgotten."""
+    driver = CudaDriver(api)
+    api.calls.clear()
+    return driver
+
+
+def test_opening_describes_the_gpu_and_takes_its_primary_context(api: Api):
+    driver = CudaDriver(api, 1)
+    assert driver.device == DeviceInfo("NVIDIA Test", "8.7", 8_000_000_000, integrated=False, driver_version="13.0")
+    assert api.calls[0] == ("cuInit", 0)
+    assert ("cuDeviceGet", 1) in api.calls
+    assert api.calls[-2:] == [("cuDevicePrimaryCtxRetain", 7), ("cuCtxSetCurrent", "context")]
+    driver.close()
+    driver.close()
+    assert api.names().count("cuDevicePrimaryCtxRelease") == 1
+
+
+ASKED: list[tuple[str, tuple[Any, ...], Any, list[tuple[Any, ...]]]] = [
+    ("memory_info", (), (3_000_000_000, 8_000_000_000), [("cuMemGetInfo",)]),
+    ("alloc", (100,), 4096, [("cuMemAlloc", 100)]),
+    ("free", (4096,), None, [("cuMemFree", 4096)]),
+    ("alloc_host", (100,), 8192, [("cuMemHostAlloc", 100, 1)]),
+    ("free_host", (8192,), None, [("cuMemFreeHost", 8192)]),
+    ("device_address", (8192,), 12288, [("cuMemHostGetDevicePointer", 8192, 0)]),
+    ("stream", (), 21, [("cuStreamCreate", 1)]),
+    ("destroy_stream", (21,), None, [("cuStreamDestroy", 21)]),
+    ("synchronize", (21,), None, [("cuStreamSynchronize", 21)]),
+    ("copy", (1, 2, 3, 21), None, [("cuMemcpyAsync", 1, 2, 3, 21)]),
+    ("fill", (1, 9, 21), None, [("cuMemsetD8Async", 1, 0, 9, 21)]),
+    ("begin_capture", (21,), None, [("cuStreamBeginCapture", 21, "thread local")]),
+    ("end_capture", (21,), 32, [("cuStreamEndCapture", 21), ("cuGraphInstantiate", 31, 0), ("cuGraphDestroy", 31)]),
+    ("launch", (32, 21), None, [("cuGraphLaunch", 32, 21)]),
+    ("destroy_graph", (32,), None, [("cuGraphExecDestroy", 32)]),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments", "answer", "calls"), ASKED, ids=[asked[0] for asked in ASKED])
+def test_each_call_asks_the_driver(
+    driver: CudaDriver, api: Api, method: str, arguments: tuple[Any, ...], answer: Any, calls: list[tuple[Any, ...]]
+):
+    assert getattr(driver, method)(*arguments) == answer
+    assert api.calls == calls
+
+
+def test_a_copy_of_rows_names_both_sides_in_one_space_of_addresses(driver: CudaDriver, api: Api):
+    driver.copy_2d(1000, 64, 2000, 128, 48, 5, 21)
+    ((name, order, stream),) = api.calls
+    assert (name, stream) == ("cuMemcpy2DAsync", 21)
+    assert vars(order) == {
+        "srcMemoryType": "unified",
+        "dstMemoryType": "unified",
+        "srcDevice": 2000,
+        "srcPitch": 128,
+        "dstDevice": 1000,
+        "dstPitch": 64,
+        "WidthInBytes": 48,
+        "Height": 5,
+    }
+
+
+def test_the_real_bindings_have_all_that_is_asked_of_them():
+    real = pytest.importorskip("cuda.bindings.driver")
+    used = set(re.findall(r'"(cu[A-Z]\w+)"', Path(cuda.__file__).read_text(encoding="utf-8")))
+    assert len(used) > 20
+    assert [name for name in used if not hasattr(real, name)] == []
+    order = real.CUDA_MEMCPY2D()
+    order.srcMemoryType = order.dstMemoryType = real.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    order.srcDevice, order.srcPitch, order.dstDevice, order.dstPitch = 1000, 64, 2000, 128
+    order.WidthInBytes, order.Height = 48, 5
+    assert (int(order.srcDevice), int(order.dstDevice), order.Height) == (1000, 2000, 5)
+    for attribute in Attribute:
+        assert getattr(real.CUdevice_attribute, attribute.name).value == attribute.value
+    assert (real.CU_MEMHOSTALLOC_PORTABLE, real.CU_MEMHOSTALLOC_DEVICEMAP) == (1, 2)
+    assert real.CUstream_flags.CU_STREAM_NON_BLOCKING.value == 1
+    assert real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    assert real.CUDA_VERSION >= 12000
+
+
+def test_pinned_memory_of_an_integrated_gpu_is_mapped():
+    api = Api(integrated=True)
+    driver = CudaDriver(api)
+    assert driver.device.integrated
+    driver.alloc_host(100)
+    assert api.calls[-1] == ("cuMemHostAlloc", 100, 3)
+
+
+def test_every_thread_makes_the_context_current_once(driver: CudaDriver, api: Api):
+    driver.alloc(1)
+    thread = threading.Thread(target=lambda: (driver.alloc(1), driver.activate(), driver.free(1)))
+    thread.start()
+    thread.join()
+    assert api.names() == ["cuMemAlloc", "cuCtxSetCurrent", "cuMemAlloc", "cuMemFree"]
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_too_little_memory_says_what_was_asked_and_what_is_free(driver: CudaDriver, api: Api):
+    api.codes["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(ResourceError, match="allocating 123 bytes of GPU memory failed: 3000 of 8000 MB are free"):
+        driver.alloc(123)
+    api.codes["cuMemGetInfo"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(ResourceError, match="no memory is left; lower the context"):
+        driver.alloc(123)
+
+
+def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver: CudaDriver, api: Api):
+    api.codes["cuStreamSynchronize"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(GpuError, match=r"lost while waiting for the GPU \(CUDA_ERROR_ILLEGAL_ADDRESS, 700\)") as caught:
+        driver.synchronize(21)
+    assert caught.value.lost
+    api.calls.clear()
+    with pytest.raises(GpuError, match="lost while waiting") as caught:
+        driver.free(4096)
+    assert caught.value.lost
+    assert api.calls == []
+    driver.close()
+
+
+@pytest.mark.parametrize("code", sorted(cuda.STICKY))
+def test_errors_that_end_the_context_are_told_from_others(driver: CudaDriver, api: Api, code: int):
+    api.codes["cuMemcpyAsync"] = code  # which the bindings may not know by name
+    with pytest.raises(GpuError) as caught:
+        driver.copy(1, 2, 3, 21)
+    assert caught.value.lost
+
+
+@pytest.mark.parametrize("code", [1, 101, 400, 600, 900, 901, 908])
+def test_other_errors_leave_the_context_usable(driver: CudaDriver, api: Api, code: int):
+    api.codes["cuMemcpyAsync"] = code
+    with pytest.raises(GpuError, match=f"copying failed .CUDA error {code}.") as caught:
+        driver.copy(1, 2, 3, 21)
+    assert not caught.value.lost
+    del api.codes["cuMemcpyAsync"]
+    driver.copy(1, 2, 3, 21)
+
+
+def test_a_graph_that_cannot_be_made_ready_is_freed(driver: CudaDriver, api: Api):
+    api.codes["cuGraphInstantiate"] = CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+    with pytest.raises(GpuError, match=r"preparing a CUDA graph failed .*901"):
+        driver.end_capture(21)
+    assert api.calls[-1] == ("cuGraphDestroy", 31)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "match"),
+    [
+        (
+            "cuInit",
+            RuntimeError("Failed to dlopen libcuda.so.1"),
+            r"no NVIDIA driver is here .*libcuda.*install.*--emulate",
+        ),
+        ("cuInit", CUresult.CUDA_ERROR_NO_DEVICE, "starting CUDA failed .*100.*: no GPU is visible; check nvidia-smi"),
+        ("cuInit", CUresult.CUDA_ERROR_UNKNOWN, "the driver failed to start; restart the machine"),
+        ("cuInit", 34, "libcuda is the stub of the toolkit"),
+        ("cuInit", 803, "driver and kernel module have different versions"),
+        ("cuDeviceGet", 101, "finding GPU 0 failed .*there is no such device"),
+        ("cuDevicePrimaryCtxRetain", 46, "opening the GPU failed .*the GPU is in use"),
+    ],
+)
+def test_a_gpu_that_cannot_be_opened_comes_with_what_to_do(api: Api, name: str, code: Any, match: str):
+    api.codes[name] = code
+    with pytest.raises(GpuError, match=match) as caught:
+        CudaDriver(api)
+    assert not caught.value.lost
+
+
+def test_a_driver_older_than_the_bindings_is_refused_with_both_remedies(api: Api):
+    api.answers["cuDriverGetVersion"] = (12060,)
+    with pytest.raises(GpuError, match=r"speaks CUDA 12\.6, .* want 13\.0 .* 'cuda-bindings<13', or update the driver"):
+        CudaDriver(api)
+
+
+def test_a_gpu_without_room_for_a_context_is_let_go(api: Api):
+    api.codes["cuCtxSetCurrent"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(ResourceError, match="using the GPU failed"):
+        CudaDriver(api)
+    assert api.calls[-1] == ("cuDevicePrimaryCtxRelease", 7)
+
+
+def test_a_closed_gpu_is_not_used(driver: CudaDriver, api: Api):
+    driver.close()
+    with pytest.raises(GpuError, match="the GPU was closed; load the bundle again"):
+        driver.alloc(1)
+    assert "cuMemAlloc" not in api.names()
+
+
+def test_missing_bindings_name_the_extras(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda, "require", missing)
+    with pytest.raises(MissingExtraError, match=r"'tensorrt', 'tensorrt-rtx' and 'gpu': pip install '\.\[tensorrt\]'"):
+        open_driver()
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("undefined symbol"), RuntimeError("odd"), ModuleNotFoundError("No numpy", name="numpy")]
+)
+def test_broken_bindings_are_told_from_missing_ones(error: Exception, monkeypatch: pytest.MonkeyPatch):
+    def broken(module: str, extra: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cuda, "require", broken)
+    with pytest.raises(GpuError, match=r"cuda-bindings is installed and cannot be loaded \(.*\): pip uninstall"):
+        open_driver()
+
+
+def test_bindings_that_are_an_empty_folder_are_broken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda, "require", lambda module, extra: ModuleType(module))
+    with pytest.raises(GpuError, match=r"cannot be loaded \(it has no cuInit\)"):
+        open_driver()
+
+
+def missing(module: str, extra: str) -> None:
+    raise MissingExtraError(f"{module} is not installed")
+
+
+def test_where_there_is_no_driver_opening_says_so():
+    pytest.importorskip("cuda.bindings.driver")
+    if any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/nvhost-gpu", "/dev/nvgpu")):
+        pytest.skip("there is a GPU here")
+    with pytest.raises(LlmcError, match=r"no NVIDIA driver is here|starting CUDA failed"):
+        open_driver()
+
+
+def test_importing_the_session_imports_no_cuda():
+    modules = "llmc.runtime.host.cuda, llmc.runtime.sessions.tensorrt.session"
+    code = f"import sys, {modules}; print([m for m in sys.modules if 'cuda' in m and not m.startswith('llmc.')])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"
+
+
+# ------------------------------------------------------------------------------------------------------- a real driver
+
+
+@pytest.fixture
+def gpu() -> Iterator[cuda.Driver]:
+    """A GPU, where there is one."""
+    try:
+        driver = open_driver()
+    except LlmcError as error:
+        pytest.skip(str(error))
+    yield driver
+    driver.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
+    stream, host, device = gpu.stream(), gpu.alloc_host(64), gpu.alloc(64)
+    values = array_at(host, (16,), np.int32)
+    values[:] = range(16)
+    gpu.copy(device, host, 64, stream)
+    gpu.begin_capture(stream)
+    gpu.copy_2d(host, 16, device + 32, 8, 8, 2, stream)
+    graph = gpu.end_capture(stream)
+    gpu.synchronize(stream)
+    values[:] = -1
+    gpu.launch(graph, stream)
+    gpu.synchronize(stream)
+    assert values.tolist() == [8, 9, -1, -1, 10, 11, *[-1] * 10]
+    gpu.fill(device, 64, stream)
+    gpu.copy(host, device, 64, stream)
+    gpu.synchronize(stream)
+    assert not values.any()
+    gpu.destroy_graph(graph)
+    gpu.free(device)
+    gpu.free_host(host)
+    gpu.destroy_stream(stream)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_gpu_keeps_a_cache(gpu: cuda.Driver, manifest: Manifest, buffers: int):
+    stream = gpu.stream()
+    geometry = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
+    cache = DeviceCache(replace(manifest, geometry=geometry, cache="float16", engine=None), gpu, stream, buffers)
+    cache.reserve(2, 32)
+    values = np.random.default_rng(0).random((4, 2, 20, 16)).astype(np.float16)
+    write(cache, 1, 5, values)
+    cache.copy(1, 0, 7, 20)
+    cache.reserve(3, 64)
+    assert np.array_equal(read(cache, 1, 5, 25), values)
+    assert np.array_equal(read(cache, 0, 7, 20), values[:, :, 2:15])
+    assert not cache.read(2, 0, 64).any()
+    cache.close()
+    gpu.destroy_stream(stream)
+
+
+# ----------------------------------------------------------------------------------------------------------- the double
+
+
+def filled(driver: Any, size: int, value: int, host: bool = False) -> int:
+    address = driver.alloc_host(size) if host else driver.alloc(size)
+    array_at(address, (size,))[:] = value
+    return int(address)
+
+
+def test_the_doubles_work_is_done_when_the_stream_is_waited_for():
+    driver = FakeDriver()
+    stream, target, source = driver.stream(), filled(driver, 8, 0), filled(driver, 8, 7)
+    driver.copy(target, source, 8, stream)
+    assert not array_at(target, (8,)).any()
+    driver.synchronize(stream)
+    assert (array_at(target, (8,)) == 7).all()
+    driver.fill(target, 4, stream)
+    driver.synchronize(stream)
+    assert array_at(target, (8,)).tolist() == [0] * 4 + [7] * 4
+
+
+def test_the_doubles_recorded_work_is_done_at_every_launch_and_not_before():
+    driver = FakeDriver()
+    stream, target, source = driver.stream(), filled(driver, 8, 0), filled(driver, 8, 7)
+    driver.begin_capture(stream)
+    driver.copy(target, source, 8, stream)
+    graph = driver.end_capture(stream)
+    driver.synchronize(stream)
+    assert not array_at(target, (8,)).any()
+    for value in (3, 4):
+        array_at(source, (8,))[:] = value
+        driver.launch(graph, stream)
+        driver.synchronize(stream)
+        assert (array_at(target, (8,)) == value).all()
+
+
+BREACHES: list[tuple[str, Callable[[Any, int, int], object], str]] = [
+    ("past the end", lambda d, a, s: (d.copy(a, a + 4, 8, s), d.synchronize(s)), "lie in no allocation"),
+    ("use after free", lambda d, a, s: (d.free(a), d.fill(a, 8, s), d.synchronize(s)), "lie in no allocation"),
+    ("free twice", lambda d, a, s: (d.free(a), d.free(a)), "was freed before"),
+    ("free as host memory", lambda d, a, s: d.free_host(a), "no host memory"),
+    ("default stream", lambda d, a, s: d.fill(a, 8, 0), "stream 0 is the default one"),
+    ("host memory on the device", lambda d, a, s: d.check_device(d.alloc_host(8), 8), "not mapped"),
+    ("mapping on a server", lambda d, a, s: d.device_address(d.alloc_host(8)), "discrete GPU is not mapped"),
+    ("overlapping rows", lambda d, a, s: d.copy_2d(a, 2, a, 4, 4, 1, s), "wider than a pitch"),
+    ("no size", lambda d, a, s: d.alloc(0), "CUDA refuses that"),
+    ("launch of nothing", lambda d, a, s: d.launch(5, s), "no graph 5"),
+    ("after close", lambda d, a, s: (d.close(), d.alloc(1)), "after close"),
+]
+
+
+@pytest.mark.parametrize(("what", "breach", "match"), BREACHES, ids=[what for what, _, _ in BREACHES])
+def test_the_double_notices(what: str, breach: Callable[[Any, int, int], object], match: str):
+    driver = FakeDriver()
+    with pytest.raises(RuleBrokenError, match=match):
+        breach(driver, driver.alloc(8), driver.stream())
+
+
+def test_the_double_fails_when_told():
+    driver = FakeDriver(ORIN, fail_alloc=2)
+    host = driver.alloc_host(8)
+    assert driver.device_address(host) == host
+    driver.check_device(host, 8)
+    with pytest.raises(ResourceError):
+        driver.alloc(8)
+    driver.alloc(8)
+    stream = driver.stream()
+    driver.begin_capture(stream)
+    for forbidden in (lambda: driver.alloc(8), lambda: driver.synchronize(stream)):
+        with pytest.raises(GpuError, match="900"):
+            forbidden()
+    driver.kill()
+    with pytest.raises(GpuError) as caught:
+        driver.alloc(8)
+    assert caught.value.lost

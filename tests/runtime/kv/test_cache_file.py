@@ -1,0 +1,205 @@
+"""A saved session comes back bit for bit, and nothing else passes for one."""
+
+import errno
+import os
+import struct
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llmc.errors import RequestError, ResourceError, UsageError
+from llmc.runtime.kv import cache_file
+from llmc.runtime.kv.cache_file import Description, chain_hashes, load_session, publish, root_hash, save_session
+
+TOKENS = [5, 1, 151_000, 7]
+
+
+SIZE = 2  # tokens of a block
+
+
+def values(count: int = 2, dtype: str = "float32") -> list[NDArray[Any]]:
+    """Blocks of two tokens each."""
+    return list(np.random.default_rng(0).integers(-127, 128, (count, 64 * SIZE)).astype(dtype))
+
+
+def save(path: Path, tokens: list[int], blocks: list[NDArray[Any]], key: str = "model") -> None:
+    save_session(path, tokens, blocks, SIZE, key)
+
+
+def load(path: Path, key: str = "model") -> tuple[list[int], list[NDArray[Any]]]:
+    return load_session(path, SIZE, key)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save(tmp_path / "chat.kv", TOKENS, values())
+    return tmp_path / "chat.kv"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float16"])
+def test_a_session_comes_back_bit_for_bit(tmp_path: Path, dtype: str):
+    save(tmp_path / "chat.kv", TOKENS, values(dtype=dtype))
+    tokens, restored = load(tmp_path / "chat.kv")
+    assert tokens == TOKENS
+    assert {block.dtype for block in restored} == {np.dtype(dtype)}
+    np.testing.assert_array_equal(restored, values(dtype=dtype))
+
+
+def test_a_strided_view_is_saved_as_what_it_shows(tmp_path: Path):
+    view = [block[::2] for block in values()]
+    save(tmp_path / "chat.kv", TOKENS, view)
+    np.testing.assert_array_equal(load(tmp_path / "chat.kv")[1], view)
+
+
+def test_only_its_owner_may_read_a_session(saved: Path):
+    assert saved.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_digest_is_the_published_one():
+    """Transcribed from the format's description, not from its code."""
+    tokens = np.array([1, 2, 3, 4, 5], np.int64)
+    first = blake2b(root_hash("model") + struct.pack("<2q", 1, 2), digest_size=16).digest()
+    second = blake2b(first + struct.pack("<2q", 3, 4), digest_size=16).digest()
+    assert chain_hashes(root_hash("model"), tokens, 2) == [first, second]
+
+
+def test_key_and_adapter_cannot_run_into_each_other():
+    assert len({root_hash("a", "b"), root_hash("ab", ""), root_hash("", "ab"), root_hash('a", "b')}) == 4
+
+
+def test_a_session_of_another_model_is_refused(saved: Path):
+    with pytest.raises(RequestError, match="saved with another model or cache type"):
+        load(saved, "another model")
+
+
+def test_a_file_of_the_prefix_cache_is_no_session(tmp_path: Path):
+    root = root_hash("model")
+    publish(tmp_path / "x", Description.of("prefix", root, root, np.array(TOKENS), values(), SIZE), values())
+    with pytest.raises(RequestError, match="not a saved session"):
+        load(tmp_path / "x")
+
+
+def test_somebody_elses_file_is_named_as_such(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("Dear diary, this is longer than what a file of ours begins with.")
+    with pytest.raises(RequestError, match=r"no session of llmc's.*Dear dia"):
+        load(tmp_path / "notes.txt")
+
+
+def test_a_missing_session_is_a_wrong_argument(tmp_path: Path):
+    with pytest.raises(UsageError, match="cannot be opened"):
+        load(tmp_path / "none")
+
+
+def test_a_pipe_is_no_session(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RequestError, match=r"no session of llmc's.*no regular file"):
+        load(tmp_path / "pipe")
+    with pytest.raises(UsageError, match=r"cannot be opened \(Is a directory"):
+        load(tmp_path)
+
+
+def test_a_link_to_a_session_is_one(saved: Path, tmp_path: Path):
+    (tmp_path / "link").symlink_to(saved)
+    assert load(tmp_path / "link")[0] == load(saved)[0]
+
+
+@pytest.mark.parametrize(("name", "why"), [("a\0b", "NUL character"), ("a\ud800b", "lone surrogate")])
+def test_what_no_file_can_be_called_is_a_wrong_argument(tmp_path: Path, name: str, why: str):
+    for call in (load, lambda path: save(path, TOKENS, values())):
+        with pytest.raises(UsageError, match=f"a.*b' is no path: it holds a {why}"):
+            call(tmp_path / name)
+    with pytest.raises(UsageError, match="cannot be opened"):  # a byte that is no UTF-8, as file names may have
+        load(tmp_path / "a\udcffb")
+
+
+def test_a_session_cut_anywhere_is_refused(saved: Path):
+    content = saved.read_bytes()
+    for length in range(0, len(content), 13):
+        saved.write_bytes(content[:length])
+        with pytest.raises(RequestError, match="is damaged and cannot be restored"):
+            load(saved)
+
+
+def test_a_session_with_more_behind_it_is_refused(saved: Path):
+    saved.write_bytes(saved.read_bytes() + b"\0")
+    with pytest.raises(RequestError, match="its description says"):
+        load(saved)
+
+
+def survives_flips(saved: Path) -> set[int]:
+    """Positions whose change went unnoticed and changed what came back."""
+    content, wrong = bytearray(saved.read_bytes()), set()
+    for position in range(len(content)):
+        content[position] ^= 1 << position % 8
+        saved.write_bytes(content)
+        content[position] ^= 1 << position % 8
+        try:
+            tokens, restored = load(saved)
+        except RequestError:
+            continue
+        if tokens != TOKENS or not np.array_equal(restored, values()):
+            wrong.add(position)
+    return wrong
+
+
+def test_no_flipped_bit_changes_a_session_unnoticed(saved: Path):
+    assert survives_flips(saved) == set()
+
+
+def test_flipped_bits_would_be_found_without_the_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache_file, "_digest", lambda data: bytes(16))
+    save(tmp_path / "chat.kv", TOKENS, values())
+    assert len(survives_flips(tmp_path / "chat.kv")) > sum(block.nbytes for block in values()) // 2
+
+
+def other_version(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    length = struct.unpack_from("<I", content, 12)[0]
+    version = struct.pack("<I", 1)
+    content[8:12] = version
+    content[16:32] = blake2b(version + content[32 : 32 + length], digest_size=16).digest()
+    path.write_bytes(content)
+
+
+def test_another_version_is_named(saved: Path):
+    other_version(saved)
+    with pytest.raises(RequestError, match=r"of another version.*format 1, this llmc reads 2"):
+        load(saved)
+
+
+@pytest.mark.parametrize(("tokens", "count"), [([], 1), ([1, 2, 3], 2), ([1, 2], 0)])
+def test_blocks_that_do_not_fit_the_tokens_are_refused(tmp_path: Path, tokens: list[int], count: int):
+    with pytest.raises(UsageError, match="expected"):
+        save(tmp_path / "chat.kv", tokens, values(count))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_blocks_of_another_size_are_refused(saved: Path):
+    with pytest.raises(RequestError, match="saved in blocks of 2 tokens, expected 4; start the session anew"):
+        load_session(saved, 4, "model")
+
+
+def test_tokens_after_the_last_block_come_back_too(tmp_path: Path):
+    tokens = [*TOKENS, 9, 8, 7]
+    save(tmp_path / "chat.kv", tokens, values())
+    assert load(tmp_path / "chat.kv")[0] == tokens
+
+
+def test_a_full_disk_leaves_the_old_session(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match="disk is full"):
+        save(saved, TOKENS[::-1], values(1))
+    assert list(saved.parent.iterdir()) == [saved]
+    assert load(saved)[0] == TOKENS
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(UsageError, match="cannot write here"):
+        save(tmp_path / "none" / "chat.kv", TOKENS, values())

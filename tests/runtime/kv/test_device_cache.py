@@ -1,0 +1,311 @@
+"""The cache on the device: contents survive every move, memory is zeroed, and failures change nothing."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles.caches import read, write
+from doubles.cuda import FakeDriver, array_at, small
+from doubles.geometries import uniform
+from doubles.plans import PLAN
+
+from llmc.bundle import DeviceMemory, Geometry, Limits, Manifest
+from llmc.errors import BundleError, GpuError, ResourceError, UsageError
+from llmc.inventory import Cache
+from llmc.runtime.kv import device_cache as module
+from llmc.runtime.kv.device_cache import DeviceCache
+
+LIMITS = Limits(512, 8, 16)
+GEOMETRY = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
+TENSORS, HEADS, WIDTH = 4, 2, 16
+GENERATOR = np.random.default_rng(0)
+Made = Callable[..., DeviceCache]
+
+
+def values(count: int, dtype: str = "float16") -> np.ndarray:
+    return GENERATOR.integers(1, 1000, (TENSORS, HEADS, count, WIDTH)).astype(dtype)
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def made(driver: FakeDriver, manifest: Manifest) -> Made:
+    """Makes caches of a type, for a geometry."""
+
+    def make(buffers: int = 1, kind: str = "float16", geometry: Geometry = GEOMETRY, **options: Any) -> DeviceCache:
+        small = replace(manifest, geometry=geometry, limits=LIMITS, cache=kind, engine=None, device=None)
+        return DeviceCache(small, driver, driver.stream(), buffers, **options)
+
+    return make
+
+
+@pytest.fixture(params=[1, 2], ids=["in place", "two buffers"])
+def cache(request: pytest.FixtureRequest, driver: FakeDriver, made: Made) -> Iterator[DeviceCache]:
+    """Three rows of 32 positions."""
+    cache = made(request.param)
+    cache.reserve(3, 32)
+    yield cache
+    cache.close()
+    assert driver.allocated == 0
+
+
+def run(cache: DeviceCache, first_row: int, rows: int, ends: list[int]) -> int:
+    """What an engine does: copy its rows to where they shall go. Says which buffer it read from."""
+    side = cache.side(first_row, rows)
+    size = HEADS * cache.capacity * WIDTH * cache.dtype.itemsize
+    for tensor in range(TENSORS):
+        here, there = cache.address(tensor, first_row), cache.other_address(tensor, first_row)
+        if here != there:
+            cache._driver.copy(there, here, rows * size, cache._stream)
+    cache.computed(first_row, ends)
+    return side
+
+
+@pytest.mark.parametrize(("kind", "itemsize"), [("int8", 1), ("float16", 2), ("float32", 4)])
+def test_what_is_written_is_read_in_the_type_of_the_cache(made: Made, kind: str, itemsize: int):
+    cache = made(kind=kind)
+    cache.reserve(2, 8)
+    given = values(5).astype(cache.dtype)
+    write(cache, 1, 3, given)
+    assert cache.dtype == np.dtype(kind)
+    assert np.array_equal(read(cache, 1, 3, 8), given)
+    assert not cache.read(0, 0, 8).any()
+    assert cache.size == 2 * HEADS * 8 * WIDTH * itemsize * TENSORS
+
+
+def test_bfloat16_is_read_as_words(made: Made):
+    cache = made(kind="bfloat16")
+    cache.reserve(1, 8)
+    write(cache, 0, 0, values(8, "uint16"))
+    assert cache.read(0, 0, 8).dtype == np.uint16
+
+
+def test_tensors_lie_as_the_engine_reads_them(cache: DeviceCache):
+    given = values(32)
+    write(cache, 2, 0, given)
+    for tensor in range(TENSORS):
+        here = array_at(cache.address(tensor, 0), (3, HEADS, 32, WIDTH), np.float16)
+        assert np.array_equal(here[2], given[tensor])
+        assert not here[:2].any()
+        assert cache.address(tensor, 0) % module.ALIGNMENT == 0
+
+
+def test_fresh_memory_is_zero_where_the_engine_may_look(cache: DeviceCache, driver: FakeDriver):
+    cache.reserve(4, 48)
+    for block in driver.blocks.values():
+        if block.kind == "device":
+            cache._driver.synchronize(cache._stream)
+    assert all(not cache.read(row, 0, 48).any() for row in range(4))
+    sides = [array_at(block, (cache.size // len(cache._blocks),)) for block in cache._blocks]
+    assert not any(side.any() for side in sides)
+
+
+def test_a_copied_range_reaches_its_row_and_no_other(cache: DeviceCache):
+    given = [values(32) for _ in range(3)]
+    for row, content in enumerate(given):
+        write(cache, row, 0, content)
+    cache.copy(0, 2, 5, 20)
+    cache.copy(1, 1, 0, 32)
+    assert np.array_equal(read(cache, 2, 5, 20), given[0][:, :, 5:20])
+    assert np.array_equal(read(cache, 2, 0, 5), given[2][:, :, :5])
+    assert np.array_equal(read(cache, 2, 20, 32), given[2][:, :, 20:])
+    assert np.array_equal(read(cache, 0, 0, 32), given[0])
+    assert np.array_equal(read(cache, 1, 0, 32), given[1])
+
+
+def test_long_ranges_go_through_a_small_pinned_buffer(cache: DeviceCache, monkeypatch: pytest.MonkeyPatch):
+    position = TENSORS * HEADS * WIDTH * 2
+    monkeypatch.setattr(module, "STAGING_BYTES", 5 * position)
+    given = values(29)
+    write(cache, 1, 2, given)
+    assert np.array_equal(read(cache, 1, 2, 31), given)
+    assert np.array_equal(read(cache, 1, 9, 11), given[:, :, 7:9])
+    assert cache._staged == 5 * position
+
+
+def test_growth_keeps_what_was_written(cache: DeviceCache):
+    given = [values(count) for count in (32, 7, 20)]
+    for row, content in enumerate(given):
+        write(cache, row, 0, content)
+    cache.reserve(5, 64)
+    assert (cache.rows, cache.capacity, cache.written) == (5, 64, (32, 7, 20, 0, 0))
+    assert all(np.array_equal(read(cache, row, 0, len(c[0][0])), c) for row, c in enumerate(given))
+    assert not cache.read(0, 32, 64).any()
+    cache.close()
+    assert (cache.rows, cache.capacity, cache.size) == (0, 0, 0)
+
+
+def test_reserving_less_does_nothing(cache: DeviceCache, driver: FakeDriver):
+    before = driver.calls.copy()
+    cache.reserve(3, 32)
+    cache.reserve(1, 5)
+    assert driver.calls == before
+    assert (cache.rows, cache.capacity) == (3, 32)
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_too_little_memory_changes_nothing(driver: FakeDriver, made: Made, buffers: int):
+    cache = made(buffers)
+    cache.reserve(3, 32)
+    given = values(32)
+    write(cache, 1, 0, given)
+    before = driver.allocated
+    driver.fail_alloc = driver._allocations + buffers  # the last of the new blocks
+    with pytest.raises(ResourceError):
+        cache.reserve(3, 64)
+    assert driver.allocated == before
+    assert (cache.rows, cache.capacity) == (3, 32)
+    assert np.array_equal(read(cache, 1, 0, 32), given)
+    cache.reserve(3, 64)
+    assert np.array_equal(read(cache, 1, 0, 32), given)
+
+
+def test_the_new_cache_and_the_old_one_must_fit_together(driver: FakeDriver, made: Made):
+    driver.device = small(total_memory=100_000)
+    cache = made()
+    cache.reserve(1, 256)  # 65,536 bytes
+    with pytest.raises(ResourceError):
+        cache.reserve(1, 512)
+    assert cache.capacity == 256
+
+
+def test_a_lost_context_is_reported_as_such(cache: DeviceCache, driver: FakeDriver):
+    driver.kill()
+    with pytest.raises(GpuError) as caught:
+        cache.read(0, 0, 4)
+    assert caught.value.lost
+    driver.lost, driver.lose = False, 0  # so that the fixture can look for leaks
+
+
+@pytest.mark.parametrize(("row", "start", "end"), [(3, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 2, 1), (0, 0, 33)])
+def test_rows_and_positions_outside_the_cache_are_refused(cache: DeviceCache, row: int, start: int, end: int):
+    says = f"positions {start} ... {end} of row {row} .* 3 rows of 32; reserve"
+    with pytest.raises(UsageError, match=says):
+        cache.read(row, start, end)
+    with pytest.raises(UsageError, match=says):
+        cache.copy(row, 0, start, end)
+    if start <= end:
+        with pytest.raises(UsageError, match=says):
+            write(cache, row, start, values(end - start))
+
+
+def test_contents_of_another_bundle_are_refused(cache: DeviceCache):
+    given = cache.read(0, 0, 4)
+    for wrong in (given[1:], given.reshape(4, -1), given.astype(np.float32)):
+        with pytest.raises(
+            UsageError, match=r"expected float16 \[512\] for 4 positions: they come from another bundle"
+        ):
+            cache.write(0, 0, 4, wrong)
+
+
+# ----------------------------------------------------------------------------------------------------- two buffers
+
+
+@pytest.fixture
+def swapped(made: Made) -> Iterator[tuple[DeviceCache, list[np.ndarray]]]:
+    """A cache of two buffers whose three rows are full."""
+    cache = made(2)
+    cache.reserve(3, 32)
+    contents = [values(32) for _ in range(3)]
+    for row, content in enumerate(contents):
+        write(cache, row, 0, content)
+    yield cache, contents
+    cache.close()
+
+
+def whole(cache: DeviceCache, contents: list[np.ndarray]) -> bool:
+    return all(np.array_equal(read(cache, row, 0, 32), content) for row, content in enumerate(contents))
+
+
+def test_rows_follow_their_calls_from_buffer_to_buffer(swapped: tuple[DeviceCache, list[np.ndarray]]):
+    cache, contents = swapped
+    assert [run(cache, 1, 1, [32]) for _ in range(3)] == [0, 1, 0]
+    assert cache._side == [0, 1, 0]
+    assert whole(cache, contents)
+    cache.copy(1, 0, 3, 9)
+    contents[0][:, :, 3:9] = contents[1][:, :, 3:9]
+    write(cache, 1, 4, contents[2][:, :, :6])
+    contents[1][:, :, 4:10] = contents[2][:, :, :6]
+    assert whole(cache, contents)
+    cache.reserve(3, 64)
+    assert cache._side == [0, 0, 0]
+    assert whole(cache, contents)
+
+
+@pytest.mark.parametrize(("moved", "side", "copies"), [([0], 0, 1), ([0, 2], 1, 1), ([0, 1, 2], 1, 0), ([], 0, 0)])
+def test_a_call_finds_its_rows_in_one_buffer_and_the_fewer_were_moved(
+    swapped: tuple[DeviceCache, list[np.ndarray]], driver: FakeDriver, moved: list[int], side: int, copies: int
+):
+    cache, contents = swapped
+    for row in moved:
+        run(cache, row, 1, [32])
+    before = driver.calls["copy"]
+    assert cache.side(0, 3) == side
+    assert driver.calls["copy"] - before == copies * TENSORS
+    assert whole(cache, contents)
+    run(cache, 0, 3, [32, 32, 32])
+    assert cache._side == [1 - side] * 3
+    assert whole(cache, contents)
+
+
+def test_in_place_there_is_only_one_buffer(made: Made):
+    cache = made(1)
+    cache.reserve(2, 32)
+    assert run(cache, 0, 2, [3, 9]) == 0
+    assert cache.written == (3, 9)
+    assert cache.address(3, 1) == cache.other_address(3, 1)
+
+
+LAYERS = ((2, 16), (1, 10), (4, 8))
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_each_layer_has_its_own_shape(made: Made, monkeypatch: pytest.MonkeyPatch, buffers: int):
+    caches = tuple(Cache(str(i), "kv", shape, 0) for i, shape in enumerate(LAYERS))
+    cache = made(buffers, geometry=replace(GEOMETRY, caches=caches))
+    position = sum(2 * heads * width for heads, width in LAYERS)
+    monkeypatch.setattr(module, "STAGING_BYTES", 5 * position * 2)
+    cache.reserve(2, 7)
+    given = GENERATOR.integers(1, 9, 7 * position).astype(np.float16)
+    cache.write(1, 0, 7, given)
+    cache.copy(1, 0, 2, 7)
+    start = 0
+    for tensor, (heads, width) in enumerate(shape for shape in LAYERS for _ in range(2)):
+        assert cache.address(tensor, 0) % module.ALIGNMENT == 0
+        here = array_at(cache.address(tensor, 1), (heads, 7, width), np.float16)
+        assert np.array_equal(here.reshape(-1), given[start : start + heads * 7 * width])
+        start += heads * 7 * width
+    cache.reserve(3, 20)
+    assert np.array_equal(cache.read(1, 0, 7), given)
+    assert np.array_equal(cache.read(0, 2, 7), cache.read(1, 2, 7))
+    assert not cache.read(2, 0, 20).any()
+    blocks = cache.read_blocks(1, 3, 0, 6)
+    assert all(np.array_equal(block, cache.read(1, 3 * i, 3 * i + 3)) for i, block in enumerate(blocks))
+    cache.close()
+
+
+def test_growth_that_the_gpu_has_no_room_for_is_refused(driver: FakeDriver, manifest: Manifest):
+    """The bytes are those of the whole bundle, in a cache of one capacity."""
+    memory = DeviceMemory(context=1000, weights=2000, workspace=500, cache_per_token=10, logits=40)
+    bundle = replace(
+        manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=replace(PLAN, capacity=512), device=memory
+    )
+    cache = DeviceCache(bundle, driver, driver.stream(), device_memory=memory.total(512, 4))
+    cache.reserve(4, 1)
+    with pytest.raises(ResourceError, match=r"for 512 tokens in 5 row\(s\) the model takes .* of the GPU's memory"):
+        cache.reserve(5, 1)
+    assert (cache.rows, cache.capacity) == (4, 512)
+    cache.close()
+
+
+def test_states_are_refused(made: Made):
+    caches = (Cache("0", "kv", (2, 16), 0), Cache("1", "state", (4, 8), 0))
+    with pytest.raises(
+        BundleError, match=r"keep states \(past_state.1\), which .* on CPUs alone; build it for the cpu"
+    ):
+        made(geometry=replace(GEOMETRY, caches=caches))

@@ -1,0 +1,350 @@
+"""The prefix cache finds the longest prefix it has, gives back what was put in, and keeps to its bound."""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from numpy.typing import NDArray
+
+from llmc.errors import UsageError
+from llmc.runtime.kv import cache_file
+from llmc.runtime.kv.prefix_cache import Match, PrefixCache, Read
+
+BLOCK = 2
+LAYERS, HEADS, DIM = 2, 1, 3
+BLOCK_BYTES = 2 * LAYERS * HEADS * BLOCK * DIM * 4
+PLENTY = 1 << 20
+
+
+def rows(tokens: Sequence[int], adapter: str = "", dtype: str = "float32") -> NDArray[Any]:
+    """Keys and values that depend, as real ones do, on all tokens up to their position: [2 * layers, heads, n, dim]."""
+    seeds = [zlib.crc32(repr((adapter, list(tokens[: n + 1]))).encode()) for n in range(len(tokens))]
+    values = [np.random.default_rng(seed).integers(-127, 128, (2 * LAYERS, HEADS, DIM)) for seed in seeds]
+    return np.stack(values, axis=2).astype(dtype) if values else np.zeros((2 * LAYERS, HEADS, 0, DIM), dtype)
+
+
+def blocks(values: NDArray[Any], start: int, end: int, size: int = BLOCK) -> list[NDArray[Any]]:
+    """What a cache reads of these positions."""
+    return [values[:, :, i : i + size].reshape(-1).copy() for i in range(start, end, size)]
+
+
+def reader(tokens: Sequence[int], adapter: str = "", dtype: str = "float32", size: int = BLOCK) -> Read:
+    return lambda start, end: blocks(rows(tokens, adapter, dtype), start, end, size)
+
+
+def joined(found: Match) -> NDArray[Any]:
+    return np.concatenate([block.reshape(2 * LAYERS, HEADS, -1, DIM) for block in (*found.blocks, rows([]))], axis=2)
+
+
+def filled(cache: PrefixCache, *sequences: Sequence[int]) -> PrefixCache:
+    for tokens in sequences:
+        cache.insert(tokens, reader(tokens, size=cache.block))
+    return cache
+
+
+def cached(cache: PrefixCache, tokens: Sequence[int], adapter: str = "") -> int:
+    with cache.match(tokens, adapter=adapter) as found:
+        return found.length
+
+
+class BruteForce:
+    """The same cache as a dict of whole prefixes; the answer to every question is found by trying all."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.used: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.held: list[tuple[str, tuple[int, ...]]] = []
+        self.now = 0
+
+    def longest(self, tokens: Sequence[int], limit: int, adapter: str) -> int:
+        lengths = range(BLOCK, min(limit, len(tokens)) + 1, BLOCK)
+        return max((n for n in lengths if (adapter, tuple(tokens[:n])) in self.used), default=0)
+
+    def use(self, tokens: Sequence[int], length: int, adapter: str) -> None:
+        self.now += 1
+        self.used.update({(adapter, tuple(tokens[:n])): self.now for n in range(BLOCK, length + 1, BLOCK)})
+
+    def insert(self, tokens: Sequence[int], adapter: str) -> int:
+        length = self.longest(tokens, len(tokens), adapter)
+        self.held.append((adapter, tuple(tokens[:length])))
+        room = self.blocks - len([entry for entry in self.used if self.pinned(entry)])
+        end = min(len(tokens) // BLOCK, length // BLOCK + room) * BLOCK
+        while len(self.used) + (end - length) // BLOCK > self.blocks:
+            leaves = [entry for entry in self.used if not self.pinned(entry) and not self.continued(entry)]
+            del self.used[min(leaves, key=lambda entry: (self.used[entry], -len(entry[1])))]
+        self.use(tokens, end, adapter)
+        self.held.pop()
+        return end
+
+    def pinned(self, entry: tuple[str, tuple[int, ...]]) -> bool:
+        return any(a == entry[0] and held[: len(entry[1])] == entry[1] for a, held in self.held)
+
+    def continued(self, entry: tuple[str, tuple[int, ...]]) -> bool:
+        return any(a == entry[0] and len(t) > len(entry[1]) and t[: len(entry[1])] == entry[1] for a, t in self.used)
+
+
+TOKENS = st.lists(st.integers(0, 1), max_size=11)
+ADAPTERS = st.sampled_from(["", "law"])
+
+
+class AgainstBruteForce(RuleBasedStateMachine):
+    kind = PrefixCache
+
+    @initialize(blocks=st.integers(0, 7))
+    def start(self, blocks: int) -> None:
+        self.cache = self.kind("model", BLOCK, max_bytes=blocks * BLOCK_BYTES + BLOCK_BYTES // 2)
+        self.oracle = BruteForce(blocks)
+        self.matches: list[Match] = []
+
+    @rule(tokens=TOKENS, adapter=ADAPTERS)
+    def insert(self, tokens: list[int], adapter: str) -> None:
+        spans = []
+
+        def read(start: int, end: int) -> Sequence[NDArray[Any]]:
+            spans.append((start, end))
+            return reader(tokens, adapter)(start, end)
+
+        assert self.cache.insert(tokens, read, adapter=adapter) == self.oracle.insert(tokens, adapter)
+        assert len(spans) <= 1
+
+    @rule(tokens=TOKENS, limit=st.integers(0, 12), adapter=ADAPTERS, keep=st.booleans())
+    def match(self, tokens: list[int], limit: int, adapter: str, keep: bool) -> None:
+        length = self.oracle.longest(tokens, limit, adapter)
+        found = self.cache.match(tokens, limit, adapter=adapter)
+        assert found.length == length
+        np.testing.assert_array_equal(joined(found), rows(tokens[:length], adapter))
+        self.oracle.use(tokens, length, adapter)
+        if keep:
+            self.matches.append(found)
+            self.oracle.held.append((adapter, tuple(tokens[:length])))
+        else:
+            found.release()
+
+    @precondition(lambda self: self.matches)
+    @rule(which=st.integers(0, 100))
+    def release(self, which: int) -> None:
+        self.matches.pop(which % len(self.matches)).release()
+        self.oracle.held.pop(which % len(self.oracle.held))
+
+    @invariant()
+    def stays_within_its_bound(self) -> None:
+        assert self.cache.counters.bytes == len(self.oracle.used) * BLOCK_BYTES <= self.cache.max_bytes
+        assert self.cache.counters.blocks == len(self.oracle.used)
+
+
+MACHINE = settings(
+    max_examples=200, stateful_step_count=25, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
+def test_it_does_what_a_dict_of_all_prefixes_does():
+    run_state_machine_as_test(AgainstBruteForce, settings=MACHINE)
+
+
+class EvictsWhatIsUsed(PrefixCache):
+    def _use(self, path: Sequence[Any]) -> None:
+        """Planted: the order of use is never renewed."""
+
+
+class IgnoresPins(PrefixCache):
+    def _pin(self, path: Sequence[Any]) -> None:
+        """Planted: nothing is pinned."""
+
+    def _unpin(self, path: Sequence[Any]) -> None:
+        pass
+
+
+class MixesAdapters(PrefixCache):
+    def _root(self, adapter: str) -> bytes:
+        return super()._root("")
+
+
+class GivesTheWrongBlock(PrefixCache):
+    def _add(self, hashes: Sequence[bytes], blocks: Sequence[NDArray[Any]]) -> list[Any]:
+        return super()._add(hashes, blocks[::-1])
+
+
+@pytest.mark.parametrize("broken", [EvictsWhatIsUsed, IgnoresPins, MixesAdapters, GivesTheWrongBlock])
+def test_the_dict_of_all_prefixes_finds_a_planted_error(broken: type[PrefixCache]):
+    class Planted(AgainstBruteForce):
+        kind = broken
+
+    quick = settings(MACHINE, max_examples=300, phases=list(settings.get_profile("default").phases)[:3])
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(Planted, settings=quick)
+
+
+def test_only_whole_blocks_match():
+    cache = filled(PrefixCache("model", 4, max_bytes=PLENTY), range(11))
+    assert cached(cache, range(11)) == 8
+    assert cached(cache, range(7)) == 4
+    assert cached(cache, range(3)) == 0
+
+
+def test_the_limit_leaves_a_token_to_compute():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=PLENTY), range(8))
+    with cache.match(range(8), 7) as found:
+        assert found.length == 6
+    with cache.match(range(8), -1) as found:
+        assert found.length == 0
+
+
+def test_only_the_missing_span_is_read():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=PLENTY), [1, 2, 3, 4])
+    spans = []
+
+    def read(start: int, end: int) -> Sequence[NDArray[Any]]:
+        spans.append((start, end))
+        return blocks(rows([1, 2, 3, 4, 5, 6, 7, 8, 9]), start, end)
+
+    assert cache.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], read) == 8
+    assert cache.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], read) == 8
+    assert spans == [(4, 8)]
+
+
+def test_what_cannot_be_kept_is_not_read():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=3 * BLOCK_BYTES), [1, 2])
+    spans = []
+
+    def read(start: int, end: int) -> Sequence[NDArray[Any]]:
+        spans.append((start, end))
+        return blocks(rows(range(20)), start, end)
+
+    assert cache.insert(range(20), read) == 6
+    assert spans == [(0, 6)]
+
+
+def test_a_cache_without_memory_keeps_nothing():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=0), [1, 2, 3, 4])
+    assert cached(cache, [1, 2, 3, 4]) == 0
+    assert cache.counters.bytes == 0
+
+
+def test_the_least_recently_used_goes_first():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=2 * BLOCK_BYTES), [1, 1], [2, 2])
+    assert cached(cache, [1, 1]) == 2
+    filled(cache, [3, 3])
+    assert [cached(cache, [n, n]) for n in (1, 2, 3)] == [2, 0, 2]
+    assert cache.counters.evictions == 1
+
+
+def test_the_end_of_a_prefix_goes_before_its_beginning():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=3 * BLOCK_BYTES), [1, 2, 3, 4, 5, 6], [9, 9])
+    assert cached(cache, [1, 2, 3, 4, 5, 6]) == 4
+
+
+def test_a_pinned_prefix_outlives_any_pressure():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=2 * BLOCK_BYTES), [1, 2, 3, 4])
+    found = cache.match([1, 2, 3, 4])
+    filled(cache, [5, 6, 7, 8])
+    np.testing.assert_array_equal(joined(found), rows([1, 2, 3, 4]))
+    assert cached(cache, [1, 2, 3, 4]) == 4
+    assert cached(cache, [5, 6, 7, 8]) == 0
+    found.release()
+    found.release()
+    filled(cache, [5, 6, 7, 8])
+    assert cached(cache, [5, 6, 7, 8]) == 4
+
+
+def test_two_matches_pin_twice():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=BLOCK_BYTES), [1, 2])
+    first, second = cache.match([1, 2]), cache.match([1, 2])
+    first.release()
+    filled(cache, [5, 6])
+    assert cached(cache, [1, 2]) == 2
+    second.release()
+    filled(cache, [5, 6])
+    assert cached(cache, [5, 6]) == 2
+
+
+def test_clearing_spares_what_a_match_holds():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=2 * BLOCK_BYTES), [1, 2, 3, 4])
+    found = cache.match([1, 2, 3, 4])
+    cache.clear()
+    assert (cache.counters.bytes, cache.counters.blocks, cached(cache, [1, 2, 3, 4])) == (0, 0, 0)
+    np.testing.assert_array_equal(joined(found), rows([1, 2, 3, 4]))
+    filled(cache, [1, 2, 3, 4])
+    found.release()
+    filled(cache, [5, 6, 7, 8])  # the old match no longer pins anything, nor unpins what came after
+    assert cached(cache, [5, 6, 7, 8]) == 4
+
+
+def test_adapters_do_not_mix():
+    cache = PrefixCache("model", BLOCK, max_bytes=PLENTY)
+    cache.insert([1, 2], reader([1, 2], "law"), adapter="law")
+    assert cached(cache, [1, 2]) == 0
+    with cache.match([1, 2], adapter="law") as found:
+        np.testing.assert_array_equal(joined(found), rows([1, 2], "law"))
+
+
+def test_an_int8_cache_stays_int8():
+    cache = PrefixCache("model", BLOCK, max_bytes=PLENTY)
+    cache.insert([1, 2, 3, 4], reader([1, 2, 3, 4], dtype="int8"))
+    with cache.match([1, 2, 3, 4]) as found:
+        assert joined(found).dtype == np.int8
+        np.testing.assert_array_equal(joined(found), rows([1, 2, 3, 4], dtype="int8"))
+    assert cache.counters.bytes == 2 * BLOCK_BYTES // 4
+
+
+def test_nobody_can_change_a_block():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=PLENTY), [1, 2])
+    with cache.match([1, 2]) as found:
+        np.testing.assert_array_equal(joined(found), rows([1, 2]))
+        with pytest.raises(ValueError, match="read-only"):
+            found.blocks[0][:] = 0
+
+
+def test_a_read_that_fails_leaves_the_cache_as_it_was():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=2 * BLOCK_BYTES), [1, 2])
+
+    def read(start: int, end: int) -> Sequence[NDArray[Any]]:
+        raise RuntimeError("the session is gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        cache.insert([1, 2, 3, 4], read)
+    assert cached(cache, [1, 2, 3, 4]) == 2
+    filled(cache, [5, 6, 7, 8])  # nothing stayed pinned
+    assert cached(cache, [5, 6, 7, 8]) == 4
+
+
+def test_counters_tell_hits_from_misses():
+    cache = filled(PrefixCache("model", BLOCK, max_bytes=PLENTY), [1, 2, 3, 4])
+    for tokens in ([1, 2, 9], [1, 2, 3, 4], [7, 8]):
+        cached(cache, tokens)
+    counters = cache.counters
+    assert (counters.hits, counters.misses, counters.hit_tokens) == (2, 1, 6)
+    assert (counters.blocks, counters.bytes, counters.evictions) == (2, 2 * BLOCK_BYTES, 0)
+    assert (counters.disk_hits, counters.disk_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(("block", "max_bytes"), [(0, 1), (-1, 1), (32, -1)])
+def test_bounds_are_checked(block: int, max_bytes: int):
+    with pytest.raises(UsageError, match="expected"):
+        PrefixCache("model", block, max_bytes=max_bytes)
+
+
+def test_a_thousand_tokens_are_found_by_digesting_each_of_them_once(monkeypatch: pytest.MonkeyPatch):
+    tokens, values = list(range(1000)), np.zeros((4, 1, 1000, 2), np.float32)
+    cache = PrefixCache("model", max_bytes=PLENTY)
+    cache.insert(tokens, lambda start, end: blocks(values, start, end, 32))
+    for other in range(100):
+        cache.insert([other] * 64, lambda start, end: blocks(values, start, end, 32))
+    digested: list[int] = []
+    digest = cache_file._digest
+    monkeypatch.setattr(cache_file, "_digest", lambda data: digested.append(len(data)) or digest(data))
+    assert cached(cache, tokens) == 992
+    assert sorted(digested)[-31:] == [8 * 32 + 16] * 31  # a block's tokens and what came before
+    assert len(digested) <= 32  # and where the chain begins

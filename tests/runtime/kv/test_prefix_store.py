@@ -1,0 +1,498 @@
+"""Prefixes on disk outlive the process, and whatever happens to the disk, no request notices."""
+
+import errno
+import logging
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llmc.errors import UsageError
+from llmc.runtime.kv import cache_file, prefix_store
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
+
+BLOCK = 4
+SHAPE = (4, 2, BLOCK, 8)  # 2 * layers, heads, positions, head_dim
+BLOCK_BYTES = 4 * int(np.prod(SHAPE))
+PLENTY = 1 << 24
+PROMPT = list(range(100, 118))  # four blocks and two tokens
+WHOLE = 16
+PATIENCE = 120  # seconds after which a disk that should have written counts as dead
+
+
+def rows(tokens: Sequence[int], dtype: str = "float32") -> NDArray[Any]:
+    """Keys and values that depend on all tokens up to their position: [2 * layers, heads, n, head_dim]."""
+    steps = np.arange(np.prod(SHAPE) // BLOCK).reshape(SHAPE[0], SHAPE[1], 1, SHAPE[3])
+    sums = np.cumsum(np.array(tokens) * (1 + np.arange(len(tokens)))).reshape(1, 1, -1, 1)
+    return ((sums * 31 + steps) % 127).astype(dtype)
+
+
+def writer(cache: PrefixCache) -> Callable[..., int]:
+    return lambda tokens, dtype="float32": cache.insert(tokens, lambda a, b: blocks(rows(tokens, dtype), a, b))
+
+
+def blocks(values: NDArray[Any], start: int, end: int) -> list[NDArray[Any]]:
+    """What a cache reads of these positions."""
+    return [values[:, :, i : i + BLOCK].reshape(-1).copy() for i in range(start, end, BLOCK)]
+
+
+@pytest.fixture(autouse=True)
+def prompt_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may want the core for as long as a test lasts; that writing waits for them is tested elsewhere."""
+    monkeypatch.setattr(prefix_store, "_yield_to_others", lambda: None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "prefixes"
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[Callable[..., tuple[PrefixCache, PrefixStore]]]:
+    """Cache and store as a process that starts anew has them."""
+    stores = []
+
+    def start(max_bytes: int = PLENTY, memory: int = PLENTY, key: str = "model") -> tuple[PrefixCache, PrefixStore]:
+        stores.append(PrefixStore(folder, max_bytes))
+        return PrefixCache(key, BLOCK, max_bytes=memory, store=stores[-1]), stores[-1]
+
+    yield start
+    for store in stores:
+        store.close()
+
+
+Opened = Callable[..., tuple[PrefixCache, PrefixStore]]
+
+
+def keep(opened: Opened, *prompts: Sequence[int], **settings: Any) -> None:
+    """What an earlier process did with these prompts."""
+    cache, store = opened(**settings)
+    for prompt in prompts:
+        writer(cache)(prompt)
+        assert store.flush(PATIENCE)
+    store.close()
+
+
+def found(cache: PrefixCache, tokens: Sequence[int], dtype: str = "float32") -> int:
+    """Length of the match, whose values must be right."""
+    with cache.match(tokens) as match:
+        if match.blocks:
+            np.testing.assert_array_equal(
+                np.concatenate(match.blocks), np.concatenate(blocks(rows(tokens, dtype), 0, match.length))
+            )
+            assert match.blocks[0].dtype == dtype
+        return match.length
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+def used(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files(folder))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_restarted_process_finds_the_prefix(opened: Opened, dtype: str):
+    cache, store = opened()
+    writer(cache)(PROMPT, dtype)
+    store.close()
+    cache, _ = opened()
+    assert found(cache, PROMPT, dtype) == WHOLE
+    assert (cache.counters.disk_hits, cache.counters.disk_tokens, cache.counters.hit_tokens) == (1, WHOLE, WHOLE)
+    assert found(cache, PROMPT, dtype) == WHOLE
+    assert (cache.counters.disk_hits, cache.counters.hits) == (1, 2)  # the second time from memory
+
+
+def test_another_model_or_adapter_finds_nothing(opened: Opened):
+    keep(opened, PROMPT)
+    assert found(opened(key="another")[0], PROMPT) == 0
+    with opened()[0].match(PROMPT, adapter="law") as match:
+        assert match.length == 0
+
+
+def test_a_prompt_that_goes_on_differently_shares_the_beginning(opened: Opened, folder: Path):
+    other = PROMPT[:8] + [7] * 8
+    keep(opened, PROMPT, other)
+    assert len(files(folder)) == 2
+    assert used(folder) < 7 * BLOCK_BYTES  # six blocks and two descriptions, not eight blocks
+    cache, _ = opened()
+    assert found(cache, other) == WHOLE
+    assert found(cache, PROMPT) == WHOLE
+    assert found(opened()[0], PROMPT[:8] + [3] * 8) == 8
+
+
+def test_nothing_is_written_twice(opened: Opened, folder: Path):
+    keep(opened, PROMPT, PROMPT)
+    before = files(folder)[0].stat().st_ino
+    keep(opened, PROMPT)
+    assert [path.stat().st_ino for path in files(folder)] == [before]
+
+
+def test_what_memory_evicted_comes_back_from_disk(opened: Opened):
+    cache, store = opened(memory=4 * BLOCK_BYTES)
+    writer(cache)(PROMPT)
+    store.flush()
+    writer(cache)([1] * 8)  # takes the room of the last two blocks
+    store.flush()
+    assert cache.counters.evictions == 2
+    assert found(cache, PROMPT) == WHOLE
+    assert cache.counters.disk_tokens == 8
+
+
+def test_disk_gives_no_more_than_memory_holds(opened: Opened):
+    keep(opened, PROMPT)
+    cache, _ = opened(memory=3 * BLOCK_BYTES)
+    assert found(cache, PROMPT) == 12
+    assert cache.counters.bytes == 3 * BLOCK_BYTES
+
+
+def test_only_the_owner_may_read_the_files(opened: Opened, folder: Path):
+    keep(opened, PROMPT)
+    assert {path.stat().st_mode & 0o777 for path in files(folder)} == {0o600}
+
+
+def test_a_file_cut_anywhere_is_ignored_and_removed(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
+    keep(opened, PROMPT)
+    (path,) = files(folder)
+    content = path.read_bytes()
+    start = len(content) - 4 * BLOCK_BYTES  # of the first block
+    cuts = [
+        0,
+        4,
+        8,
+        12,
+        16,
+        31,
+        32,
+        100,
+        start - 64,
+        start - 1,
+        start,
+        start + 1,
+        start + BLOCK_BYTES,
+        len(content) - 1,
+    ]
+    for cut in cuts:
+        path.write_bytes(content[:cut])
+        caplog.clear()
+        cache, _ = opened()
+        assert found(cache, PROMPT) == 0
+        assert found(cache, PROMPT) == 0
+        assert [message for message in warnings(caplog) if "is damaged and is removed" in message] == warnings(caplog)
+        assert len(warnings(caplog)) == 1
+        assert not path.exists()
+
+
+def unnoticed_flips(opened: Opened, path: Path, step: int) -> int:
+    """How many changed bytes change what comes back."""
+    content, wrong = bytearray(path.read_bytes()), 0
+    for position in range(0, len(content), step):
+        content[position] ^= 1 << position % 8
+        path.write_bytes(content)
+        content[position] ^= 1 << position % 8
+        try:
+            found(opened()[0], PROMPT)
+        except AssertionError:
+            wrong += 1
+    return wrong
+
+
+def test_no_flipped_bit_changes_what_comes_back(opened: Opened, folder: Path):
+    keep(opened, PROMPT)
+    assert unnoticed_flips(opened, files(folder)[0], 7) == 0
+
+
+def test_flipped_bits_would_be_found_without_the_digests(opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    keep(opened, PROMPT)
+    (path,) = files(folder)
+    digests = cache_file.Description.decoded
+    zero = bytes(16)
+    real = cache_file._digest
+    monkeypatch.setattr(cache_file, "_digest", lambda data: zero if len(data) == BLOCK_BYTES else real(data))
+
+    def without(text: bytes) -> cache_file.Description:
+        about = digests(text)
+        object.__setattr__(about, "digests", (zero,) * len(about.digests))
+        return about
+
+    monkeypatch.setattr(cache_file.Description, "decoded", without)
+    assert unnoticed_flips(opened, path, 97) > 2
+
+
+def test_damage_in_one_file_leaves_the_others(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
+    keep(opened, PROMPT[:8])
+    (head,) = files(folder)
+    keep(opened, PROMPT)
+    (tail,) = set(files(folder)) - {head}
+    content = bytearray(tail.read_bytes())
+    content[-1] ^= 1
+    tail.write_bytes(content)
+    cache, store = opened()
+    assert found(cache, PROMPT) == 8
+    assert files(folder) == [head]
+    writer(cache)(PROMPT)
+    store.flush()
+    assert found(opened()[0], PROMPT) == WHOLE
+
+
+def test_another_version_is_ignored_and_kept(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
+    keep(opened, PROMPT)
+    (path,) = files(folder)
+    content = bytearray(path.read_bytes())
+    length, version = struct.unpack_from("<I", content, 12)[0], struct.pack("<I", 1)
+    content[8:12] = version
+    content[16:32] = blake2b(version + content[32 : 32 + length], digest_size=16).digest()
+    path.write_bytes(content)
+    cache, _ = opened()
+    assert [found(cache, PROMPT), found(cache, PROMPT)] == [0, 0]
+    assert len(warnings(caplog)) == 1
+    assert "format 1, this llmc reads 2" in warnings(caplog)[0]
+    assert path.exists()
+
+
+def test_somebody_elses_file_is_left_alone(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
+    keep(opened, PROMPT)
+    notes = files(folder)[0].parent / "notes.txt"
+    notes.write_text("mine")
+    cache, store = opened(max_bytes=5 * BLOCK_BYTES)
+    assert found(cache, PROMPT) == WHOLE
+    writer(cache)([3] * 16)
+    store.flush()
+    assert len(warnings(caplog)) == 1
+    assert "notes.txt" in warnings(caplog)[0]
+    assert notes.read_text() == "mine"
+
+
+def test_a_pipe_in_the_place_of_a_file_is_ignored(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
+    keep(opened, PROMPT)
+    (path,) = files(folder)
+    cache, store = opened()
+    assert found(cache, PROMPT) == WHOLE  # this process knows the file; memory answers from now on
+    path.unlink()
+    os.mkfifo(path)
+    os.utime(path.parent)
+    assert found(opened()[0], PROMPT) == 0  # one that reads the folder anew
+    root, hashes = bytes.fromhex(path.parent.name), [bytes.fromhex(path.stem.split("-")[1])]
+    assert store.load(root, hashes, PLENTY) == []  # and one that knew a file there
+    assert warnings(caplog) == [f"{path} is ignored: it is no regular file"] * 2
+    assert path.is_fifo()
+
+
+@pytest.mark.parametrize(("name", "why"), [("a\0b", "NUL character"), ("a\ud800b", "lone surrogate")])
+def test_what_no_folder_can_be_called_is_a_wrong_argument(name: str, why: str):
+    with pytest.raises(UsageError, match=f"is no path: it holds a {why}"):
+        PrefixStore(Path(name), 1)
+
+
+def test_a_file_under_another_name_is_not_believed(opened: Opened, folder: Path):
+    keep(opened, PROMPT)
+    (path,) = files(folder)
+    other = path.with_name(f"{'0' * 32}-{'1' * 32}.kv")
+    path.rename(other)
+    assert found(opened()[0], PROMPT) == 0
+    assert not other.exists()
+
+
+def test_the_bound_holds_and_the_least_recently_used_goes(opened: Opened, folder: Path):
+    bound = 11 * BLOCK_BYTES
+    cache, store = opened(max_bytes=bound, memory=0)
+    cache = PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store)
+    for first in range(6):
+        writer(cache)([first] * 16)
+        assert store.flush(PATIENCE)
+        assert used(folder) <= bound
+    later, _ = opened()
+    assert [found(later, [first] * 16) for first in range(6)] == [0, 0, 0, 0, WHOLE, WHOLE]
+
+
+def test_use_in_memory_keeps_a_file(opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefix_store, "TOUCH_S", 0.0)
+    cache, store = opened(max_bytes=11 * BLOCK_BYTES)
+    for first in range(2):
+        writer(cache)([first] * 16)
+        store.flush()
+    assert found(cache, [0] * 16) == WHOLE
+    assert cache.counters.disk_hits == 0
+    writer(cache)([2] * 16)
+    store.flush()
+    later, _ = opened()
+    assert [found(later, [first] * 16) for first in range(3)] == [WHOLE, 0, WHOLE]
+
+
+def test_the_end_of_a_chain_goes_before_its_beginning(opened: Opened, folder: Path):
+    keep(opened, PROMPT[:8], PROMPT)
+    keep(opened, [9] * 8, max_bytes=5 * BLOCK_BYTES)
+    assert found(opened()[0], PROMPT) == 8
+
+
+def test_a_prefix_larger_than_the_disk_tier_is_not_written(opened: Opened, folder: Path):
+    keep(opened, PROMPT, max_bytes=4 * BLOCK_BYTES)  # the description does not fit any more
+    keep(opened, PROMPT, max_bytes=BLOCK_BYTES)
+    assert files(folder) == []
+
+
+def fail_with(code: int) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("call", ["os.fsync", "tempfile.mkstemp", "os.replace"])
+def test_a_disk_that_refuses_leaves_memory_at_work(
+    opened: Opened,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: int,
+    call: str,
+):
+    monkeypatch.setattr(call, fail_with(code))
+    monkeypatch.setattr(prefix_store, "PAUSE_S", 0.0)
+    cache, store = opened()
+    for prompt in (PROMPT, [1] * 8):
+        writer(cache)(prompt)
+        assert store.flush(PATIENCE)
+    assert [found(cache, PROMPT), found(cache, [1] * 8)] == [WHOLE, 8]
+    assert len(warnings(caplog)) == 1
+    assert os.strerror(code) in warnings(caplog)[0]
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    monkeypatch.undo()
+    writer(cache)(PROMPT)  # the disk works again
+    assert store.flush(PATIENCE)
+    assert found(opened()[0], PROMPT) == WHOLE
+
+
+def test_a_failed_disk_is_left_alone_for_a_while(opened: Opened, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.fsync", fail_with(errno.ENOSPC))
+    cache, store = opened()
+    writer(cache)(PROMPT)
+    assert store.flush(PATIENCE)
+    monkeypatch.undo()
+    writer(cache)(PROMPT)
+    assert store.flush(PATIENCE)
+    assert found(opened()[0], PROMPT) == 0
+
+
+def test_a_folder_that_cannot_be_read_counts_as_empty(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    keep(opened, PROMPT)
+    monkeypatch.setattr("os.listdir", fail_with(errno.EACCES))
+    cache, _ = opened()
+    assert [found(cache, PROMPT), found(cache, PROMPT)] == [0, 0]
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_file_that_cannot_be_read_counts_as_absent(
+    opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    keep(opened, PROMPT)
+    monkeypatch.setattr(prefix_store, "opened", fail_with(errno.EIO))
+    cache, _ = opened()
+    assert [found(cache, PROMPT), found(cache, PROMPT)] == [0, 0]
+    assert len(warnings(caplog)) == 1
+    assert len(files(folder)) == 1  # it may be readable tomorrow
+
+
+def test_a_folder_that_vanishes_is_made_again(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
+    keep(opened, PROMPT)
+    cache, store = opened(memory=4 * BLOCK_BYTES)
+    assert found(cache, PROMPT) == WHOLE
+    shutil.rmtree(folder)
+    writer(cache)([1] * 16)
+    assert store.flush(PATIENCE)
+    assert found(cache, PROMPT) == 0
+    assert found(opened()[0], [1] * 16) == WHOLE
+    assert warnings(caplog) == []
+
+
+def test_a_file_in_place_of_the_folder_is_said_once(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
+    folder.write_text("not a folder")
+    cache, store = opened()
+    writer(cache)(PROMPT)
+    assert store.flush(PATIENCE)
+    assert found(cache, PROMPT) == WHOLE
+    assert all("prefixes" in message for message in warnings(caplog))
+    assert folder.read_text() == "not a folder"
+
+
+def test_a_full_queue_skips_and_the_next_time_fills_the_gap(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    hold, publish = threading.Event(), prefix_store.publish
+
+    def slowly(*arguments: Any) -> None:
+        assert hold.wait(PATIENCE)
+        publish(*arguments)
+
+    monkeypatch.setattr(prefix_store, "publish", slowly)
+    with PrefixStore(folder, PLENTY, pending_bytes=2 * BLOCK_BYTES) as store:
+        cache = PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store)
+        writer(cache)([1] * 8)
+        writer(cache)(PROMPT)  # does not wait for the disk, and is not taken
+        assert not store.flush(0.01)
+        hold.set()
+        assert store.flush(PATIENCE)
+        assert len(files(folder)) == 1
+        writer(cache)([*PROMPT[:16], 5, 5, 5, 5])
+        assert store.flush(PATIENCE)
+    with PrefixStore(folder, PLENTY) as store:
+        assert found(PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store), PROMPT) == WHOLE
+
+
+def test_closing_writes_what_waits_and_takes_no_more(opened: Opened, folder: Path):
+    cache, store = opened()
+    writer(cache)(PROMPT)
+    store.close()
+    store.close()
+    assert len(files(folder)) == 1
+    writer(cache)([1] * 8)
+    assert len(files(folder)) == 1
+    assert found(cache, [1] * 8) == 8
+
+
+@pytest.mark.parametrize("bounds", [{"max_bytes": -1}, {"max_bytes": 1, "pending_bytes": -1}])
+def test_bounds_are_checked(folder: Path, bounds: dict[str, int]):
+    with pytest.raises(UsageError, match="expected 0 or more"):
+        PrefixStore(folder, **bounds)
+
+
+def test_another_process_sees_what_this_one_writes_and_removes(opened: Opened, folder: Path):
+    reader, _ = opened()
+    assert found(reader, PROMPT) == 0
+    keep(opened, PROMPT)
+    assert found(reader, PROMPT) == WHOLE
+    forgetful, _ = opened(memory=BLOCK_BYTES)
+    assert found(forgetful, PROMPT) == BLOCK
+    for path in files(folder):
+        path.unlink()
+    assert found(forgetful, PROMPT) == BLOCK
+
+
+def test_values_that_another_process_wrote_anew_are_checked_against_their_own_digests(opened: Opened, folder: Path):
+    """Two machines may round differently, so a file of the same name need not have the same bits."""
+    keep(opened, PROMPT)
+    cache, store = opened()
+    assert store.load(cache_file.root_hash("model"), [b"none"], PLENTY) == []  # lists the folder
+    (path,) = files(folder)
+    path.unlink()
+    other = PrefixCache("model", BLOCK, max_bytes=PLENTY, store=opened()[1])
+    other.insert(PROMPT, lambda a, b: blocks(rows(PROMPT) + 1, a, b))
+    other._store.flush()  # type: ignore[union-attr]
+    with cache.match(PROMPT) as match:
+        np.testing.assert_array_equal(match.blocks[0], blocks(rows(PROMPT) + 1, 0, BLOCK)[0])
+    assert path.exists()

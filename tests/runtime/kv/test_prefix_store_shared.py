@@ -1,0 +1,141 @@
+"""Processes that share a folder of prefixes, and one that is killed in the middle, leave whole files only."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.runtime.kv import prefix_store
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
+
+BLOCK_BYTES = 4 * 4 * 2 * 4 * 8
+LENGTH = 16  # tokens of every prompt: four blocks of one token, whose keys and values are all that token
+PLENTY = 1 << 24
+MANY = 1000  # prompts that fit into that, for what is evicted is no whole file either
+
+PATIENCE = 120  # seconds after which something that should happen counts as not happening
+
+# A process that keeps prefixes, over and over until its input is closed, so that nobody looks too late. Its arguments:
+# folder, bound, first token, number of prompts.
+KEEPS_PREFIXES = """
+import select
+import sys
+import numpy as np
+from pathlib import Path
+from llmc.runtime.kv import prefix_store
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_store import PrefixStore
+
+prefix_store._yield_to_others = lambda: None  # others may want the core for as long as the test lasts
+folder, bound, first, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+store = PrefixStore(folder, bound)
+cache = PrefixCache("model", 4, max_bytes=1 << 24, store=store)
+print("ready", flush=True)
+told = False
+while not told:
+    for token in range(first, first + count):
+        cache.insert([token] * 16, lambda start, end: list(np.full(((end - start) // 4, 256), token, np.float32)))
+        store.flush()
+    told = bool(select.select([sys.stdin], [], [], 0.01)[0])
+store.close()
+"""
+
+
+@contextmanager
+def process(folder: Path, bound: int, first: int, count: int) -> Iterator["subprocess.Popen[str]"]:
+    """Such a process, once it is about to begin; it does not outlive the block."""
+    command = [sys.executable, "-c", KEEPS_PREFIXES, str(folder), str(bound), str(first), str(count)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        try:
+            assert started.stdout is not None
+            assert started.stdout.readline() == "ready\n"
+            yield started
+        finally:
+            started.kill()
+
+
+def finds(cache: PrefixCache, token: int) -> bool:
+    """Whether the whole prompt is there; what is there must be right."""
+    with cache.match([token] * LENGTH) as match:
+        assert all((block == token).all() for block in match.blocks)
+        return match.length == LENGTH
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 here")
+def test_killing_a_writer_leaves_whole_files_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    with process(tmp_path, PLENTY, 0, MANY) as writing:
+        deadline = time.monotonic() + PATIENCE
+        while len(files(tmp_path)) < 5 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        writing.send_signal(signal.SIGKILL)
+    kept = len(files(tmp_path))
+    assert kept >= 5
+    shelf = files(tmp_path)[0].parent
+    (shelf / ".staging-killed").write_bytes(bytes(100))  # what the worst moment leaves
+    with PrefixStore(tmp_path, PLENTY) as store:
+        cache = PrefixCache("model", 4, max_bytes=PLENTY, store=store)
+        assert [finds(cache, token) for token in range(kept + 1)] == [True] * kept + [False]
+        assert warnings(caplog) == []
+        monkeypatch.setattr(prefix_store, "ABANDONED_S", 0.0)
+        cache.insert([kept + 1] * LENGTH, lambda start, end: np.full((4, 2, end - start, 8), kept + 1, np.float32))
+        assert store.flush(PATIENCE)
+    assert list(shelf.glob(".staging-*")) == []
+
+
+def test_processes_share_a_folder_within_its_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    bound, hits, passes, deadline = 40 * BLOCK_BYTES, 0, 0, time.monotonic() + PATIENCE
+    with PrefixStore(tmp_path, bound) as store:
+        cache = PrefixCache("model", 4, max_bytes=8 * BLOCK_BYTES, store=store)
+        with (
+            process(tmp_path, bound, 0, 40) as one,
+            process(tmp_path, bound, 20, 40) as other,
+        ):  # half of it is the same
+            while (passes < 10 or hits == 0) and time.monotonic() < deadline:
+                hits += sum(finds(cache, token) for token in range(60))
+                passes += 1
+            for writing in (one, other):
+                assert writing.stdin is not None and writing.poll() is None
+                writing.stdin.close()
+                writing.wait(PATIENCE)
+            assert (one.returncode, other.returncode) == (0, 0)
+        assert sum(finds(cache, token) for token in range(60)) >= 7
+    assert hits > 0
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= bound
+    assert warnings(caplog) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities belong to processes elsewhere")
+def test_writing_has_a_lower_claim_to_the_cores(tmp_path, monkeypatch):
+    ranks, mine = [], os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def publish(*_):
+        ranks.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    monkeypatch.setattr(prefix_store, "publish", publish)
+    with PrefixStore(tmp_path, PLENTY) as store:
+        PrefixCache("model", 4, max_bytes=PLENTY, store=store).insert(
+            range(LENGTH), lambda start, end: np.zeros((4, 2, end - start, 8), np.float32)
+        )
+        assert store.flush(PATIENCE)
+    assert ranks == [max(mine, prefix_store.POLITE_NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine

@@ -1,0 +1,155 @@
+"""The half that sessions on GPUs share, with an engine that computes nothing."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doubles.cuda import FakeDriver
+from doubles.geometries import uniform
+from doubles.plans import PLAN
+
+from llmc.bundle import Limits, Manifest
+from llmc.errors import BundleError, GpuError, RequestError, ResourceError, UsageError
+from llmc.runtime.sessions.base import Batch, Phase, row_by_row
+from llmc.runtime.sessions.cuda.session import DeviceSession
+
+GEOMETRY = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
+LIMITS = Limits(max_context=40, max_batch=3, prefill_chunk=8)
+
+
+class Idle(DeviceSession):
+    """Its caches have whole blocks of 16 positions."""
+
+    def __init__(self, manifest: Manifest, driver: FakeDriver, failure: Exception | None = None) -> None:
+        blocks = replace(PLAN, capacity=0, buckets=(16, 32, 48))
+        super().__init__(
+            Path("bundle"),
+            replace(manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=blocks, device=None),
+            driver,
+        )
+        self.seen: list[tuple[int, int]] = []  # sizes of the cache when its addresses were forgotten
+        self.doing: list[str] = []
+        with self._loading():
+            self._begin(None, 16)
+            self._block(100)
+            if failure is not None:
+                raise failure
+            self._make_cache(buffers=1)
+
+    def call(self, ids: np.ndarray, past: list[int], first_row: int = 0) -> list[int]:
+        return self.cache.begin(first_row, past, ids.shape[1])
+
+    def fail(self, error: Exception) -> None:
+        with self._guarded("failing"):
+            raise error
+
+    def _forget_addresses(self) -> None:
+        self.seen.append((self.cache.rows, self.cache.capacity))
+
+    def _translated(self, doing: str) -> AbstractContextManager[None]:
+        @contextmanager
+        def noted() -> Iterator[None]:
+            self.doing.append(doing)
+            try:
+                yield
+            except OSError as error:
+                raise GpuError(f"{doing}: translated", lost=True) from error
+
+        return noted()
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def session(driver: FakeDriver, manifest: Manifest) -> Iterator[Idle]:
+    session = Idle(manifest, driver)
+    yield session
+    session.close()
+    session.close()
+    assert driver.closed
+    assert session._lost or driver.leaks == []
+
+
+def test_where_loading_fails_everything_is_freed(driver: FakeDriver, manifest: Manifest):
+    with pytest.raises(BundleError, match="refused"):
+        Idle(manifest, driver, BundleError("refused"))
+    assert driver.closed
+    assert driver.leaks == []
+
+
+def test_limits_are_for_what_is_asked_and_the_cache_may_be_larger(session: Idle):
+    session.cache.reserve(3, 40)
+    assert (session.cache.rows, session.cache.capacity) == (3, 48)
+    session.cache.reserve(1, 33)
+    assert (session.cache.rows, session.cache.capacity) == (3, 48)
+    with pytest.raises(RequestError, match=r"1 rows x 41 positions .* built for 3 x 40"):
+        session.cache.reserve(1, 41)
+    with pytest.raises(RequestError, match=r"4 rows x 1 positions"):
+        session.cache.reserve(4, 1)
+
+
+def test_addresses_are_forgotten_before_they_change(session: Idle):
+    session.cache.reserve(1, 16)
+    session.cache.reserve(3, 32)
+    assert session.seen == [(0, 0), (1, 16)]
+
+
+def test_contents_go_through_the_cache(session: Idle):
+    session.cache.reserve(2, 16)
+    values = np.arange(4 * 2 * 5 * 16).astype(np.float16)
+    session.cache.write(0, 3, 8, values)
+    session.cache.copy(0, 1, 3, 8)
+    assert np.array_equal(session.cache.read(1, 3, 8), values)
+
+
+def test_a_call_ends_where_the_cache_does(session: Idle):
+    session.cache.reserve(3, 16)
+    assert session.call(np.zeros((2, 2), np.int64), [14, 3], first_row=1) == [16, 5]
+    for past, first_row in (([15, 3], 1), ([0, 0], 2)):
+        with pytest.raises(UsageError, match="the cache has 3 rows of 16; reserve room first"):
+            session.call(np.zeros((2, 2), np.int64), past, first_row)
+
+
+def test_a_lost_context_is_said_at_once_from_then_on(session: Idle, driver: FakeDriver):
+    session.cache.reserve(2, 16)
+    with pytest.raises(GpuError, match="failing: translated"):
+        session.fail(OSError("gone"))
+    calls, doing = sum(driver.calls.values()), list(session.doing)
+    for call in (
+        lambda: session.cache.read(0, 0, 1),
+        lambda: session.cache.reserve(3, 16),
+        lambda: session.cache.copy(0, 1, 0, 1),
+    ):
+        with pytest.raises(GpuError, match="failing: translated") as caught:
+            call()
+        assert caught.value.lost
+    assert (sum(driver.calls.values()), session.doing) == (calls, doing)
+
+
+@pytest.mark.parametrize("error", [GpuError("once"), ResourceError("full"), UsageError("wrong")])
+def test_other_failures_end_with_their_call(session: Idle, error: Exception):
+    with pytest.raises(type(error)):
+        session.fail(error)
+    session.cache.reserve(1, 16)
+
+
+def test_what_a_call_gave_does_not_outlive_its_memory(session: Idle):
+    session._hidden = np.ones((1, 1, 64), np.float32)
+    session.close()
+    assert session.hidden.size == 0
+
+
+def test_row_by_row_every_row_keeps_what_was_asked_of_it():
+    ids = np.arange(6).reshape(2, 3)
+    batch = Batch(Phase.PREFILL, ids, np.array([4, 7]), np.array([[0, 1], [2, 0]]), first_row=5, candidates=9)
+    first, second = row_by_row(batch)
+    assert (first.first_row, second.first_row) == (5, 6)
+    assert second.input_ids.tolist() == [[3, 4, 5]]
+    assert (second.past_lengths.tolist(), second.logit_indices.tolist()) == ([7], [[2, 0]])
+    assert (second.phase, second.candidates) == (Phase.PREFILL, 9)

@@ -1,0 +1,306 @@
+"""Compiled graphs compute the same bits, are used only where they fit, and are never needed."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.bundle import Compiled, Manifest, read_bundle, write_manifest
+from llmc.errors import BundleError, UsageError
+from llmc.optimize.build import build
+from llmc.publish import file_entries
+from llmc.runtime import load
+from llmc.runtime.host import disk_cache
+from llmc.runtime.runner.prefill import SingleRunner
+from llmc.runtime.sessions import Phase, open_session
+from llmc.runtime.sessions.onnxruntime import compiled
+from llmc.runtime.sessions.onnxruntime import cpu as sessions
+
+IDS = list(range(5, 45))
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "root"))
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def foreign(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """The bundle as a machine of another kind built it."""
+    folder = Path(shutil.copytree(tiny_bundle, tmp_path / "foreign"))
+    change(folder, lambda manifest: replace(manifest, compiled=elsewhere(manifest)))
+    return folder
+
+
+def elsewhere(manifest: Manifest) -> Compiled:
+    assert manifest.compiled is not None
+    return replace(manifest.compiled, environment="f" * 32)
+
+
+def change(folder: Path, edit: Callable[[Manifest], Manifest]) -> None:
+    write_manifest(edit(read_bundle(folder)), folder)
+
+
+def plain(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle that was built without compiled graphs."""
+    copy = Path(shutil.copytree(folder, tmp_path / "plain"))
+    change(copy, lambda manifest: replace(manifest, compiled=None))
+    return copy
+
+
+def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Which graphs loading the bundle opens."""
+    paths: list[Path] = []
+    original = sessions._opened
+
+    def watched(runtime: object, files: dict[str, Path], *how: object) -> dict[str, object]:
+        paths.extend(files.values())
+        return original(runtime, files, *how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions, "_opened", watched)
+        open_session(folder, read_bundle(folder), 1).close()
+    return paths
+
+
+def logits(folder: Path) -> list[np.ndarray]:
+    manifest = read_bundle(folder)
+    runner = SingleRunner(open_session(folder, manifest, 1), manifest.limits.max_context, 16)
+    return [runner.logits(IDS, phase) for phase in Phase]
+
+
+def entries(root: Path) -> list[Path]:
+    return sorted((root / "compiled").iterdir()) if (root / "compiled").exists() else []
+
+
+# ---------------------------------------------------------------------------------------------------------- the bits
+
+
+@pytest.mark.parametrize("precision", ["int4", "fp32"])
+def test_compiled_graphs_compute_the_bits_of_the_plain_ones(
+    tiny_export: Path, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+):
+    built = build(tiny_export, tmp_path / "built", precision=precision).output
+    assert all(path.name.startswith("compiled-") and path.parent == built for path in opened(built, monkeypatch))
+    for ours, theirs in zip(logits(built), logits(plain(built, tmp_path)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_graphs_compiled_into_the_cache_compute_the_same_bits(tiny_bundle: Path, foreign: Path, tmp_path: Path):
+    for ours, theirs in zip(logits(foreign), logits(plain(tiny_bundle, tmp_path)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_packed_weights_that_were_changed_show_in_the_bits(tiny_bundle: Path, tmp_path: Path):
+    """The planted error: were packed weights not used, or not compared, nothing would show."""
+    copy = Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
+    spoil_packed_weights(copy)
+    pairs = zip(logits(copy), logits(tiny_bundle), strict=True)
+    assert all(not np.array_equal(ours, theirs) for ours, theirs in pairs)
+    with pytest.raises(BundleError, match="logits differ"):
+        load(copy, self_test=True)
+
+
+def spoil_packed_weights(folder: Path) -> None:
+    """Zero the end of the weights, where packed ones were appended."""
+    weights = folder / "weights.bin"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) * 3 // 4] + bytes(len(content) - len(content) * 3 // 4))
+    files = file_entries(folder, ["weights.bin"])
+    change(folder, lambda manifest: replace(manifest, files=manifest.files | files))
+
+
+# ----------------------------------------------------------------------------------------------------------- sharing
+
+
+def test_every_content_is_in_the_file_once(tiny_bundle: Path):
+    """The tied embedding is in both plain and both compiled graphs, and packed in both of those."""
+    onnx = pytest.importorskip("onnx")
+    places: dict[tuple[int, int], bytes] = {}
+    weights = (tiny_bundle / "weights.bin").read_bytes()
+    for name in ("prefill", "decode", "compiled-prefill", "compiled-decode"):
+        for tensor in onnx.load(tiny_bundle / f"{name}.onnx", load_external_data=False).graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key.startswith("prepacked"):
+                    numbers = [int(number) for number in entry.value.rpartition("|")[2].split(";")]
+                    for offset, length in zip(numbers[::3], numbers[1::3], strict=True):
+                        places[offset, length] = weights[offset : offset + length]
+            at = {entry.key: entry.value for entry in tensor.external_data}
+            if at:
+                assert at["location"] == "weights.bin"
+                offset, length = int(at["offset"]), int(at["length"])
+                places[offset, length] = weights[offset : offset + length]
+    assert len(set(places.values())) == len(places) > 20
+
+
+def test_a_bundle_that_was_built_here_puts_nothing_into_the_cache(
+    tiny_bundle: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert opened(tiny_bundle, monkeypatch) == [tiny_bundle / f"compiled-{name}.onnx" for name in ("decode", "prefill")]
+    assert entries(root) == []
+
+
+# --------------------------------------------------------------------------------------------------------- the cache
+
+
+def test_a_foreign_bundle_is_compiled_once(foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
+    first = opened(foreign, monkeypatch)
+    (entry,) = entries(root)
+    assert first == [entry / "compiled-decode.onnx", entry / "compiled-prefill.onnx"]
+    monkeypatch.setattr(compiled, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert opened(foreign, monkeypatch) == first
+
+
+@pytest.mark.parametrize("file", ["weights.bin", "decode.onnx"])
+def test_other_weights_or_graphs_are_compiled_anew(foreign: Path, root: Path, file: str):
+    open_session(foreign, read_bundle(foreign), 1).close()
+    manifest = read_bundle(foreign)
+    other = replace(manifest, files=manifest.files | {file: replace(manifest.files[file], sha256="0" * 64)})
+    open_session(foreign, other, 1).close()
+    assert len(entries(root)) == 2
+
+
+def test_the_key_knows_engine_processor_options_and_llmc(monkeypatch: pytest.MonkeyPatch):
+    keys = {compiled.environment("1.31.1"), compiled.environment("1.32.0")}
+    for name, value in (("_cpu_flags", lambda: frozenset({"sse"})), ("SESSION_CONFIG", {"other": "1"})):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, name, value)
+            keys.add(compiled.environment("1.31.1"))
+    monkeypatch.setattr(compiled.llmc, "__version__", "99")
+    keys.add(compiled.environment("1.31.1"))
+    assert len(keys) == 5
+
+
+RACE = """
+import sys
+from pathlib import Path
+from llmc.bundle import read_bundle
+from llmc.runtime.sessions import open_session
+folder = Path(sys.argv[1])
+open_session(folder, read_bundle(folder), 1).close()
+"""
+
+
+def test_two_processes_that_compile_at_once_end_well(foreign: Path, root: Path):
+    racers = [subprocess.Popen([sys.executable, "-c", RACE, foreign]) for _ in range(2)]
+    assert [racer.wait(120) for racer in racers] == [0, 0]
+    (entry,) = entries(root)
+    assert sorted(file.name for file in entry.iterdir()) == [
+        "compiled-decode.onnx",
+        "compiled-prefill.onnx",
+        "weights.bin",
+    ]
+
+
+def test_the_cache_is_bounded(foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
+    old = root / "compiled" / "old"
+    old.mkdir(parents=True)
+    (old / "weights.bin").write_bytes(bytes(100))
+    os.utime(old, (0, 0))
+    monkeypatch.setenv("LLMC_CACHE_BYTES", "1")
+    open_session(foreign, read_bundle(foreign), 1).close()
+    assert not old.exists()
+    assert len(entries(root)) == 1
+    monkeypatch.setenv("LLMC_CACHE_BYTES", "8 GB")
+    shutil.rmtree(root / "compiled")
+    with pytest.raises(UsageError, match="LLMC_CACHE_BYTES is '8 GB', expected a number of bytes"):
+        open_session(foreign, read_bundle(foreign), 1)
+
+
+# ----------------------------------------------------------------------------------------------------- without it all
+
+
+def test_a_bundle_without_compiled_graphs_runs_its_plain_ones(
+    tiny_bundle: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = plain(tiny_bundle, tmp_path)
+    assert opened(folder, monkeypatch) == [folder / "decode.onnx", folder / "prefill.onnx"]
+    assert entries(root) == []
+
+
+def test_an_unwritable_cache_means_plain_graphs(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "file" / "below"))
+    assert opened(foreign, monkeypatch) == [foreign / "decode.onnx", foreign / "prefill.onnx"]
+    assert "cannot be written" in caplog.text
+
+
+def test_a_full_disk_means_plain_graphs_and_leaves_nothing(
+    foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(self: object, content: memoryview) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(compiled._Blobs, "_append", full)
+    assert opened(foreign, monkeypatch) == [foreign / "decode.onnx", foreign / "prefill.onnx"]
+    assert "No space left on device" in caplog.text
+    assert entries(root) == []
+
+
+def test_weights_that_the_engine_wrote_only_in_part_are_noticed(
+    foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    original = compiled.relocated
+
+    def cut(model: bytes, move: Callable[[dict[str, str]], dict[str, str]]) -> bytes:
+        return original(model, lambda entry: move({**entry, "length": str(1 << 40)}))
+
+    monkeypatch.setattr(compiled, "relocated", cut)
+    assert opened(foreign, monkeypatch) == [foreign / "decode.onnx", foreign / "prefill.onnx"]
+    assert "wrote fewer weights than it names" in caplog.text
+    assert entries(root) == []
+
+
+@pytest.mark.parametrize("spoiled", ["compiled-decode.onnx", "weights.bin"])
+def test_a_broken_entry_is_dropped_and_made_again(
+    foreign: Path, root: Path, spoiled: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    good = opened(foreign, monkeypatch)
+    (entry,) = entries(root)
+    (entry / spoiled).write_bytes(b"\x3a\x05")
+    with caplog.at_level(logging.WARNING):
+        attempts = opened(foreign, monkeypatch)
+    assert attempts == [*good, foreign / "decode.onnx", foreign / "prefill.onnx"]
+    assert "using the plain graphs" in caplog.text
+    assert entries(root) == []
+    assert opened(foreign, monkeypatch) == good
+
+
+def test_a_broken_compiled_graph_in_the_bundle_means_plain_graphs(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    copy = Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
+    path = copy / "compiled-prefill.onnx"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    assert opened(copy, monkeypatch)[2:] == [copy / "decode.onnx", copy / "prefill.onnx"]
+    with pytest.raises(BundleError, match=r"compiled-prefill.onnx is corrupt"):
+        from llmc.runtime.model import verify
+
+        verify(copy)
+
+
+def test_packed_weights_in_an_unknown_notation_are_refused(tmp_path: Path):
+    with compiled._Blobs(tmp_path / "weights.bin") as blobs, pytest.raises(BundleError, match="does not know"):
+        blobs._packed("MatMulNBits+1|1;2", None)  # type: ignore[arg-type]
+
+
+def test_the_manifest_lists_compiled_files_with_their_hashes(tiny_bundle: Path):
+    manifest = json.loads((tiny_bundle / "llmc.json").read_text())
+    assert manifest["compiled"]["files"] == {
+        "decode.onnx": "compiled-decode.onnx",
+        "prefill.onnx": "compiled-prefill.onnx",
+    }
+    assert manifest["files"].keys() >= {"compiled-decode.onnx", "compiled-prefill.onnx"}
+    assert disk_cache.writable()

@@ -1,0 +1,335 @@
+"""ONNX Runtime behind the seam: rows, bindings, fallbacks, and every way in which it refuses."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doubles.caches import read, write
+
+from llmc.bundle import Manifest, read_bundle
+from llmc.errors import RequestError, UsageError
+from llmc.runtime.runner.prefill import batch
+from llmc.runtime.sessions import Batch, Phase, Session, open_session
+from llmc.runtime.sessions.onnxruntime import cpu as module
+from llmc.runtime.sessions.onnxruntime.cpu import _Binding
+
+# Largest difference of logits between a row of a batch and the same row alone, in standard deviations of the logits.
+# MatMulNBits adds the products of two rows at once in another order than those of one; where that moves an activation
+# over a rounding edge of int8, logits move by about 0.01 deviations. In float32 nothing amplifies it.
+ROW_TOLERANCE = {"int8": 0.1, "fp32": 1e-4}
+ROWS = 3
+GENERATOR = np.random.default_rng(0)
+PROMPTS = [GENERATOR.integers(3, 4096, length).tolist() for length in (5, 260, 37)]
+ANSWERS = [GENERATOR.integers(3, 4096, 6).tolist() for _ in PROMPTS]
+
+
+@pytest.fixture(scope="session")
+def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from llmc.optimize.build import build
+
+    return build(tiny_export, tmp_path_factory.mktemp("session") / "fp32", precision="fp32").output
+
+
+@pytest.fixture(scope="module", params=["tiny_bundle", "fp32_bundle"])
+def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Session, Manifest]]:
+    """A session with room for three rows, in both precisions."""
+    folder = request.getfixturevalue(request.param)
+    manifest = with_rows(read_bundle(folder))
+    session = open_session(folder, manifest, 1)
+    session.cache.reserve(ROWS, 512)
+    yield session, manifest
+    session.close()
+
+
+@pytest.fixture
+def session(tiny_bundle: Path) -> Iterator[Session]:
+    """A fresh int8 session with room for three rows."""
+    session = open_session(tiny_bundle, with_rows(read_bundle(tiny_bundle)), 1)
+    session.cache.reserve(ROWS, 256)
+    yield session
+    session.close()
+
+
+@pytest.fixture
+def binds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the arrays that are bound from now on."""
+    names: list[str] = []
+    bind = _Binding._bind
+
+    def spy(target: Callable[..., None], name: str, array: np.ndarray) -> None:
+        names.append(name)
+        bind(target, name, array)
+
+    monkeypatch.setattr(_Binding, "_bind", staticmethod(spy))
+    return names
+
+
+def with_rows(manifest: Manifest) -> Manifest:
+    """The graphs do not know how many rows the cache has; only the limit does."""
+    return replace(manifest, limits=replace(manifest.limits, max_batch=ROWS))
+
+
+def prefill(session: Session, prompt: list[int], row: int = 0) -> np.ndarray:
+    call = batch(Phase.PREFILL, np.array([prompt]), [0], [len(prompt) - 1])
+    return session.run(replace(call, first_row=row))[0, 0].copy()
+
+
+def decode(session: Session, tokens: list[int], past: list[int], first_row: int = 0) -> np.ndarray:
+    ids, zeros = np.array(tokens, np.int64)[:, None], np.zeros((len(tokens), 1), np.int64)
+    return session.run(Batch(Phase.DECODE, ids, np.array(past, np.int64), zeros, first_row))[:, 0].copy()
+
+
+def together(session: Session, mixed_up: bool = False) -> np.ndarray:
+    """Logits [row, step, V] of all prompts in their own rows, then decoded as one ragged batch."""
+    steps = [[prefill(session, prompt, row) for row, prompt in enumerate(PROMPTS)]]
+    for i in range(len(ANSWERS[0])):
+        past = [len(prompt) + i for prompt in PROMPTS]
+        past = past[::-1] if mixed_up else past
+        steps.append(decode(session, [answer[i] for answer in ANSWERS], past))
+    return np.array(steps).transpose(1, 0, 2)
+
+
+def one_by_one(session: Session) -> np.ndarray:
+    """The same, each prompt alone in row 0."""
+    rows = []
+    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
+        rows.append([prefill(session, prompt)])
+        rows[-1] += [decode(session, [token], [len(prompt) + i])[0] for i, token in enumerate(answer)]
+    return np.array(rows)
+
+
+def deviation(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(found - wanted).max() / wanted.std())
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_a_ragged_batch_equals_its_rows_one_by_one(opened: tuple[Session, Manifest]):
+    session, manifest = opened
+    found, wanted = together(session), one_by_one(session)
+    assert np.array_equal(found[:, 0], wanted[:, 0])  # each prompt was fed alone, to its row
+    assert deviation(found, wanted) <= ROW_TOLERANCE[manifest.recipe.precision]
+
+
+def test_the_tolerance_for_rows_notices_lengths_that_are_mixed_up(opened: tuple[Session, Manifest]):
+    session, manifest = opened
+    assert deviation(together(session, mixed_up=True), one_by_one(session)) > ROW_TOLERANCE[manifest.recipe.precision]
+
+
+def test_padded_prompts_in_one_call_equal_each_in_its_row(opened: tuple[Session, Manifest]):
+    session, _ = opened
+    longest = max(map(len, PROMPTS))
+    ids = np.array([[*prompt, *[9] * (longest - len(prompt))] for prompt in PROMPTS])
+    last = np.array([[len(prompt) - 1] for prompt in PROMPTS])
+    at_once = session.run(Batch(Phase.PREFILL, ids, np.zeros(ROWS, np.int64), last))[:, 0]
+    steps = decode(session, [answer[0] for answer in ANSWERS], list(map(len, PROMPTS)))
+    alone = np.array([prefill(session, prompt, row) for row, prompt in enumerate(PROMPTS)])
+    assert np.array_equal(at_once, alone)
+    assert np.array_equal(steps, decode(session, [answer[0] for answer in ANSWERS], list(map(len, PROMPTS))))
+
+
+def test_rows_of_several_tokens_each_are_decoded_as_each_alone(opened: tuple[Session, Manifest]):
+    session, _ = opened
+    for row in range(ROWS):
+        prefill(session, PROMPTS[2], row)
+    ids = np.array([answer[:2] for answer in ANSWERS])
+    indices = np.tile(np.arange(2), (ROWS, 1))
+    past = np.full(ROWS, len(PROMPTS[2]))
+    logits, hidden = session.run(Batch(Phase.DECODE, ids, past, indices)).copy(), session.hidden.copy()
+    for row in range(ROWS):
+        alone = session.run(Batch(Phase.DECODE, ids[row : row + 1], past[:1], indices[:1], row))
+        assert np.array_equal(logits[row], alone[0])
+        assert np.array_equal(hidden[row], session.hidden[0])
+    assert not np.array_equal(hidden[0], hidden[1])
+
+
+def test_a_row_does_not_touch_its_neighbours(session: Session):
+    for row, prompt in enumerate((PROMPTS[0], PROMPTS[2], PROMPTS[0])):
+        prefill(session, prompt, row)
+    want = decode(session, [7], [len(PROMPTS[2])], first_row=1)
+    for row in (0, 2):
+        prefill(session, PROMPTS[2][:20], row)
+    assert np.array_equal(decode(session, [7], [len(PROMPTS[2])], first_row=1), want)
+
+
+def test_a_prefill_may_ask_for_no_logits(session: Session):
+    head = session.run(batch(Phase.PREFILL, np.array([PROMPTS[2][:30]]), [0], []))
+    assert head.shape == (1, 0, 4096)
+    rest = session.run(batch(Phase.PREFILL, np.array([PROMPTS[2][30:]]), [30], [6]))[0, 0].copy()
+    assert np.array_equal(rest, prefill(session, PROMPTS[2]))
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(4, 256), (1, 2049)])
+def test_more_than_the_bundle_was_built_for_is_refused_with_the_numbers(session: Session, rows: int, capacity: int):
+    with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 3 x 2048"):
+        session.cache.reserve(rows, capacity)
+
+
+def test_reserving_less_changes_nothing(session: Session):
+    session.cache.reserve(1, 100)
+    assert session.cache.capacity == 256
+    session.cache.reserve(1, 300)
+    assert session.cache.capacity == 300
+    prefill(session, PROMPTS[0], row=2)
+
+
+# ---------------------------------------------------------------------------------------------------- cache contents
+
+
+@pytest.fixture(scope="session")
+def int8_cache_bundle(tiny_export: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from llmc.export.streaming import StreamedDecoder
+    from llmc.optimize.build import build
+    from llmc.optimize.calibrate.request import CalibrationRequest
+    from llmc.optimize.recipe import Request
+
+    pytest.importorskip("onnxruntime", "1.31", reason="older engines know no quantized cache")
+    text = tiny_checkpoint.parent / "validation.txt"
+    asked = CalibrationRequest(StreamedDecoder, text, samples=2, length=64)
+    recipe = Request(precision="fp32", cache="int8")
+    return build(tiny_export, tmp_path_factory.mktemp("session") / "cache", recipe=recipe, calibration=asked).output
+
+
+@pytest.fixture(params=["tiny_bundle", "int8_cache_bundle"])
+def filled(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """A session whose three rows hold the three prompts, with a float and an int8 cache."""
+    folder = request.getfixturevalue(request.param)
+    session = open_session(folder, with_rows(read_bundle(folder)), 1)
+    session.cache.reserve(ROWS, 512)
+    for row, prompt in enumerate(PROMPTS):
+        prefill(session, prompt, row)
+    yield session
+    session.close()
+
+
+def contents(session: Session) -> list[np.ndarray]:
+    return [read(session.cache, row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
+
+
+def test_contents_that_are_read_and_written_elsewhere_continue_alike(filled: Session):
+    want = decode(filled, [7], [37], first_row=2)
+    values = read(filled.cache, 2, 0, 37)
+    assert values.shape == (2 * 6, 4, 37, 32)
+    assert values.dtype == filled.cache.dtype
+    write(filled.cache, 0, 0, values)
+    assert np.array_equal(decode(filled, [7], [37]), want)
+    values[:, :, 20] = 3  # a copy: what is done to it does not reach the cache
+    assert np.array_equal(decode(filled, [7], [37]), want)
+    write(filled.cache, 0, 0, values)
+    assert not np.array_equal(decode(filled, [7], [37]), want)  # one wrong position shows
+
+
+def test_contents_are_written_where_they_are_said_to_belong(filled: Session):
+    want = contents(filled)
+    write(filled.cache, 1, 30, want[2][:, :, 10:20])
+    assert np.array_equal(read(filled.cache, 1, 30, 40), want[2][:, :, 10:20])
+    assert np.array_equal(read(filled.cache, 1, 0, 30), want[1][:, :, :30])
+    assert np.array_equal(read(filled.cache, 1, 40, 260), want[1][:, :, 40:])
+    assert np.array_equal(read(filled.cache, 0, 0, 5), want[0])
+
+
+def test_a_copied_row_continues_like_its_source_and_leaves_it_alone(filled: Session):
+    want = decode(filled, [7], [37], first_row=2)
+    before = contents(filled)
+    filled.cache.copy(2, 0, 0, 20)
+    filled.cache.copy(2, 0, 20, 37)
+    filled.cache.copy(1, 1, 0, 260)
+    assert np.array_equal(decode(filled, [7], [37]), want)
+    assert all(map(np.array_equal, contents(filled)[1:], before[1:]))
+
+
+def test_copying_one_position_too_few_is_noticed(filled: Session):
+    want = decode(filled, [7], [37], first_row=2)
+    filled.cache.copy(2, 0, 0, 36)
+    assert not np.array_equal(decode(filled, [7], [37]), want)
+
+
+def test_a_call_beyond_the_cache_is_refused_before_it_writes(filled: Session):
+    before = contents(filled)
+    for tokens, past, first_row in (([7], [512], 0), ([7, 7], [5, 5], 2), ([7] * 4, [5] * 4, 0)):
+        with pytest.raises(UsageError, match="the cache has 3 rows of 512; reserve room first"):
+            decode(filled, tokens, past, first_row)
+    assert all(map(np.array_equal, contents(filled), before))
+
+
+def test_what_was_computed_survives_growth(filled: Session):
+    decode(filled, [7], [300], first_row=1)
+    kept = [filled.cache.read(row, 0, 301) for row in range(ROWS)]
+    filled.cache.reserve(ROWS, 700)
+    assert all(np.array_equal(filled.cache.read(row, 0, 301), kept[row]) for row in range(ROWS))
+
+
+# ----------------------------------------------------------------------------------------------------------- bindings
+
+
+def test_nothing_is_bound_again_from_step_to_step(session: Session, binds: list[str]):
+    prefill(session, PROMPTS[0])
+    decode(session, [5], [5])
+    assert len(binds) == 2 * len(set(binds))  # once for each of the two shapes of call
+    assert {"input_ids", "past_lengths", "logit_indices", "logits", "present.0.key"} < set(binds)
+    binds.clear()
+    for position in range(6, 30):
+        decode(session, [5], [position])
+    assert binds == []
+    prefill(session, PROMPTS[2])
+    binds.clear()
+    decode(session, [5], [37])
+    assert binds == []
+
+
+def test_short_calls_of_many_shapes_stay_bound_and_share_memory_for_their_logits(session: Session, binds: list[str]):
+    prefill(session, PROMPTS[2])
+
+    def verify(tokens: int) -> np.ndarray:
+        ids, indices = np.array([PROMPTS[0][:tokens]]), np.arange(tokens)[None]
+        return session.run(Batch(Phase.DECODE, ids, np.array([37]), indices))
+
+    all_logits = [verify(tokens) for tokens in (2, 3, 5)] + [decode_in_place(session, rows) for rows in (1, 2, 3)]
+    assert all(np.shares_memory(logits, all_logits[0]) for logits in all_logits)
+    binds.clear()
+    for _ in range(2):
+        for tokens in (2, 3, 5):
+            verify(tokens)
+        prefill(session, PROMPTS[2], row=1)
+        decode_in_place(session, 3)
+    assert "present.0.key" in binds
+    assert binds.count("logits") == 1  # the prefill's alone, once
+
+
+def decode_in_place(session: Session, rows: int) -> np.ndarray:
+    zeros = np.zeros((rows, 1), np.int64)
+    return session.run(Batch(Phase.DECODE, zeros + 7, zeros[:, 0] + 37, zeros))
+
+
+def test_of_many_short_calls_the_one_unused_for_longest_is_bound_again(session: Session, binds: list[str]):
+    shapes = [(row, tokens) for row in range(ROWS) for tokens in range(1, 13)]
+    assert len(shapes) > module.KEPT_BINDINGS
+
+    def call(row: int, tokens: int) -> None:
+        session.run(replace(batch(Phase.DECODE, np.full((1, tokens), 5), [0], [0]), first_row=row))
+
+    for shape in shapes:
+        call(*shape)
+    binds.clear()
+    call(*shapes[-module.KEPT_BINDINGS])
+    assert binds == []
+    call(*shapes[0])
+    assert binds.count("logits") == 1
+
+
+def test_logits_are_written_into_the_same_memory_at_every_step(session: Session):
+    prefill(session, PROMPTS[0])
+    first, second = (session.run(batch(Phase.DECODE, np.array([[token]]), [5], [0])) for token in (5, 6))
+    assert np.shares_memory(first, second)
+
+
+def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[str]):
+    prefill(session, PROMPTS[2], row=1)
+    want = decode(session, [7], [37], first_row=1)
+    binds.clear()
+    session.cache.reserve(ROWS, 512)
+    assert np.array_equal(decode(session, [7], [37], first_row=1), want)
+    assert len(binds) == len(set(binds)) > 4

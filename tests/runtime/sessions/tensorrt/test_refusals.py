@@ -1,0 +1,396 @@
+"""Every way in which an engine is refused or fails: what is said, and that nothing is left behind."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles.cuda import FakeDriver, RuleBrokenError, small
+from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
+
+from llmc.bundle import DeviceMemory, Manifest, Profile
+from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, RequestError, ResourceError
+from llmc.runtime.sessions import Batch, Phase, open_session
+from llmc.runtime.sessions.tensorrt.session import TensorRTSession
+
+MB = 1_000_000
+
+
+def step(session: TensorRTSession, past: int = 0, **options: Any) -> np.ndarray:
+    zeros = np.zeros((1, 1), np.int64)
+    return session.run(Batch(Phase.DECODE, zeros, np.array([past]), zeros, **options))
+
+
+def refused(setup: Any, error: type[LlmcError], match: str) -> None:
+    """Opening fails, and gives everything back."""
+    with pytest.raises(error, match=match):
+        setup.open()
+    assert setup.driver.leaks == []
+    assert setup.driver.closed
+
+
+# ------------------------------------------------------------------------------------------------------ other machines
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"platform": "linux-riscv64"}, "built for linux-riscv64, this is .*; llmc build --rebuild"),
+        ({"compute_capabilities": ("8.7",)}, "compute capability 8.7, NVIDIA L4 has 8.9; llmc build --rebuild"),
+        ({"compute_capabilities": ("8.6", "9.0")}, "8.6 or 9.0, NVIDIA L4 has 8.9; llmc build --rebuild"),
+        ({"file": ""}, "has not been built; build it on this machine: llmc build --rebuild"),
+    ],
+)
+def test_an_engine_for_another_machine_is_refused(bundle: Callable[..., Any], changes: dict[str, Any], match: str):
+    setup = bundle().plan(**changes)
+    with pytest.raises(BundleError, match=match):
+        setup.open()
+    assert setup.driver.leaks == []
+
+
+def test_a_bundle_without_an_engine_is_refused(bundle: Callable[..., Any]):
+    setup = bundle()
+    with pytest.raises(BundleError, match="has not been built"):
+        replace(setup, manifest=replace(setup.manifest, engine=None)).open()
+
+
+@pytest.mark.parametrize(
+    ("built", "found", "compatible", "opens"),
+    [
+        ("10.16.1.11", "10.16.1.11", False, True),
+        ("10.16.1.11", "10.16.2.10", False, False),
+        ("10.16.1.11", "10.16.2.10", True, True),
+        ("10.16.1.11", "10.3.0", True, False),
+    ],
+)
+def test_an_engine_is_for_its_version_or_built_for_later_ones(
+    bundle: Callable[..., Any], built: str, found: str, compatible: bool, opens: bool
+):
+    setup = bundle().plan(version_compatible=compatible)
+    setup.manifest = replace(setup.manifest, target=replace(setup.manifest.target, engine_version=built))
+    setup.library.__version__ = found
+    if not opens:
+        refused(setup, BundleError, f"built by tensorrt {built}, here is {found}; llmc build --rebuild")
+        return
+    setup.open()
+    assert [runtime.engine_host_code_allowed for runtime in setup.library.runtimes] == [compatible] * 2
+
+
+def test_an_engine_for_gpus_from_ampere_on_runs_on_later_ones(bundle: Callable[..., Any]):
+    setup = bundle().plan(compute_capabilities=("8.0",), hardware_compatibility="ampere")
+    assert setup.open().cache.rows == 0
+
+
+def test_rows_that_do_not_begin_on_a_boundary_are_refused(bundle: Callable[..., Any]):
+    setup = bundle("primitives").plan(buckets=(16, 33, 64))
+    setup.manifest = replace(setup.manifest, geometry=replace(setup.manifest.geometry, kv_heads=1))
+    refused(setup, BundleError, "rows of 33 positions take 2112 bytes, expected a multiple of 256")
+
+
+# ----------------------------------------------------------------------------------------------------- broken engines
+
+
+def test_what_the_library_says_of_an_engine_is_passed_on(bundle: Callable[..., Any]):
+    setup = bundle()
+    setup.library.refuses = "the engine plan file is not compatible with this version"
+    refused(setup, BundleError, r"tensorrt 10\.16\.1\.11 refuses engine.plan \(.*not compatible.*\); llmc build --reb")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage"])
+@pytest.mark.parametrize("file", ["engine.plan", "select.plan"])
+def test_a_damaged_engine_is_refused(bundle: Callable[..., Any], content: bytes, file: str):
+    setup = bundle()
+    (setup.folder / file).write_bytes(content)
+    refused(setup, BundleError, "cannot be read|the magic tag does not match")
+
+
+def test_a_missing_file_is_refused(bundle: Callable[..., Any]):
+    setup = bundle()
+    (setup.folder / "engine.plan").unlink()
+    refused(setup, BundleError, "engine.plan cannot be read")
+
+
+def test_an_engine_that_is_no_decoder_is_refused(bundle: Callable[..., Any], graphs: Path):
+    setup = bundle()
+    (setup.folder / "engine.plan").write_bytes(make_select_plan(graphs / "select.onnx", 3, 97))
+    refused(
+        setup, BundleError, r"engine\.plan is another engine .*.it has 1 profiles, expected 2.; llmc build --rebuild"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"vocab_size": 98}, r"logits is FLOAT \[-1, -1, 97\], expected FLOAT \['any', 'any', 98\]"),
+        ({"layers": 3, "windows": (0, 0, 0)}, r"it has no past_key_values\.2\.key, expected FLOAT"),
+        ({"head_dim": 32}, r"past_key_values\.0\.key is FLOAT \[-1, 2, 64, 16\], expected FLOAT \['any', 2, 64, 32\]"),
+    ],
+)
+def test_an_engine_of_another_model_is_refused(bundle: Callable[..., Any], changes: dict[str, Any], match: str):
+    setup = bundle()
+    setup.manifest = replace(setup.manifest, geometry=replace(setup.manifest.geometry, **changes))
+    refused(setup, BundleError, match)
+
+
+def test_a_cache_of_another_type_or_capacity_is_refused(bundle: Callable[..., Any]):
+    setup = bundle("native", "float16")
+    setup.manifest = replace(setup.manifest, cache="float32")
+    refused(setup, BundleError, "past_key_values.0.key is HALF .* expected FLOAT")
+    setup = bundle().plan(capacity=32, buckets=(16, 32))
+    refused(setup, BundleError, "past_key_values.0.key is FLOAT .* expected FLOAT .*32, 16")
+
+
+def test_an_engine_that_selects_another_number_is_refused(bundle: Callable[..., Any]):
+    refused(bundle().plan(candidates=6), BundleError, r"values is FLOAT \[-1, 5\], expected FLOAT \['any', 6\]")
+
+
+def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle: Callable[..., Any]):
+    setup = bundle()
+    plan = (setup.folder / "engine.plan").read_text()
+    changed = plan.replace('"present.1.key": "past_key_values.1.key"', '"present.1.key": "past_key_values.0.key"')
+    assert changed != plan
+    (setup.folder / "engine.plan").write_text(changed)
+    refused(setup, BundleError, "present.1.key is updated in place of past_key_values.0.key; llmc build --rebuild")
+    (setup.folder / "engine.plan").write_text(plan.replace('"present.1.key": "past_key_values.1.key", ', ""))
+    other = replace(setup, driver=FakeDriver())
+    other.library = FakeTensorRT(other.driver)
+    refused(other, BundleError, "present.1.key is updated in place of nothing; llmc build --rebuild")
+
+
+def test_a_library_that_cannot_start_is_reported(bundle: Callable[..., Any]):
+    setup = bundle()
+    setup.library.starts = False
+    refused(setup, GpuError, "tensorrt .* cannot use a GPU here .*error: 35")
+
+
+def test_a_stripped_engine_takes_its_weights_from_the_graph(bundle: Callable[..., Any], monkeypatch: Any):
+    calls: list[tuple[Any, ...]] = []
+    module = type("refit", (), {"refit": staticmethod(lambda *arguments: calls.append(arguments))})
+    monkeypatch.setitem(__import__("sys").modules, "llmc.runtime.sessions.tensorrt.refit", module)
+    setup = bundle().plan(stripped=True)
+    setup.open()
+    ((library, engine, graph),) = calls
+    assert library is setup.library
+    assert engine.num_optimization_profiles == 2
+    assert graph == setup.folder / "decoder.onnx"
+
+
+def test_a_library_that_is_not_installed_is_named(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
+    setup = bundle()
+    with pytest.raises((MissingExtraError, GpuError), match="tensorrt"):
+        open_session(setup.folder, setup.manifest, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_too_little_memory_is_refused_before_loading_with_what_would_fit(bundle: Callable[..., Any]):
+    setup = bundle()
+    setup.driver.device = small(total_memory=100 * MB)
+    setup.manifest = replace(setup.manifest, device=DeviceMemory(500 * MB, 60 * MB, 8 * MB, MB, 0))
+    refused(setup, ResourceError, "needs 632 MB of GPU memory, 600 MB are free .* build with --max-context 32")
+    assert setup.library.runtimes == []
+    setup = bundle()
+    setup.driver.device = small(total_memory=100 * MB)
+    setup.manifest = replace(setup.manifest, device=DeviceMemory(0, 160 * MB, 8 * MB, MB, 0))
+    refused(setup, ResourceError, "100 MB are free .* use a smaller precision or model")
+    setup.driver = FakeDriver(small(total_memory=300 * MB))
+    setup.library = FakeTensorRT(setup.driver)
+    assert setup.open().cache.device_memory == 300 * MB
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_whichever_allocation_fails_nothing_is_left_behind(bundle: Callable[..., Any], number: int):
+    setup = bundle()
+    setup.driver.fail_alloc = number
+    refused(setup, ResourceError, "failed")
+
+
+def test_a_cache_that_does_not_fit_leaves_the_session_as_it_was(bundle: Callable[..., Any]):
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(1, 16)
+    want = step(session).copy()
+    setup.driver.fail_alloc = setup.driver._allocations + 1
+    with pytest.raises(ResourceError):
+        session.cache.reserve(3, 16)
+    assert session.cache.rows == 1
+    assert np.array_equal(step(session), want)
+    session.cache.reserve(3, 16)
+    assert session.cache.rows == 3
+
+
+# ------------------------------------------------------------------------------------------------------- while running
+
+
+def test_a_shape_that_the_engine_does_not_take_fails_one_request(bundle: Callable[..., Any], graphs: Path):
+    setup = bundle()
+    narrow = make_plan(graphs / "float32.onnx", Profile(1, 1, 1), Profile(1, 2, 1), (16, 32), 64, aliased=True)
+    (setup.folder / "engine.plan").write_bytes(narrow)
+    session = setup.open()
+    session.cache.reserve(2, 64)
+    with pytest.raises(RequestError, match=r"input_ids of shape \[2, 1\] is not in the engine's profile \(.*outside"):
+        session.run(Batch(Phase.DECODE, np.zeros((2, 1), int), np.zeros(2, int), np.zeros((2, 1), int)))
+    with pytest.raises(RequestError, match=r"cache_slots of shape \[64\] is not"):
+        step(session, past=40)
+    assert np.isfinite(step(session)).all()
+
+
+def test_an_engine_that_fails_is_reported_and_the_session_goes_on(bundle: Callable[..., Any]):
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(1, 16)
+    setup.library.fails_at = 1
+    with pytest.raises(GpuError, match=r"running the engine failed in tensorrt .*invalid argument.*; see llmc doctor"):
+        step(session)
+    assert np.isfinite(step(session)).all()
+
+
+@pytest.mark.parametrize("call", ["run", "read", "write", "copy", "reserve", "full_logits"])
+def test_once_the_context_is_lost_every_call_says_so_at_once(bundle: Callable[..., Any], call: str):
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(2, 16)
+    step(session)
+    values = session.cache.read(0, 0, 2)
+    calls: dict[str, Callable[[], object]] = {
+        "run": lambda: step(session),
+        "read": lambda: session.cache.read(0, 0, 1),
+        "write": lambda: session.cache.write(0, 0, 2, values),
+        "copy": lambda: session.cache.copy(0, 1, 0, 2),
+        "reserve": lambda: session.cache.reserve(3, 16),
+        "full_logits": session.full_logits,
+    }
+    setup.driver.kill()
+    with pytest.raises(GpuError, match="context was lost") as first:
+        step(session)
+    assert first.value.lost
+    used = setup.driver.calls.copy()
+    with pytest.raises(GpuError, match="context was lost") as again:
+        calls[call]()
+    assert again.value.lost
+    assert setup.driver.calls == used
+    session.close()
+    session.close()
+
+
+@pytest.mark.parametrize("number", range(1, 60, 7))
+def test_a_context_lost_at_any_call_never_shows_as_anything_else(bundle: Callable[..., Any], number: int):
+    setup = bundle()
+    setup.driver.lose = number
+    with pytest.raises(GpuError) as caught:
+        session = setup.open()
+        session.cache.reserve(2, 16)
+        for past in range(8):
+            step(session, past, candidates=2)
+            session.full_logits()
+            session.cache.copy(0, 1, 0, past)
+    assert caught.value.lost
+
+
+# ------------------------------------------------------------------------------------ the double notices what is wrong
+
+
+def breach(bundle: Callable[..., Any], spoil: Callable[[Any], None], error: type[BaseException], match: str) -> None:
+    """A session that is spoiled after it was opened fails at its next step."""
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(1, 16)
+    session._steps.records = False
+    step(session)
+    spoil(session)
+    with pytest.raises(error, match=match):
+        step(session)
+
+
+def context_of(session: Any) -> Any:
+    return session._steps._contexts[0]
+
+
+def test_an_address_that_was_never_set_is_noticed(bundle: Callable[..., Any]):
+    def forget(session: Any) -> None:
+        context_of(session)._native._addresses.pop("past_lengths")
+
+    breach(bundle, forget, GpuError, "the address of past_lengths is not set")
+
+
+def test_an_update_in_place_at_two_addresses_is_noticed(bundle: Callable[..., Any]):
+    def spoil(session: Any) -> None:
+        for step in session._steps._kept.values():
+            step.addresses["present.0.key"] = step.addresses["present.0.value"]
+
+    breach(bundle, spoil, GpuError, "present.0.key must have the address of past_key_values.0.key")
+
+
+def test_freed_memory_to_work_in_is_noticed(bundle: Callable[..., Any]):
+    def spoil(session: Any) -> None:
+        session._driver.free(context_of(session)._native.memory)
+
+    breach(bundle, spoil, RuleBrokenError, "lie in no allocation")
+
+
+def test_too_little_memory_to_work_in_is_noticed(bundle: Callable[..., Any]):
+    def spoil(session: Any) -> None:
+        native = context_of(session)._native
+        native.set_device_memory(native.memory, 256)
+
+    breach(bundle, spoil, RuleBrokenError, "256 bytes to work in are too few")
+
+
+def test_the_default_stream_is_noticed(bundle: Callable[..., Any]):
+    def spoil(session: Any) -> None:
+        session._stream = session._steps._stream = 0
+
+    breach(bundle, spoil, RuleBrokenError, "stream 0 is the default one")
+
+
+def test_results_read_before_the_stream_is_waited_for_are_stale(bundle: Callable[..., Any]):
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(1, 16)
+    want = step(session).copy()
+    zeros = np.zeros((1, 1), np.int64)
+    session._driver.synchronize = lambda stream: None
+    other = session.run(Batch(Phase.DECODE, zeros + 5, np.array([1]), zeros)).copy()
+    assert np.array_equal(other, want)
+
+
+def test_a_swapped_cache_that_is_written_where_it_is_read_is_noticed(bundle: Callable[..., Any]):
+    setup = bundle("primitives")
+    session = setup.open()
+    session.cache.reserve(1, 16)
+    session.cache.other_address = session.cache.address
+    with pytest.raises(RuleBrokenError, match=r"present\.0\.key overwrites past_key_values.0.key while it is read"):
+        step(session)
+
+
+def test_a_thread_without_the_gpu_is_noticed(bundle: Callable[..., Any]):
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(1, 16)
+    session._driver.activate = lambda: None
+    session._driver._threads.clear()
+    with pytest.raises(RuleBrokenError, match="not current on this thread"):
+        step(session)
+
+
+def test_an_engine_of_a_version_that_cannot_be_asked_gets_two_buffers(bundle: Callable[..., Any]):
+    setup = bundle("primitives")
+    setup.library.asks_aliases = False
+    session = setup.open()
+    session.cache.reserve(1, 16)
+    assert len(session.cache._blocks) == 2
+    assert np.isfinite(step(session)).all()
+
+
+def test_a_shape_that_was_never_run_cannot_be_recorded(bundle: Callable[..., Any], manifest: Manifest):
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(1, 16)
+    step(session)
+    context_of(session)._native._warm = False  # as if a shape had been set anew
+    assert np.isfinite(step(session, 1)).all()
+    assert not session._steps.records

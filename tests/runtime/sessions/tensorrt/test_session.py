@@ -1,0 +1,448 @@
+"""TensorRT behind the seam, on doubles that enforce its rules: the same logits as ONNX Runtime, whatever the call."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles.cuda import ORIN
+
+from llmc.errors import RequestError, UsageError
+from llmc.runtime.sessions import Batch, Phase, Session
+from llmc.runtime.sessions.cuda.blocks import outputs_of
+from llmc.runtime.sessions.tensorrt import steps as steps_module
+from llmc.runtime.sessions.tensorrt.session import TensorRTSession
+
+# Largest difference of logits between the double, which attends to a bucket, and ONNX Runtime alone, which attends to
+# the whole cache: sums of other lengths round otherwise. Logits are of the size of 10.
+TOLERANCE = {"float32": 1e-4, "float16": 0.15}
+VOCAB, HIDDEN, LAYERS, KV, WIDTH = 97, 64, 2, 2, 16
+GENERATOR = np.random.default_rng(0)
+PROMPTS = [GENERATOR.integers(0, VOCAB, length).tolist() for length in (5, 11, 23)]
+ANSWERS = [GENERATOR.integers(0, VOCAB, 12).tolist() for _ in PROMPTS]
+FORMS = [("native", "float32"), ("native", "float16"), ("primitives", "float32")]
+
+
+def call(session: Session, tokens: Any, past: Any, outputs: Any, row: int = 0, **options: Any) -> np.ndarray:
+    ids = np.array(tokens, np.int64)
+    phase = Phase.DECODE if ids.shape[1] == 1 else Phase.PREFILL
+    indices = np.array(outputs, np.int64).reshape(len(ids), -1)
+    return session.run(Batch(phase, ids, np.array(past, np.int64), indices, row, **options))
+
+
+def prefill(session: Session, prompt: list[int], row: int = 0, past: int = 0) -> np.ndarray:
+    return call(session, [prompt], [past], [[len(prompt) - 1]], row)[0, 0].copy()
+
+
+def decode(session: Session, tokens: list[int], past: list[int], row: int = 0) -> np.ndarray:
+    return call(session, [[token] for token in tokens], past, [[0]] * len(tokens), row)[:, 0].copy()
+
+
+def together(session: Session, mixed_up: bool = False) -> np.ndarray:
+    """Logits [step, row, V] of all prompts in their own rows, then decoded as one ragged batch."""
+    session.cache.reserve(3, 40)
+    steps = [np.array([prefill(session, prompt, row) for row, prompt in enumerate(PROMPTS)])]
+    for i in range(len(ANSWERS[0])):
+        past = [len(prompt) + i for prompt in PROMPTS]
+        steps.append(decode(session, [answer[i] for answer in ANSWERS], past[::-1] if mixed_up else past))
+    return np.array(steps)
+
+
+@pytest.fixture(params=FORMS, ids="-".join)
+def both(request: pytest.FixtureRequest, bundle: Callable[..., Any]) -> Iterator[tuple[Session, Session, float]]:
+    """The session on doubles, ONNX Runtime's on the same graph, and how far they may be apart."""
+    form, compute = request.param
+    setup = bundle(form, compute)
+    session, reference = setup.open(), setup.reference()
+    session.cache.reserve(3, 40)
+    reference.cache.reserve(3, 64)
+    yield session, reference, TOLERANCE[compute]
+    session.close()
+    reference.close()
+    assert setup.driver.leaks == []
+    assert setup.driver.closed
+
+
+def test_prompts_and_ragged_steps_give_the_logits_of_onnx_runtime(both: tuple[Session, Session, float]):
+    session, reference, tolerance = both
+    assert np.abs(together(session) - together(reference)).max() <= tolerance
+    assert np.abs(session.hidden - reference.hidden).max() <= tolerance
+
+
+def test_the_tolerance_notices_lengths_that_are_mixed_up(both: tuple[Session, Session, float]):
+    session, reference, tolerance = both
+    assert np.abs(together(session, mixed_up=True) - together(reference)).max() > tolerance
+
+
+def test_the_caches_hold_the_same(both: tuple[Session, Session, float]):
+    session, reference, tolerance = both
+    for each in (session, reference):
+        together(each)
+    for row, prompt in enumerate(PROMPTS):
+        found, wanted = (each.read(row, 0, len(prompt) + 12) for each in (session, reference))
+        assert found.dtype == wanted.dtype
+        assert np.abs(found.astype(float) - wanted.astype(float)).max() <= tolerance
+
+
+def test_drafts_are_verified_row_by_row_and_equal_single_steps(both: tuple[Session, Session, float]):
+    session, reference, tolerance = both
+    for each in (session, reference):
+        for row in range(3):
+            prefill(each, PROMPTS[1], row)
+    ids, past = [answer[:3] for answer in ANSWERS], [len(PROMPTS[1])] * 3
+    logits = call(session, ids, past, [[0, 1, 2]] * 3).copy()
+    hidden = session.hidden.copy()
+    assert logits.shape == (3, 3, VOCAB)
+    for i in range(3):
+        single = decode(reference, [tokens[i] for tokens in ids], [past[0] + i] * 3)
+        assert np.abs(logits[:, i] - single).max() <= tolerance
+        assert np.abs(hidden[:, i] - reference.hidden[:, 0]).max() <= tolerance
+
+
+def test_more_tokens_than_the_profile_takes_are_fed_in_chunks(both: tuple[Session, Session, float]):
+    session, reference, tolerance = both
+    long = GENERATOR.integers(0, VOCAB, 40).tolist()
+    assert np.abs(prefill(session, long) - prefill(reference, long)).max() <= tolerance
+    assert np.abs(decode(session, [3], [39]) - decode(reference, [3], [39])).max() <= tolerance
+
+
+@pytest.mark.parametrize("places", [range(23), range(22, -1, -1), [3, 3, 3, 3, 3, 3, 20, 0], [22], [5, 0, 19, 19, 1]])
+def test_logits_at_any_places_come_back_in_their_order(session: TensorRTSession, bundle: Any, places: Any):
+    reference = bundle().reference()
+    reference.cache.reserve(1, 64)
+    wanted = call(reference, [PROMPTS[2]], [0], [list(places)])
+    found = call(session, [PROMPTS[2]], [0], [list(places)])
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
+    assert np.abs(session.hidden - reference.hidden).max() <= TOLERANCE["float32"]
+    assert np.abs(session.cache.read(0, 0, 23) - reference.cache.read(0, 0, 23)).max() <= TOLERANCE["float32"]
+
+
+def test_more_rows_than_the_profile_takes_are_served_in_turns(bundle: Callable[..., Any]):
+    setup = bundle()
+    session, reference = setup.open(), setup.reference()
+    for each in (session, reference):
+        each.cache.reserve(4, 40)
+    found, wanted = (decode(each, [3, 4, 5, 6], [0, 0, 0, 0]) for each in (session, reference))
+    assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
+    assert [shapes["input_ids"] for shapes in setup.library.contexts[0].history] == [(3, 1), (1, 1)]
+
+
+def test_a_call_may_ask_for_no_logits(session: TensorRTSession):
+    empty = call(session, [PROMPTS[2][:20]], [0], [[]])
+    assert empty.shape == (1, 0, VOCAB)
+    assert session.hidden.shape == (1, 0, HIDDEN)
+    assert call(session, [PROMPTS[2][20:21]], [20], [[]]).shape == (1, 0, VOCAB)
+    rest = prefill(session, PROMPTS[2][21:], past=21)
+    assert np.abs(rest - prefill(session, PROMPTS[2], row=1)).max() <= TOLERANCE["float32"]
+
+
+def test_rows_do_not_touch_their_neighbours(session: TensorRTSession):
+    for row, prompt in enumerate(PROMPTS):
+        prefill(session, prompt, row)
+    before = [session.cache.read(row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
+    for i in range(4):
+        decode(session, [7 + i], [11 + i], row=1)
+    for row in (0, 2):
+        assert np.array_equal(session.cache.read(row, 0, len(PROMPTS[row])), before[row])
+    assert np.array_equal(session.cache.read(1, 0, 11), before[1])
+
+
+# ------------------------------------------------------------------------------------------------ cache and limits
+
+
+def test_the_native_form_has_the_capacity_that_it_was_built_with(session: TensorRTSession):
+    assert (session.cache.rows, session.cache.capacity) == (3, 64)
+    session.close()
+    assert (session.cache.rows, session.cache.capacity) == (0, 0)
+
+
+def test_primitives_have_a_bucket_for_capacity_and_keep_their_contents(bundle: Callable[..., Any]):
+    setup = bundle("primitives")
+    session, reference = setup.open(), setup.reference()
+    reference.cache.reserve(2, 64)
+    session.cache.reserve(1, 11)
+    assert session.cache.capacity == 16
+    for each in (session, reference):
+        prefill(each, PROMPTS[1])
+    session.cache.reserve(2, 17)
+    assert (session.cache.rows, session.cache.capacity) == (2, 32)
+    assert np.abs(decode(session, [9], [11]) - decode(reference, [9], [11])).max() <= TOLERANCE["float32"]
+    assert np.abs(decode(session, [9], [12]) - decode(reference, [9], [12])).max() <= TOLERANCE["float32"]
+    assert setup.library.contexts[0].history[-1]["past_key_values.0.key"] == (1, KV, 32, WIDTH)
+
+
+def test_attention_looks_at_the_smallest_bucket_that_is_enough(bundle: Callable[..., Any]):
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(2, 64)
+    for past in (0, 15, 16, 31, 32, 63):
+        decode(session, [1], [past])
+    decode(session, [1, 1], [3, 20])
+    looked_at = [shapes["cache_slots"][0] for shapes in setup.library.contexts[0].history]
+    assert looked_at == [16, 16, 32, 32, 64, 64, 32]
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(5, 16), (1, 65)])
+def test_more_than_the_bundle_was_built_for_is_refused(session: TensorRTSession, rows: int, capacity: int):
+    with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 4 x 64"):
+        session.cache.reserve(rows, capacity)
+
+
+def test_a_call_beyond_the_cache_is_refused_before_it_writes(session: TensorRTSession):
+    prefill(session, PROMPTS[0])
+    before = session.cache.read(0, 0, 64)
+    for tokens, past, row in (([[7]], [64], 0), ([[7], [7]], [5, 5], 2), ([[7]] * 4, [5] * 4, 0)):
+        with pytest.raises(UsageError, match="the cache has 3 rows of 64; reserve room first"):
+            call(session, tokens, past, [[0]] * len(tokens), row)
+    with pytest.raises(UsageError, match=r"logits are asked for at \[\[5\]\], the call has the tokens 0 ... 4"):
+        call(session, [PROMPTS[0]], [0], [[5]])
+    assert np.array_equal(session.cache.read(0, 0, 64), before)
+
+
+def test_contents_move_between_rows_and_sessions(session: TensorRTSession, bundle: Callable[..., Any]):
+    prefill(session, PROMPTS[1], row=2)
+    want = decode(session, [7], [11], row=2)
+    session.cache.copy(2, 0, 0, 11)
+    assert np.array_equal(decode(session, [7], [11]), want)
+    values = session.cache.read(2, 0, 11)
+    assert values.shape == (2 * LAYERS, KV, 11, WIDTH)
+    swapped = bundle("primitives").open()
+    swapped.cache.reserve(1, 12)
+    swapped.cache.write(0, 0, values)
+    assert np.abs(decode(swapped, [7], [11]) - want).max() <= TOLERANCE["float32"]
+    session.cache.write(1, 0, values)
+    session.cache.copy(0, 1, 3, 3)
+    assert np.array_equal(decode(session, [7], [11], row=1), want)
+
+
+# ------------------------------------------------------------------------------------------------------- candidates
+
+
+def test_candidates_are_the_largest_logits_and_all_of_them_can_still_be_had(session: TensorRTSession):
+    for row, prompt in enumerate(PROMPTS):
+        prefill(session, prompt, row)
+    past = [len(prompt) for prompt in PROMPTS]
+    tokens = [[answer[0]] for answer in ANSWERS]
+    few = call(session, tokens, past, [[0]] * 3, candidates=3).copy()
+    hidden = session.hidden.copy()
+    full = session.full_logits().copy()
+    assert np.array_equal(full, session.full_logits())
+    wanted = call(session, tokens, past, [[0]] * 3)
+    assert np.array_equal(full, wanted)
+    assert np.array_equal(session.full_logits(), wanted)
+    assert np.array_equal(hidden, session.hidden)
+    for row in range(3):
+        largest = np.argsort(-wanted[row, 0])[:5]
+        assert set(np.flatnonzero(np.isfinite(few[row, 0]))) == set(largest)
+        assert np.array_equal(few[row, 0, largest], wanted[row, 0, largest])
+
+
+def test_candidates_of_the_last_step_are_gone(session: TensorRTSession):
+    for past in range(9):
+        rows = 1 + past % 3
+        found = call(session, [[past * 7]] * rows, [past] * rows, [[0]] * rows, candidates=5)
+        assert (np.isfinite(found).sum(axis=2) == 5).all()
+        assert np.array_equal(found[np.isfinite(found)], session.full_logits()[np.isfinite(found)])
+
+
+def test_an_array_of_candidates_cannot_be_written_to(session: TensorRTSession):
+    found = call(session, [[1]], [0], [[0]], candidates=1)
+    with pytest.raises(ValueError, match="read-only"):
+        found[0, 0, 0] = 0
+
+
+def test_only_what_was_selected_leaves_the_device(bundle: Callable[..., Any]):
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(1, 16)
+
+    def copied(candidates: int) -> int:
+        before = setup.driver.copied["host", "device"]
+        call(session, [[1]], [0], [[0]], candidates=candidates)
+        return setup.driver.copied["host", "device"] - before
+
+    assert copied(0) == outputs_of(1, 1, HIDDEN, VOCAB, 0)["logits"].end
+    assert copied(5) == outputs_of(1, 1, HIDDEN, VOCAB, 5)["logits"].offset
+    assert outputs_of(1, 1, 2048, 128_256, 64)["logits"].offset < 10_000  # of 520 KB
+
+
+@pytest.mark.parametrize("why", ["more than are selected", "no engine for it", "in pieces"])
+def test_where_nothing_can_be_selected_all_logits_are_there(bundle: Callable[..., Any], why: str):
+    session = bundle(select=why != "no engine for it").open()
+    session.cache.reserve(4, 16)
+    rows = 4 if why == "in pieces" else 1
+    found = call(session, [[1]] * rows, [0] * rows, [[0]] * rows, candidates=6 if why.startswith("more") else 5)
+    assert np.isfinite(found).all()
+    assert np.array_equal(session.full_logits(), found)
+
+
+# --------------------------------------------------------------------------------------------------------- recording
+
+
+@pytest.mark.parametrize("form", ["native", "primitives"])
+def test_recorded_steps_equal_plain_ones(bundle: Callable[..., Any], form: str):
+    setup = bundle(form)
+    recorded, plain = setup.open(), bundle(form).open()
+    plain._steps.records = False
+    assert np.array_equal(together(recorded), together(plain))
+    assert setup.driver.calls["launch"] >= 8
+
+
+def test_a_step_is_recorded_after_one_run_of_its_shapes_and_then_only_launched(bundle: Callable[..., Any]):
+    setup = bundle()
+    session, driver = setup.open(), setup.driver
+    session.cache.reserve(1, 16)
+    counts = []
+    for past in range(6):
+        decode(session, [past], [past])
+        counts.append((driver.calls["begin_capture"], driver.calls["launch"], setup.library.runs))
+    assert counts == [(0, 0, 1), (1, 1, 2), (1, 2, 2), (1, 3, 2), (1, 4, 2), (1, 5, 2)]
+    before = driver.calls.copy()
+    decode(session, [1], [6])
+    assert {name for name in driver.calls if driver.calls[name] > before[name]} == {"activate", "launch", "synchronize"}
+
+
+def test_everything_that_a_recorded_step_has_baked_in_tells_it_from_others(bundle: Callable[..., Any]):
+    setup = bundle()
+    session, reference = setup.open(), setup.reference()
+    for each in (session, reference):
+        each.reserve(3, 64)
+        for row, prompt in enumerate(PROMPTS):
+            prefill(each, prompt, row)
+    calls = [(1, 0, 5), (1, 1, 11), (2, 0, 11), (1, 2, 23), (3, 0, 5), (1, 0, 40), (2, 1, 11)]
+    for _ in range(3):
+        for rows, first, past in calls * 2:
+            found, wanted = (decode(each, [7] * rows, [past] * rows, first) for each in (session, reference))
+            assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
+    assert setup.driver.calls["launch"] > 0
+
+
+def test_short_drafts_are_recorded_and_long_chunks_are_not(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(1, 64)
+    for _ in range(3):
+        call(session, [[1, 2, 3]], [4], [[0, 1, 2]])
+    assert setup.driver.calls["launch"] == 2
+    for _ in range(2):
+        call(session, [[1] * 12], [4], [[11]])
+        call(session, [[1] * 12], [4], [[11]])
+    assert setup.driver.calls["launch"] == 2 + 3
+    monkeypatch.setattr(steps_module, "RECORDED_TOKENS", 11)
+    session.cache.reserve(2, 64)
+    for _ in range(3):
+        call(session, [[1] * 12], [4], [[11]])
+    assert setup.driver.calls["launch"] == 2 + 3
+
+
+def test_growth_drops_what_was_recorded(bundle: Callable[..., Any]):
+    setup = bundle()
+    session, reference = setup.open(), setup.reference()
+    reference.cache.reserve(3, 64)
+    session.cache.reserve(1, 64)
+    for past in range(4):
+        for each in (session, reference):
+            decode(each, [past], [past])
+    assert len(setup.driver._graphs) == 1
+    session.cache.reserve(3, 64)
+    assert setup.driver._graphs == {}
+    for past in range(4, 9):
+        found, wanted = (decode(each, [past], [past]) for each in (session, reference))
+        assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
+
+
+def test_only_so_many_recorded_steps_are_kept(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(steps_module, "KEPT_STEPS", 2)
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(3, 64)
+    for rows in (1, 2, 3, 1, 2, 3):
+        for past in range(3):
+            decode(session, [past] * rows, [past] * rows)
+        assert len(setup.driver._graphs) <= 2
+    session.close()
+    assert setup.driver.leaks == []
+
+
+def test_a_library_that_cannot_be_recorded_is_run_plainly(bundle: Callable[..., Any]):
+    setup = bundle()
+    setup.library.capturable = False
+    session = setup.open()
+    session.cache.reserve(1, 16)
+    want = [decode(session, [past], [past]) for past in range(4)]
+    assert setup.driver.calls["begin_capture"] == 0
+    setup = bundle()
+    setup.library.capturable = True
+    other = setup.open()
+    other.cache.reserve(1, 16)
+    assert np.array_equal([decode(other, [past], [past]) for past in range(4)], want)
+    assert setup.driver.calls["launch"] == 3
+
+
+def test_a_recording_that_fails_is_not_tried_again(bundle: Callable[..., Any], caplog: pytest.LogCaptureFixture):
+    setup = bundle()
+    session = setup.open()
+    session.cache.reserve(1, 16)
+    setup.library.fails_at = 2  # the run that is recorded
+    found = [decode(session, [past], [past]) for past in range(4)]
+    assert "recording a CUDA graph failed" in caplog.text
+    assert (setup.driver.calls["begin_capture"], setup.driver.calls["launch"]) == (1, 0)
+    fresh = bundle().open()
+    fresh.cache.reserve(1, 16)
+    assert np.array_equal(found, [decode(fresh, [past], [past]) for past in range(4)])
+
+
+# ------------------------------------------------------------------------------------------------- swapped, integrated
+
+
+def test_a_cache_in_two_buffers_gives_what_one_in_place_gives(bundle: Callable[..., Any]):
+    in_place, swapped = bundle("native").open(), bundle("primitives").open()
+    assert np.abs(together(in_place) - together(swapped)).max() <= TOLERANCE["float32"]
+    assert (len(in_place.cache._blocks), len(swapped.cache._blocks)) == (1, 2)
+    for _ in range(3):  # now one row is in the other buffer
+        decode(swapped, [5], [30], row=1)
+        decode(in_place, [5], [30], row=1)
+        found, wanted = (decode(each, [6, 7, 8], [31, 31, 31]) for each in (swapped, in_place))
+        assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
+
+
+def test_an_integrated_gpu_works_on_the_hosts_memory(bundle: Callable[..., Any]):
+    setup = bundle(device=ORIN)
+    session = setup.open()
+    want = together(bundle().open())
+    before = setup.driver.calls["copy"]
+    assert np.array_equal(together(session), want)
+    assert setup.driver.calls["copy"] == before
+    found = call(session, [[1]], [36], [[0]], candidates=2)
+    assert np.isfinite(found).all()  # all of them are there anyway
+    assert np.array_equal(session.full_logits(), found)
+    session.close()
+    assert setup.driver.leaks == []
+
+
+def test_contexts_of_both_profiles_work_in_the_same_memory(bundle: Callable[..., Any]):
+    setup = bundle()
+    setup.open()
+    assert len({context.memory for context in setup.library.contexts}) == 1
+    assert len(setup.library.contexts) == 3
+
+
+def test_the_session_says_what_it_runs_on(session: TensorRTSession):
+    assert session.engine_version == "10.16.1.11"
+    assert not session.substitutes
+
+
+def test_arrays_of_a_step_are_the_same_memory_at_every_step(session: TensorRTSession):
+    first, second = (call(session, [[token]], [5], [[0]]) for token in (5, 6))
+    assert np.shares_memory(first, second)
+
+
+def test_a_session_may_be_used_from_another_thread_than_it_was_opened_on(bundle: Callable[..., Any]):
+    from concurrent.futures import ThreadPoolExecutor
+
+    session = bundle().open()
+    session.cache.reserve(1, 16)
+    want = decode(session, [1], [0])
+    with ThreadPoolExecutor(1) as pool:
+        assert np.array_equal(pool.submit(decode, session, [1], [0]).result(), want)
