@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -287,8 +287,11 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     Raises:
         DraftError: the draft model has another tokenizer.
         BundleError, ResourceError: the draft model cannot be loaded.
+        UsageError: the options want a cache that can go back, and this one cannot.
     """
     manifest, runner = model.manifest, model.runner
+    if not runner.session.cache.can_rewind:
+        options = without_prefixes(options)
     # What the process holds already counts in the plan; the rest is what there is.
     limit = available_memory() + resident_bytes()[0] if memory is None else memory
     size = options.prefix_cache_bytes
@@ -312,6 +315,22 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         store=store,
         drafter=make_drafter(model, options),
     )
+
+
+def without_prefixes(options: EngineOptions) -> EngineOptions:
+    """The options for a model whose layers keep states, of which no earlier position can be had again.
+
+    Raises:
+        UsageError: they ask for what goes back: drafts, or a prefix cache.
+    """
+    asked = {"draft": options.draft, "prefix_cache_bytes": options.prefix_cache_bytes}
+    for name, value in {**asked, "prefix_cache_folder": options.prefix_cache_folder}.items():
+        if value:
+            raise UsageError(
+                f"{name} is {value!r}, but the bundle's layers keep a state of the last token only, which cannot go "
+                "back to an earlier one; leave it out"
+            )
+    return replace(options, prefix_cache_bytes=0)
 
 
 def prefix_key(manifest: Manifest) -> str:

@@ -200,7 +200,8 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> Sequence | None:
         """Place a sequence; where its prompt is computed, with a copy from one that holds it, and it may begin."""
         group, length = sequence.group, len(sequence.context)
-        donor = next((other for other in group.sequences if other.holds_prompt), None)
+        donors = (other for other in group.sequences if other.holds_prompt and self._rows.can_fork(other, length))
+        donor = next(donors, None)
         if donor is not None:
             self.reserve(1, length)
             self.fork(donor, sequence, length)

@@ -62,13 +62,18 @@ class ModelDrafter:
         target: the loaded bundle that is drafted for.
 
     Raises:
-        DraftError: the two have different tokenizers.
+        DraftError: the two have different tokenizers, or the model cannot take drafts back.
     """
 
     def __init__(self, model: DraftModel, target: Loaded) -> None:
         check_same_tokenizer(model, target)
         self._model = model
         self._session = model.runner.session
+        if not self._session.cache.can_rewind:
+            raise DraftError(
+                f"{model.folder}: its layers keep a state of the last token only, which cannot go back over rejected "
+                "drafts; draft with a model without such layers, or with 'lookup'"
+            )
         self._context = model.runner.max_context
         self._chunk = model.runner.prefill_chunk
         self._known_ids = model.manifest.geometry.vocab_size

@@ -232,8 +232,16 @@ def test_memory_is_asked_for_before_it_is_taken(
 ):
     monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 0)
     assert drafter.propose(0, [1, 2, 3], 3) == []
-    assert "0 are available" in caplog.text
+    assert "0 MB are available" in caplog.text
     assert drafter._session.cache.capacity == 0
+
+
+def test_a_draft_model_that_cannot_take_drafts_back_is_refused(
+    draft: Model, target: Model, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(draft.runner.session.cache, "can_rewind", False)
+    with pytest.raises(DraftError, match=r"keep a state .* cannot go back over rejected drafts; draft with a model"):
+        ModelDrafter(draft, target)
 
 
 def test_closing_closes_the_draft_model(drafting_bundle: Path, target: Model):

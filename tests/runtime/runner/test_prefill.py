@@ -150,7 +150,7 @@ def test_the_real_engine_gives_the_same_logits_for_any_chunk_size(opened: tuple[
 
     65 and 129 tokens in one call would leave one query after tiles of 64: logits of int8 then differ by up to 0.09.
     """
-    precision, session, manifest = opened
+    precision, session, _ = opened
     for length in (65, 129, 300):
         whole = SingleRunner(session, 512, 512).prefill(LONG[:length]).copy()
         chunked = SingleRunner(session, 512, chunk).prefill(LONG[:length])
