@@ -13,7 +13,7 @@ from llmc.optimize.build import BuildReport, build
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights import ALIGNMENT
 from llmc.runtime import load
-from llmc.runtime.selftest import verify
+from llmc.runtime.model import verify
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
 # Rotary tables of the small model, scales per output, and the page that each tensor begins on.
