@@ -17,7 +17,7 @@ from llmc.runtime import Model, load
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.model import make_engine
-from llmc.runtime.runner.prefill import Runner
+from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ def scripted(tiny_checkpoint: Path, manifest: Manifest, tokenizer: Tokenizer) ->
         here = replace(manifest, geometry=replace(manifest.geometry, vocab_size=4096), generation=generation)
         session = Scripted(here, [*tokenizer.encode(text), *more])
         options = EngineOptions(prefix_cache_bytes=0)
-        made.append(Model(tiny_checkpoint, here, tokenizer, Runner(session, here, 512, 512), 1, options))
+        made.append(Model(tiny_checkpoint, here, tokenizer, SingleRunner(session, 512, 512), 1, options))
         return made[-1]
 
     yield make

@@ -112,8 +112,8 @@ def test_drafts_taken_for_accepted_would_show(drafter: ModelDrafter, texts: list
     other = [(token + 1) % 4096 for token in answer]
     wanted = fresh(drafter, prompt + other[:3])
     drafter.propose(0, prompt, 6)
-    drafter._rows[0].known += 2
-    drafter._rows[0].drafts = []
+    drafter._sequences[0].cached += 2
+    drafter._sequences[0].drafts = []
     assert drafter.propose(0, prompt + other[:3], 6) != wanted
 
 

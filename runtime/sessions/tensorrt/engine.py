@@ -28,19 +28,19 @@ DECODE, PREFILL = 0, 1  # numbers of the profiles
 ALIGNMENT = 256
 
 
-def required_plan(folder: Path, manifest: Manifest) -> EngineConfig:
+def required_config(folder: Path, manifest: Manifest) -> EngineConfig:
     """What the bundle says of its engine.
 
     Raises:
         BundleError: it has none.
     """
-    plan = manifest.engine
-    if plan is None or not plan.file:
+    config = manifest.engine
+    if config is None or not config.file:
         raise BundleError(f"{folder}: its engine has not been built; build it on this machine: {_remedy(folder)}")
-    return plan
+    return config
 
 
-def check_machine(folder: Path, manifest: Manifest, plan: EngineConfig, version: str, device: DeviceInfo) -> None:
+def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, version: str, device: DeviceInfo) -> None:
     """Refuse, before it is loaded, an engine that was built for something else than this.
 
     Args:
@@ -50,18 +50,18 @@ def check_machine(folder: Path, manifest: Manifest, plan: EngineConfig, version:
     Raises:
         BundleError: with what it was built for, what is here, and the command that mends it.
     """
-    built, here = plan.platform, platform_name()
+    built, here = config.platform, platform_name()
     if built != here:
         raise BundleError(f"{folder}: its engine was built for {built}, this is {here}; {_remedy(folder)}")
     name, built = manifest.target.engine, manifest.target.engine_version
-    if not plan.fits_version(version, built):
+    if not config.fits_version(version, built):
         raise BundleError(f"{folder}: its engine was built by {name} {built}, here is {version}; {_remedy(folder)}")
-    if not plan.fits_gpu(device.compute_capability):
+    if not config.fits_gpu(device.compute_capability):
         found = f"{device.name} has {device.compute_capability}"
         raise BundleError(
-            f"{folder}: its engine was built for compute capability {plan.gpus}, {found}; {_remedy(folder)}"
+            f"{folder}: its engine was built for compute capability {config.gpus}, {found}; {_remedy(folder)}"
         )
-    _check_alignment(folder, manifest, plan)
+    _check_alignment(folder, manifest, config)
 
 
 def platform_name() -> str:
@@ -73,9 +73,12 @@ def _remedy(folder: Path) -> str:
     return f"llmc build --rebuild {folder}"
 
 
-def _check_alignment(folder: Path, manifest: Manifest, plan: EngineConfig) -> None:
+def _check_alignment(folder: Path, manifest: Manifest, config: EngineConfig) -> None:
     """A call may begin at any row, and kernels read whole vectors from there."""
-    itemsize, capacities = 4 if plan.compute == "float32" else 2, (plan.capacity,) if plan.capacity else plan.buckets
+    itemsize, capacities = (
+        4 if config.compute == "float32" else 2,
+        (config.capacity,) if config.capacity else config.buckets,
+    )
     for capacity, tensor in product(capacities, tensors_of(manifest.geometry.caches)):
         size = prod(tensor.of(1, capacity)) * itemsize
         if manifest.limits.max_batch > 1 and size % ALIGNMENT:
