@@ -1,4 +1,4 @@
-"""What a bundle says of a serialized engine, and of the memory that a GPU needs for it."""
+"""Records of a bundle about its serialized engine, and about the memory that a GPU needs for it."""
 
 import re
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class EngineConfig:
         return "8.0 and newer that the library knows" if self._for_ampere else " or ".join(self.compute_capabilities)
 
     def fits_gpu(self, capability: str) -> bool:
-        """Whether the engine has code for a GPU of a compute capability, as 8.7.
+        """True if the engine has code for a GPU of this compute capability, as 8.7.
 
         It has for those that it names; where it names none, as TensorRT-RTX builds by default, or was built so, from
         Ampere on.
@@ -114,14 +114,14 @@ class EngineConfig:
         return self.hardware_compatibility == "ampere" or not self.compute_capabilities
 
     def fits_version(self, installed: str, built: str) -> bool:
-        """Whether the library's version ``installed`` reads an engine of ``built``: the same one does, and if it was
+        """True if the library's version ``installed`` reads an engine of ``built``: the same one does, and if it was
         built so, all later ones."""
         if self.version_compatible:
             return version(installed) >= version(built)
         return version(installed) == version(built)
 
     def is_sound(self, max_context: int, max_batch: int, prefill_chunk: int) -> bool:
-        """Whether a build with these limits can have written these numbers."""
+        """True if a build with these limits can have written these numbers."""
         rising = list(self.buckets) == sorted(set(self.buckets)) and min(self.buckets, default=0) > 0
         if not rising or self.buckets[-1] < max_context or self.form not in ("native", "primitives"):
             return False

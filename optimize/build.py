@@ -54,6 +54,7 @@ from llmc.optimize.lower.context import (
     check_patterns,
     quant_configs,
 )
+from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.passes import lower
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
@@ -214,7 +215,10 @@ def _check_memory(order: _Order, calibration: CalibrationRequest | None, memory:
 
 def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -> Manifest:
     """Fill the staging folder, and return the manifest that was written into it last."""
-    check_patterns(order.recipe, _linears(read_decoder(order.source).graph))  # before hours of calibration
+    geometry = order.export.geometry  # what it cannot build is refused before hours of calibration
+    check_patterns(order.recipe, [linear.name for linear in geometry.linears])
+    if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
+        check_head_sizes(geometry)
     weights, used = calibrated_weights(order.source, order.export, order.recipe, calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs = _compile(order, folder, weights)
@@ -225,7 +229,7 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
         from llmc.optimize.tensorrt.engine import compile_engine
 
         graph = folder / graphs["decode"].file
-        engine = compile_engine(order.engine, graph, order.export.geometry, order.progress)
+        engine = compile_engine(order.engine, graph, geometry, order.progress)
     order.progress("hashing")
     manifest = _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
     write_manifest(manifest, folder)
@@ -237,7 +241,7 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
     graphs, geometry = {}, order.export.geometry
     with closing(WeightFile(folder)) as weights:
         for phase, stored in quant_configs(order.recipe).items():
-            done = counted(order.progress, f"lowering and quantizing the {phase} graph", 7 * geometry.layers + 1)
+            done = counted(order.progress, f"lowering and quantizing the {phase} graph", len(geometry.linears))
             model = read_decoder(order.source)
             plan = LoweringContext(
                 phase,
@@ -258,11 +262,6 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
     if len(graphs) == 1:
         return dict.fromkeys(("prefill", "decode"), *graphs.values())
     return graphs
-
-
-def _linears(graph: ir.Graph) -> list[str]:
-    """Module names of the portable graph's linears, in order."""
-    return [node.name for node in graph if node.op_type == "MatMul" and node.name]
 
 
 def _declare(model: ir.Model, order: _Order) -> None:

@@ -3,14 +3,14 @@
 import hashlib
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llmc.bundle import Manifest, read_bundle
+from llmc.bundle import Manifest, read_bundle, verify_files
 from llmc.errors import EngineClosedError, UsageError
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
@@ -22,8 +22,9 @@ from llmc.runtime.host.machine import available_memory, resident_bytes, usable_t
 from llmc.runtime.kv.budget import check_load
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
-from llmc.runtime.runner.prefill import Runner
+from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.selftest import VerifyReport, check_once, replayed
 from llmc.runtime.sessions import emulated, open_session
 from llmc.runtime.speculation import Drafter, ModelDrafter, PromptLookup
 from llmc.runtime.text.chat_template import ChatTemplate
@@ -77,13 +78,11 @@ def load(
         raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
         raise UsageError(f"memory is {memory!r}, expected bytes, an integer above 0, or None")
-    from llmc.runtime.selftest import check_once  # which needs a model
-
     check_load(folder, manifest, context, memory)
     with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
         tokenizer = pool.submit(Tokenizer.from_folder, folder)
         session = open_session(folder, manifest, workers)
-        runner = Runner(session, manifest, context, chunk)
+        runner = SingleRunner(session, context, chunk)
         model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
     try:
         check_once(model, self_test)
@@ -93,6 +92,26 @@ def load(
         model.close()
         raise
     return model
+
+
+def verify(
+    bundle: str | Path,
+    *,
+    threads: int | None = None,
+    emulate: bool = False,
+    progress: Callable[[str], None] = lambda step: None,
+) -> VerifyReport:
+    """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU.
+
+    Raises:
+        BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
+    """
+    folder = Path(bundle)
+    manifest = read_bundle(folder)
+    for name in verify_files(folder, manifest):
+        progress(f"hashed {name}")
+    with load(folder, threads=threads, self_test=False, emulate=emulate) as model:
+        return replayed(model, progress)
 
 
 def _options(given: Mapping[str, Any]) -> EngineOptions:
@@ -128,7 +147,7 @@ class Model:
         folder: Path,
         manifest: Manifest,
         tokenizer: Tokenizer,
-        runner: Runner,
+        runner: SingleRunner,
         threads: int,
         options: EngineOptions | None = None,
         memory: int | None = None,
@@ -268,8 +287,11 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     Raises:
         DraftError: the draft model has another tokenizer.
         BundleError, ResourceError: the draft model cannot be loaded.
+        UsageError: the options want a cache that can go back, and this one cannot.
     """
     manifest, runner = model.manifest, model.runner
+    if not runner.session.cache.can_rewind:
+        options = without_prefixes(options)
     # What the process holds already counts in the plan; the rest is what there is.
     limit = available_memory() + resident_bytes()[0] if memory is None else memory
     size = options.prefix_cache_bytes
@@ -293,6 +315,22 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         store=store,
         drafter=make_drafter(model, options),
     )
+
+
+def without_prefixes(options: EngineOptions) -> EngineOptions:
+    """The options for a model whose layers keep states, of which no earlier position can be had again.
+
+    Raises:
+        UsageError: they ask for what goes back: drafts, or a prefix cache.
+    """
+    asked = {"draft": options.draft, "prefix_cache_bytes": options.prefix_cache_bytes}
+    for name, value in {**asked, "prefix_cache_folder": options.prefix_cache_folder}.items():
+        if value:
+            raise UsageError(
+                f"{name} is {value!r}, but the bundle's layers keep a state of the last token only, which cannot go "
+                "back to an earlier one; leave it out"
+            )
+    return replace(options, prefix_cache_bytes=0)
 
 
 def prefix_key(manifest: Manifest) -> str:

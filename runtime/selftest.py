@@ -1,20 +1,22 @@
-"""Is this bundle whole, and does it compute here what it computed when it was built?"""
+"""Golden prompts replayed: a bundle has to compute here what it computed where it was built."""
 
 import hashlib
 import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
-from llmc.bundle import GoldenPrompt, read_bundle, verify_files
+from llmc.bundle import GoldenPrompt, Manifest
 from llmc.errors import BundleError
+from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.host import disk_cache
-from llmc.runtime.model import Model, load
+from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sessions.onnxruntime.compiled import cached_entry, environment
 
 log = logging.getLogger(__name__)
@@ -43,27 +45,30 @@ class VerifyReport:
     largest_difference: float
 
 
-def verify(
-    bundle: str | Path,
-    *,
-    threads: int | None = None,
-    emulate: bool = False,
-    progress: Callable[[str], None] = lambda step: None,
-) -> VerifyReport:
-    """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU.
+class Loaded(Protocol):
+    """A loaded bundle as the self-test asks it; :class:`llmc.runtime.Model` is one."""
 
-    Raises:
-        BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
-    """
-    folder = Path(bundle)
-    manifest = read_bundle(folder)
-    for name in verify_files(folder, manifest):
-        progress(f"hashed {name}")
-    with load(folder, threads=threads, self_test=False, emulate=emulate) as model:
-        return _replayed(model, progress)
+    @property
+    def folder(self) -> Path:
+        """The bundle."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its manifest."""
+
+    @property
+    def runner(self) -> SingleRunner:
+        """One sequence at a time."""
+
+    @property
+    def engine_version(self) -> str:
+        """Version of the engine library in use."""
+
+    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationResult:
+        """Complete a prompt."""
 
 
-def check_once(model: Model, wanted: bool | None) -> None:
+def check_once(model: Loaded, wanted: bool | None) -> None:
     """Replay the golden prompts in short: always, never, or (None) unless the cache knows that they passed here.
 
     A pass holds for these files, this processor and engine version. A failure is not remembered.
@@ -78,7 +83,7 @@ def check_once(model: Model, wanted: bool | None) -> None:
     if wanted is None and entry.exists():
         return
     start = time.perf_counter()
-    report = _replayed(model, limit=QUICK_TOKENS)
+    report = replayed(model, limit=QUICK_TOKENS)
     log.info("%s passed its self-test in %.2f s", model.folder, time.perf_counter() - start)
     try:
         with disk_cache.published(entry) as folder:
@@ -88,8 +93,8 @@ def check_once(model: Model, wanted: bool | None) -> None:
     disk_cache.prune(KIND, CACHE_BYTES)
 
 
-def _replayed(
-    model: Model, progress: Callable[[str], None] = lambda step: None, limit: int | None = None
+def replayed(
+    model: Loaded, progress: Callable[[str], None] = lambda step: None, limit: int | None = None
 ) -> VerifyReport:
     """:func:`replay`; where it fails on graphs of the cache, these are removed, for they may be what is broken."""
     try:
@@ -104,7 +109,7 @@ def _replayed(
         ) from error
 
 
-def _key(model: Model) -> str:
+def _key(model: Loaded) -> str:
     """A hash of the manifest, this machine, and the size and time of change of every file that is computed with."""
     folders = [model.folder, cached_entry(model.engine_version, model.manifest)]
     files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
@@ -114,7 +119,7 @@ def _key(model: Model) -> str:
 
 
 def replay(
-    model: Model, progress: Callable[[str], None] = lambda step: None, *, limit: int | None = None
+    model: Loaded, progress: Callable[[str], None] = lambda step: None, *, limit: int | None = None
 ) -> VerifyReport:
     """Run the golden prompts on a loaded bundle; ``limit`` bounds the tokens that are generated after each of them.
 
@@ -138,7 +143,7 @@ def replay(
     return VerifyReport(len(model.manifest.files), len(cases), compared, equal, largest)
 
 
-def _check(model: Model, case: GoldenPrompt, number: int) -> None:
+def _check(model: Loaded, case: GoldenPrompt, number: int) -> None:
     """The manifest is not hashed, so look before computing: NaN, for one, would compare as a near tie.
 
     Raises:
@@ -158,7 +163,7 @@ def _check(model: Model, case: GoldenPrompt, number: int) -> None:
         raise BundleError(f"{model.folder}: golden prompt {number} of the manifest is corrupt; build the bundle again")
 
 
-def _first_logits(model: Model, case: GoldenPrompt, recorded: tuple[float, ...]) -> float:
+def _first_logits(model: Loaded, case: GoldenPrompt, recorded: tuple[float, ...]) -> float:
     """Largest difference of the recorded top logits after the prompt."""
     logits = model.runner.prefill(case.prompt)[0, -1]
     difference = float(np.abs(logits[list(case.top_ids)] - np.array(recorded, np.float32)).max())
@@ -172,7 +177,7 @@ def _first_logits(model: Model, case: GoldenPrompt, recorded: tuple[float, ...])
     return difference
 
 
-def _same_tokens(model: Model, case: GoldenPrompt, tokens: tuple[int, ...]) -> int:
+def _same_tokens(model: Loaded, case: GoldenPrompt, tokens: tuple[int, ...]) -> int:
     """Greedy tokens equal to the recorded ones, up to the first near tie that fell the other way."""
     answer = model.generate(case.prompt, max_tokens=len(tokens), temperature=0, ignore_eos=True).token_ids
     for i, (here, there, margin) in enumerate(zip(answer, tokens, case.margins, strict=False)):

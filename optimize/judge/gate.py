@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from llmc.bundle import Budget, Geometry, Manifest, Quality
+from llmc.bundle import Budget, Manifest, Quality
 from llmc.errors import BuildError
-from llmc.optimize.judge.layers import EMBEDDING, HEAD, SMALLEST, WINDOWS, LayerError, layer_errors, linear_errors
+from llmc.inventory import EMBEDDING, HEAD
+from llmc.optimize.judge.layers import SMALLEST, WINDOWS, LayerError, layer_errors, linear_errors
 from llmc.optimize.judge.reference import Ids, Reference
 from llmc.optimize.lower.context import Float8, QuantConfig, WeightOnly, quant_configs
 from llmc.optimize.progress import Progress, silent
@@ -304,7 +305,7 @@ def _breakdown(
     caused = {name: noise * scale for name, noise in noises.items()}
     caused[HEAD] = head + (embedding * scale if manifest.geometry.tied_head else 0.0)
     parts = [
-        Part(name, precision, _size(name, manifest.geometry), caused[name])
+        Part(name, precision, manifest.geometry.linear[name].size, caused[name])
         for name, precision in precisions.items()
         if precision is not None
     ]
@@ -320,10 +321,3 @@ def _precision(config: QuantConfig) -> str | None:
         case Float8():
             return "fp8"
     return None
-
-
-def _size(name: str, g: Geometry) -> int:
-    """Weights of a linear."""
-    queries, values = g.heads * g.head_dim, g.kv_heads * g.head_dim
-    outputs = {"q_proj": queries, "k_proj": values, "v_proj": values, "o_proj": queries, HEAD: g.vocab_size}
-    return g.hidden_size * outputs.get(name.rpartition(".")[2], g.intermediate_size)

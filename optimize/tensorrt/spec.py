@@ -119,7 +119,7 @@ def _form(asked: str | None, library: Any, target: Capabilities, lowered: Path |
 
 
 def _hardware_compatibility(asked: str | None, library: Any, target: Capabilities) -> str:
-    """What was asked for, if the library has it: hours of calibration may come before the builder is asked."""
+    """The level asked for, if the library has it: hours of calibration may come before the builder is asked."""
     possible = [
         name
         for name, member in HARDWARE_COMPATIBILITY.items()
@@ -142,7 +142,7 @@ def _between(name: str, value: int | None, low: int, high: int, default: T) -> i
 
 
 def bucket_sizes(max_context: int) -> tuple[int, ...]:
-    """How many cache positions calls look at: 256, twice that, ... and the longest context, rounded up to whole
+    """Numbers of cache positions that calls look at: 256, twice that, ... and the longest context, rounded up to whole
     blocks of :data:`BLOCK`, so that every row of the cache is aligned."""
     sizes = []
     size = FIRST_BUCKET

@@ -34,7 +34,7 @@ from sampling import SETTINGS
 from llmc.errors import CancelledError, DeadlineError, ProcessorError, QueueFullError
 from llmc.runtime import Delta, GenerationResult, Handle, Model, Request, SamplingParams, load
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.engine.sequence import Job
+from llmc.runtime.engine.sequence import RequestState
 from llmc.runtime.host.machine import resident_bytes
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
@@ -360,7 +360,7 @@ def settle(engine: Engine, jobs: int) -> int:
 def count_jobs() -> int:
     """Requests that are anywhere in memory."""
     gc.collect()
-    return sum(issubclass(type(item), Job) for item in gc.get_objects())
+    return sum(issubclass(type(item), RequestState) for item in gc.get_objects())
 
 
 def main() -> None:

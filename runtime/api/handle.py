@@ -25,7 +25,7 @@ def is_serving() -> bool:
     return getattr(_SERVING, "on", False)
 
 
-class Mailbox:
+class OutputCollector:
     """What passes from the engine's thread to whoever reads: pieces, then a result or an error."""
 
     def __init__(self) -> None:
@@ -120,8 +120,8 @@ class Handle:
     request, unless it has an ``on_delta``.
     """
 
-    def __init__(self, mailbox: Mailbox, cancel: Callable[[], None], outputs: int, keep: bool) -> None:
-        self._mailbox = mailbox
+    def __init__(self, collector: OutputCollector, cancel: Callable[[], None], outputs: int, keep: bool) -> None:
+        self._collector = collector
         self._cancel = cancel
         self._cancelled = False
         self.owner: object = None
@@ -135,7 +135,7 @@ class Handle:
     @property
     def done(self) -> bool:
         """Whether the request ended, in whichever way."""
-        return self._mailbox.ended
+        return self._collector.ended
 
     @property
     def token_ids(self) -> list[int]:
@@ -144,7 +144,7 @@ class Handle:
 
     def cancel(self) -> bool:
         """Stop the request; its cache row is free after the engine's present step. False if it had ended already."""
-        if self._cancelled or self._mailbox.ended:
+        if self._cancelled or self._collector.ended:
             return False
         self._cancelled = True
         self._cancel()
@@ -159,7 +159,7 @@ class Handle:
             CancelledError, DeadlineError, EngineClosedError, ProcessorError, GrammarError: why the request failed.
             TimeoutError: it takes longer than ``timeout`` seconds; it goes on.
         """
-        self._mailbox.wait(timeout)
+        self._collector.wait(timeout)
         return self._ended()
 
     def events(self, timeout: float | None = None) -> Iterator[Delta]:
@@ -168,7 +168,7 @@ class Handle:
         Raises:
             what :meth:`result` raises; TimeoutError if a piece takes longer than ``timeout`` seconds.
         """
-        while (delta := self._mailbox.take(timeout)) is not None:
+        while (delta := self._collector.take(timeout)) is not None:
             yield self._noted(delta)
         self._ended()
 
@@ -177,7 +177,7 @@ class Handle:
         return self
 
     def __next__(self) -> str:
-        while (delta := self._mailbox.take()) is not None:
+        while (delta := self._collector.take()) is not None:
             if self._noted(delta).text:
                 return delta.text
         self._ended()
@@ -186,10 +186,10 @@ class Handle:
     async def events_async(self) -> AsyncIterator[Delta]:
         """:meth:`events` for an event loop."""
         while True:
-            while (delta := self._mailbox.poll()) is not None:
+            while (delta := self._collector.poll()) is not None:
                 yield self._noted(delta)
-            if self._mailbox.ended:
-                if (delta := self._mailbox.poll()) is None:
+            if self._collector.ended:
+                if (delta := self._collector.poll()) is None:
                     break
                 yield self._noted(delta)
                 continue
@@ -206,12 +206,12 @@ class Handle:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> GenerationResult:
-        while not self._mailbox.ended:
+        while not self._collector.ended:
             await self._changed(pieces=False)
         return self._ended()
 
     async def _changed(self, pieces: bool = True) -> None:
-        """Wait for the mailbox to change; a cancelled task cancels the request."""
+        """Wait for the collector to change; a cancelled task cancels the request."""
         loop = asyncio.get_running_loop()
         changed = loop.create_future()
 
@@ -224,9 +224,9 @@ class Handle:
                 loop.call_soon_threadsafe(resolve)
 
         if pieces:
-            self._mailbox.call_on_change(wake)
+            self._collector.call_on_change(wake)
         else:
-            self._mailbox.call_at_end(wake)
+            self._collector.call_at_end(wake)
         try:
             await changed
         except asyncio.CancelledError:
@@ -245,8 +245,8 @@ class Handle:
     def _ended(self) -> GenerationResult:
         if self._finalizer is not None:  # it holds the request, whose error's traceback holds this handle
             self._finalizer.detach()
-        error = self._mailbox.error
+        error = self._collector.error
         if error is not None:  # a copy each time: tracebacks of many readers would pile up in one
             raise copy.copy(error) from error.__cause__
-        assert self._mailbox.result is not None
-        return self._mailbox.result
+        assert self._collector.result is not None
+        return self._collector.result

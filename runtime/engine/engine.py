@@ -5,9 +5,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,23 +24,22 @@ from llmc.errors import (
     RequestError,
     UsageError,
 )
-from llmc.runtime.api.handle import Handle, Mailbox, is_serving, mark_serving
+from llmc.runtime.api.handle import Handle, OutputCollector, is_serving, mark_serving
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
-from llmc.runtime.api.results import GenerationResult, Output
-from llmc.runtime.engine.continuous import ContinuousBatch, is_lost
-from llmc.runtime.engine.input_processor import Intake
-from llmc.runtime.engine.scheduler import Queue
-from llmc.runtime.engine.sequence import Job, named
+from llmc.runtime.engine.input_processor import InputProcessor
+from llmc.runtime.engine.output_processor import OutputProcessor
+from llmc.runtime.engine.scheduler import Scheduler
+from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
 from llmc.runtime.kv.budget import CacheBudget
 from llmc.runtime.kv.cache_file import load_session, save_session
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
-from llmc.runtime.kv.rows import TornError
+from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
-from llmc.runtime.observe.tracing import event, record_spans
+from llmc.runtime.runner.model_runner import ModelRunner, calls
 from llmc.runtime.sessions import Session
-from llmc.runtime.speculation import Drafter
+from llmc.runtime.speculation import LENGTHS, Drafter, Ledger, Speculator
 from llmc.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -87,37 +85,40 @@ class Engine:
         self.prefixes = prefixes
         # A strict step feeds a dummy token after the last one, which wants a position of its own.
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
-        self._name = manifest.source.name
-        self._intake = Intake(manifest, tokenizer, self.max_context, row_limit(manifest, options), drafter is not None)
-        self._pool = ThreadPoolExecutor(options.sampling_threads, "llmc-sampling", mark_serving)
-        # Of its own, for a similarity that takes long must not keep others from sampling.
-        self._comparing = ThreadPoolExecutor(1, "llmc-comparing", mark_serving)
-        self._waiting = Queue()
-        self._batch = ContinuousBatch(
+        max_rows, rows = row_limit(manifest, options), Rows(session.cache)
+        self._runner = ModelRunner(
             session,
             manifest,
-            self._intake,
-            self._waiting,
-            end=self._end,
-            fail=self._fail,
-            metrics=self.metrics,
-            options=options,
+            rows,
+            options.determinism,
+            max_context=max_context,
+            max_rows=max_rows,
             prefill_chunk=prefill_chunk,
+            metrics=self.metrics,
+        )
+        self._scheduler = Scheduler(
+            self._runner,
+            rows,
+            max_rows=max_rows,
+            max_context=self.max_context,
             budget=CacheBudget(
                 manifest, memory, 0 if prefixes is None else prefixes.max_bytes, session.cache.device_memory
             ),
+            options=options,
+            cache_per_token=(manifest.device or manifest.memory).cache_per_token,
+            guarded=self._guarded,
             prefixes=prefixes,
-            drafter=drafter,
-            pool=self._pool if options.sampling_threads > 1 else None,
+        )
+        self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, self._speculators(drafter))
+        self._outputs = OutputProcessor(
+            self._scheduler, manifest.source.name, options.sampling_threads, self._guarded, self._forget
         )
         self._closeable = [part for part in (store, drafter) if part is not None]
-        self._jobs: dict[Job, None] = {}  # in the order in which they came
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._requests: dict[int, RequestState] = {}  # that did not end yet, in the order in which they came
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._lock = threading.RLock()  # the garbage collector may close an engine anywhere
         self._pid = os.getpid()
         self._then: Callable[[], None] | None = None
-        self._live: dict[int, Job] = {}  # by the number that a handle cancels it with
-        self._compared: dict[Job, None] = {}  # samples that are being compared
         self._thread: threading.Thread | None = None
         self._arriving = 0  # requests accepted, and not seen by the engine's thread yet
         self._unserved = 0  # seen, and without a row yet
@@ -137,13 +138,13 @@ class Engine:
         """
         self._refuse_forked()
         try:
-            job = self._intake.job(request, mailbox := Mailbox(), self.metrics)
+            state = self._inputs.process(request, collector := OutputCollector(), self.metrics)
             with self._lock:
-                self._accept(job)
+                self._accept(state)
         except LlmcError:
             self.metrics.refuse()
             raise
-        return Handle(mailbox, partial(self._cancel, job.number), job.streams, keep=request.on_delta is not None)
+        return Handle(collector, partial(self._cancel, state.number), state.streams, keep=request.on_delta is not None)
 
     def call(self, function: Callable[[], object]) -> None:
         """Run ``function`` on the engine's thread between two steps, and wait for it.
@@ -239,8 +240,7 @@ class Engine:
 
     def _free(self) -> None:
         """After the last request."""
-        self._pool.shutdown(wait=False)
-        self._comparing.shutdown(wait=False)
+        self._outputs.shutdown()
         for part in self._closeable:
             try:
                 part.close()
@@ -261,12 +261,22 @@ class Engine:
                 raise
             log.warning("what a lost GPU held could not be freed: %s", error)
 
-    def _accept(self, job: Job) -> None:
+    def _speculators(self, drafter: Drafter | None) -> Callable[[int], Speculator] | None:
+        """Makes what drafts for one sequence, named by a key; all of them share what they learn of costs."""
+        if drafter is None:
+            return None
+        runner, ledger = self._runner, Ledger()
+        lengths = tuple(length for length in LENGTHS if length <= self.options.max_draft_tokens)
+        return lambda key: Speculator(
+            key, drafter, runner.costs, runner.verify_phase, lengths, runner.step_seconds, ledger
+        )
+
+    def _accept(self, request: RequestState) -> None:
         self._start_thread()
         if (waiting := self._arriving + self._unserved) >= self.options.max_queue:
             raise QueueFullError(f"{waiting} requests wait already, as many as may; try again later")
         self._arriving += 1
-        self._inbox.put(partial(self._enqueue, job))
+        self._inbox.put(partial(self._enqueue, request))
 
     def _refuse_forked(self) -> None:
         """Before any lock is taken: the thread that held it in that moment is not here to let it go."""
@@ -292,12 +302,143 @@ class Engine:
 
     def _serve(self) -> None:
         mark_serving()
-        while self._jobs or not self._closing or not self._inbox.empty():
+        while self._busy or not self._closing or not self._inbox.empty():
             try:
                 self.step()
             except BaseException as error:  # noqa: BLE001  # without this thread, clients would wait for ever
                 self._recover(error)
         self._free()
+
+    def step(self) -> None:
+        """One round: take messages, give rows to those who wait, feed a chunk of a prompt, decode everyone who can."""
+        self._receive()
+        if self._lost is not None:  # those who came meanwhile
+            self._fail_all(self._lost)
+            return
+        self._admit()
+        self._gauge()
+        self._prefill()
+        self._decode()
+
+    def _admit(self) -> None:
+        for sequence in self._scheduler.admit():
+            self._outputs.begin(sequence)
+
+    def _prefill(self) -> None:
+        if (sequence := self._scheduler.next_prefill()) is None:
+            return
+        with self._guarded(sequence.request):
+            start, every = sequence.cached, sequence.wants_every_logit
+            logits = self._runner.prefill(sequence, every)
+            if every:
+                self._outputs.prefilled(sequence, start, logits, self._runner.hidden)
+            if self._scheduler.prefilled(sequence):
+                self._outputs.begin(sequence, logits[-1])
+
+    def _decode(self) -> None:
+        """One step of every sequence that decodes: in one call, but for those that have drafts to verify."""
+        if not (sequences := self._scheduler.next_decode()):
+            return
+        outputs: list[SamplerOutput[Any]] = []
+        failed: dict[RequestState, BaseException] = {}
+        for call in calls(sequences):
+            try:
+                outputs += self._outputs.sample(call, *self._runner.execute(call))
+            except Exception as error:  # the call that they share failed
+                if is_fatal(error):
+                    raise
+                failed |= {sequence.request: named(error) for sequence in call}
+        self._scheduler.decoded(outputs)
+        for request, reason in failed.items():
+            self._fail(request, reason)
+        self._outputs.commit([output for output in outputs if output.sequence.request not in failed])
+
+    # ------------------------------------------------------------------------------------------ messages
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request wants steps."""
+        return any(not request.comparing for request in self._requests.values())
+
+    def _receive(self) -> None:
+        """Requests and cancellations that came; without anything to do, wait for one."""
+        while not (self._busy and self._inbox.empty()):
+            if not self._busy:
+                self._gauge()
+            with suppress(queue.Empty):
+                self._inbox.get(timeout=self._patience())()
+            if not self._busy:
+                if self._closing:
+                    return
+                self._expire()
+        self._expire()
+
+    def _patience(self) -> float | None:
+        """Seconds until the first deadline of those whose samples are being compared."""
+        first = min((request.deadline for request in self._requests.values() if request.comparing), default=None)
+        return None if first is None or first == float("inf") else max(0.0, first - time.monotonic())
+
+    def _enqueue(self, request: RequestState) -> None:
+        self._requests[request.number] = request
+        with self._lock:
+            self._arriving -= 1
+            self._unserved += 1
+        self._scheduler.add(request)
+
+    def _cancelled(self, number: int) -> None:
+        if (request := self._requests.get(number)) is not None:
+            self._fail(request, CancelledError("the request was cancelled"))
+
+    def _expire(self) -> None:
+        """Fail those whose time is over."""
+        now = time.monotonic()
+        for request in [request for request in self._requests.values() if request.deadline <= now]:
+            limit = request.request.deadline_s
+            self._fail(request, DeadlineError(f"the deadline of {limit:g} s passed; {request.progress()}"))
+
+    def _forget(self, number: int) -> None:
+        """May be called by any thread: it only leaves a message."""
+        self._inbox.put(partial(self._requests.pop, number, None))
+
+    def _gauge(self) -> None:
+        """Note how things are; and how many places in the queue are taken."""
+        with self._lock:
+            self._unserved = sum(request.timeline.admitted is None for request in self._requests.values())
+        prefixes = 0 if self.prefixes is None else self.prefixes.counters.bytes
+        self.metrics.gauges = Gauges(
+            waiting=self._unserved,
+            running=sum(bool(request.group.sequences) for request in self._requests.values()),
+            kv_reserved_bytes=self._scheduler.reserved_bytes,
+            kv_used_bytes=self._scheduler.used_bytes,
+            prefix_cache_bytes=prefixes,
+        )
+
+    # ------------------------------------------------------------------------------------------ failures
+
+    @contextmanager
+    def _guarded(self, request: RequestState) -> Iterator[None]:
+        """Make whatever goes wrong inside the end of this request and of no other, unless it concerns all rows."""
+        try:
+            yield
+        except BaseException as error:  # even a client's SystemExit is not the engine's end
+            if is_fatal(error):
+                raise
+            self._fail(request, named(error))
+
+    def _fail(self, request: RequestState, error: BaseException) -> None:
+        """End a request that cannot go on; its rows are free at once."""
+        if self._requests.pop(request.number, None) is None or request.collector.ended:
+            return
+        try:
+            self._scheduler.drop(request)
+        finally:  # whatever it is, its client must not wait for ever
+            self._outputs.close(request, _OUTCOMES.get(type(error), "error"), error=error)
+
+    def _fail_all(self, error: BaseException, holders: Sequence[RequestState] | None = None) -> None:
+        """End all requests, or those that held rows which nobody holds any more."""
+        for request in [*self._requests.values()] if holders is None else holders:
+            with suppress(Exception):
+                self._fail(request, error)
 
     def _recover(self, error: BaseException) -> None:
         """A step failed as a whole: whoever held a row fails; everyone else too, unless rows were all that suffered."""
@@ -307,8 +448,8 @@ class Engine:
         reason = error.__cause__ if torn and error.__cause__ is not None else error
         if is_lost(reason):
             torn, reason = False, self._lose(reason)
-        holders = self._batch.abandon(self._jobs)
-        self._fail_each(holders if torn else [*self._jobs, *self._compared], named(reason))
+        holders = self._scheduler.abandon(self._requests.values())
+        self._fail_all(named(reason), holders if torn else None)
 
     def _lose(self, error: BaseException) -> GpuError:
         """From here on nothing can be run: no request is accepted, and the thread ends."""
@@ -317,114 +458,12 @@ class Engine:
             self._lost, self._closing = lost, True
         return lost
 
-    def step(self) -> None:
-        """One round: take messages, give rows to those who wait, feed a chunk of a prompt, decode everyone who can."""
-        self._receive()
-        if self._lost is not None:  # those who came meanwhile
-            self._fail_all(self._lost)
-            return
-        self._batch.admit()
-        self._gauge()
-        self._batch.feed()
-        self._batch.decode()
 
-    def _receive(self) -> None:
-        """Requests and cancellations that came; without anything to do, wait for one."""
-        while not (self._jobs and self._inbox.empty()):
-            if not self._jobs:
-                self._gauge()
-            with suppress(queue.Empty):
-                self._inbox.get(timeout=self._patience())()
-            if self._closing and not self._jobs:
-                return
-            if not self._jobs:
-                self._expire()
-        self._expire()
+def is_fatal(error: BaseException) -> bool:
+    """Whether it concerns everyone who holds a row."""
+    return isinstance(error, TornError) or is_lost(error)
 
-    def _patience(self) -> float | None:
-        """Seconds until the first deadline of those whose samples are being compared."""
-        first = min((job.deadline for job in self._compared), default=float("inf"))
-        return None if first == float("inf") else max(0.0, first - time.monotonic())
 
-    def _expire(self) -> None:
-        """Fail those whose time is over."""
-        now = time.monotonic()
-        for job in [job for job in (*self._jobs, *self._compared) if job.deadline <= now]:
-            self._fail(job, DeadlineError(f"the deadline of {job.request.deadline_s:g} s passed; {job.progress()}"))
-
-    def _cancelled(self, number: int) -> None:
-        if (job := self._live.get(number)) is not None:
-            self._fail(job, CancelledError("the request was cancelled"))
-
-    def _enqueue(self, job: Job) -> None:
-        self._jobs[job] = None
-        self._live[job.number] = job
-        with self._lock:
-            self._arriving -= 1
-            self._unserved += 1
-        job.ticket = self._waiting.push(job, job.request.priority)
-
-    def _end(self, job: Job, outputs: Callable[[], Sequence[Output]]) -> None:
-        """A job is done. Comparing samples with one another may take long, so that is left to another thread."""
-        self._jobs.pop(job, None)
-        if job.params.consensus is not None or job.request.similarity is not None:
-            self._compared[job] = None
-            self._comparing.submit(self._deliver, job, outputs)
-        else:
-            self._deliver(job, outputs)
-
-    def _deliver(self, job: Job, outputs: Callable[[], Sequence[Output]]) -> None:
-        try:
-            made = outputs()
-            self._close(job, made[0].finish_reason, lambda: job.result(made))
-        except BaseException as error:  # noqa: BLE001  # it reaches the client
-            self._close(job, "error", None, named(error))
-
-    def _fail(self, job: Job, error: BaseException) -> None:
-        """A job cannot go on; its rows are free at once."""
-        if job.mailbox.ended:
-            return
-        self._batch.drop(job)
-        self._jobs.pop(job, None)
-        self._close(job, _OUTCOMES.get(type(error), "error"), None, error)
-
-    def _fail_all(self, error: BaseException) -> None:
-        self._fail_each([*self._jobs, *self._compared], error)
-
-    def _fail_each(self, jobs: Sequence[Job], error: BaseException) -> None:
-        for job in jobs:
-            try:
-                self._fail(job, error)
-            except Exception:  # noqa: BLE001  # whatever it is, its client must not wait for ever
-                self._jobs.pop(job, None)
-                self._close(job, "error", None, error)
-
-    def _close(
-        self, job: Job, reason: str, result: Callable[[], GenerationResult] | None, error: BaseException | None = None
-    ) -> None:
-        """Tell the client, and leave a line in the log and a span, which cost nothing where nobody wants them."""
-        job.timeline.finish(reason)
-        # A kept traceback would keep everything that its frames saw; a failure inside still has it, in its cause.
-        job.mailbox.end(result() if result else None, None if error is None else error.with_traceback(None))
-        self._inbox.put(partial(self._forget, job))
-        with suppress(Exception):  # what an application hangs on the log or the spans is not the engine's trouble
-            if log.isEnabledFor(logging.INFO):
-                event(log, "request ended", **vars(job.timeline.metrics()))
-            record_spans(job.timeline, model=self._name, parent=job.trace)
-
-    def _forget(self, job: Job) -> None:
-        self._live.pop(job.number, None)
-        self._compared.pop(job, None)
-
-    def _gauge(self) -> None:
-        """What holds now; and how many places in the queue are taken."""
-        with self._lock:
-            self._unserved = sum(job.timeline.admitted is None for job in self._jobs)
-        prefixes = 0 if self.prefixes is None else self.prefixes.counters.bytes
-        self.metrics.gauges = Gauges(
-            waiting=self._unserved,
-            running=sum(bool(job.strands) for job in self._jobs),
-            kv_reserved_bytes=self._batch.reserved_bytes,
-            kv_used_bytes=self._batch.used_bytes,
-            prefix_cache_bytes=prefixes,
-        )
+def is_lost(error: BaseException) -> bool:
+    """Whether nothing in this process can use the GPU any more."""
+    return isinstance(error, GpuError) and error.lost

@@ -1,50 +1,54 @@
-"""From a request to a job: tokens, parameters, context, samplers; what can be refused is refused here."""
+"""From a request as it was asked to its state: tokens, parameters, sequences; what can be refused is refused here."""
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from llmc.bundle import Manifest
 from llmc.errors import RequestError, UsageError
-from llmc.runtime.api.handle import Mailbox
+from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Output
-from llmc.runtime.engine.sequence import Job, Sample
-from llmc.runtime.guided import Grammars
+from llmc.runtime.engine.sample_group import Sample, SampleGroup
+from llmc.runtime.engine.search_group import SearchGroup
+from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
+from llmc.runtime.guided import CompiledGrammar, GrammarGuide, Grammars
 from llmc.runtime.observe.metrics import EngineMetrics
-from llmc.runtime.sampling import Processor, SamplingParams, build_processors, make_sampler
+from llmc.runtime.sampling import SamplingParams, build_processors, make_sampler
 from llmc.runtime.search import BeamSearch, Contrastive, Hypothesis, Strategy
 from llmc.runtime.search.base import StopCriterion
+from llmc.runtime.speculation import Speculator
 from llmc.runtime.text.detokenizer import TextStream
 from llmc.runtime.text.tokenizer import Tokenizer
 
-# Tokens at the start of the context that stay when the window slides: attention rests on them.
-# Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453
-SINK_TOKENS = 4
 # Below it, the half of the context that stays would hardly be more than the sinks.
 SHORTEST_SLIDING = 4 * SINK_TOKENS
-
-
 # Characters that no usual token exceeds: runs of spaces are the longest. Text beyond it is not even tokenized.
 LONGEST_TOKEN = 256
 
 
-class Intake:
-    """Prepares requests for a model.
+class InputProcessor:
+    """Prepares requests for a model, on any thread.
 
     Args:
         max_context: longest sequence.
         max_rows: rows that one request may hold at once.
-        drafts: whether there is anything to speculate with.
+        speculate: makes what drafts for a sample, by its key; None where there is nothing to speculate with.
     """
 
     def __init__(
-        self, manifest: Manifest, tokenizer: Tokenizer, max_context: int, max_rows: int, drafts: bool = False
+        self,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        max_context: int,
+        max_rows: int,
+        speculate: Callable[[int], Speculator] | None = None,
     ) -> None:
-        self._drafts = drafts
+        self._speculate = speculate
         self.max_context = max_context
         self.max_rows = max_rows
         self._tokenizer = tokenizer
@@ -52,13 +56,15 @@ class Intake:
         self._eos = tuple(manifest.generation.eos_token_ids)
         self._grammars = Grammars(tokenizer, self._vocab_size, self._eos)
 
-    def job(self, request: Request, mailbox: Mailbox, metrics: EngineMetrics) -> Job:
-        """Everything that can be refused is refused here.
+    def process(self, request: Request, collector: OutputCollector, metrics: EngineMetrics) -> RequestState:
+        """The state of a request; called in the client's thread, for grammars may take a second to compile.
 
         Raises:
             RequestError, UsageError, GrammarError: the request cannot be served.
         """
-        params = self._seeded(request.params)
+        params = request.params
+        if params.seed is None and draws(params):
+            params = replace(params, seed=secrets.randbits(64))
         self._check(request)
         ids = self._ids(request)
         prompt, cut = fit_prompt(ids, params, self.max_context)
@@ -67,85 +73,79 @@ class Intake:
                 f"{width(params)} rows are needed at once (beams or candidates), the engine has {self.max_rows}; "
                 "ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
             )
-        self._grammars.guide(params)  # compiled, or refused, here
-        job = Job(request, params, prompt, mailbox, metrics.timeline(len(prompt)))
-        job.truncated_tokens = cut
-        job.width = width(params)
-        return job
+        grammar = self._grammars.compiled(params)
+        state = RequestState(request, params, prompt, collector, metrics.timeline(len(prompt)))
+        state.truncated_tokens = cut
+        state.group = self._group(state, grammar)
+        return state
 
-    def sample(self, job: Job, index: int) -> Sample:
-        """The ``index``-th sample of a job."""
-        params = job.params
-        guide = self._grammars.guide(params)
-        sampler = make_sampler(
-            params,
-            self._vocab_size,
-            prompt_length=len(job.prompt),
-            eos_token_ids=self._eos,
-            processors=job.request.logits_processors,
-            guide=guide,
-            breakers=self._breakers(params),
-            index=index,
-        )
-        return Sample(job, index, sampler, TextStream(self._tokenizer, params.stop), self._ends(params), guide)
+    def _group(self, state: RequestState, grammar: CompiledGrammar | None) -> SampleGroup | SearchGroup:
+        """The sequences of a request, as its parameters ask for them."""
+        params = state.params
+        settings = {
+            "prompt_length": len(state.prompt),
+            "eos_token_ids": self._eos,
+            "processors": state.request.logits_processors,
+            "breakers": self._breakers(params),
+        }
+        strategy = self._strategy(state, settings)
+        if strategy is None:
+            return SampleGroup(state, partial(self._sample, grammar=grammar, settings=settings))
+        return SearchGroup(state, strategy, width(params), partial(self._output, self._ends(params)))
 
-    def strategy(self, job: Job) -> Strategy | None:
-        """Beam search or contrastive search, where the job asks for one."""
-        params, ends = job.params, self._ends(job.params)
-        if params.num_beams > 1:
-            return BeamSearch(
-                num_beams=params.num_beams,
-                num_beam_groups=params.num_beam_groups,
-                diversity_penalty=params.diversity_penalty,
-                length_penalty=params.length_penalty,
-                early_stopping=params.early_stopping,
-                num_return_sequences=params.num_return_sequences or 1,
-                max_tokens=params.max_tokens,
-                eos_token_ids=ends,
-                processors=self._processors(job),
-                stops=self._stops(job),
-            )
+    def _sample(
+        self, group: SampleGroup, index: int, grammar: CompiledGrammar | None, settings: dict[str, Any]
+    ) -> Sample:
+        params = group.request.params
+        guide = None if grammar is None else GrammarGuide(grammar)
+        sampler = make_sampler(params, self._vocab_size, guide=guide, index=index, **settings)
+        text = TextStream(self._tokenizer, params.stop)
+        speculate = None if params.speculate is False else self._speculate
+        return Sample(group, index, sampler, text, self._ends(params), guide, speculate)
+
+    def _strategy(self, state: RequestState, settings: dict[str, Any]) -> Strategy | None:
+        """Beam search or contrastive search, where the request asks for one."""
+        params = state.params
+        if params.num_beams == 1 and params.penalty_alpha is None:
+            return None
+        common: dict[str, Any] = {
+            "max_tokens": params.max_tokens,
+            "eos_token_ids": self._ends(params),
+            "processors": build_processors(params, self._vocab_size, **settings),
+            "stops": self._stops(state.request),
+        }
         if params.penalty_alpha is not None:
-            return Contrastive(
-                top_k=params.top_k,
-                penalty_alpha=params.penalty_alpha,
-                max_tokens=params.max_tokens,
-                eos_token_ids=ends,
-                processors=self._processors(job),
-                stops=self._stops(job),
-            )
-        return None
+            return Contrastive(top_k=params.top_k, penalty_alpha=params.penalty_alpha, **common)
+        return BeamSearch(
+            num_beams=params.num_beams,
+            num_beam_groups=params.num_beam_groups,
+            diversity_penalty=params.diversity_penalty,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            num_return_sequences=params.num_return_sequences or 1,
+            **common,
+        )
 
     def _check(self, request: Request) -> None:
         """Refuse what the request's parts ask for together and cannot have."""
         params = request.params
         if request.similarity is not None and (params.n == 1 or params.best_of is not None):
             raise UsageError("similarity compares the n samples of a request: ask for n above 1, and not for best_of")
-        if params.speculate and not self._drafts:
+        if params.speculate and self._speculate is None:
             raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
 
-    def _stops(self, job: Job) -> StopCriterion | None:
+    def _stops(self, request: Request) -> StopCriterion | None:
         """The request's stopping criteria as strategies see them: of the new tokens."""
-        criteria = job.request.stopping_criteria
+        criteria = request.stopping_criteria
         if not criteria:
             return None
         return lambda tokens: any(criterion(tokens, self._tokenizer.decode(tokens)) for criterion in criteria)
 
-    def output(self, job: Job, index: int, found: Hypothesis) -> Output:
+    def _output(self, ends: frozenset[int], index: int, found: Hypothesis) -> Output:
         """A finished hypothesis as the client sees it."""
-        tokens, ends = found.token_ids, self._ends(job.params)
+        tokens = found.token_ids
         text = self._tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in ends else tokens)
         return Output(index, text, tokens, found.finish_reason, score=found.score)
-
-    def _processors(self, job: Job) -> list[Processor]:
-        return build_processors(
-            job.params,
-            self._vocab_size,
-            prompt_length=len(job.prompt),
-            eos_token_ids=self._eos,
-            processors=job.request.logits_processors,
-            breakers=self._breakers(job.params),
-        )
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self._eos))
@@ -175,10 +175,6 @@ class Intake:
         """Tokens that end one of the texts across which DRY's repetitions may not reach."""
         texts = params.dry_sequence_breakers if params.dry_multiplier else ()
         return {ids[-1] for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))}
-
-    @staticmethod
-    def _seeded(params: SamplingParams) -> SamplingParams:
-        return replace(params, seed=secrets.randbits(64)) if params.seed is None and draws(params) else params
 
 
 def draws(params: SamplingParams) -> bool:

@@ -1,65 +1,120 @@
-"""What comes of a step: tokens from logits, and who can share a call."""
+"""From logits to what clients get: tokens drawn and committed, requests that end, their ranking and their result."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from llmc.runtime.api.handle import mark_serving
+from llmc.runtime.api.results import GenerationResult
+from llmc.runtime.engine.scheduler import Scheduler
+from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
+from llmc.runtime.engine.sequence import Sequence as Tokens
+from llmc.runtime.observe.tracing import event, record_spans
+from llmc.runtime.runner.prefill import Floats
+from llmc.runtime.sampling import prompt_logprobs
 
-from llmc.runtime.engine.sequence import Sample, Strand
-from llmc.runtime.sampling import Choice, Logits
-from llmc.runtime.speculation import verify
-
-
-@dataclass
-class Drawn:
-    """What came of one strand's step: tokens of a sample, logits and hidden state for a strategy, or an error."""
-
-    strand: Strand
-    drafted: int = 0
-    choices: list[Choice] = field(default_factory=list)
-    logits: Logits | None = None
-    hidden: Logits | None = None
-    error: BaseException | None = None
+log = logging.getLogger(__name__)
 
 
-def draw(strand: Strand, guesses: Sequence[int], logits: NDArray[np.float32]) -> Drawn:
-    """A sample's tokens as long as they agree with the guesses, and one more, from logits [1 + guesses, V]."""
-    assert isinstance(strand, Sample)
-    drawn = Drawn(strand, len(guesses))
+class OutputProcessor:
+    """Draws tokens, hands them to their requests, and ends these.
 
-    def token(i: int) -> int:
-        tokens = [*strand.tokens, *(choice.token for choice in drawn.choices)] if drawn.choices else strand.tokens
-        drawn.choices.append(strand.sampler(logits[i], tokens))
-        return drawn.choices[-1].token
+    Args:
+        scheduler: takes sequences that ended off their rows.
+        model: its name, for spans.
+        threads: that choose tokens; with one, the engine's own does.
+        guarded: a context in which an error is the end of a request, and of no other.
+        ended: told the number of a request that is done, from any thread.
+    """
 
-    try:
-        for _ in verify(guesses, token):
-            if strand.complete:
-                break
-    except BaseException as error:  # noqa: BLE001  # raised again where the job is known
-        drawn.error = error
-    return drawn
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model: str,
+        threads: int,
+        guarded: Callable[[RequestState], AbstractContextManager[None]],
+        ended: Callable[[int], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._model = model
+        self._guarded = guarded
+        self._ended = ended
+        self._pool = ThreadPoolExecutor(threads, "llmc-sampling", mark_serving) if threads > 1 else None
+        # Of its own, for a similarity that takes long must not keep others from sampling.
+        self._comparing = ThreadPoolExecutor(1, "llmc-comparing", mark_serving)
 
+    def prefilled(self, sequence: Tokens, start: int, logits: Floats, hidden: Floats | None) -> None:
+        """Keep what a request wants to know of the chunk of its prompt that begins at ``start``."""
+        request = sequence.request
+        following = sequence.context[start + 1 : sequence.cached + 1]
+        top = request.params.prompt_logprobs
+        if top is not None and len(request.prompt_logprobs) < len(request.prompt) - 1:
+            request.prompt_logprobs += prompt_logprobs(logits[: len(following)], following, top)
+        sequence.group.note_prompt(None if hidden is None else hidden[0])
 
-def draw_one(work: tuple[Strand, Logits, Logits | None]) -> Drawn:
-    """A sample's next token; for a strand in lockstep copies of its logits [V] and hidden state [H]."""
-    strand, logits, hidden = work
-    if isinstance(strand, Sample):
-        return draw(strand, (), logits[None])
-    return Drawn(strand, logits=logits.copy(), hidden=None if hidden is None else hidden.copy())
+    def begin(self, sequence: Tokens, logits: Floats | None = None) -> None:
+        """Go on with a sequence whose whole context is in its row, from the logits [V] after it."""
+        with self._guarded(sequence.request):
+            if sequence.group.begin(self._scheduler, sequence, logits):
+                self._end(sequence.request)
 
+    def sample(self, call: Sequence[Tokens], logits: Floats, hidden: Floats | None) -> list[SamplerOutput[Any]]:
+        """Draw the tokens of a call's sequences, from logits [B, 1 + drafts, V]; a dummy row may come after them."""
+        states = [None] * len(call) if hidden is None else hidden
+        work = zip(call, logits, states, strict=False)
+        return list(self._pool.map(_sampled, work) if self._pool and len(call) > 1 else map(_sampled, work))
 
-def neighbours(strands: Sequence[Strand], drafts: dict[int, list[int]]) -> Iterator[list[Strand]]:
-    """Strands that can share a call: in rows side by side, none with drafts; those with drafts are alone."""
-    group: list[Strand] = []
-    for strand in strands:
-        if drafts[strand.key]:
-            if group:
-                yield group
-            yield [strand]
-            group = []
+    def commit(self, outputs: Sequence[SamplerOutput[Any]]) -> None:
+        """Make what a step gave part of the sequences, request by request."""
+        by_request: dict[RequestState, list[SamplerOutput[Any]]] = {}
+        for output in outputs:
+            by_request.setdefault(output.sequence.request, []).append(output)
+        for request, own in by_request.items():
+            with self._guarded(request):
+                if request.group.step(self._scheduler, own):
+                    self._end(request)
+
+    def _end(self, request: RequestState) -> None:
+        """All is drawn. Comparing samples with one another may take long, so that is left to another thread."""
+        if request.compares:
+            request.comparing = True
+            self._comparing.submit(self._deliver, request)
         else:
-            group.append(strand)
-    if group:
-        yield group
+            self._deliver(request)
+
+    def _deliver(self, request: RequestState) -> None:
+        try:
+            outputs = request.group.outputs()
+            self.close(request, outputs[0].finish_reason, lambda: request.result(outputs))
+        except BaseException as error:  # noqa: BLE001  # it reaches the client
+            self.close(request, "error", error=named(error))
+        self._ended(request.number)
+
+    def close(
+        self,
+        request: RequestState,
+        reason: str,
+        result: Callable[[], GenerationResult] | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Tell the client, and leave a line in the log and a span, which cost nothing where nobody wants them."""
+        request.timeline.finish(reason)
+        # A kept traceback would keep everything that its frames saw; a failure inside still has it, in its cause.
+        request.collector.end(result() if result else None, None if error is None else error.with_traceback(None))
+        with suppress(Exception):  # what an application hangs on the log or the spans is not the engine's trouble
+            if log.isEnabledFor(logging.INFO):
+                event(log, "request ended", **vars(request.timeline.metrics()))
+            record_spans(request.timeline, model=self._model, parent=request.trace)
+
+    def shutdown(self) -> None:
+        """No request is left to be served; those that are being compared end by themselves."""
+        self._comparing.shutdown(wait=False)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+
+def _sampled(work: tuple[Tokens, Floats, Floats | None]) -> SamplerOutput[Any]:
+    sequence, logits, hidden = work
+    return sequence.sample(logits, hidden)

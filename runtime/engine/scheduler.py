@@ -1,11 +1,19 @@
-"""Who runs next: admission in a fair order, and prompts fed in chunks without starving those who already stream."""
+"""The order of work: admission in a fair order, rows of the cache, and what each step feeds and decodes."""
 
 import heapq
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK
+from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK, Determinism, EngineOptions
+from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
+from llmc.runtime.kv.budget import CacheBudget, next_capacity
+from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.rows import Rows
+from llmc.runtime.runner.model_runner import ModelRunner
 
 # What a step of priority is worth: a request overtakes those with a priority one worse that came at most so many
 # requests before it. Finite, so that nobody waits for ever.
@@ -14,15 +22,14 @@ ARRIVALS_PER_PRIORITY = 64
 
 @dataclass(order=True)
 class Waiting:
-    """A request in the queue; the smallest goes first."""
+    """An entry of the queue; the one with the smallest place goes first."""
 
-    rank: int
-    arrival: int
+    place: tuple[int, int]
     unit: Any = field(compare=False)
 
 
 class Queue:
-    """Requests that wait, by priority and arrival."""
+    """Units that wait, by priority and arrival."""
 
     def __init__(self) -> None:
         self._heap: list[Waiting] = []
@@ -31,19 +38,19 @@ class Queue:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def push(self, unit: Any, priority: int) -> Waiting:
-        """Let ``unit`` wait; the ticket puts it back where it was, with :meth:`again`."""
+    def push(self, unit: Any, priority: int) -> tuple[int, int]:
+        """Let ``unit`` wait; its place lets others wait there too, with :meth:`again`."""
         self._arrivals += 1
-        ticket = Waiting(self._arrivals + priority * ARRIVALS_PER_PRIORITY, self._arrivals, unit)
-        heapq.heappush(self._heap, ticket)
-        return ticket
+        place = (self._arrivals + priority * ARRIVALS_PER_PRIORITY, self._arrivals)
+        self.again(place, unit)
+        return place
 
-    def again(self, ticket: Waiting, unit: Any) -> None:
-        """Let ``unit`` wait in the place of ``ticket``: a further sample of a request that had its turn."""
-        heapq.heappush(self._heap, Waiting(ticket.rank, ticket.arrival, unit))
+    def again(self, place: tuple[int, int], unit: Any) -> None:
+        """Let ``unit`` wait in a place that was given out: a further sample of a request that had its turn."""
+        heapq.heappush(self._heap, Waiting(place, unit))
 
     def peek(self) -> Any | None:
-        """Who is next."""
+        """The next one."""
         return self._heap[0].unit if self._heap else None
 
     def pop(self) -> Any:
@@ -52,15 +59,15 @@ class Queue:
 
     def remove(self, where: Callable[[Any], bool]) -> list[Any]:
         """Take out everyone for whom ``where`` holds."""
-        gone = [ticket.unit for ticket in self._heap if where(ticket.unit)]
+        gone = [waiting.unit for waiting in self._heap if where(waiting.unit)]
         if gone:
-            self._heap = [ticket for ticket in self._heap if not where(ticket.unit)]
+            self._heap = [waiting for waiting in self._heap if not where(waiting.unit)]
             heapq.heapify(self._heap)
         return gone
 
 
-class ChunkPacer:
-    """When the next chunk of a prompt may be fed while others decode.
+class ChunkedPrefill:
+    """The policy of when the next chunk of a prompt may be fed while others decode.
 
     The first chunk of a prompt goes at once, so short prompts never wait. Each further chunk waits until
     ``spacing`` decode steps have run since the last one, and until decoding had as much time as that chunk took. A
@@ -95,3 +102,235 @@ class ChunkPacer:
         """A decode step ran, or whatever else goes before a further chunk, and took so long."""
         self._steps += 1
         self._owed -= seconds
+
+
+class Scheduler:
+    """Decides who gets a row, which prompt is fed next and who decodes; it sees no logits.
+
+    Rows are packed: sequences that decode first, then those whose prompt is being fed.
+
+    Args:
+        runner: makes room in the cache.
+        rows: of the cache.
+        max_rows, max_context: rows that may be held, and the longest sequence.
+        budget: bounds the cache.
+        options: of the engine.
+        cache_per_token: bytes of a position in the cache.
+        guarded: a context in which an error is the end of a request, and of no other.
+        prefixes: the prefix cache, or None.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        rows: Rows,
+        *,
+        max_rows: int,
+        max_context: int,
+        budget: CacheBudget,
+        options: EngineOptions,
+        cache_per_token: int,
+        guarded: Callable[[RequestState], AbstractContextManager[None]],
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        self.max_rows = max_rows
+        self.max_context = max_context
+        self._runner = runner
+        self._cache = runner.session.cache
+        self._rows = rows
+        self._budget = budget
+        self._guarded = guarded
+        self._prefixes = prefixes
+        self._queue = Queue()
+        self._chunks = ChunkedPrefill(options.decode_steps_per_chunk)
+        self._most_drafts = options.max_draft_tokens
+        # What was generated in shared batches is worth what it was computed with: only FAST promises no more.
+        self._remembers = options.determinism is Determinism.FAST
+        self._cache_per_token = cache_per_token
+        self._begun = 0.0
+        self._first_chunk = False
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Address space of the cache, in the memory that it lies in."""
+        return self._cache.rows * self._cache.capacity * self._cache_per_token
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of it that valid positions fill."""
+        return sum(sequence.cached for sequence in self._held()) * self._cache_per_token
+
+    # ------------------------------------------------------------------------------------------ admission
+
+    def add(self, request: RequestState) -> None:
+        """Let a request wait for a row."""
+        request.place = self._queue.push((request.group, 0), request.request.priority)
+
+    def invite(self, group: SequenceGroup[Any], count: int) -> None:
+        """See :class:`llmc.runtime.engine.sequence.Slots`."""
+        for index in range(1, count):
+            self._queue.again(group.request.place, (group, index))
+
+    def admit(self) -> Iterator[Sequence]:
+        """Give rows to those who wait, in order; nobody passes one who is too wide for what is free.
+
+        Gives those whose prompt is computed already, and which can begin.
+        """
+        while (waiting := self._queue.peek()) is not None:
+            group, index = waiting
+            held = self._held()
+            needed = len(held) + (1 if index else group.width)
+            needed += sum(other.promised for other in {sequence.group for sequence in held})
+            if needed > self.max_rows:
+                return
+            longest = max(request.final_length for request in (group.request, *(item.request for item in held)))
+            positions = next_capacity(min(longest, self.max_context), self._runner.max_context)
+            fits = self._budget.fits(positions, needed)
+            if held and not fits:
+                return
+            self._queue.pop()
+            begins = None
+            with self._guarded(group.request):
+                if not fits:
+                    raise self._budget.refusal(positions, group.width)
+                begins = self._start(group.sequence(index))
+            if begins is not None:
+                yield begins
+
+    def _start(self, sequence: Sequence) -> Sequence | None:
+        """Place a sequence; where its prompt is computed, with a copy from one that holds it, and it may begin."""
+        group, length = sequence.group, len(sequence.context)
+        donors = (other for other in group.sequences if other.holds_prompt and self._rows.can_fork(other, length))
+        donor = next(donors, None)
+        if donor is not None:
+            self.reserve(1, length)
+            self.fork(donor, sequence, length)
+        elif group.prompt_is_known and group.request.params.max_tokens == 1:  # needs no row at all
+            group.sequences.append(sequence)
+        else:
+            self._place(sequence)
+            if not group.prompt_is_known:
+                group.request.timeline.admit(sequence.cached)
+            return None
+        return sequence
+
+    def _place(self, sequence: Sequence) -> None:
+        """A row, with what the prefix cache has of the context; at least two tokens are left to feed."""
+        sequence.group.sequences.append(sequence)
+        self.reserve(1, len(sequence.context))
+        self._rows.admit(sequence)
+        limit = len(sequence.context) - 2
+        if self._prefixes is None or limit < self._prefixes.block or sequence.group.wants_prompt:
+            return
+        with self._prefixes.match(sequence.context, limit) as match:
+            for i, values in enumerate(match.blocks):
+                start = i * self._prefixes.block
+                self._cache.write(sequence.row, start, start + self._prefixes.block, values)
+        sequence.cached = sequence.reused = match.length
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def next_prefill(self) -> Sequence | None:
+        """The sequence whose next chunk is fed now: one not yet begun, or the oldest, if it is its time."""
+        feeding = self._held()[self._rows.decoding :]
+        if not feeding:
+            return None
+        due = self._chunks.due
+        sequence = min(feeding, key=lambda item: (item.begun != due, item.key))
+        self._first_chunk = not sequence.begun
+        if not self._chunks.allows(self._first_chunk, self._rows.decoding > 0):
+            return None
+        self._begun = time.perf_counter()
+        return sequence
+
+    def prefilled(self, sequence: Sequence) -> bool:
+        """The chunk was fed; True once the whole context is in the row, and the sequence decodes."""
+        self._chunks.fed(time.perf_counter() - self._begun, self._first_chunk)
+        if sequence.cached < len(sequence.context):
+            return False
+        self._rows.promote(sequence)
+        return True
+
+    def next_decode(self) -> list[Sequence]:
+        """Those who decode in this step, with drafts to verify, and room in the cache for all."""
+        for sequence in [item for item in self._decoding() if len(item.context) > self.max_context]:
+            self._slide(sequence)
+        decoding = self._decoding()
+        for sequence in decoding:
+            if sequence.row >= 0:  # its request did not fail with another sequence
+                with self._guarded(sequence.request):
+                    room = min(self.max_context - len(sequence.context), self._most_drafts)
+                    sequence.drafts = sequence.propose(room, len(decoding))
+        while decoding := self._decoding():
+            longest = max(decoding, key=lambda item: item.cached + len(item.drafts))
+            with self._guarded(longest.request):
+                self.reserve(0, longest.cached + 1 + len(longest.drafts))
+                self._begun = time.perf_counter()
+                return decoding
+        return []
+
+    def decoded(self, outputs: Iterable[SamplerOutput[Any]]) -> None:
+        """The step's calls were made, and gave these outputs."""
+        self._chunks.decoded(time.perf_counter() - self._begun)
+        for output in outputs:  # all of them before anyone leaves: whoever leaves has rows moved
+            output.sequence.cached += max(1, len(output.choices))
+
+    def _slide(self, sequence: Sequence) -> None:
+        """The context is full: go on with its start and its recent half, fed anew."""
+        sequence.request.truncated_tokens += sequence.slide(self.max_context // 2)
+        sequence.request.timeline.overflow()
+        self._rows.demote(sequence)
+
+    # ------------------------------------------------------------------------------------------ rows
+
+    def reserve(self, more: int, positions: int) -> None:
+        """See :class:`llmc.runtime.engine.sequence.Slots`."""
+        self._runner.reserve(len(self._rows) + more, positions)
+
+    def fork(self, parent: Sequence, child: Sequence, cached: int) -> None:
+        """See :class:`llmc.runtime.engine.sequence.Slots`."""
+        self._rows.fork(parent, child, cached)
+        child.group.sequences.append(child)
+
+    def share(self, source: Sequence, target: Sequence, start: int, cached: int) -> None:
+        """See :class:`llmc.runtime.engine.sequence.Slots`."""
+        self._rows.share(source, target, start, cached)
+
+    def release(self, sequence: Sequence, remember: bool = False) -> None:
+        """See :class:`llmc.runtime.engine.sequence.Slots`."""
+        if remember and self._remembers:
+            self._keep_prefix(sequence, sequence.cached)
+        if sequence.row >= 0:
+            self._rows.release(sequence)
+        sequence.group.sequences.remove(sequence)
+        sequence.close()
+
+    def keep_prompt(self, sequence: Sequence) -> None:
+        """See :class:`llmc.runtime.engine.sequence.Slots`."""
+        self._keep_prefix(sequence, len(sequence.request.prompt))
+
+    def _keep_prefix(self, sequence: Sequence, length: int) -> None:
+        if self._prefixes is not None and length >= self._prefixes.block:
+            read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
+            self._prefixes.insert(sequence.context[:length], read)
+
+    def drop(self, request: RequestState) -> None:
+        """Take a request out of the queue and off its rows."""
+        self._queue.remove(lambda unit: unit[0] is request.group)
+        for sequence in list(request.group.sequences):
+            self.release(sequence)
+
+    def abandon(self, requests: Iterable[RequestState]) -> list[RequestState]:
+        """Take every row from who holds it, for nobody knows what is in them; which of ``requests`` that was."""
+        held = [sequence for request in requests for sequence in request.group.sequences if sequence.row >= 0]
+        self._rows.clear()
+        for sequence in held:  # one that was about to leave may be in no row's place any more
+            sequence.row = -1
+        return list(dict.fromkeys(sequence.request for sequence in held))
+
+    def _held(self) -> list[Sequence]:
+        """Those who hold a row, in the order of rows."""
+        return [item for row in range(len(self._rows)) if isinstance(item := self._rows.at(row), Sequence)]
+
+    def _decoding(self) -> list[Sequence]:
+        return self._held()[: self._rows.decoding]

@@ -1,59 +1,115 @@
-"""Strategies on rows of the cache: several strands of one request that go on, fork and end together."""
+"""Searches on rows of the cache: branches of one request that go on, fork and end together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as List
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.runtime.engine.sequence import Job, Strand
-from llmc.runtime.kv.rows import Rows
+from llmc.runtime.api.results import Delta, Output
+from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup, Slots
 from llmc.runtime.sampling import Logits
-from llmc.runtime.search import Branch, Strategy
+from llmc.runtime.search import Branch, Hypothesis, Strategy
 
 
-class Lockstep:
-    """Carries a strategy's branches out on cache rows, copying only the positions in which two branches differ."""
+class SearchSequence(Sequence):
+    """A sequence of a search, which gets its tokens from the strategy."""
 
-    def __init__(self, job: Job, strategy: Strategy, rows: Rows) -> None:
-        self.strategy = strategy
-        self._job = job
-        self._rows = rows
-        self.strands: list[Strand] = []
+    def sample(self, logits: Logits, hidden: Logits | None) -> SamplerOutput["SearchSequence"]:
+        """Copy the logits [V] and the hidden state [H] for the strategy."""
+        return SamplerOutput(self, logits=logits[0].copy(), hidden=None if hidden is None else hidden.copy())
 
-    def start(self, leader: Strand, logits: Logits, hidden: NDArray[np.float32] | None) -> bool:
-        """After the prompt, which ``leader`` decodes from; true when the strategy is done."""
-        self.strands = [leader]
-        return self._apply(self.strategy.start(self._job.prompt, logits, hidden))
 
-    def step(self, logits: NDArray[np.float32], hidden: NDArray[np.float32] | None) -> bool:
-        """After each strand's token, logits [strands, V]; true when the strategy is done."""
-        return self._apply(self.strategy.step(logits, hidden))
+class SearchGroup(SequenceGroup[SearchSequence]):
+    """Carries a strategy's branches out on cache rows, copying only the positions in which two branches differ.
 
-    def _apply(self, branches: Sequence[Branch]) -> bool:
-        before = self.strands
+    Args:
+        request: to be answered.
+        strategy: of this request.
+        width: rows that it may come to hold.
+        finish: makes an output of a hypothesis and its index.
+    """
+
+    def __init__(
+        self, request: RequestState, strategy: Strategy, width: int, finish: Callable[[int, Hypothesis], Output]
+    ) -> None:
+        super().__init__(request)
+        self.width = width
+        self._strategy = strategy
+        self._finish = finish
+        self._prompt_hidden: list[NDArray[np.float32]] = []
+        self._outputs: list[Output] = []
+
+    @property
+    def promised(self) -> int:
+        """See :class:`SequenceGroup`."""
+        return self.width - len(self.sequences)
+
+    @property
+    def wants_prompt(self) -> bool:
+        """See :class:`SequenceGroup`."""
+        return super().wants_prompt or self._strategy.prompt_chunk_outputs
+
+    def sequence(self, index: int) -> SearchSequence:
+        """See :class:`SequenceGroup`."""
+        return SearchSequence(self, list(self.request.prompt))
+
+    def note_prompt(self, hidden: NDArray[np.float32] | None) -> None:
+        """See :class:`SequenceGroup`."""
+        if hidden is not None:
+            self._prompt_hidden.append(hidden.copy())
+
+    def begin(self, slots: Slots, sequence: SearchSequence, logits: Logits | None) -> bool:
+        """Start the strategy after the prompt, which ``sequence`` decodes from."""
+        assert logits is not None
+        slots.reserve(self.promised, sequence.cached + 1)
+        hidden = np.concatenate(self._prompt_hidden) if self._prompt_hidden else None
+        return self._advance(slots, self._strategy.start(self.request.prompt, logits, hidden))
+
+    def step(self, slots: Slots, outputs: List[SamplerOutput[SearchSequence]]) -> bool:
+        """Show the strategy the logits and hidden states of all branches, in their order."""
+        slots.reserve(self.promised, outputs[0].sequence.cached + 1)
+        by_key = {output.sequence.key: output for output in outputs}  # rows may have changed places
+        ordered = [by_key[sequence.key] for sequence in self.sequences]
+        logits = np.stack([output.logits for output in ordered if output.logits is not None])
+        hidden = [output.hidden for output in ordered if output.hidden is not None]
+        return self._advance(slots, self._strategy.step(logits, np.stack(hidden) if hidden else None))
+
+    def outputs(self) -> list[Output]:
+        """The strategy's hypotheses."""
+        return self._outputs
+
+    def _advance(self, slots: Slots, branches: List[Branch]) -> bool:
+        self._follow(slots, branches)
+        if branches:
+            self.request.timeline.token()
+            return False
+        self._outputs = [self._finish(index, found) for index, found in enumerate(self._strategy.outputs())]
+        for output in self._outputs:
+            self.request.emit(Delta(output.index, output.text, output.token_ids), timed=False)
+        return True
+
+    def _follow(self, slots: Slots, branches: List[Branch]) -> None:
+        """Make the rows those of the strategy's next step."""
+        before = list(self.sequences)
         contexts = [[*before[branch.parent].context, branch.token] for branch in branches]
         after = before[: len(branches)]
         for i, branch in enumerate(branches):
             parent = before[branch.parent]
             if i >= len(before):
-                child = Strand(self._job, [])
-                self._rows.fork(parent, child, len(contexts[i]) - 1)
-                self._job.strands.append(child)
-                after.append(child)
+                after.append(SearchSequence(self, []))
+                slots.fork(parent, after[i], len(contexts[i]) - 1)
             elif branch.parent != i:
                 shared = common(before[i].context, parent.context)
-                self._rows.share(parent, before[i], shared, len(contexts[i]) - 1)
-        for strand in before[len(branches) :]:
-            self._rows.release(strand)
-            self._job.strands.remove(strand)
-        for strand, context in zip(after, contexts, strict=True):
-            strand.context = context
-        self.strands = after
-        return not branches
+                slots.share(parent, before[i], shared, len(contexts[i]) - 1)
+        for sequence in before[len(branches) :]:
+            slots.release(sequence)
+        for sequence, context in zip(after, contexts, strict=True):
+            sequence.context = context
 
 
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences share at their start."""
+def common(first: List[int], second: List[int]) -> int:
+    """Count of tokens that two sequences share at their start."""
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )

@@ -1,199 +1,217 @@
-"""A request inside the engine: its prompt, and the strands of tokens that grow from it, a cache row each."""
+"""A request inside the engine, and the sequences of tokens that grow from it, each in a row of the cache."""
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as List
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import LlmcError, ProcessorError, text_of
-from llmc.runtime.api.handle import Mailbox
+from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
-from llmc.runtime.api.results import Delta, FinishReason, GenerationResult, Output, Timings, Usage
-from llmc.runtime.engine.scheduler import Waiting
+from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
 from llmc.runtime.observe.metrics import RequestTimeline
 from llmc.runtime.observe.tracing import current_context
-from llmc.runtime.sampling import Choice, Guide, Logits, Sampler, SamplingParams, TokenLogprobs
-from llmc.runtime.text.detokenizer import TextStream
+from llmc.runtime.sampling import Choice, Logits, SamplingParams, TokenLogprobs
+
+# Tokens at the start of the context that stay when the window slides: attention rests on them.
+# Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453
+SINK_TOKENS = 4
 
 _KEYS, _NUMBERS = itertools.count(), itertools.count()
+_S = TypeVar("_S", bound="Sequence")
 
 
-class Strand:
+class Sequence(ABC):
     """Tokens of which a prefix lies in a row of the cache.
 
     Attributes:
+        key: names it to drafters.
         context: the tokens that the row holds or will hold, in order.
-        cached: how many of them are in the row. A strand that decodes has all but the last.
+        cached: how many of them are in the row. A sequence that decodes has all but the last.
         row: its row, -1 without one.
-        fed_from: tokens that were in the row before the first chunk: the prefix cache's.
+        reused: tokens that were in the row before the first chunk: the prefix cache's.
+        drafts: guesses at its next tokens, to be verified in this step.
         needs: how many of the largest logits decide its next token, 0 for all of them.
     """
 
     needs = 0
 
-    def __init__(self, job: "Job", context: list[int]) -> None:
+    def __init__(self, group: "SequenceGroup[Any]", context: list[int]) -> None:
         self.key = next(_KEYS)
-        self.job = job
+        self.group = group
         self.context = context
         self.cached = 0
         self.row = -1
-        self.fed_from = 0
+        self.reused = 0
+        self.drafts: list[int] = []
+
+    @property
+    def request(self) -> "RequestState":
+        """The request that it answers."""
+        return self.group.request
 
     @property
     def holds_prompt(self) -> bool:
         """Whether its row begins with the whole prompt."""
-        length = len(self.job.prompt)
-        return self.row >= 0 and self.cached >= length and self.context[:length] == self.job.prompt
+        length = len(self.request.prompt)
+        return self.row >= 0 and self.cached >= length and self.context[:length] == self.request.prompt
 
     @property
     def begun(self) -> bool:
         """Whether a chunk was fed already."""
-        return self.cached > self.fed_from
-
-
-class Sample(Strand):
-    """A strand whose tokens are chosen one by one, and streamed as text.
-
-    Attributes:
-        tokens: prompt and new tokens; ``context`` is the same list until the window slides.
-    """
-
-    def __init__(
-        self,
-        job: "Job",
-        index: int,
-        sampler: Sampler,
-        text: TextStream,
-        ends: frozenset[int],
-        guide: Guide | None = None,
-    ) -> None:
-        super().__init__(job, list(job.prompt))
-        self.index = index
-        self.tokens = self.context
-        self.sampler = sampler
-        self.needs = sampler.needs
-        self.finish_reason: FinishReason | None = None
-        self._text = text
-        self._parts: list[str] = []
-        self._ends = ends
-        self._guide = guide
-        self._logprobs: list[TokenLogprobs] = []
+        return self.cached > self.reused
 
     @property
-    def new_tokens(self) -> list[int]:
-        """What came after the prompt."""
-        return self.tokens[len(self.job.prompt) :]
+    def wants_every_logit(self) -> bool:
+        """Whether the next chunk is part of a prompt whose every position counts."""
+        return self.group.wants_prompt and self.cached < len(self.request.prompt)
 
-    def choose(self, logits: Logits) -> Choice:
-        """Draw the token after the present ones."""
-        return self.sampler(logits, self.tokens)
-
-    @property
-    def complete(self) -> bool:
-        """Whether its grammar was fulfilled by the tokens drawn so far, and allows no more."""
-        return self._guide is not None and self._guide.finished
-
-    def take(self, choice: Choice, latest: bool = True) -> Delta:
-        """Append a token, the ``latest`` that was drawn or one before it; afterwards ``finish_reason`` says whether it
-        was the last."""
-        token = choice.token
-        self.tokens.append(token)
-        if self.context is not self.tokens:
-            self.context.append(token)
-        logprobs = () if choice.logprobs is None else (choice.logprobs,)
-        self._logprobs += logprobs
-        self.finish_reason, text = self._judge(token, latest)
-        if text:
-            self._parts.append(text)
-        return Delta(self.index, text, (token,), logprobs if self.job.params.logprobs is not None else ())
-
-    def slide(self, sink: int, keep: int) -> int:
-        """Leave out the middle of the context, so that its first ``sink`` and last tokens remain, ``keep`` in all, to
-        be fed anew; says how many were left out."""
+    def slide(self, keep: int) -> int:
+        """Leave out the middle of the context, so that its first and last tokens remain, ``keep`` in all, to be fed
+        anew; the number of those left out."""
         before = len(self.context)
-        self.context = [*self.context[:sink], *self.context[before - keep + sink :]]
-        self.cached = self.fed_from = 0
+        self.context = [*self.context[:SINK_TOKENS], *self.context[before - keep + SINK_TOKENS :]]
+        self.cached = self.reused = 0
         return before - keep
 
-    def output(self, score: float | None = None) -> Output:
-        """The finished completion."""
-        assert self.finish_reason is not None
-        asked = self.job.params.logprobs is not None
-        return Output(
-            index=self.index,
-            text="".join(self._parts),
-            token_ids=tuple(self.new_tokens),
-            finish_reason=self.finish_reason,
-            seed=self.sampler.seed,
-            score=score,
-            logprobs=tuple(self._logprobs) if asked else None,
-        )
+    def propose(self, room: int, rows: int) -> list[int]:
+        """Drafts of its next tokens, at most ``room``, in a step of ``rows`` rows; none unless it speculates."""
+        return []
+
+    @abstractmethod
+    def sample(self, logits: Logits, hidden: Logits | None) -> "SamplerOutput[Any]":
+        """Take what it needs of logits [1 + drafts, V] and the hidden state [H]; both are overwritten by the next call.
+
+        Called from a thread for sampling; an error becomes part of the output.
+        """
+
+    def close(self) -> None:
+        """Let go what it holds beside its row."""
+        self.drafts = []
+
+
+@dataclass
+class SamplerOutput(Generic[_S]):
+    """What a step gave one sequence: tokens of a sample, logits [V] and hidden state [H] for a search, or an error."""
+
+    sequence: _S
+    choices: list[Choice] = field(default_factory=list)
+    logits: Logits | None = None
+    hidden: Logits | None = None
+    error: BaseException | None = None
+
+
+class Slots(Protocol):
+    """What a group asks of the scheduler."""
+
+    def reserve(self, more: int, positions: int) -> None:
+        """Make room for ``more`` rows than are held, of so many positions."""
+
+    def fork(self, parent: Sequence, child: Sequence, cached: int) -> None:
+        """Give ``child`` a row with the first ``cached`` positions of ``parent``."""
+
+    def share(self, source: Sequence, target: Sequence, start: int, cached: int) -> None:
+        """Make ``target`` equal to ``source`` up to ``cached`` positions; they agree before ``start``."""
+
+    def release(self, sequence: Sequence, remember: bool = False) -> None:
+        """Take a sequence off its row; with ``remember`` the prefix cache may keep what it holds."""
+
+    def keep_prompt(self, sequence: Sequence) -> None:
+        """Put the prompt, which a sequence holds, into the prefix cache."""
+
+    def invite(self, group: "SequenceGroup[Any]", count: int) -> None:
+        """Let the sequences 1 ... ``count - 1`` of a group wait for rows."""
+
+
+class SequenceGroup(ABC, Generic[_S]):
+    """All sequences of one request: samples side by side, or the branches of a search.
+
+    Attributes:
+        sequences: those that hold a row.
+        width: rows that the first sequence waits for.
+    """
+
+    width = 1
+
+    def __init__(self, request: "RequestState") -> None:
+        self.request = request
+        self.sequences: list[_S] = []
 
     @property
-    def mean_logprob(self) -> float:
-        """Mean log-probability of the new tokens before any processor, for ranking."""
-        return sum(item.logprob for item in self._logprobs) / len(self._logprobs)
+    def promised(self) -> int:
+        """Rows that it will fork into, beside those that it holds."""
+        return 0
 
-    def _judge(self, token: int, latest: bool) -> tuple[FinishReason | None, str]:
-        """Whether ``token`` ends the output, and the text that became final."""
-        count, params = len(self.tokens) - len(self.job.prompt), self.job.params
-        ended = token in self._ends and count > params.min_tokens
-        text = "" if ended else self._text.push(token, stopping=count > params.min_tokens)
-        complete = latest and self.complete  # where ignore_eos leaves no other end
-        ended = ended or complete or self._text.stopped is not None or self._criterion_holds(text)
-        if not ended and count < params.max_tokens:
-            return None, text
-        if self._text.stopped is None:
-            text += self._text.finish()
-            ended = ended or self._text.stopped is not None  # the rest may complete a stop string
-        return ("stop" if ended else "length"), text
+    @property
+    def prompt_is_known(self) -> bool:
+        """Whether :meth:`begin` needs the logits after the prompt no more."""
+        return False
 
-    def _criterion_holds(self, text: str) -> bool:
-        if not self.job.request.stopping_criteria:
-            return False
-        so_far = "".join(self._parts) + text
-        try:
-            return any(bool(criterion(self.new_tokens, so_far)) for criterion in self.job.request.stopping_criteria)
-        except BaseException as error:  # a client's function may raise anything
-            raise ProcessorError(f"a stopping criterion raised {text_of(error)}") from error
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether every position of the prompt has to be computed."""
+        return self.request.params.prompt_logprobs is not None
+
+    @abstractmethod
+    def sequence(self, index: int) -> _S:
+        """A new sequence, of the prompt alone."""
+
+    def note_prompt(self, hidden: NDArray[np.float32] | None) -> None:
+        """Take the hidden states [S, H] of a chunk of the prompt; asked for with :attr:`wants_prompt`."""
+
+    @abstractmethod
+    def begin(self, slots: Slots, sequence: _S, logits: Logits | None) -> bool:
+        """Go on with a sequence whose whole context is in its row, from the logits [V] after it; True at the end.
+
+        Logits are None for a sequence that was forked from one of the same prompt.
+        """
+
+    @abstractmethod
+    def step(self, slots: Slots, outputs: List[SamplerOutput[_S]]) -> bool:
+        """Take in what a step gave the group's sequences; True at the end."""
+
+    @abstractmethod
+    def outputs(self) -> list[Output]:
+        """The finished outputs, the best first where they are ranked."""
 
 
-class Job:
+class RequestState:
     """A request on its way.
 
     Attributes:
         number: names it.
         request: as it came; ``params`` have every default and the seed filled in.
         prompt: the token ids to feed, after any truncation.
-        width: rows that it needs at once before it may start.
-        draws: samples to be drawn.
-        strands: those that hold or wait for a row.
-        finished: samples that ended.
-        first_logits: after the prompt, for the samples after the first.
-        ticket: its place in the queue.
+        group: its sequences.
+        place: in the queue.
+        comparing: whether all is drawn, and its samples are being compared.
         trace: the client's trace, for spans.
     """
 
+    group: SequenceGroup[Any]
+
     def __init__(
-        self, request: Request, params: SamplingParams, prompt: List[int], mailbox: Mailbox, timeline: RequestTimeline
+        self,
+        request: Request,
+        params: SamplingParams,
+        prompt: List[int],
+        collector: OutputCollector,
+        timeline: RequestTimeline,
     ) -> None:
         self.number = next(_NUMBERS)
         self.request = request
         self.params = params
         self.prompt = list(prompt)
-        self.mailbox = mailbox
+        self.collector = collector
         self.timeline = timeline
-        self.width = 1
-        self.draws = params.best_of or params.n
-        self.strands: list[Strand] = []
-        self.finished: list[Sample] = []
-        self.first_logits: Logits | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.prompt_hidden: list[NDArray[np.float32]] = []
         self.truncated_tokens = 0
-        self.ticket: Waiting | None = None
+        self.place: tuple[int, int] = (0, 0)
+        self.comparing = False
         self.trace = current_context()
 
     @property
@@ -210,7 +228,12 @@ class Job:
     @property
     def streams(self) -> int:
         """How many outputs it streams."""
-        return max(self.draws, self.params.num_return_sequences or 1)
+        return max(self.params.best_of or self.params.n, self.params.num_return_sequences or 1)
+
+    @property
+    def compares(self) -> bool:
+        """Whether its samples are ranked by one another, which may take long."""
+        return self.params.consensus is not None or self.request.similarity is not None
 
     def progress(self) -> str:
         """How far it came, for messages."""
@@ -232,10 +255,10 @@ class Job:
                 self.request.on_delta(delta)
             except BaseException as error:  # a client's function may raise anything
                 raise ProcessorError(f"on_delta raised {text_of(error)}") from error
-        self.mailbox.put(delta)
+        self.collector.put(delta)
 
     def result(self, outputs: List[Output]) -> GenerationResult:
-        """What the client gets at the end."""
+        """The result of the finished request."""
         metrics = self.timeline.metrics()
         if self.params.num_beams > 1 or self.params.penalty_alpha is not None:
             completion = sum(len(output.token_ids) for output in outputs)

@@ -12,6 +12,6 @@ that follows the grammar, and a grammar that recurses without an end is followed
 """
 
 from llmc.runtime.guided.grammars import Grammars
-from llmc.runtime.guided.guide import GrammarGuide
+from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 
-__all__ = ["GrammarGuide", "Grammars"]
+__all__ = ["CompiledGrammar", "GrammarGuide", "Grammars"]

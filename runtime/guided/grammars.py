@@ -59,10 +59,14 @@ class Grammars:
             GrammarError: the grammar is invalid, too complex, uses what cannot be enforced, or allows no token.
             MissingExtraError: llguidance is not installed.
         """
-        source = _Source.of(params)
-        return None if source is None else GrammarGuide(self._compile(source))
+        compiled = self.compiled(params)
+        return None if compiled is None else GrammarGuide(compiled)
 
-    def _compile(self, source: "_Source") -> CompiledGrammar:
+    def compiled(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The grammar of the output that ``params`` asks for, which guides start from; raises as :meth:`guide` does."""
+        source = _Source.of(params)
+        if source is None:
+            return None
         with self._lock:
             if source in self._compiled:
                 self._compiled.move_to_end(source)

@@ -55,6 +55,11 @@ class Rows:
         self._decoding -= 1
         self._swap(held, self._decoding)
 
+    def can_fork(self, parent: Held, cached: int) -> bool:
+        """Whether a row with the first ``cached`` positions of ``parent`` can be had: all of them, or any if the cache
+        can go back."""
+        return cached == parent.cached or self._cache.can_rewind
+
     def fork(self, parent: Held, child: Held, cached: int) -> None:
         """Give ``child`` a decoding row with the first ``cached`` positions of ``parent``, which decodes."""
         assert parent.row < self._decoding and cached <= parent.cached

@@ -8,72 +8,152 @@ unpacked in pairs of rows, the odd last row differs from the paired ones.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.runtime.api.options import Determinism
-from llmc.runtime.engine.sequence import Strand
+from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
+from llmc.runtime.runner.prefill import Feedable, Floats, prefill
 from llmc.runtime.sampling import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
-
-Floats = NDArray[np.float32]
 
 # From so many tokens in a call the W8A8 graph of prefill is faster than the weight-only graph of decode, by the bits of
 # the latter. Fixed, not timed, so that the same requests give the same tokens tomorrow.
 PREFILL_GRAPH_FROM = {"int8": 5, "int4": 10}
+NEVER = 1 << 30
 # Tokens of a call that verifies drafts, usually: the one before them, and 3 to 7 of them.
 TYPICAL_VERIFICATION = 6
-# Queries per tile of ONNX Runtime's attention on CPUs.
-ATTENTION_TILE = 64
 # Tokens per call where every position's logits are asked for: 32 x 152k float32 are 20 MB.
 CHUNK_WITH_ALL_LOGITS = 32
 
 
-class FastCalls:
-    """The three things that are run, in the quickest way; see :class:`llmc.runtime.api.options.Determinism`."""
+class Scheduled(Feedable, Protocol):
+    """A sequence that decodes, with drafts to verify; ``needs`` as :class:`llmc.runtime.sampling.Sampler` has it."""
+
+    drafts: list[int]
+    needs: int
+
+
+_S = TypeVar("_S", bound=Scheduled)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The shapes of calls that keep the promise of a level of determinism, on the kernels of a bundle.
+
+    Attributes:
+        prefill_graph_from: tokens from which a step of decoding runs on the graph of prefill.
+        in_pairs: batches have an even number of rows; an odd one runs with the row after it.
+        row_by_row: every row has a call of its own.
+        even: which has an even number of tokens: the last may be a dummy, whose position is written again.
+    """
+
+    prefill_graph_from: int = NEVER
+    in_pairs: bool = False
+    row_by_row: bool = False
+    even: bool = False
+
+    @classmethod
+    def of(cls, level: Determinism, session: Session, manifest: Manifest, max_rows: int) -> "Policy":
+        """The policy of ``level``, for a session of up to ``max_rows`` rows."""
+        graphs = manifest.graphs
+        if level is Determinism.BATCH:
+            return cls(in_pairs=in_pairs(manifest, level) and max_rows > 1)
+        if level is Determinism.STRICT:
+            invariance = graphs["decode"].invariance
+            return cls(row_by_row=True, even=not invariance.single or invariance.tokens == 2)
+        split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file and not session.substitutes
+        return cls(PREFILL_GRAPH_FROM.get(manifest.recipe.precision, NEVER) if split else NEVER)
+
+
+class ModelRunner:
+    """Turns scheduled steps into calls of the session, learns what they cost, and makes room in the cache.
+
+    Args:
+        session: the loaded graphs and their cache.
+        manifest: of the bundle.
+        rows: says who holds which row.
+        level: of determinism.
+        max_context, max_rows: positions and rows that the cache may come to have.
+        prefill_chunk: prompt tokens per call.
+        metrics: told of every call.
+    """
 
     def __init__(
         self,
         session: Session,
         manifest: Manifest,
         rows: Rows,
-        costs: StepCosts,
-        metrics: EngineMetrics,
+        level: Determinism,
         *,
-        in_pairs: bool = False,
+        max_context: int,
+        max_rows: int,
+        prefill_chunk: int,
+        metrics: EngineMetrics,
     ) -> None:
         self.session = session
-        self.rows = rows
-        self._costs = costs
+        self.max_context = max_context
+        self.costs = StepCosts()
+        self._rows = rows
+        self._chunk = prefill_chunk
         self._metrics = metrics
-        graphs = manifest.graphs
-        self._in_pairs = in_pairs
+        self._policy = Policy.of(level, session, manifest, max_rows)
+        self._strict = level is Determinism.STRICT
         self._candidates = 0 if manifest.engine is None else manifest.engine.candidates
-        self._dummy = not graphs["decode"].invariance.single or graphs["decode"].invariance.tokens == 2
-        split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file and not session.substitutes
-        self._prefill_graph_from = PREFILL_GRAPH_FROM.get(manifest.recipe.precision, 1 << 30) if split else 1 << 30
 
-    def feed(self, strand: Strand, end: int, outputs: Sequence[int]) -> Floats:
-        """Feed ``strand.context[strand.cached : end]``; logits [O, V] at ``outputs`` of the new positions."""
-        ids = np.array([strand.context[strand.cached : end]], np.int64)
-        logits: Floats = self._run(Phase.PREFILL, ids, [strand.cached], [list(outputs)], strand.row)[0]
-        return logits
+    @property
+    def hidden(self) -> Floats | None:
+        """Hidden states [B, O, H] of the last call, overwritten by the next one; None if unknown."""
+        return self.session.hidden
 
-    def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
-        """Feed each strand's last token; they hold neighbouring rows. Logits [B, V], hidden states [B, H]."""
-        ids = [[strand.context[strand.cached]] for strand in strands]
-        past = [strand.cached for strand in strands]
-        return self._one_token_each(self.phase(len(strands)), ids, past, strands)
+    def reserve(self, rows: int, positions: int) -> None:
+        """Make room for so many rows and positions, and for the dummies that the policy adds.
 
-    def verify(self, strand: Strand, drafts: Sequence[int]) -> Floats:
-        """Feed the last token and ``drafts``; logits [1 + drafts, V]."""
-        return self._one_row(strand, self.verify_phase, [*strand.context[strand.cached :], *drafts])
+        Raises:
+            ResourceError: the machine has not enough memory left.
+        """
+        rows += rows % 2 if self._policy.in_pairs else 0
+        self.session.cache.grow(rows, max(1, positions + self._strict), self.max_context)
+
+    def prefill(self, sequence: Feedable, every: bool = False) -> Floats:
+        """Feed the next chunk of a sequence; logits [O, V] of ``every`` new position, or of the context's last one."""
+        size = min(self._chunk, CHUNK_WITH_ALL_LOGITS) if every else self._chunk
+        return next(prefill(self._run, sequence, size, every=every))
+
+    def execute(self, call: Sequence[Scheduled]) -> tuple[Floats, Floats | None]:
+        """Make a call of :func:`calls`: feed last tokens and drafts; logits [B, 1 + drafts, V], hidden states [B, H].
+
+        The next call may overwrite both.
+        """
+        if call[0].drafts:
+            return self._verify(call[0], call[0].drafts)[None], None
+        if self._policy.row_by_row:
+            return self._one_by_one(call)
+        ids = [[sequence.context[sequence.cached]] for sequence in call]
+        past = [sequence.cached for sequence in call]
+        if self._policy.in_pairs and len(call) % 2:
+            # Nothing that counts is overwritten: the neighbour's next position is written again before it is read.
+            neighbour = self._rows.at(call[-1].row + 1)
+            ids.append([0])
+            past.append(0 if neighbour is None else neighbour.cached)
+        # The largest logits are enough only where these decide every sequence's token.
+        few = all(0 < sequence.needs < self._candidates for sequence in call)
+        indices = np.zeros((len(ids), 1), np.int64)
+        wanted = self._candidates if few else 0
+        phase = self.phase(len(call))
+        logits = self._run(
+            Batch(phase, np.array(ids, np.int64), np.array(past, np.int64), indices, call[0].row, wanted)
+        )
+        if few and not all(suffice(row, sequence.needs) for row, sequence in zip(logits[:, 0], call, strict=False)):
+            logits = self.session.full_logits()
+        hidden = self.hidden
+        return logits, None if hidden is None else hidden[:, 0]
 
     @property
     def verify_phase(self) -> Phase:
@@ -82,115 +162,51 @@ class FastCalls:
 
     def phase(self, tokens: int) -> Phase:
         """The graph for a step of so many tokens."""
-        return Phase.PREFILL if tokens >= self._prefill_graph_from else Phase.DECODE
+        return Phase.PREFILL if tokens >= self._policy.prefill_graph_from else Phase.DECODE
 
     def step_seconds(self, rows: int) -> float | None:
-        """What a step of so many rows without drafts takes, as far as that is known."""
-        return self._costs.predict(self.phase(rows), rows, 1)
+        """Seconds of a step of so many rows without drafts, as far as that is known."""
+        if self._policy.row_by_row:
+            one = self.costs.predict(Phase.DECODE, 1, 2 if self._policy.even else 1)
+            return None if one is None else rows * one
+        return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
 
-    def _one_token_each(
-        self, phase: Phase, ids: list[list[int]], past: list[int], strands: Sequence[Strand]
-    ) -> tuple[Floats, Floats | None]:
-        """One call, which brings the largest logits only where these decide every strand's token."""
-        few = all(0 < strand.needs < self._candidates for strand in strands)
-        wanted = self._candidates if few else 0
-        logits = self._run(phase, np.array(ids, np.int64), past, [[0]] * len(ids), strands[0].row, wanted)
-        if few and not all(suffice(row, strand.needs) for row, strand in zip(logits[:, 0], strands, strict=False)):
-            logits = self.session.full_logits()
-        hidden = self.session.hidden
-        return logits[:, 0], None if hidden is None else hidden[:, 0]
-
-    def _one_row(self, strand: Strand, phase: Phase, tokens: list[int]) -> Floats:
-        ids = np.array([tokens], np.int64)
-        logits: Floats = self._run(phase, ids, [strand.cached], [list(range(len(tokens)))], strand.row)[0]
-        return logits
-
-    def _run(
-        self,
-        phase: Phase,
-        ids: NDArray[np.int64],
-        past: list[int],
-        outputs: list[list[int]],
-        row: int,
-        candidates: int = 0,
-    ) -> Floats:
-        indices = np.array(outputs, np.int64).reshape(len(ids), -1)
-        start = time.perf_counter()
-        logits: Floats = self.session.run(Batch(phase, ids, np.array(past, np.int64), indices, row, candidates))
-        seconds = time.perf_counter() - start
-        self._costs.observe(phase, len(ids), ids.shape[1], seconds)
-        self._metrics.step(phase.value, seconds, len(ids))
-        return logits
-
-
-class BatchCalls(FastCalls):
-    """One graph for decoding, and rows in pairs."""
-
-    def phase(self, tokens: int) -> Phase:
-        """Always the same."""
-        return Phase.DECODE
-
-    def step_seconds(self, rows: int) -> float | None:
-        """See :class:`FastCalls`."""
-        return self._costs.predict(Phase.DECODE, rows + (rows % 2 if self._in_pairs else 0), 1)
-
-    def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
-        """See :class:`FastCalls`. An odd batch runs with the row after it, of which nothing that counts is overwritten:
-        its next position is written again before it is read."""
-        ids = [[strand.context[strand.cached]] for strand in strands]
-        past = [strand.cached for strand in strands]
-        if self._in_pairs and len(strands) % 2:
-            neighbour = self.rows.at(strands[-1].row + 1)
-            ids.append([0])
-            past.append(0 if neighbour is None else neighbour.cached)
-        return self._one_token_each(Phase.DECODE, ids, past, strands)
-
-
-class StrictCalls(BatchCalls):
-    """Row by row, an even number of tokens each: the last may be a dummy, whose position is written again."""
-
-    def step_seconds(self, rows: int) -> float | None:
-        """See :class:`FastCalls`."""
-        one = self._costs.predict(Phase.DECODE, 1, 2 if self._dummy else 1)
-        return None if one is None else rows * one
-
-    def decode(self, strands: Sequence[Strand]) -> tuple[Floats, Floats | None]:
-        """See :class:`FastCalls`."""
+    def _one_by_one(self, call: Sequence[Scheduled]) -> tuple[Floats, Floats | None]:
         logits, states = [], []
-        for strand in strands:  # copies, for the next call overwrites them
-            logits.append(self.verify(strand, ())[0].copy())
-            states += [] if self.session.hidden is None else [self.session.hidden[0, 0].copy()]
+        for sequence in call:  # copies, for the next call overwrites them
+            logits.append(self._verify(sequence, ())[:1].copy())
+            states += [] if self.hidden is None else [self.hidden[0, 0].copy()]
         return np.stack(logits), np.stack(states) if states else None
 
-    def verify(self, strand: Strand, drafts: Sequence[int]) -> Floats:
-        """See :class:`FastCalls`."""
-        tokens = [*strand.context[strand.cached :], *drafts]
-        padded = tokens + [0] * (len(tokens) % 2 if self._dummy else 0)
-        return self._one_row(strand, Phase.DECODE, padded)[: len(tokens)]
+    def _verify(self, sequence: Scheduled, drafts: Sequence[int]) -> Floats:
+        """Feed the last token and ``drafts``; logits [1 + drafts, V]."""
+        tokens = [*sequence.context[sequence.cached :], *drafts]
+        padded = tokens + [0] * (len(tokens) % 2 if self._policy.even else 0)
+        indices = np.arange(len(padded), dtype=np.int64)[None]
+        ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
+        logits: Floats = self._run(Batch(self.verify_phase, ids, past, indices, sequence.row))[0]
+        return logits[: len(tokens)]
+
+    def _run(self, call: Batch) -> Floats:
+        rows, tokens = call.input_ids.shape
+        start = time.perf_counter()
+        logits: Floats = self.session.run(call)
+        seconds = time.perf_counter() - start
+        self.costs.observe(call.phase, rows, tokens, seconds)
+        self._metrics.step(call.phase.value, seconds, rows)
+        return logits
 
 
-def make_calls(
-    level: Determinism,
-    session: Session,
-    manifest: Manifest,
-    rows: Rows,
-    costs: StepCosts,
-    metrics: EngineMetrics,
-    *,
-    in_pairs: bool = False,
-) -> FastCalls:
-    """The way of calling that keeps the promise of ``level``."""
-    kind = {Determinism.FAST: FastCalls, Determinism.BATCH: BatchCalls, Determinism.STRICT: StrictCalls}[level]
-    return kind(session, manifest, rows, costs, metrics, in_pairs=in_pairs)
-
-
-def next_end(start: int, total: int, size: int) -> int:
-    """Where the chunk from ``start`` ends: about ``size`` tokens on, an even number, and no single token is left.
-
-    No call has 64 k + 1 tokens: attention works in tiles of 64 queries, and a lone last one takes other code, so its
-    result would depend on where the prompt is cut.
-    """
-    end = start + max(2, size - size % 2)
-    if total - end >= 2:
-        return end
-    return total - 3 if total - start > 1 and (total - start) % ATTENTION_TILE == 1 else total
+def calls(sequences: Sequence[_S]) -> Iterator[list[_S]]:
+    """Sequences that can share a call: in rows side by side, none with drafts; those with drafts are alone."""
+    group: list[_S] = []
+    for sequence in sequences:
+        if sequence.drafts:
+            if group:
+                yield group
+            yield [sequence]
+            group = []
+        else:
+            group.append(sequence)
+    if group:
+        yield group

@@ -1,61 +1,121 @@
-"""One sequence alone, from tokens to logits: a prompt in chunks, then one token at a time."""
+"""Prompts in chunks: the one way in which tokens get into a row, and a lone sequence that goes it for evaluation."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import Manifest
 from llmc.errors import RequestError
-from llmc.runtime.runner.model_runner import next_end
 from llmc.runtime.sessions import Batch, Phase, Session
 
+Floats = NDArray[np.float32]
 
-class Runner:
-    """Runs one sequence at a time on a session. Not thread-safe; :class:`llmc.runtime.model.Model` takes turns.
+# Queries per tile of ONNX Runtime's attention on CPUs.
+ATTENTION_TILE = 64
+
+
+class Feedable(Protocol):
+    """A sequence as the runner sees it: of ``context`` the first ``cached`` tokens are in the row."""
+
+    cached: int
+    row: int
+
+    @property
+    def context(self) -> Sequence[int]:
+        """The tokens that the row holds or will hold."""
+
+
+@dataclass
+class LoneSequence:
+    """A sequence outside of the engine; see :class:`Feedable`."""
+
+    context: Sequence[int]
+    cached: int = 0
+    row: int = 0
+
+
+def prefill(
+    run: Callable[[Batch], Floats],
+    sequence: Feedable,
+    size: int,
+    *,
+    every: bool = False,
+    phase: Phase = Phase.PREFILL,
+) -> Iterator[Floats]:
+    """Feed the tokens that are not in the row yet, one chunk each time that the next item is asked for.
+
+    Gives logits [O, V] of each chunk: of every new position, or else of the context's last one alone. The next call
+    may overwrite them.
 
     Args:
-        session: the loaded graphs and their cache.
-        manifest: of the bundle the session was opened from.
+        run: makes a call of the session.
+        size: tokens per chunk; with the graph of decode there is one.
+        every: whether logits of all positions are wanted.
+        phase: names the graph.
+    """
+    total = len(sequence.context)
+    while (start := sequence.cached) < total:
+        end = next_end(start, total, size) if phase is Phase.PREFILL else start + 1
+        outputs = range(end - start) if every else [end - start - 1] if end == total else []
+        ids = np.array([sequence.context[start:end]], np.int64)
+        logits = run(batch(phase, ids, [start], outputs, sequence.row))
+        sequence.cached = end
+        yield logits[0]
+
+
+def next_end(start: int, total: int, size: int) -> int:
+    """The end of the chunk from ``start``: about ``size`` tokens on, an even number, and no single token is left.
+
+    No call has 64 k + 1 tokens: attention works in tiles of 64 queries, and a lone last one takes other code, so its
+    result would depend on where the prompt is cut.
+    """
+    end = start + max(2, size - size % 2)
+    if total - end >= 2:
+        return end
+    return total - 3 if total - start > 1 and (total - start) % ATTENTION_TILE == 1 else total
+
+
+def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], outputs: Sequence[int], row: int = 0) -> Batch:
+    """One row's call: ``ids`` [1, S] after ``past`` [1] positions, logits at ``outputs`` [O]."""
+    return Batch(phase, ids, np.asarray(past, np.int64), np.array([outputs], np.int64), row)
+
+
+class SingleRunner:
+    """Runs one sequence at a time on a session, for evaluation and measurements. Not thread-safe.
+
+    Args:
+        session: the loaded graphs and their cache; no engine may use it meanwhile.
         max_context: longest sequence, prompt and new tokens together.
         prefill_chunk: prompt tokens per call.
     """
 
-    def __init__(self, session: Session, manifest: Manifest, max_context: int, prefill_chunk: int) -> None:
+    def __init__(self, session: Session, max_context: int, prefill_chunk: int) -> None:
         self.session = session
         self.max_context = max_context
         self.prefill_chunk = prefill_chunk
-        self._manifest = manifest
         # Reused by every step: its arrays are written in place, for after a step all caches are cold.
         self._step = batch(Phase.DECODE, np.zeros((1, 1), np.int64), [0], [0])
 
-    def prefill(self, prompt: Sequence[int]) -> NDArray[np.float32]:
+    def prefill(self, prompt: Sequence[int]) -> Floats:
         """Feed the prompt in chunks from an empty cache and return the logits after its last token [1, 1, V]."""
-        ids = np.asarray(prompt, np.int64)[None]
         self.reserve(len(prompt))
-        *heads, (start, end) = chunks(len(prompt), self.prefill_chunk)
-        for past, until in heads:
-            self.session.run(batch(Phase.PREFILL, ids[:, past:until], [past], []))
-        return self.session.run(batch(Phase.PREFILL, ids[:, start:end], [start], [end - start - 1]))
+        *_, logits = prefill(self.session.run, LoneSequence(prompt), self.prefill_chunk)
+        return logits[None]
 
-    def step(self, token: int, position: int) -> NDArray[np.float32]:
+    def step(self, token: int, position: int) -> Floats:
         """Feed one token at ``position`` and return the logits after it [1, 1, V]."""
         self.reserve(position + 1)
         self._step.input_ids[0, 0] = token
         self._step.past_lengths[0] = position
         return self.session.run(self._step)
 
-    def logits(self, ids: Sequence[int], phase: Phase = Phase.PREFILL) -> NDArray[np.float32]:
-        """Logits after every token of ``ids`` [n, V], through the path that ``phase`` names, for evaluation."""
+    def logits(self, ids: Sequence[int], phase: Phase = Phase.PREFILL) -> Floats:
+        """Logits after every token of ``ids`` [n, V], through the path that ``phase`` names."""
         self.reserve(len(ids))
-        row = np.asarray(ids, np.int64)[None]
-        single = [(i, i + 1) for i in range(len(ids))]
-        parts = []
-        for start, end in chunks(len(ids), self.prefill_chunk) if phase is Phase.PREFILL else single:
-            call = batch(phase, row[:, start:end], [start], np.arange(end - start))
-            parts.append(self.session.run(call)[0].copy())
-        return np.concatenate(parts)
+        parts = prefill(self.session.run, LoneSequence(ids), self.prefill_chunk, every=True, phase=phase)
+        return np.concatenate([logits.copy() for logits in parts])
 
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` tokens, growing the cache in steps.
@@ -67,21 +127,3 @@ class Runner:
         if positions > self.max_context:
             raise RequestError(f"position {positions} is asked for, the context holds {self.max_context}")
         self.session.cache.grow(1, positions, self.max_context)
-
-
-def chunks(length: int, size: int) -> list[tuple[int, int]]:
-    """Start and end of each call that feeds ``length`` tokens, at least one, about ``size`` at a time.
-
-    They are cut where the engine cuts a prompt, see :func:`llmc.runtime.runner.model_runner.next_end`.
-    """
-    ends = [0]
-    while ends[-1] < length:
-        ends.append(next_end(ends[-1], length, size))
-    return list(pairwise(ends))
-
-
-def batch(
-    phase: Phase, ids: NDArray[np.int64], past: Sequence[int], indices: Sequence[int] | NDArray[np.int64]
-) -> Batch:
-    """One row's call: ``ids`` [1, S] after ``past`` [1] positions, logits at ``indices`` [O]."""
-    return Batch(phase, ids, np.asarray(past, np.int64), np.asarray(indices, np.int64)[None])

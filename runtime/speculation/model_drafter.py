@@ -4,16 +4,15 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmc.bundle import TOKENIZER_FILE, Manifest
 from llmc.errors import DraftError, ResourceError
-from llmc.runtime.runner.prefill import Runner, batch, chunks
+from llmc.runtime.runner.prefill import LoneSequence, SingleRunner, batch, prefill
 from llmc.runtime.sessions.base import Phase
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -43,7 +42,7 @@ class DraftModel(Loaded, Protocol):
     """And of the one that drafts."""
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> SingleRunner:
         """What its session is reached by."""
 
     def close(self) -> None:
@@ -63,20 +62,25 @@ class ModelDrafter:
         target: the loaded bundle that is drafted for.
 
     Raises:
-        DraftError: the two have different tokenizers.
+        DraftError: the two have different tokenizers, or the model cannot take drafts back.
     """
 
     def __init__(self, model: DraftModel, target: Loaded) -> None:
         check_same_tokenizer(model, target)
         self._model = model
         self._session = model.runner.session
+        if not self._session.cache.can_rewind:
+            raise DraftError(
+                f"{model.folder}: its layers keep a state of the last token only, which cannot go back over rejected "
+                "drafts; draft with a model without such layers, or with 'lookup'"
+            )
         self._context = model.runner.max_context
         self._chunk = model.runner.prefill_chunk
         self._known_ids = model.manifest.geometry.vocab_size
         # Either may be padded beyond the tokenizer; what the target lacks must not be proposed.
         self._vocab_size = min(self._known_ids, target.manifest.geometry.vocab_size)
         self._most_rows = model.manifest.limits.max_batch
-        self._rows: OrderedDict[int, _Row] = OrderedDict()
+        self._sequences: OrderedDict[int, _Sequence] = OrderedDict()
         self._free: list[int] = []
         self._warned = False
 
@@ -88,43 +92,44 @@ class ModelDrafter:
         count = min(count, self._context - len(tokens) + 1)  # the last draft is not fed
         if count < 1 or not tokens:
             return []
-        row = self._row(key)
-        row.agree(tokens)
-        new = tokens[row.known :]
-        if max(new) >= self._known_ids or not self._reserve(len(tokens) + count - 1):
+        sequence = self._sequence(key)
+        sequence.agree(tokens)
+        if max(tokens[sequence.cached :]) >= self._known_ids or not self._reserve(len(tokens) + count - 1):
             return []
-        logits = self._read(row, new)
-        row.known = len(tokens)
+        # One or two tokens, as after an accepted proposal, are fed in steps.
+        phase = Phase.DECODE if len(tokens) - sequence.cached <= STEPS else Phase.PREFILL
+        *_, logits = prefill(self._session.run, sequence, self._chunk, phase=phase)
         while True:
-            token = int(logits[0, -1, : self._vocab_size].argmax())
-            if len(row.drafts) == count - 1:
-                return [*row.drafts, token]
-            logits = self._run(Phase.DECODE, row, [token], row.known + len(row.drafts), [0])
-            row.drafts.append(token)
+            token = int(logits[-1, : self._vocab_size].argmax())
+            if len(sequence.drafts) == count - 1:
+                return [*sequence.drafts, token]
+            past = len(tokens) + len(sequence.drafts)
+            logits = self._session.run(batch(Phase.DECODE, np.array([[token]]), [past], [0], sequence.row))[0]
+            sequence.drafts.append(token)
 
     def forget(self, key: int) -> None:
         """Free the sequence's row."""
-        row = self._rows.pop(key, None)
-        if row is not None:
-            self._free.append(row.index)
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self._free.append(sequence.row)
 
     def close(self) -> None:
         """Close the draft model."""
-        self._rows.clear()
+        self._sequences.clear()
         self._model.close()
 
-    def _row(self, key: int) -> "_Row":
-        if key not in self._rows:
-            if not self._free and len(self._rows) >= self._most_rows:
-                self.forget(next(iter(self._rows)))
-            index = self._free.pop() if self._free else len(self._rows)
-            self._rows[key] = _Row(index)
-        self._rows.move_to_end(key)
-        return self._rows[key]
+    def _sequence(self, key: int) -> "_Sequence":
+        if key not in self._sequences:
+            if not self._free and len(self._sequences) >= self._most_rows:
+                self.forget(next(iter(self._sequences)))
+            row = self._free.pop() if self._free else len(self._sequences)
+            self._sequences[key] = _Sequence([], row=row)
+        self._sequences.move_to_end(key)
+        return self._sequences[key]
 
     def _reserve(self, positions: int) -> bool:
         """Make room for ``positions`` in all rows in use; drafting is no reason to fail, so lack of memory ends it."""
-        rows = 1 + max(row.index for row in self._rows.values())
+        rows = 1 + max(sequence.row for sequence in self._sequences.values())
         try:
             self._session.cache.grow(rows, positions, self._context)
         except ResourceError as error:
@@ -134,38 +139,21 @@ class ModelDrafter:
             return False
         return True
 
-    def _read(self, row: "_Row", new: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after the last of the ``new`` tokens [1, 1, V]."""
-        phase = Phase.DECODE if len(new) <= STEPS else Phase.PREFILL
-        parts = [(i, i + 1) for i in range(len(new))] if phase is Phase.DECODE else chunks(len(new), self._chunk)
-        for start, end in parts[:-1]:
-            self._run(phase, row, new[start:end], row.known + start, [])
-        start, end = parts[-1]
-        return self._run(phase, row, new[start:end], row.known + start, [end - start - 1])
 
-    def _run(
-        self, phase: Phase, row: "_Row", tokens: Sequence[int], past: int, indices: Sequence[int]
-    ) -> NDArray[np.float32]:
-        call = batch(phase, np.asarray(tokens, np.int64)[None], [past], np.asarray(indices, np.int64))
-        return self._session.run(replace(call, first_row=row.index))
+@dataclass
+class _Sequence(LoneSequence):
+    """A sequence of the target's in a row of the draft model's cache, and after it drafts of which nobody knows yet."""
 
-
-class _Row:
-    """One sequence's row of the cache: ``known`` tokens of the sequence, then drafts of which nobody knows yet."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.known = 0
-        self.drafts: list[int] = []
+    drafts: list[int] = field(default_factory=list)
 
     def agree(self, tokens: Sequence[int]) -> None:
         """Keep the drafts that came true, and at least one token to read, for its logits are needed."""
-        for draft, token in zip(self.drafts, tokens[self.known : self.known + len(self.drafts)], strict=False):
+        for draft, token in zip(self.drafts, tokens[self.cached : self.cached + len(self.drafts)], strict=False):
             if draft != token:
                 break
-            self.known += 1
-        self.drafts = []
-        self.known = min(self.known, len(tokens) - 1)
+            self.cached += 1
+        self.cached = min(self.cached, len(tokens) - 1)
+        self.context, self.drafts = tokens, []
 
 
 def check_same_tokenizer(draft: Loaded, target: Loaded) -> None:

@@ -62,7 +62,7 @@ def library(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> FakeLibrary:
     fake = FakeLibrary(manifest)
     monkeypatch.setattr("llmc.optimize.build.build", fake.build)
     monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.rebuild", fake.rebuild)
-    monkeypatch.setattr("llmc.runtime.selftest.verify", fake.verify)
+    monkeypatch.setattr("llmc.runtime.model.verify", fake.verify)
     return fake
 
 

@@ -118,7 +118,7 @@ def verifications(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"bundle": bundle, **options})
         return VerifyReport(files=6, prompts=4, tokens=64, equal_tokens=63, largest_difference=9.5e-7)
 
-    monkeypatch.setattr("llmc.runtime.selftest.verify", verify)
+    monkeypatch.setattr("llmc.runtime.model.verify", verify)
     return calls
 
 
@@ -244,5 +244,5 @@ def test_verify_fails_with_one_when_the_library_refuses(llmc, monkeypatch: pytes
     def refuse(*arguments: Any, **options: Any) -> None:
         raise BundleError("weights.bin is corrupt")
 
-    monkeypatch.setattr("llmc.runtime.selftest.verify", refuse)
+    monkeypatch.setattr("llmc.runtime.model.verify", refuse)
     assert llmc("verify", tmp_path).code == 1

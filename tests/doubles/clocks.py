@@ -20,4 +20,4 @@ def even_costs(patch: pytest.MonkeyPatch) -> None:
 
 def even_pace(patch: pytest.MonkeyPatch) -> None:
     """A chunk of a prompt takes an engine as long as a step of decoding, so none has to be paid back by many."""
-    patch.setattr("llmc.runtime.engine.continuous.time", ticking())
+    patch.setattr("llmc.runtime.engine.scheduler.time", ticking())

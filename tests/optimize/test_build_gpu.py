@@ -28,7 +28,7 @@ from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime import load
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.probe import Probe
-from llmc.runtime.selftest import verify
+from llmc.runtime.model import verify
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}

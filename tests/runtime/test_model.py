@@ -15,7 +15,9 @@ from llmc.bundle import Manifest
 from llmc.errors import RequestError, UsageError
 from llmc.runtime import Model, load
 from llmc.runtime.api.options import EngineOptions
-from llmc.runtime.runner.prefill import Runner
+from llmc.runtime.kv.host_cache import HostCache
+from llmc.runtime.model import make_engine
+from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -30,12 +32,10 @@ class Scripted:
 
     engine_version = "0"
     substitutes = False
-    device_memory = None
-    capacity = 512
-    rows = 1
     hidden = None
 
-    def __init__(self, script: Sequence[int]) -> None:
+    def __init__(self, manifest: Manifest, script: Sequence[int]) -> None:
+        self.cache = HostCache(manifest)
         self.script = list(script)
         self.prompts: list[list[int]] = []
         self.steps = 0
@@ -68,9 +68,9 @@ def scripted(tiny_checkpoint: Path, manifest: Manifest, tokenizer: Tokenizer) ->
     def make(text: str = TEXT, more: Sequence[int] = (), **defaults: Any) -> Model:
         generation = replace(manifest.generation, **{"eos_token_ids": (0, EOS), **defaults})
         here = replace(manifest, geometry=replace(manifest.geometry, vocab_size=4096), generation=generation)
-        session = Scripted([*tokenizer.encode(text), *more])
+        session = Scripted(here, [*tokenizer.encode(text), *more])
         options = EngineOptions(prefix_cache_bytes=0)
-        made.append(Model(tiny_checkpoint, here, tokenizer, Runner(session, here, 512, 512), 1, options))
+        made.append(Model(tiny_checkpoint, here, tokenizer, SingleRunner(session, 512, 512), 1, options))
         return made[-1]
 
     yield make
@@ -242,3 +242,23 @@ def test_chat_without_a_template_is_refused(scripted: Callable[..., Model], tmp_
     model.folder = tmp_path
     with pytest.raises(RequestError, match="chat template"):
         model.chat([{"role": "user", "content": "Hello"}])
+
+
+# ---------------------------------------------------------------------------------------- a cache that cannot go back
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("draft", "lookup"), ("prefix_cache_bytes", 1000), ("prefix_cache_folder", "prefixes")]
+)
+def test_what_goes_back_is_refused_for_a_model_whose_layers_keep_states(
+    scripted: Callable[..., Model], name: str, value: Any
+):
+    model = scripted()
+    model.runner.session.cache.can_rewind = False
+    with pytest.raises(
+        UsageError, match=rf"{name} is {value!r}, but .* a state of the last token only, .*; leave it out"
+    ):
+        make_engine(model, EngineOptions(**{name: value}), None)
+    engine = make_engine(model, EngineOptions(), None)
+    assert engine.prefixes is None
+    engine.close()

@@ -13,7 +13,8 @@ from llmc.bundle import GoldenPrompt, read_bundle, write_manifest
 from llmc.errors import BundleError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load, selftest
-from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay, verify
+from llmc.runtime.model import verify
+from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay
 from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
 BEYOND = 1.2 * LOGIT_TOLERANCE

@@ -112,8 +112,8 @@ def test_drafts_taken_for_accepted_would_show(drafter: ModelDrafter, texts: list
     other = [(token + 1) % 4096 for token in answer]
     wanted = fresh(drafter, prompt + other[:3])
     drafter.propose(0, prompt, 6)
-    drafter._rows[0].known += 2
-    drafter._rows[0].drafts = []
+    drafter._sequences[0].cached += 2
+    drafter._sequences[0].drafts = []
     assert drafter.propose(0, prompt + other[:3], 6) != wanted
 
 
@@ -232,8 +232,16 @@ def test_memory_is_asked_for_before_it_is_taken(
 ):
     monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 0)
     assert drafter.propose(0, [1, 2, 3], 3) == []
-    assert "0 are available" in caplog.text
+    assert "0 MB are available" in caplog.text
     assert drafter._session.cache.capacity == 0
+
+
+def test_a_draft_model_that_cannot_take_drafts_back_is_refused(
+    draft: Model, target: Model, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(draft.runner.session.cache, "can_rewind", False)
+    with pytest.raises(DraftError, match=r"keep a state .* cannot go back over rejected drafts; draft with a model"):
+        ModelDrafter(draft, target)
 
 
 def test_closing_closes_the_draft_model(drafting_bundle: Path, target: Model):

@@ -10,6 +10,7 @@ import pytest
 from llmc.bundle import Invariance, Manifest, read_bundle
 from llmc.optimize.build import build
 from llmc.optimize.judge.invariance import PREFIX, SMALLEST_CONTEXT, measured
+from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sessions import Batch, Phase, open_session
 
 VOCAB, HIDDEN = 64, 8
@@ -22,17 +23,23 @@ class Exact:
     """
 
     substitutes = False
+    read_blocks = KVCache.read_blocks
 
     def __init__(self, flaw: Callable[[Batch, np.ndarray], None] = lambda call, logits: None) -> None:
         self.tokens = np.zeros((0, 0), np.int64)
         self.hidden: np.ndarray | None = None
         self.flaw = flaw
 
+    @property
+    def cache(self) -> "Exact":
+        """Itself: its tokens are the cache."""
+        return self
+
     def reserve(self, rows: int, capacity: int) -> None:
         self.tokens = np.zeros((rows, capacity), np.int64)
 
     def read(self, row: int, start: int, end: int) -> np.ndarray:
-        return self.tokens[None, row : row + 1, start:end, None].astype(np.float32)
+        return self.tokens[row, start:end].astype(np.float32)
 
     def run(self, batch: Batch) -> np.ndarray:
         rows, sequence = batch.input_ids.shape

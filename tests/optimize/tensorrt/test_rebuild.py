@@ -21,7 +21,7 @@ from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.host.probe import Probe
-from llmc.runtime.selftest import verify
+from llmc.runtime.model import verify
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 
 NAME = "qwen2-tied-bf16"

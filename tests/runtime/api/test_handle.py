@@ -11,7 +11,7 @@ import pytest
 from doubles.brakes import Brake
 
 from llmc.errors import CancelledError, ProcessorError, RequestError, UsageError
-from llmc.runtime.api.handle import Handle, Mailbox
+from llmc.runtime.api.handle import Handle, OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta
 from llmc.runtime.sampling import SamplingParams
@@ -28,7 +28,7 @@ class Pieces:
     """A mailbox and its handle; counts how often the request is cancelled."""
 
     def __init__(self, outputs: int = 1, keep: bool = False) -> None:
-        self.mailbox = Mailbox()
+        self.mailbox = OutputCollector()
         self.cancelled = 0
         self.handle: Handle | None = Handle(self.mailbox, self._cancel, outputs, keep)
 
@@ -95,7 +95,7 @@ def test_pieces_come_before_the_error_that_ended_the_request():
 
 
 def test_the_first_end_counts():
-    mailbox = Mailbox()
+    mailbox = OutputCollector()
     mailbox.end(RESULT)
     mailbox.end(None, RequestError("too late"))
     assert (mailbox.result, mailbox.error, mailbox.ended) == (RESULT, None, True)

@@ -12,7 +12,7 @@ from llmc.errors import RequestError
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.engine.sequence import Sample
+from llmc.runtime.engine.sample_group import Sample
 from llmc.runtime.sampling import Processor, SamplingParams, make_sampler, suffice
 from llmc.runtime.sessions import Batch, Phase
 

@@ -156,7 +156,7 @@ def test_drafts_that_go_on_after_the_end_of_a_sample_do_no_harm(
     make_engine: Any, tiny_tokenizer: Any, session: Any, monkeypatch: pytest.MonkeyPatch, end: str
 ):
     """A guide has nothing to allow after the end, and a processor may raise where it was never to be asked."""
-    monkeypatch.setattr("llmc.runtime.engine.continuous.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
     asked = Request(
         prompt(10, 6),
         params(
@@ -193,7 +193,7 @@ def test_drafts_that_go_on_after_the_end_of_a_sample_do_no_harm(
 def test_drafts_past_the_end_of_one_sample_do_not_end_the_others(
     make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("llmc.runtime.engine.continuous.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
     asked = Request(prompt(10, 6), params(12, temperature=1.0, seed=4, n=2))
     first, second = (alone(asked.prompt, asked.params, index) for index in range(2))
 
@@ -211,7 +211,7 @@ def test_drafts_past_the_end_of_one_sample_do_not_end_the_others(
 def test_a_processor_that_raises_among_drafts_that_count_fails_the_request(
     make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("llmc.runtime.engine.continuous.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
     asked = Request(prompt(10, 6), params(20))
     known = [*asked.prompt, *alone(asked.prompt, asked.params)]
 
@@ -323,7 +323,7 @@ def test_a_session_that_makes_more_room_than_it_is_asked_for_serves_as_any(
     ]
     assert fixed.cache.tokens.shape == (8, FIXED)
     assert len(fixed.cache.asked) == 2  # once for four rows, once for eight, and never for more positions
-    assert engine._batch.reserved_bytes == 8 * FIXED * BYTES.cache_per_token
+    assert engine._scheduler.reserved_bytes == 8 * FIXED * BYTES.cache_per_token
 
 
 def test_the_context_ends_where_it_was_said_to_and_not_where_the_cache_does(on_gpu: Any, fixed: Any):
@@ -376,7 +376,7 @@ def test_a_step_that_fails_inside_the_engine_fails_its_requests_and_no_later_one
 ):
     engine = make_engine(session)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._batch, "feed", lambda: 1 / 0)
+        patch.setattr(engine._scheduler, "next_prefill", lambda: 1 / 0)
         with pytest.raises(Exception, match=r"llmc failed inside \(ZeroDivisionError.*please report it"):
             engine.submit(Request(prompt(10, 5), params())).result(PATIENCE)
     assert "the engine failed in a step" in caplog.text
@@ -388,7 +388,7 @@ def test_positions_in_use_are_counted(make_engine: Any, session: Any, served: An
     seen: list[tuple[int, int]] = []
 
     def note(_: Batch) -> None:
-        seen.append((engine._batch.used_bytes, engine._batch.reserved_bytes))
+        seen.append((engine._scheduler.used_bytes, engine._scheduler.reserved_bytes))
 
     session.before = note
     tokens(engine.submit(Request(prompt(10, 5), params(4))))

@@ -120,7 +120,7 @@ def guessing(asked: Sequence[Request], outputs: Sequence[list[list[int]]]) -> Gu
 def test_companions_chunks_prefixes_and_drafts_do_not_change_tokens(
     make_engine: Any, alone: Alone, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("llmc.runtime.engine.continuous.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
     options = dict(setting)
     draft = options.pop("draft", None)
     cases = [requests(random.Random(case), REQUESTS) for case in range(CASES)]
@@ -166,7 +166,7 @@ def test_whoever_comes_leaves_overflows_or_branches_changes_nobody_elses_tokens(
     make_engine: Any, alone: Alone, determinism: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Everything at once: beams, samples, sliding windows, drafts, prefixes, cancellations while others run."""
-    monkeypatch.setattr("llmc.runtime.engine.continuous.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
     watched = [requests(random.Random(100 + case), 5) for case in range(MIXTURES)]
     expected = [[wanted(alone, request) for request in asked] for asked in watched]
     options: dict[str, Any] = {"determinism": determinism, "prefix_bytes": 1 << 16, "decode_steps_per_chunk": 3}
@@ -190,8 +190,8 @@ def test_whoever_comes_leaves_overflows_or_branches_changes_nobody_elses_tokens(
             with suppress(CancelledError):
                 handle.result(PATIENCE)
     engine.close(drain=True)
-    assert engine._batch.used_bytes == 0
-    assert not engine._batch._lockstep and not engine._batch._speculators and not len(engine._waiting)
+    assert engine._scheduler.used_bytes == 0
+    assert not engine._requests and not len(engine._scheduler._queue) and not len(engine._scheduler._rows)
 
 
 def disturbing(rng: random.Random) -> Request:
@@ -231,7 +231,7 @@ def test_the_small_model_gives_each_request_what_it_gives_it_alone(
     tiny_in: Callable[[str], Any], precision: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """Alone: one request after another, one chunk, no prefixes, no drafts. Together: all of that, in small chunks."""
-    monkeypatch.setattr("llmc.runtime.engine.continuous.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
     asked = requests(random.Random(7), 10, longest=80)
     level = {"determinism": options["determinism"]}
     with load(tiny_in(precision), threads=1, self_test=False, prefix_cache_bytes=0, **level) as model:
@@ -252,9 +252,9 @@ def test_the_small_model_gives_each_request_what_it_gives_it_alone(
 
 def test_drafts_that_are_committed_unread_are_noticed(make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch):
     """The planted error: verification that believes its drafts."""
-    monkeypatch.setattr("llmc.runtime.engine.continuous.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
     monkeypatch.setattr(
-        "llmc.runtime.engine.output_processor.verify", lambda drafts, draw: [*map(draw, range(len(drafts) + 1))]
+        "llmc.runtime.engine.sample_group.verify", lambda drafts, draw: [*map(draw, range(len(drafts) + 1))]
     )
     asked = [Request(SHARED, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))]
     expected = [wanted(alone, asked[0])]

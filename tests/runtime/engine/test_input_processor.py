@@ -1,4 +1,4 @@
-"""From a request to a job: what is filled in, and what is refused before it waits."""
+"""From a request to its state: what is filled in, and what is refused before it waits."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from llmc.errors import UsageError
-from llmc.runtime.api.handle import Mailbox
+from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
-from llmc.runtime.engine.input_processor import Intake, draws, fit_prompt, token_ids, width
+from llmc.runtime.engine.input_processor import InputProcessor, draws, fit_prompt, token_ids, width
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling import SamplingParams
 
@@ -17,13 +17,13 @@ VOCAB = 4096
 
 
 @pytest.fixture
-def intake(served: Any, tiny_tokenizer: Any) -> Intake:
-    return Intake(served, tiny_tokenizer, 64, 4)
+def inputs(served: Any, tiny_tokenizer: Any) -> InputProcessor:
+    return InputProcessor(served, tiny_tokenizer, 64, 4)
 
 
-def job(intake: Intake, prompt: Any = IDS, *, max_tokens: int = 4, request: Any = None, **params: Any) -> Any:
+def state(inputs: InputProcessor, prompt: Any = IDS, *, max_tokens: int = 4, request: Any = None, **params: Any) -> Any:
     asked = Request(prompt, SamplingParams(max_tokens=max_tokens, **params), **(request or {}))
-    return intake.job(asked, Mailbox(), EngineMetrics())
+    return inputs.process(asked, OutputCollector(), EngineMetrics())
 
 
 @pytest.mark.parametrize(
@@ -36,16 +36,16 @@ def job(intake: Intake, prompt: Any = IDS, *, max_tokens: int = 4, request: Any 
         ({"penalty_alpha": 0.5, "top_k": 2}, False),
     ],
 )
-def test_a_seed_is_taken_where_anything_is_left_to_chance(intake: Intake, params: dict[str, Any], chance: bool):
-    made = job(intake, **params)
+def test_a_seed_is_taken_where_anything_is_left_to_chance(inputs: InputProcessor, params: dict[str, Any], chance: bool):
+    made = state(inputs, **params)
     assert draws(made.request.params) is chance
     assert (made.params.seed is not None) is chance
     assert made.params == replace(made.request.params, seed=made.params.seed)
-    assert not chance or job(intake, **params).params.seed != made.params.seed
+    assert not chance or state(inputs, **params).params.seed != made.params.seed
 
 
-def test_a_seed_that_is_given_is_kept(intake: Intake):
-    assert job(intake, seed=0).params.seed == 0
+def test_a_seed_that_is_given_is_kept(inputs: InputProcessor):
+    assert state(inputs, seed=0).params.seed == 0
 
 
 @pytest.mark.parametrize(
@@ -59,21 +59,21 @@ def test_a_seed_that_is_given_is_kept(intake: Intake):
     ],
 )
 def test_rows_are_what_must_run_at_once_and_samples_may_follow(
-    intake: Intake, params: dict[str, Any], rows: int, samples: int
+    inputs: InputProcessor, params: dict[str, Any], rows: int, samples: int
 ):
-    made = job(intake, **params)
-    assert (width(made.params), made.width, made.draws) == (rows, rows, samples)
+    made = state(inputs, **params)
+    assert (width(made.params), made.group.width, getattr(made.group, "draws", 1)) == (rows, rows, samples)
 
 
-def test_text_is_encoded_with_or_without_special_tokens(intake: Intake, tiny_tokenizer: Any):
-    assert job(intake, "import os").prompt == tiny_tokenizer.encode("import os")
-    plain = job(intake, "import os", request={"add_special_tokens": False})
+def test_text_is_encoded_with_or_without_special_tokens(inputs: InputProcessor, tiny_tokenizer: Any):
+    assert state(inputs, "import os").prompt == tiny_tokenizer.encode("import os")
+    plain = state(inputs, "import os", request={"add_special_tokens": False})
     assert plain.prompt == tiny_tokenizer.encode("import os", add_special_tokens=False)
 
 
-def test_a_prompt_is_copied(intake: Intake):
+def test_a_prompt_is_copied(inputs: InputProcessor):
     mine = list(IDS)
-    made = job(intake, mine)
+    made = state(inputs, mine)
     mine.append(99)
     assert made.prompt == IDS
 
@@ -90,20 +90,20 @@ def test_a_prompt_is_copied(intake: Intake):
     ],
 )
 def test_what_the_parts_of_a_request_cannot_have_together_is_refused_at_the_door(
-    intake: Intake, params: dict[str, Any], more: dict[str, Any], message: str
+    inputs: InputProcessor, params: dict[str, Any], more: dict[str, Any], message: str
 ):
     with pytest.raises(UsageError, match=message):
-        job(intake, request=more, **params)
+        state(inputs, request=more, **params)
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**70])
-def test_a_token_outside_the_vocabulary_is_refused_by_name(intake: Intake, token: int):
+def test_a_token_outside_the_vocabulary_is_refused_by_name(inputs: InputProcessor, token: int):
     with pytest.raises(UsageError, match=rf"prompt holds token id {token}, .* expected 0 \.\.\. {VOCAB - 1}"):
-        job(intake, [5, token, 6])
+        state(inputs, [5, token, 6])
 
 
-def test_the_first_and_the_last_token_of_the_vocabulary_are_accepted(intake: Intake):
-    assert job(intake, [0, VOCAB - 1]).prompt == [0, VOCAB - 1]
+def test_the_first_and_the_last_token_of_the_vocabulary_are_accepted(inputs: InputProcessor):
+    assert state(inputs, [0, VOCAB - 1]).prompt == [0, VOCAB - 1]
 
 
 def test_a_prompt_that_just_fits_is_left_as_it_is():

@@ -15,6 +15,7 @@ import pytest
 from llmc.errors import EngineClosedError, GpuError, LlmcError, ResourceError
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
+from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch
 
@@ -46,11 +47,15 @@ class Failing:
         self.after: list[str] = []
         self.closed = 0
 
+    @property
+    def cache(self) -> "FailingCache":
+        return FailingCache(self)
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        return self._counted(name, found) if name in KINDS else found
+        return self.counted(name, found) if name in KINDS else found
 
-    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             lost = isinstance(self.error, GpuError) and self.error.lost
             if self.failed and lost:
@@ -69,6 +74,19 @@ class Failing:
         self.closed += 1
         if self.failed and isinstance(self.error, GpuError) and self.error.lost:
             raise copy.copy(self.error)
+
+
+class FailingCache:
+    """The cache of such a session."""
+
+    grow, read_blocks = KVCache.grow, KVCache.read_blocks
+
+    def __init__(self, session: Failing) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._session._inner.cache, name)
+        return self._session.counted(name, found) if name in KINDS else found
 
 
 def lost() -> GpuError:
@@ -151,7 +169,7 @@ def test_wherever_the_gpu_is_lost_every_request_ends_and_so_does_the_engine(
         thread_of(engine).join(PATIENCE)
         assert not thread_of(engine).is_alive()
         assert session.after == []  # nothing is asked of a GPU that is gone
-        assert engine._batch._rows._order == [] and not engine._jobs
+        assert engine._scheduler._rows._order == [] and not engine._requests
         with pytest.raises(EngineClosedError, match=r"the GPU was lost .* load the bundle again in a new process"):
             engine.submit(asked(10))
         with pytest.raises(EngineClosedError, match="the GPU was lost"):
@@ -285,7 +303,7 @@ def test_a_failure_that_is_no_loss_costs_some_requests_and_never_the_engine(
     for found, wanted in zip(outcomes, expected, strict=True):
         assert str(found) == str(session.error) if isinstance(found, LlmcError) else found == wanted
     assert session.failed == any(isinstance(found, LlmcError) for found in outcomes)
-    assert engine._batch._rows._order == []
+    assert engine._scheduler._rows._order == []
     again = [outcome(engine.submit(request)) for request in work()]
     assert again == expected
     closed_at_once(engine, session)
@@ -332,7 +350,7 @@ def test_of_several_calls_in_a_step_only_the_one_that_fails_costs_its_requests(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("llmc.runtime.engine.continuous.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
     session = remembering()
 
     def failing(batch: Batch) -> None:
@@ -385,7 +403,7 @@ def test_memory_that_ends_while_rows_are_reserved_costs_the_request_that_needed_
 @pytest.fixture
 def swallowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is fatal: the engine takes a loss for a failure of one request."""
-    monkeypatch.setattr("llmc.runtime.engine.continuous.is_fatal", lambda error: False)
+    monkeypatch.setattr("llmc.runtime.engine.engine.is_fatal", lambda error: False)
     yield
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.runtime.engine.scheduler import ARRIVALS_PER_PRIORITY, ChunkPacer, Queue
+from llmc.runtime.engine.scheduler import ARRIVALS_PER_PRIORITY, ChunkedPrefill, Queue
 
 WORST = 3  # priorities from -WORST to WORST are tried
 SPACING = 4
@@ -91,7 +91,7 @@ def test_those_taken_out_are_gone_and_the_rest_keep_their_order():
 
 
 def test_while_others_decode_a_further_chunk_waits_for_steps_and_for_their_time():
-    pacer = ChunkPacer(SPACING)
+    pacer = ChunkedPrefill(SPACING)
     assert pacer.allows(first_chunk=False, decoding=True)
     pacer.fed(CHUNK_S, first_chunk=False)
     for _ in range(SPACING):
@@ -101,7 +101,7 @@ def test_while_others_decode_a_further_chunk_waits_for_steps_and_for_their_time(
 
 
 def test_a_slow_chunk_is_paid_back_by_as_much_time_of_decoding():
-    pacer = ChunkPacer(SPACING)
+    pacer = ChunkedPrefill(SPACING)
     pacer.fed(STEP_S * 10, first_chunk=False)
     for _ in range(10):
         assert not pacer.allows(first_chunk=False, decoding=True)
@@ -111,7 +111,7 @@ def test_a_slow_chunk_is_paid_back_by_as_much_time_of_decoding():
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 10)), max_size=20))
 def test_a_first_chunk_never_waits_nor_any_where_nobody_decodes(past: list[tuple[bool, float]]):
-    pacer = ChunkPacer(SPACING)
+    pacer = ChunkedPrefill(SPACING)
     for fed, seconds in past:
         pacer.fed(seconds, first_chunk=False) if fed else pacer.decoded(seconds)
     assert pacer.allows(first_chunk=True, decoding=True)
@@ -121,7 +121,7 @@ def test_a_first_chunk_never_waits_nor_any_where_nobody_decodes(past: list[tuple
 @pytest.mark.parametrize("spacing", [0, 1, SPACING, 24])
 def test_a_prompt_goes_on_however_many_new_ones_come(spacing: int):
     """One first chunk after another, each with a step of decoding: the old prompt has its turn all the same."""
-    pacer = ChunkPacer(spacing)
+    pacer = ChunkedPrefill(spacing)
     pacer.fed(CHUNK_S, first_chunk=False)
     for _ in range(3):
         rounds = 0
@@ -134,7 +134,7 @@ def test_a_prompt_goes_on_however_many_new_ones_come(spacing: int):
 
 
 def test_without_spacing_prompts_are_fed_as_fast_as_possible():
-    pacer = ChunkPacer(0)
+    pacer = ChunkedPrefill(0)
     for _ in range(3):
         assert pacer.allows(first_chunk=False, decoding=True)
         pacer.fed(CHUNK_S, first_chunk=False)

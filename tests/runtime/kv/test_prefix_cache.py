@@ -45,7 +45,8 @@ def reader(tokens: Sequence[int], adapter: str = "", dtype: str = "float32", siz
 
 
 def joined(found: Match) -> NDArray[Any]:
-    return np.concatenate([block.reshape(2 * LAYERS, HEADS, -1, DIM) for block in (*found.blocks, rows([]))], axis=2)
+    parts = [block.reshape(2 * LAYERS, HEADS, -1, DIM) for block in found.blocks]
+    return np.concatenate(parts, axis=2) if parts else rows([])
 
 
 def filled(cache: PrefixCache, *sequences: Sequence[int]) -> PrefixCache:

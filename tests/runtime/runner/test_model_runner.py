@@ -10,20 +10,21 @@ from llmc.bundle import Invariance, Manifest
 from llmc.runtime.api.options import Determinism
 from llmc.runtime.kv.rows import Rows
 from llmc.runtime.observe.metrics import EngineMetrics
-from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.runner.model_runner import PREFILL_GRAPH_FROM, make_calls, next_end
+from llmc.runtime.runner.model_runner import PREFILL_GRAPH_FROM, ModelRunner
+from llmc.runtime.runner.prefill import next_end
 from llmc.runtime.sessions import Phase
 
 CAPACITY = 16
 
 
 class Held:
-    """A strand as calls see it."""
+    """A sequence as the runner sees it."""
 
     needs = 0
 
     def __init__(self, context: list[int], cached: int) -> None:
         self.context, self.cached, self.row = context, cached, -1
+        self.drafts: list[int] = []
 
 
 @pytest.fixture
@@ -40,16 +41,17 @@ def split(manifest: Manifest, precision: str = "int8", **found: Any) -> Manifest
     return replace(manifest, graphs=graphs, recipe=replace(manifest.recipe, precision=precision))
 
 
-def calls_of(session: Any, manifest: Manifest, level: str, count: int, **options: Any) -> tuple[Any, list[Held]]:
-    """Calls of a level, and ``count`` strands that decode, filled as a prefill would."""
+def runner_of(session: Any, manifest: Manifest, level: str, count: int) -> tuple[ModelRunner, Rows, list[Held]]:
+    """A runner of a level, and ``count`` sequences that decode, filled as a prefill would."""
     rows = Rows(session.cache)
-    calls = make_calls(Determinism(level), session, manifest, rows, StepCosts(), EngineMetrics(), **options)
+    limits: dict[str, int] = {"max_context": CAPACITY, "max_rows": 4, "prefill_chunk": 8}
+    runner = ModelRunner(session, manifest, rows, Determinism(level), metrics=EngineMetrics(), **limits)
     held = [Held([100 * i + j for j in range(3 + i)], 2 + i) for i in range(count)]
-    for strand in held:
-        rows.admit(strand)
-        rows.promote(strand)
-        session.cache[strand.row, : strand.cached] = strand.context[: strand.cached]
-    return calls, held
+    for sequence in held:
+        rows.admit(sequence)
+        rows.promote(sequence)
+        session.cache[sequence.row, : sequence.cached] = sequence.context[: sequence.cached]
+    return runner, rows, held
 
 
 def shapes(session: Any) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -58,34 +60,34 @@ def shapes(session: Any) -> list[tuple[str, int, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("level", ["fast", "batch", "strict"])
-def test_every_level_gives_every_strand_its_own_logits(session: Any, manifest: Manifest, level: str, count: int):
+def test_every_level_gives_every_sequence_its_own_logits(session: Any, manifest: Manifest, level: str, count: int):
     found = split(manifest, rows=2, tokens=2, outputs=1)
-    calls, held = calls_of(session, found, level, count, in_pairs=level == "batch")
-    logits, hidden = calls.decode(held)
-    for i, strand in enumerate(held):
-        assert np.array_equal(logits[i], session.logits(strand.context))
-        assert np.array_equal(hidden[i], session.state(strand.context))
-        assert session.cache[strand.row, : strand.cached + 1].tolist() == strand.context
+    runner, _, held = runner_of(session, found, level, count)
+    logits, hidden = runner.execute(held)
+    for i, sequence in enumerate(held):
+        assert np.array_equal(logits[i, 0], session.logits(sequence.context))
+        assert np.array_equal(hidden[i], session.state(sequence.context))
+        assert session.cache[sequence.row, : sequence.cached + 1].tolist() == sequence.context
 
 
 def test_an_odd_batch_in_pairs_runs_with_the_row_after_it_and_spoils_nothing(session: Any, manifest: Manifest):
-    calls, held = calls_of(session, split(manifest, rows=2, tokens=2), "batch", 3, in_pairs=True)
+    runner, rows, held = runner_of(session, split(manifest, rows=2, tokens=2), "batch", 3)
     feeding = Held([7, 8, 9, 10], 3)
-    calls.rows.admit(feeding)
+    rows.admit(feeding)
     session.cache[feeding.row, :3] = [7, 8, 9]
-    calls.decode(held)
+    runner.execute(held)
     assert shapes(session) == [("decode", 0, (4, 1))]
     assert session.calls[0].past_lengths.tolist() == [2, 3, 4, 3]
     assert session.cache[feeding.row, :3].tolist() == [7, 8, 9]
 
 
 def test_strict_runs_row_by_row_and_even_where_a_lone_token_is_computed_otherwise(session: Any, manifest: Manifest):
-    calls, held = calls_of(session, split(manifest, tokens=2, outputs=1), "strict", 2)
-    calls.decode(held)
+    runner, _, held = runner_of(session, split(manifest, tokens=2, outputs=1), "strict", 2)
+    runner.execute(held)
     assert shapes(session) == [("decode", 0, (1, 2)), ("decode", 1, (1, 2))]
     session.calls.clear()
-    calls, held = calls_of(session, split(manifest, tokens=1, outputs=1, single=True), "strict", 2)
-    calls.decode(held)
+    runner, _, held = runner_of(session, split(manifest, tokens=1, outputs=1, single=True), "strict", 2)
+    runner.execute(held)
     assert shapes(session) == [("decode", 0, (1, 1)), ("decode", 1, (1, 1))]
 
 
@@ -94,13 +96,13 @@ def test_strict_runs_row_by_row_and_even_where_a_lone_token_is_computed_otherwis
 def test_drafts_are_verified_in_one_call_with_logits_before_between_and_after(
     session: Any, manifest: Manifest, level: str, count: int
 ):
-    calls, (strand,) = calls_of(session, split(manifest, tokens=2, outputs=1), level, 1)
-    drafts = [50 + i for i in range(count)]
-    logits = calls.verify(strand, drafts)
+    runner, _, (sequence,) = runner_of(session, split(manifest, tokens=2, outputs=1), level, 1)
+    drafts = sequence.drafts = [50 + i for i in range(count)]
+    logits = runner.execute([sequence])[0][0]
     assert len(session.calls) == 1
     assert logits.shape[0] == count + 1
     for i in range(count + 1):
-        assert np.array_equal(logits[i], session.logits([*strand.context, *drafts[:i]]))
+        assert np.array_equal(logits[i], session.logits([*sequence.context, *drafts[:i]]))
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -114,11 +116,11 @@ def test_many_rows_run_on_the_graph_of_prefill_where_that_is_faster_and_only_if_
         ("batch", most, Phase.DECODE),
         ("strict", most, Phase.DECODE),
     ):
-        calls, _ = calls_of(session, split(manifest, precision, rows=1, tokens=1, outputs=1), level, 1)
-        assert calls.phase(tokens) is phase
+        runner, *_ = runner_of(session, split(manifest, precision, rows=1, tokens=1, outputs=1), level, 1)
+        assert runner.phase(tokens) is phase
     shared = replace(manifest, recipe=replace(manifest.recipe, precision=precision))
-    calls, _ = calls_of(session, shared, "fast", 1)
-    assert calls.phase(most) is Phase.DECODE
+    runner, *_ = runner_of(session, shared, "fast", 1)
+    assert runner.phase(most) is Phase.DECODE
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 17])

@@ -14,8 +14,7 @@ import pytest
 from llmc.bundle import Limits, Manifest, read_bundle
 from llmc.errors import RequestError, ResourceError, UsageError
 from llmc.runtime.kv.host_cache import HostCache
-from llmc.runtime.runner.model_runner import ATTENTION_TILE
-from llmc.runtime.runner.prefill import Runner, chunks
+from llmc.runtime.runner.prefill import ATTENTION_TILE, LoneSequence, SingleRunner, prefill
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 
 # float32 sums over other shapes of call round otherwise: 2e-6 was seen on logits with a deviation of about 1.
@@ -72,8 +71,8 @@ def session(manifest: Manifest) -> Remembering:
 
 
 @pytest.fixture
-def runner(session: Remembering, manifest: Manifest) -> Runner:
-    return Runner(session, manifest, max_context=512, prefill_chunk=32)
+def runner(session: Remembering, manifest: Manifest) -> SingleRunner:
+    return SingleRunner(session, max_context=512, prefill_chunk=32)
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +95,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[tuple[str, Session, Manif
     session.close()
 
 
-def generated(runner: Runner, prompt: Sequence[int], count: int) -> list[int]:
+def generated(runner: SingleRunner, prompt: Sequence[int], count: int) -> list[int]:
     """The most probable token after ``prompt``, and so on, ``count`` of them."""
     logits, tokens = runner.prefill(prompt), []
     for position in range(len(prompt), len(prompt) + count):
@@ -108,7 +107,7 @@ def generated(runner: Runner, prompt: Sequence[int], count: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------- chunks
 
 
-def test_a_prompt_is_fed_in_chunks_and_only_the_last_gives_logits(runner: Runner, session: Remembering):
+def test_a_prompt_is_fed_in_chunks_and_only_the_last_gives_logits(runner: SingleRunner, session: Remembering):
     logits = runner.prefill(PROMPT)
     assert session.calls == [*(("prefill", 32, start, 0) for start in (0, 32, 64)), ("prefill", 4, 96, 1)]
     assert np.array_equal(logits[0, 0], hashed(np.array(PROMPT)).astype(np.float32))
@@ -116,8 +115,21 @@ def test_a_prompt_is_fed_in_chunks_and_only_the_last_gives_logits(runner: Runner
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 49, 50, 99, 100, 101, 512])
 def test_any_chunk_size_gives_the_same_tokens(manifest: Manifest, chunk: int):
-    runner = Runner(Remembering(manifest), manifest, 512, chunk)
-    assert generated(runner, PROMPT, 20) == generated(Runner(Remembering(manifest), manifest, 512, 512), PROMPT, 20)
+    runner = SingleRunner(Remembering(manifest), 512, chunk)
+    assert generated(runner, PROMPT, 20) == generated(SingleRunner(Remembering(manifest), 512, 512), PROMPT, 20)
+
+
+def chunks(length: int, size: int) -> list[tuple[int, int]]:
+    """Start and end of each call that feeds a prompt."""
+    found: list[tuple[int, int]] = []
+
+    def run(call: Batch) -> np.ndarray:
+        start = int(call.past_lengths[0])
+        found.append((start, start + call.input_ids.shape[1]))
+        return np.zeros((1, call.logit_indices.shape[1], 1), np.float32)
+
+    list(prefill(run, LoneSequence(range(length)), size))
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 64, 65, 66, 512])
@@ -138,10 +150,10 @@ def test_the_real_engine_gives_the_same_logits_for_any_chunk_size(opened: tuple[
 
     65 and 129 tokens in one call would leave one query after tiles of 64: logits of int8 then differ by up to 0.09.
     """
-    precision, session, manifest = opened
+    precision, session, _ = opened
     for length in (65, 129, 300):
-        whole = Runner(session, manifest, 512, 512).prefill(LONG[:length]).copy()
-        chunked = Runner(session, manifest, 512, chunk).prefill(LONG[:length])
+        whole = SingleRunner(session, 512, 512).prefill(LONG[:length]).copy()
+        chunked = SingleRunner(session, 512, chunk).prefill(LONG[:length])
         difference = float(np.abs(chunked - whole).max())
         assert difference <= (0.0 if precision == "int8" else FP32_TOLERANCE), length
 
@@ -149,7 +161,7 @@ def test_the_real_engine_gives_the_same_logits_for_any_chunk_size(opened: tuple[
 def test_the_tolerance_for_chunks_notices_a_token_fed_twice(fp32_bundle: Path):
     manifest = read_bundle(fp32_bundle)
     session = open_session(fp32_bundle, manifest, 1)
-    runner = Runner(session, manifest, 512, 512)
+    runner = SingleRunner(session, 512, 512)
     right = runner.prefill(LONG).copy()
     wrong = runner.prefill([*LONG[:100], LONG[99], *LONG[100:]])
     session.close()
@@ -158,7 +170,7 @@ def test_the_tolerance_for_chunks_notices_a_token_fed_twice(fp32_bundle: Path):
 
 def test_evaluation_logits_are_those_of_the_steps(opened: tuple[str, Session, Manifest]):
     _, session, manifest = opened
-    runner = Runner(session, manifest, 512, 16)
+    runner = SingleRunner(session, 512, 16)
     ids = LONG[:40]
     every = {phase: runner.logits(ids, phase) for phase in Phase}
     # The head sees 16 rows instead of one, and adds in another order.
@@ -173,7 +185,7 @@ def test_evaluation_logits_are_those_of_the_steps(opened: tuple[str, Session, Ma
 
 def test_the_cache_grows_in_steps_and_never_beyond_the_context(manifest: Manifest):
     session = Remembering(replace(manifest, limits=replace(manifest.limits, max_context=1024)))
-    runner = Runner(session, manifest, 600, 512)
+    runner = SingleRunner(session, 600, 512)
     generated(runner, PROMPT, 500)
     assert session.cache.reserved == [256, 512, 600]
     generated(runner, PROMPT, 500)
@@ -186,8 +198,8 @@ def test_a_session_that_makes_more_room_than_it_is_asked_for_is_asked_once(manif
             super().reserve(max(rows, 2), 1024)
 
     fixed = Remembering(replace(manifest, limits=Limits(1024, 2, 512)), Roomy)
-    runner = Runner(fixed, manifest, max_context=512, prefill_chunk=32)
-    roomy = Runner(Remembering(manifest), manifest, max_context=512, prefill_chunk=32)
+    runner = SingleRunner(fixed, max_context=512, prefill_chunk=32)
+    roomy = SingleRunner(Remembering(manifest), max_context=512, prefill_chunk=32)
     assert generated(runner, PROMPT, 300) == generated(roomy, PROMPT, 300)
     assert fixed.cache.reserved == [1024]
     with pytest.raises(RequestError, match="position 513 is asked for, the context holds 512"):
@@ -195,7 +207,7 @@ def test_a_session_that_makes_more_room_than_it_is_asked_for_is_asked_once(manif
 
 
 def test_growth_keeps_what_the_cache_holds(manifest: Manifest):
-    grown, roomy = (Runner(Remembering(manifest), manifest, 512, 512) for _ in range(2))
+    grown, roomy = (SingleRunner(Remembering(manifest), 512, 512) for _ in range(2))
     roomy.reserve(512)
     assert generated(grown, PROMPT, 300) == generated(roomy, PROMPT, 300)
 
@@ -205,7 +217,7 @@ def test_crossing_a_growth_step_equals_all_room_from_the_start(tiny_bundle: Path
     logits, capacities = [], []
     for up_front in (1, manifest.limits.max_context):
         session = open_session(tiny_bundle, manifest, 1)
-        runner = Runner(session, manifest, manifest.limits.max_context, 512)
+        runner = SingleRunner(session, manifest.limits.max_context, 512)
         runner.reserve(up_front)
         runner.prefill(LONG[:250])
         logits.append([runner.step(token, 250 + i)[0, 0].copy() for i, token in enumerate(LONG[250:262])])
@@ -219,7 +231,7 @@ def test_what_an_earlier_request_left_in_the_cache_is_never_read(tiny_bundle: Pa
     """Not even times zero: NaN would show."""
     manifest = read_bundle(tiny_bundle)
     session = open_session(tiny_bundle, manifest, 1)
-    runner = Runner(session, manifest, 512, 16)
+    runner = SingleRunner(session, 512, 16)
     clean = generated(runner, LONG[:40], 8)
     for tensor in session.cache.arrays:
         tensor.fill(np.nan)
@@ -228,7 +240,7 @@ def test_what_an_earlier_request_left_in_the_cache_is_never_read(tiny_bundle: Pa
 
 
 def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(
-    runner: Runner, session: Remembering, monkeypatch: pytest.MonkeyPatch
+    runner: SingleRunner, session: Remembering, monkeypatch: pytest.MonkeyPatch
 ):
     want = generated(runner, PROMPT, 5)
     monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 100)
@@ -241,12 +253,12 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(
 # -------------------------------------------------------------------------------------------------------- generation
 
 
-def test_a_token_costs_one_step(runner: Runner, session: Remembering):
+def test_a_token_costs_one_step(runner: SingleRunner, session: Remembering):
     generated(runner, PROMPT[:10], 4)
     assert session.calls == [("prefill", 10, 0, 1), *(("decode", 1, 10 + i, 1) for i in range(4))]
 
 
-def test_a_sequence_that_was_left_shows_no_trace_in_the_next(runner: Runner):
+def test_a_sequence_that_was_left_shows_no_trace_in_the_next(runner: SingleRunner):
     want = generated(runner, PROMPT[:10], 8)
     generated(runner, PROMPT, 2)
     assert generated(runner, PROMPT[:10], 8) == want
@@ -255,7 +267,7 @@ def test_a_sequence_that_was_left_shows_no_trace_in_the_next(runner: Runner):
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_nothing_goes_further_than_the_context(runner: Runner, session: Remembering):
+def test_nothing_goes_further_than_the_context(runner: SingleRunner, session: Remembering):
     with pytest.raises(RequestError, match="position 513 is asked for, the context holds 512"):
         runner.step(5, 512)
     for call in (runner.logits, runner.prefill):
@@ -269,7 +281,7 @@ def test_a_refused_prompt_does_not_reach_the_session(tiny_bundle: Path, manifest
     from llmc.runtime.text.tokenizer import Tokenizer
 
     session = Remembering(manifest)
-    runner = Runner(session, manifest, 512, 32)
+    runner = SingleRunner(session, 512, 32)
     model = Model(tiny_bundle, manifest, Tokenizer.from_folder(tiny_bundle), runner, 1)
     for prompt in ([], "", [VOCAB], [-1], PROMPT * 6):
         with pytest.raises((RequestError, UsageError)):

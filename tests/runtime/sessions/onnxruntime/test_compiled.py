@@ -20,7 +20,7 @@ from llmc.optimize.build import build
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.host import disk_cache
-from llmc.runtime.runner.prefill import Runner
+from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sessions import Phase, open_session
 from llmc.runtime.sessions.onnxruntime import compiled
 from llmc.runtime.sessions.onnxruntime import cpu as sessions
@@ -75,7 +75,7 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def logits(folder: Path) -> list[np.ndarray]:
     manifest = read_bundle(folder)
-    runner = Runner(open_session(folder, manifest, 1), manifest, manifest.limits.max_context, 16)
+    runner = SingleRunner(open_session(folder, manifest, 1), manifest.limits.max_context, 16)
     return [runner.logits(IDS, phase) for phase in Phase]
 
 
@@ -286,7 +286,7 @@ def test_a_broken_compiled_graph_in_the_bundle_means_plain_graphs(
     path.write_bytes(b"\xff" * path.stat().st_size)
     assert opened(copy, monkeypatch)[2:] == [copy / "decode.onnx", copy / "prefill.onnx"]
     with pytest.raises(BundleError, match=r"compiled-prefill.onnx is corrupt"):
-        from llmc.runtime.selftest import verify
+        from llmc.runtime.model import verify
 
         verify(copy)
 

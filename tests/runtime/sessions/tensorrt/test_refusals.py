@@ -12,6 +12,7 @@ from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 
 from llmc.bundle import DeviceMemory, Manifest, Profile
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, RequestError, ResourceError
+from llmc.inventory import Cache
 from llmc.runtime.sessions import Batch, Phase, open_session
 from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
@@ -21,6 +22,10 @@ MB = 1_000_000
 def step(session: TensorRTSession, past: int = 0, **options: Any) -> np.ndarray:
     zeros = np.zeros((1, 1), np.int64)
     return session.run(Batch(Phase.DECODE, zeros, np.array([past]), zeros, **options))
+
+
+def caches(layers: int, shape: tuple[int, int]) -> tuple[Cache, ...]:
+    return tuple(Cache(str(layer), "kv", shape, 0) for layer in range(layers))
 
 
 def refused(setup: Any, error: type[LlmcError], match: str) -> None:
@@ -85,7 +90,7 @@ def test_an_engine_for_gpus_from_ampere_on_runs_on_later_ones(bundle: Callable[.
 
 def test_rows_that_do_not_begin_on_a_boundary_are_refused(bundle: Callable[..., Any]):
     setup = bundle("primitives").plan(buckets=(16, 33, 64))
-    setup.manifest = replace(setup.manifest, geometry=replace(setup.manifest.geometry, kv_heads=1))
+    setup.manifest = replace(setup.manifest, geometry=replace(setup.manifest.geometry, caches=caches(2, (1, 16))))
     refused(setup, BundleError, "rows of 33 positions take 2112 bytes, expected a multiple of 256")
 
 
@@ -124,8 +129,11 @@ def test_an_engine_that_is_no_decoder_is_refused(bundle: Callable[..., Any], gra
     ("changes", "match"),
     [
         ({"vocab_size": 98}, r"logits is FLOAT \[-1, -1, 97\], expected FLOAT \['any', 'any', 98\]"),
-        ({"layers": 3, "windows": (0, 0, 0)}, r"it has no past_key_values\.2\.key, expected FLOAT"),
-        ({"head_dim": 32}, r"past_key_values\.0\.key is FLOAT \[-1, 2, 64, 16\], expected FLOAT \['any', 2, 64, 32\]"),
+        ({"caches": caches(3, (2, 16))}, r"it has no past_key_values\.2\.key, expected FLOAT"),
+        (
+            {"caches": caches(2, (2, 32))},
+            r"past_key_values\.0\.key is FLOAT \[-1, 2, 64, 16\], expected FLOAT \['any', 2, 64, 32\]",
+        ),
     ],
 )
 def test_an_engine_of_another_model_is_refused(bundle: Callable[..., Any], changes: dict[str, Any], match: str):

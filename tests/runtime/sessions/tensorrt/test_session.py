@@ -79,7 +79,7 @@ def test_the_caches_hold_the_same(both: tuple[Session, Session, float]):
     for each in (session, reference):
         together(each)
     for row, prompt in enumerate(PROMPTS):
-        found, wanted = (each.read(row, 0, len(prompt) + 12) for each in (session, reference))
+        found, wanted = (each.cache.read(row, 0, len(prompt) + 12) for each in (session, reference))
         assert found.dtype == wanted.dtype
         assert np.abs(found.astype(float) - wanted.astype(float)).max() <= tolerance
 
@@ -206,12 +206,12 @@ def test_contents_move_between_rows_and_sessions(session: TensorRTSession, bundl
     session.cache.copy(2, 0, 0, 11)
     assert np.array_equal(decode(session, [7], [11]), want)
     values = session.cache.read(2, 0, 11)
-    assert values.shape == (2 * LAYERS, KV, 11, WIDTH)
+    assert values.shape == (2 * LAYERS * KV * 11 * WIDTH,)
     swapped = bundle("primitives").open()
     swapped.cache.reserve(1, 12)
-    swapped.cache.write(0, 0, values)
+    swapped.cache.write(0, 0, 11, values)
     assert np.abs(decode(swapped, [7], [11]) - want).max() <= TOLERANCE["float32"]
-    session.cache.write(1, 0, values)
+    session.cache.write(1, 0, 11, values)
     session.cache.copy(0, 1, 3, 3)
     assert np.array_equal(decode(session, [7], [11], row=1), want)
 
@@ -307,7 +307,7 @@ def test_everything_that_a_recorded_step_has_baked_in_tells_it_from_others(bundl
     setup = bundle()
     session, reference = setup.open(), setup.reference()
     for each in (session, reference):
-        each.reserve(3, 64)
+        each.cache.reserve(3, 64)
         for row, prompt in enumerate(PROMPTS):
             prefill(each, prompt, row)
     calls = [(1, 0, 5), (1, 1, 11), (2, 0, 11), (1, 2, 23), (3, 0, 5), (1, 0, 40), (2, 1, 11)]

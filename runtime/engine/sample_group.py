@@ -1,0 +1,242 @@
+"""Samples of one request, drawn side by side, and which of them come back in which order."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as List
+
+from llmc.errors import ProcessorError, text_of
+from llmc.runtime.api.results import Delta, FinishReason, Output
+from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup, Slots
+from llmc.runtime.sampling import Choice, Guide, Logits, Sampler, TokenLogprobs
+from llmc.runtime.search import SIMILARITIES, expected_similarities
+from llmc.runtime.speculation import Speculator, verify
+from llmc.runtime.text.detokenizer import TextStream
+
+
+class Sample(Sequence):
+    """A sequence whose tokens are chosen one by one, and streamed as text.
+
+    Args:
+        index: its number among the request's samples.
+        sampler, text, ends, guide: choose its tokens, turn them into text, and end it.
+        speculate: makes what drafts for it, by its key; None for a sample that does not speculate.
+
+    Attributes:
+        tokens: prompt and new tokens; ``context`` is the same list until the window slides.
+    """
+
+    def __init__(
+        self,
+        group: "SampleGroup",
+        index: int,
+        sampler: Sampler,
+        text: TextStream,
+        ends: frozenset[int],
+        guide: Guide | None = None,
+        speculate: Callable[[int], Speculator] | None = None,
+    ) -> None:
+        super().__init__(group, list(group.request.prompt))
+        self.index = index
+        self.tokens = self.context
+        self.sampler = sampler
+        self.needs = sampler.needs
+        self.finish_reason: FinishReason | None = None
+        self._text = text
+        self._parts: list[str] = []
+        self._ends = ends
+        self._guide = guide
+        self._speculate = speculate
+        self._speculator: Speculator | None = None
+        self._rows = 1  # of the step that it was asked for drafts for
+        self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def slid(self) -> bool:
+        """Whether its row holds less than all of its tokens."""
+        return self.context is not self.tokens
+
+    def propose(self, room: int, rows: int) -> list[int]:
+        """See :class:`Sequence`."""
+        self._rows = rows
+        if self._speculate is None or self.slid:
+            return []
+        if self._speculator is None:
+            self._speculator = self._speculate(self.key)
+        wanted = self.request.params.max_tokens - (len(self.tokens) - len(self.request.prompt)) - 1
+        return self._speculator.drafts(self.tokens, max(0, min(room, wanted)), rows)
+
+    def sample(self, logits: Logits, hidden: Logits | None = None) -> SamplerOutput["Sample"]:
+        """Draw tokens as long as they agree with the drafts, and one more."""
+        output: SamplerOutput[Sample] = SamplerOutput(self)
+        choices = output.choices
+
+        def token(i: int) -> int:
+            tokens = [*self.tokens, *(choice.token for choice in choices)] if choices else self.tokens
+            choices.append(self.sampler(logits[i], tokens))
+            return choices[-1].token
+
+        try:
+            for _ in verify(self.drafts, token):
+                if self._guide is not None and self._guide.finished:
+                    break
+        except BaseException as error:  # noqa: BLE001  # raised again where the request is known
+            output.error = error
+        return output
+
+    def commit(self, choices: List[Choice]) -> None:
+        """Append tokens and stream them, until the sample ends."""
+        for choice in choices:
+            self.request.emit(self._take(choice, latest=choice is choices[-1]))
+            if self.finish_reason is not None:
+                return
+
+    def note_drafts(self, output: SamplerOutput["Sample"]) -> None:
+        """Learn from the drafts that were just verified, or from a step without."""
+        if self.drafts:
+            self.request.timeline.draft(len(self.drafts), len(output.choices) - 1)
+        if self._speculator is not None:
+            self._speculator.committed(len(self.drafts), len(output.choices), self._rows)
+
+    def close(self) -> None:
+        """See :class:`Sequence`."""
+        if self._speculator is not None:
+            self._speculator.close()
+
+    def output(self, score: float | None = None) -> Output:
+        """The finished completion."""
+        assert self.finish_reason is not None
+        asked = self.request.params.logprobs is not None
+        return Output(
+            index=self.index,
+            text="".join(self._parts),
+            token_ids=tuple(self.new_tokens),
+            finish_reason=self.finish_reason,
+            seed=self.sampler.seed,
+            score=score,
+            logprobs=tuple(self._logprobs) if asked else None,
+        )
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the new tokens before any processor, for ranking."""
+        return sum(item.logprob for item in self._logprobs) / len(self._logprobs)
+
+    def _take(self, choice: Choice, latest: bool) -> Delta:
+        """Append a token, the ``latest`` that was drawn or one before it; ``finish_reason`` is set after the last."""
+        token = choice.token
+        self.tokens.append(token)
+        if self.slid:
+            self.context.append(token)
+        logprobs = () if choice.logprobs is None else (choice.logprobs,)
+        self._logprobs += logprobs
+        self.finish_reason, text = self._judge(token, latest)
+        if text:
+            self._parts.append(text)
+        return Delta(self.index, text, (token,), logprobs if self.request.params.logprobs is not None else ())
+
+    def _judge(self, token: int, latest: bool) -> tuple[FinishReason | None, str]:
+        """The reason for which ``token`` ends the output, if it does, and the text that became final."""
+        count, params = len(self.tokens) - len(self.request.prompt), self.request.params
+        ended = token in self._ends and count > params.min_tokens
+        text = "" if ended else self._text.push(token, stopping=count > params.min_tokens)
+        # A fulfilled grammar, where ignore_eos leaves no other end.
+        complete = latest and self._guide is not None and self._guide.finished
+        ended = ended or complete or self._text.stopped is not None or self._criterion_holds(text)
+        if not ended and count < params.max_tokens:
+            return None, text
+        if self._text.stopped is None:
+            text += self._text.finish()
+            ended = ended or self._text.stopped is not None  # the rest may complete a stop string
+        return ("stop" if ended else "length"), text
+
+    def _criterion_holds(self, text: str) -> bool:
+        criteria = self.request.request.stopping_criteria
+        if not criteria:
+            return False
+        so_far = "".join(self._parts) + text
+        try:
+            return any(bool(criterion(self.new_tokens, so_far)) for criterion in criteria)
+        except BaseException as error:  # a client's function may raise anything
+            raise ProcessorError(f"a stopping criterion raised {text_of(error)}") from error
+
+
+class SampleGroup(SequenceGroup[Sample]):
+    """The samples of one request: the first is fed the prompt, the others fork from whoever still holds it.
+
+    Args:
+        request: to be answered.
+        make: makes the sample of an index.
+    """
+
+    def __init__(self, request: RequestState, make: Callable[["SampleGroup", int], Sample]) -> None:
+        super().__init__(request)
+        self.draws = request.params.best_of or request.params.n
+        self._make = make
+        self._finished: list[Sample] = []
+        self._first_logits: Logits | None = None
+
+    @property
+    def prompt_is_known(self) -> bool:
+        """Whether the logits after the prompt were kept for further samples."""
+        return self._first_logits is not None
+
+    def sequence(self, index: int) -> Sample:
+        """See :class:`SequenceGroup`."""
+        return self._make(self, index)
+
+    def begin(self, slots: Slots, sequence: Sample, logits: Logits | None) -> bool:
+        """Choose the first token; the first sample to come so far lets the others in."""
+        if logits is not None:
+            slots.keep_prompt(sequence)
+            if self.draws > 1 and self._first_logits is None:
+                self._first_logits = logits.copy()
+                slots.invite(self, self.draws)
+        first = self._first_logits if logits is None else logits
+        assert first is not None
+        return self._commit(slots, sequence, [sequence.sampler(first, sequence.tokens)])
+
+    def step(self, slots: Slots, outputs: List[SamplerOutput[Sample]]) -> bool:
+        """Commit the tokens that were drawn."""
+        done = False
+        for output in outputs:
+            sample = output.sequence
+            if output.choices:
+                sample.note_drafts(output)
+                done = self._commit(slots, sample, output.choices)
+            # Drafts may have been verified beyond the end of the sample, where a guide has no token left.
+            if output.error is not None and sample.finish_reason is None:
+                raise output.error
+        return done
+
+    def _commit(self, slots: Slots, sample: Sample, choices: List[Choice]) -> bool:
+        sample.commit(choices)
+        if sample.finish_reason is not None:
+            slots.release(sample, remember=not sample.slid)
+            self._finished.append(sample)
+        return len(self._finished) == self.draws
+
+    def outputs(self) -> list[Output]:
+        """The finished samples in their order, or the best first by what the request asks for.
+
+        Raises:
+            ProcessorError: the request's similarity raised, or returned no number.
+        """
+        samples = sorted(self._finished, key=lambda sample: sample.index)
+        params = self.request.params
+        if self.request.compares:
+            return self._by_consensus(samples)
+        if params.best_of is not None:
+            best = sorted(samples, key=lambda sample: -sample.mean_logprob)
+            return [sample.output(sample.mean_logprob) for sample in best[: params.n]]
+        return [sample.output() for sample in samples]
+
+    def _by_consensus(self, samples: List[Sample]) -> list[Output]:
+        similarity = self.request.request.similarity or SIMILARITIES[self.request.params.consensus or ""]
+        outputs = [sample.output() for sample in samples]
+        scores = expected_similarities([output.text for output in outputs], similarity)
+        scored = [sample.output(score) for sample, score in zip(samples, scores, strict=True)]
+        return sorted(scored, key=lambda output: -(output.score or 0.0))

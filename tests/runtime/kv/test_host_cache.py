@@ -1,0 +1,364 @@
+"""The cache in the process's memory: layers of different shapes, states that cannot go back, growth that keeps."""
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.bundle import Limits, Manifest
+from llmc.errors import RequestError, ResourceError, UsageError
+from llmc.inventory import Cache
+from llmc.runtime.kv import host_cache as module
+from llmc.runtime.kv.host_cache import HostCache
+from llmc.runtime.kv.rows import Rows, TornError
+
+LIMITS = Limits(2048, 8, 64)
+RAGGED = (Cache("0", "kv", (2, 4), 0), Cache("1", "kv", (1, 6), 8), Cache("5", "kv", (3, 2), 0))
+MIXED = (Cache("0", "kv", (2, 4), 0), Cache("1", "state", (3, 5), 0), Cache("2", "state", (2,), 0))
+POSITION = 2 * (8 + 6 + 6)  # values of one, with the layers of RAGGED
+Made = Callable[..., HostCache]
+
+
+@pytest.fixture
+def made(manifest: Manifest) -> Made:
+    """Makes caches of 3 rows x 32 positions."""
+
+    def make(caches: Sequence[Cache] = RAGGED, kind: str = "float32", limits: Limits = LIMITS, **options: Any) -> Any:
+        geometry = replace(manifest.geometry, caches=tuple(caches))
+        cache = HostCache(replace(manifest, geometry=geometry, cache=kind, limits=limits), **options)
+        cache.reserve(3, 32)
+        return cache
+
+    return make
+
+
+def numbers(count: int, kind: str = "float32") -> np.ndarray:
+    return np.random.default_rng(count).integers(1, 100, count).astype(kind)
+
+
+# ------------------------------------------------------------------------------------------------------------ contents
+
+
+def test_each_layer_has_arrays_of_its_own_shape_under_the_graphs_names(made: Made):
+    cache = made()
+    assert [tensor.past for tensor in cache.tensors] == [
+        f"past_key_values.{layer}.{part}" for layer in (0, 1, 5) for part in ("key", "value")
+    ]
+    assert [tensor.present for tensor in cache.tensors][-1] == "present.5.value"
+    assert [array.shape for array in cache.arrays[::2]] == [(3, 2, 32, 4), (3, 1, 32, 6), (3, 3, 32, 2)]
+    assert cache.can_rewind
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
+def test_what_is_written_is_read_and_lies_tensor_after_tensor(made: Made, kind: str):
+    cache = made(kind=kind)
+    given = numbers(5 * POSITION, kind)
+    cache.write(1, 3, 8, given)
+    assert np.array_equal(cache.read(1, 3, 8), given)
+    assert cache.read(1, 3, 8).dtype == np.dtype(kind)
+    assert np.array_equal(cache.arrays[0][1, :, 3:8].reshape(-1), given[: 5 * 8])
+    assert np.array_equal(cache.arrays[3][1, :, 3:8].reshape(-1), given[5 * 22 : 5 * 28])
+    assert not any(array[[0, 2]].any() for array in cache.arrays)
+    assert cache.written == (0, 8, 0)
+
+
+def test_blocks_are_what_is_read_of_their_positions(made: Made):
+    cache = made()
+    cache.write(0, 0, 12, numbers(12 * POSITION))
+    blocks = cache.read_blocks(0, 3, 2, 11)
+    assert all(np.array_equal(block, cache.read(0, i, i + 3)) for i, block in zip((2, 5, 8), blocks, strict=True))
+    for start, block in zip((2, 5, 8), blocks, strict=True):
+        cache.write(2, start, start + 3, block)
+    assert np.array_equal(cache.read(2, 2, 11), cache.read(0, 2, 11))
+
+
+def test_what_is_read_is_a_copy(made: Made):
+    cache = made()
+    cache.write(0, 0, 4, given := numbers(4 * POSITION))
+    cache.read(0, 0, 4)[:] = 0
+    assert np.array_equal(cache.read(0, 0, 4), given)
+
+
+def test_a_copied_range_reaches_its_row_and_no_other(made: Made):
+    cache = made()
+    for row in range(3):
+        cache.write(row, 0, 32, numbers(32 * POSITION) + 100 * row)
+    before = [cache.read_blocks(row, 1, 0, 32) for row in range(3)]
+    cache.copy(0, 2, 5, 20)
+    cache.copy(1, 1, 0, 32)
+    after = [cache.read_blocks(row, 1, 0, 32) for row in range(3)]
+    before[2][5:20] = before[0][5:20]
+    assert np.array_equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("row", "start", "end"), [(3, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 2, 1), (0, 0, 33), (0, 33, 33)]
+)
+def test_rows_and_positions_outside_the_cache_are_refused(made: Made, row: int, start: int, end: int):
+    def says(row: int) -> str:
+        return f"positions {start} ... {end} of row {row} .* 3 rows of 32; reserve"
+
+    cache = made()
+    with pytest.raises(UsageError, match=says(row)):
+        cache.read(row, start, end)
+    with pytest.raises(UsageError, match=says(row)):
+        cache.copy(row, 0, start, end)
+    with pytest.raises(UsageError, match=says(row if row else 1)):
+        cache.copy(1, row, start, end)
+    with pytest.raises(UsageError, match=says(row)):
+        cache.write(row, start, end, np.zeros(max(0, end - start) * POSITION, np.float32))
+
+
+def test_contents_of_another_bundle_are_refused(made: Made):
+    cache = made()
+    values = cache.read(0, 0, 5)
+    for wrong in (values[1:], values.reshape(5, -1), values.astype(np.float16), cache.read(0, 0, 6)):
+        with pytest.raises(UsageError, match=rf"expected float32 \[{5 * POSITION}\] for 5 .* from another bundle"):
+            cache.write(0, 0, 5, wrong)
+
+
+@pytest.mark.parametrize(("first_row", "past"), [(0, [32]), (2, [5, 5]), (0, [5] * 4)])
+def test_a_call_beyond_the_cache_is_refused(made: Made, first_row: int, past: list[int]):
+    cache = made()
+    assert cache.begin(1, [3, 31], 1) == [4, 32]
+    with pytest.raises(UsageError, match="the cache has 3 rows of 32; reserve room first"):
+        cache.begin(first_row, past, 1)
+
+
+# -------------------------------------------------------------------------------------------------------------- growth
+
+
+def test_growth_keeps_what_was_written_copied_and_computed(made: Made):
+    cache = made()
+    cache.write(0, 0, 9, numbers(9 * POSITION))
+    cache.copy(0, 1, 2, 9)
+    cache.arrays[2][2, :, 20] = 7
+    cache.computed(2, [21])
+    before = [cache.read(row, 0, end) for row, end in ((0, 9), (1, 9), (2, 21))]
+    cache.reserve(4, 300)
+    assert (cache.rows, cache.capacity, cache.written) == (4, 300, (9, 9, 21, 0))
+    assert all(np.array_equal(cache.read(row, 0, end), before[row]) for row, end in ((0, 9), (1, 9), (2, 21)))
+    assert not cache.read(0, 9, 300).any()
+    cache.close()
+    assert (cache.rows, cache.capacity, cache.arrays) == (0, 0, ())
+
+
+def test_bindings_go_before_memory_moves(manifest: Manifest):
+    seen: list[int] = []
+    cache = HostCache(replace(manifest, limits=LIMITS), forget=lambda: seen.append(cache.capacity))
+    cache.reserve(1, 16)
+    cache.reserve(1, 16)
+    cache.reserve(2, 40)
+    assert seen == [0, 16]
+
+
+def test_it_grows_in_steps_to_an_end_and_only_when_it_must(made: Made):
+    cache = made()
+    sizes = []
+    for rows, positions in ((1, 32), (1, 33), (2, 200), (4, 10), (4, 257), (4, 590)):
+        cache.grow(rows, positions, 600)
+        sizes.append((cache.rows, cache.capacity))
+    assert sizes == [(3, 32), (3, 256), (3, 256), (4, 256), (4, 512), (4, 600)]
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(9, 32), (1, 2049)])
+def test_more_than_the_bundle_was_built_for_is_refused_with_the_numbers(made: Made, rows: int, capacity: int):
+    with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 8 x 2048"):
+        made().reserve(rows, capacity)
+
+
+def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: Made, monkeypatch: pytest.MonkeyPatch):
+    cache = made()
+    with monkeypatch.context() as patch:
+        patch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 100)
+        with pytest.raises(ResourceError, match=r"cache for 512 tokens needs .* MB more, 0 MB are available"):
+            cache.reserve(3, 512)
+    assert (cache.rows, cache.capacity) == (3, 32)
+    calls: list[int] = []
+
+    def fails(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ResourceError("no pages")
+        return np.zeros(shape, dtype)
+
+    cache.write(0, 0, 4, given := numbers(4 * POSITION))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_fresh", fails)
+        with pytest.raises(ResourceError, match="no pages"):
+            cache.reserve(3, 512)
+    assert (cache.rows, cache.capacity) == (3, 32)
+    assert np.array_equal(cache.read(0, 0, 4), given)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_positions_that_were_never_written_take_no_memory_and_others_give_it_back(made: Made):
+    capacity, width = 8192, 4 * 128
+    cache = made((Cache("0", "kv", (4, 128), 0),), limits=replace(LIMITS, max_context=capacity))
+    whole = 3 * 2 * capacity * width * 4  # 101 MB
+    start = resident()
+    cache.reserve(3, 1024)
+    cache.reserve(3, capacity)
+    assert resident() - start < whole // 4  # the rest of the process moves by some megabytes, too
+    cache.write(0, 0, capacity, np.ones(2 * capacity * width, np.float32))
+    cache.copy(0, 1, 0, capacity)
+    cache.copy(0, 2, 0, capacity)
+    assert resident() - start > whole * 3 // 4  # the measure notices memory that is taken
+    cache.close()
+    assert resident() - start < whole // 4
+
+
+def resident() -> int:
+    """Bytes of this process in memory that belong to no file."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+def feed(cache: HostCache, row: int, past: int, tokens: Sequence[int]) -> None:
+    """What a graph would do: keys and values are the token, states depend on all tokens so far."""
+    ends = cache.begin(row, [past], len(tokens))
+    key, value, first, second = cache.arrays
+    for position, token in enumerate(tokens, past):
+        key[row, :, position] = value[row, :, position] = token
+        first[row] = first[row] * 3 % 1009 + token
+        second[row] += token
+    cache.computed(row, ends)
+
+
+def after(tokens: Sequence[int]) -> np.ndarray:
+    """The contents of a row after ``tokens``, as they are read."""
+    first = 0
+    for token in tokens:
+        first = first * 3 % 1009 + token
+    repeated = np.repeat(np.array(tokens), 4)
+    return np.concatenate([*[repeated] * 4, [first] * 15, [sum(tokens)] * 2]).astype(np.float32)
+
+
+def holds(cache: HostCache, row: int, tokens: Sequence[int]) -> bool:
+    return np.array_equal(cache.read(row, 0, len(tokens)), after(tokens))
+
+
+def test_states_have_no_positions_and_the_cache_says_that_it_cannot_go_back(made: Made):
+    cache = made(MIXED)
+    assert not cache.can_rewind
+    assert [tensor.past for tensor in cache.tensors[2:]] == ["past_state.1", "past_state.2"]
+    assert [tensor.present for tensor in cache.tensors[2:]] == ["present_state.1", "present_state.2"]
+    assert [array.shape for array in cache.arrays[2:]] == [(3, 3, 5), (3, 2)]
+    feed(cache, 0, 0, [5, 6, 7])
+    feed(cache, 0, 3, [8])
+    assert holds(cache, 0, [5, 6, 7, 8])
+    for past in (1, 3, 5):
+        with pytest.raises(UsageError, match=f"row 0 .* after 4 tokens, which cannot be had after {past}; feed"):
+            cache.begin(0, [past], 1)
+    assert holds(cache, 0, [5, 6, 7, 8])
+
+
+def test_a_row_that_begins_anew_gets_an_empty_state_and_its_neighbour_keeps_its_own(made: Made):
+    cache = made(MIXED)
+    feed(cache, 0, 0, [5, 6])
+    feed(cache, 1, 0, [9, 9, 9])
+    feed(cache, 0, 0, [7])
+    assert holds(cache, 0, [7])
+    assert holds(cache, 1, [9, 9, 9])
+
+
+def test_a_call_that_is_refused_for_one_row_empties_no_other(made: Made):
+    cache = made(MIXED)
+    feed(cache, 0, 0, [5, 6])
+    feed(cache, 1, 0, [9, 9, 9])
+    with pytest.raises(UsageError, match="row 1 of the cache holds a state after 3 tokens"):
+        cache.begin(0, [0, 2], 1)
+    assert holds(cache, 0, [5, 6])
+
+
+def test_states_go_where_a_row_is_copied_saved_or_grown(made: Made):
+    cache = made(MIXED)
+    feed(cache, 0, 0, [5, 6, 7])
+    cache.copy(0, 1, 0, 3)
+    feed(cache, 1, 3, [8])
+    saved = cache.read(1, 0, 4)
+    cache.write(2, 0, 4, saved)
+    cache.reserve(4, 64)
+    for row, tokens in ((0, [5, 6, 7]), (1, [5, 6, 7, 8]), (2, [5, 6, 7, 8])):
+        assert holds(cache, row, tokens)
+        feed(cache, row, len(tokens), [1])
+        assert holds(cache, row, [*tokens, 1])
+
+
+def test_no_earlier_position_of_a_state_is_copied_or_read(made: Made):
+    cache = made(MIXED)
+    feed(cache, 0, 0, [5, 6, 7])
+    with pytest.raises(UsageError, match="a state after 3 tokens, which cannot be had after 2"):
+        cache.copy(0, 1, 0, 2)
+    with pytest.raises(UsageError, match="a state after 3 tokens, which cannot be had after 2"):
+        cache.read(0, 0, 2)
+    with pytest.raises(UsageError, match="a state after 3 tokens, which cannot be had after 1"):
+        cache.read_blocks(0, 1, 0, 3)
+
+
+@dataclass(eq=False)
+class Held:
+    """A sequence, and the row it has."""
+
+    tokens: list[int]
+    row: int = -1
+    cached: int = 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_states_come_go_fork_and_change_places(made: Made, seed: int):
+    cache, chance = made(MIXED), random.Random(seed)
+    cache.reserve(6, 32)
+    rows, feeding, decoding = Rows(cache), [], []
+    for _ in range(120):
+        everyone = feeding + decoding
+        move = chance.choice(["admit", "extend", "promote", "demote", "fork", "share", "release"])
+        if move == "admit" and len(everyone) < 6:
+            rows.admit(held := Held([]))
+            feeding.append(held)
+        elif move == "extend" and everyone:
+            held = chance.choice([held for held in everyone if held.cached < 30] or [everyone[0]])
+            feed(cache, held.row, held.cached, new := [chance.randint(1, 99)] * chance.randint(1, 2))
+            held.tokens += new
+            held.cached += len(new)
+        elif move == "promote" and feeding:
+            decoding.append(held := feeding.pop(chance.randrange(len(feeding))))
+            rows.promote(held)
+        elif move == "demote" and decoding:
+            feeding.append(held := decoding.pop(chance.randrange(len(decoding))))
+            rows.demote(held)
+            held.tokens = []
+        elif move == "fork" and decoding and len(everyone) < 6:
+            parent = chance.choice(decoding)
+            decoding.append(child := Held(list(parent.tokens)))
+            rows.fork(parent, child, parent.cached)
+        elif move == "share" and len(decoding) > 1:
+            source, target = chance.sample(decoding, 2)
+            agree = 0
+            while agree < min(source.cached, target.cached) and source.tokens[agree] == target.tokens[agree]:
+                agree += 1
+            rows.share(source, target, agree, source.cached)
+            target.tokens = list(source.tokens)
+        elif move == "release" and everyone:
+            rows.release(held := chance.choice(everyone))
+            (feeding if held in feeding else decoding).remove(held)
+        assert all(holds(cache, held.row, held.tokens) for held in feeding + decoding if held.tokens)
+
+
+def test_a_fork_from_an_earlier_position_says_why_it_cannot_be(made: Made):
+    cache = made(MIXED)
+    rows, parent = Rows(cache), Held([5, 6, 7], cached=3)
+    rows.admit(parent)
+    rows.promote(parent)
+    feed(cache, 0, 0, parent.tokens)
+    assert rows.can_fork(parent, 3) and not rows.can_fork(parent, 2)
+    with pytest.raises(TornError, match="a state after 3 tokens, which cannot be had after 2"):
+        rows.fork(parent, Held([]), 2)
