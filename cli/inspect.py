@@ -85,7 +85,7 @@ def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
 
 
 def by_layers(values: Sequence[str]) -> str:
-    """What all layers have, or each with how many have it: ``all positions (12 layers)``."""
+    """The value of all layers, or each value with its number of layers: ``all positions (12 layers)``."""
     counts = Counter(values)
     return ", ".join(value if len(counts) == 1 else f"{value} ({count} layers)" for value, count in counts.items())
 
