@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Invariance:
-    """Which calls of a graph compute the same bits for a token, whatever is computed beside it; found by measuring.
+    """Calls of a graph that compute the same bits for a token, whatever is computed beside it; found by measuring.
 
     Each number is 1 if calls of any size do, 2 if those of an even size do, and 0 if nothing is known to.
 
@@ -62,7 +62,7 @@ class Invariance:
 
     @property
     def is_sound(self) -> bool:
-        """Whether every number is one that has a meaning."""
+        """True if every number is one that has a meaning."""
         return {self.rows, self.tokens, self.outputs} <= {0, 1, 2}
 
 
@@ -268,7 +268,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights came from. ``fingerprint`` covers config.json, every shard's header and size, and samples of
+    """Origin of the weights. ``fingerprint`` covers config.json, every shard's header and size, and samples of
     every tensor's bytes."""
 
     name: str
@@ -362,7 +362,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Budget:
-    """What quality a bundle must keep to be published; None asks for nothing.
+    """Quality that a bundle must keep to be published; None asks for nothing.
 
     Attributes:
         max_kl: largest mean KL(reference || bundle) in nats.
@@ -380,7 +380,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the weights were compiled.
+    """Recipe by which the weights were compiled.
 
     Attributes:
         name: the recipe file's name, or default.
@@ -428,7 +428,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the bundle was planned for, in tokens and rows."""
+    """Largest calls that the bundle was planned for, in tokens and rows."""
 
     max_context: int
     max_batch: int
@@ -570,7 +570,7 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
 
 
 def unbuilt(folder: Path) -> str | None:
-    """What a folder is that a bundle can be built of, ``an export`` or ``a checkpoint``; None for any other folder."""
+    """Kind of a folder that a bundle can be built of, ``an export`` or ``a checkpoint``; None for any other folder."""
     if (folder / BUNDLE_MANIFEST).exists():
         return None
     kinds = {EXPORT_MANIFEST: "an export", CONFIG_FILE: "a checkpoint"}  # an export has a config.json too
@@ -584,7 +584,7 @@ def refuse_bundle(folder: Path, expected: str) -> None:
 
 
 def build_command(source: str | Path) -> str:
-    """How to build a bundle of an export or a checkpoint."""
+    """The command that builds a bundle of an export or a checkpoint."""
     return f"llmc build {shlex.quote(str(source))} -o BUNDLE"
 
 

@@ -113,7 +113,7 @@ def engine_of(target: Target) -> str:
 
 
 def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
-    """Which calls an engine takes, and where it runs."""
+    """Rows for the calls that an engine takes, and the machines that it runs on."""
     options = {
         "runs on newer libraries": engine.version_compatible,
         "without weights, which come from the graph's file": engine.stripped,
