@@ -16,7 +16,7 @@ from llmc.errors import LlmcError, MissingExtraError, ResourceError, UsageError
 if TYPE_CHECKING:
     from llmc.bundle import Geometry, Manifest
     from llmc.runtime.bench.stages import Ahead, Stage
-    from llmc.runtime.kv.budget import Plan
+    from llmc.runtime.kv.budget import MemoryEstimate
 
 NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has that it is for"
 UNKNOWN = "not known whether it fits"
@@ -26,14 +26,14 @@ UNKNOWN = "not known whether it fits"
 @click.argument("path", type=EXISTING_FOLDER)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
-@click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
-@click.option("--fp32", is_flag=True, help="Plan a build in full precision.")
-@click.option("--fp16", is_flag=True, help="Plan a build in 16 bits.")
-@click.option("--bf16", is_flag=True, help="Plan a build in bfloat16.")
-@click.option("--int8", is_flag=True, help="Plan a build with 8-bit weights.  [default]")
-@click.option("--int4", is_flag=True, help="Plan a build with 4-bit weights.")
-@click.option("--fp8", is_flag=True, help="Plan a build with weights in float8.")
-@click.option("--recipe", help="Plan a build by this TOML file, or by a recipe that comes with llmc.")
+@click.option("--target", default="cpu", help="MemoryEstimate a build for cpu, cuda, tensorrt or tensorrt-rtx.")
+@click.option("--fp32", is_flag=True, help="MemoryEstimate a build in full precision.")
+@click.option("--fp16", is_flag=True, help="MemoryEstimate a build in 16 bits.")
+@click.option("--bf16", is_flag=True, help="MemoryEstimate a build in bfloat16.")
+@click.option("--int8", is_flag=True, help="MemoryEstimate a build with 8-bit weights.  [default]")
+@click.option("--int4", is_flag=True, help="MemoryEstimate a build with 4-bit weights.")
+@click.option("--fp8", is_flag=True, help="MemoryEstimate a build with weights in float8.")
+@click.option("--recipe", help="MemoryEstimate a build by this TOML file, or by a recipe that comes with llmc.")
 @memory_option
 @click.option("--gpu-memory", type=size, help="Memory that the GPU has, as 8GB.  [default: what it says]")
 @click.option(
@@ -98,7 +98,7 @@ def _ahead(
     return hold([*_rebuilding(manifest, found.unified), *plans], found, on_gpu)
 
 
-def _rebuilding(manifest: Manifest, unified: bool) -> list[Plan]:
+def _rebuilding(manifest: Manifest, unified: bool) -> list[MemoryEstimate]:
     """Making the engine that a bundle lacks; none where what builds is not installed."""
     if manifest.engine is None or manifest.engine.file:
         return []

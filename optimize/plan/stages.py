@@ -11,7 +11,7 @@ from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.recipe import Request, check_context, find_recipe, read_recipe, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH, export_plan
-from llmc.runtime.kv.budget import Plan, plan_device, plan_run
+from llmc.runtime.kv.budget import MemoryEstimate, plan_device, plan_run
 
 
 def plan_stages(
@@ -24,7 +24,7 @@ def plan_stages(
     recipe: str | None = None,
     target: str = "cpu",
     unified: bool = False,
-) -> list[Plan]:
+) -> list[MemoryEstimate]:
     """Plan the stages ahead of an export or a checkpoint; ``unified`` counts what building takes on a GPU in.
 
     Raises:
@@ -40,7 +40,7 @@ def plan_stages(
     return [*exporting, *_of_build(path, geometry, asked, target, unified)]
 
 
-def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unified: bool) -> list[Plan]:
+def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unified: bool) -> list[MemoryEstimate]:
     """Building with the defaults of a build, and running what it gives."""
     abilities = capabilities(target)
     chosen, limits = resolve(asked, abilities, geometry.max_positions, "plan")

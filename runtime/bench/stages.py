@@ -11,7 +11,7 @@ from llmc.runtime.host.machine import Available
 from llmc.runtime.kv.budget import (
     GPU,
     MB,
-    Plan,
+    MemoryEstimate,
     Verdict,
     device_bytes,
     memory_to_use,
@@ -33,7 +33,7 @@ LARGEST_BATCH = 1024  # that a build can be asked for
 class Stage:
     """A plan and its verdict, None where nobody knows what there is."""
 
-    plan: Plan
+    plan: MemoryEstimate
     verdict: Verdict | None
 
 
@@ -48,7 +48,7 @@ class Memories:
     gpu: Available | None
     unified: bool
 
-    def stage(self, plan: Plan) -> Stage:
+    def stage(self, plan: MemoryEstimate) -> Stage:
         """Hold a plan against the memory that it is for; without a verdict for a GPU that cannot be asked."""
         memory = self.gpu if plan.stage == GPU else self.machine
         return Stage(plan, None if memory is None else plan.verdict(memory.bytes))
@@ -63,22 +63,22 @@ class Ahead:
     on_gpu: bool
 
 
-def hold(plans: list[Plan], found: Memories, on_gpu: bool) -> Ahead:
+def hold(plans: list[MemoryEstimate], found: Memories, on_gpu: bool) -> Ahead:
     """Hold plans against the memory there is; the last two are one where CPU and GPU share it."""
     if found.unified:
         plans = [*plans[:-2], in_one_memory(*plans[-2:])]
     return Ahead(tuple(found.stage(plan) for plan in plans), found, on_gpu)
 
 
-def export_plan(geometry: Geometry) -> Plan:
+def export_plan(geometry: Geometry) -> MemoryEstimate:
     """Exporting with fake tensors: libraries and the graph, whatever the weights weigh."""
     parts = {"exporter": EXPORTER, "graph": EXPORTED_LAYER * geometry.layers}
     limits = Limits(geometry.max_positions, LARGEST_BATCH, 1)
     total = sum(parts.values())
-    return Plan(EXPORT, parts, geometry.max_positions, 1, limits, lambda context, batch: total)
+    return MemoryEstimate(EXPORT, parts, geometry.max_positions, 1, limits, lambda context, batch: total)
 
 
-def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[Plan]:
+def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[MemoryEstimate]:
     """Running a bundle, on the machine and on its GPU.
 
     Raises:
@@ -137,7 +137,7 @@ def _first_gpu() -> tuple[Available | None, bool]:
     return (None if gpu.free_memory is None else Available(gpu.free_memory, gpu.name)), gpu.integrated
 
 
-def in_one_memory(host: Plan, device: Plan) -> Plan:
+def in_one_memory(host: MemoryEstimate, device: MemoryEstimate) -> MemoryEstimate:
     """Running a bundle whose GPU uses the machine's own memory: what both plans take, together."""
     assert device.stage == GPU
     parts = {name: size for name, size in host.parts.items() if size}
