@@ -1,4 +1,4 @@
-"""Whether a GPU's memory suffices, before anything is loaded into it."""
+"""The check of a GPU's memory before anything is loaded into it."""
 
 from pathlib import Path
 

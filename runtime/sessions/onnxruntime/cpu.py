@@ -72,7 +72,7 @@ class OnnxRuntimeSession:
 
     @property
     def hidden(self) -> NDArray[np.float32]:
-        """What the head read in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
+        """The head's input in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
         return self._hidden
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -152,7 +152,7 @@ def check_cache_type(manifest: Manifest) -> None:
 
 
 class _Bound:
-    """What is bound to the cache as it lies now: short calls by shape, the last long one, and their shared outputs."""
+    """Bindings to the cache as it lies now: short calls by shape, the last long one, and their shared outputs."""
 
     def __init__(self) -> None:
         self.clear()
