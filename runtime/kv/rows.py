@@ -1,8 +1,8 @@
 """Which sequence holds which row of the cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from llmc.runtime.kv.cache import KVCache
 
@@ -18,13 +18,16 @@ class Held(Protocol):
     cached: int
 
 
-class Rows:
+_H = TypeVar("_H", bound=Held)
+
+
+class Rows(Generic[_H]):
     """Rows of the cache, packed: sequences that decode first, so that one call serves them all, then those whose prompt
     is being fed. Whoever leaves a gap is followed by the last one, whose positions are copied."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._order: list[Held] = []
+        self._order: list[_H] = []
         self._decoding = 0
 
     def __len__(self) -> int:
@@ -35,32 +38,37 @@ class Rows:
         """How many rows decode: 0 ... decoding - 1."""
         return self._decoding
 
-    def at(self, row: int) -> Held | None:
+    @property
+    def held(self) -> Sequence[_H]:
+        """Those who hold a row, in the order of rows."""
+        return self._order
+
+    def at(self, row: int) -> _H | None:
         """Who holds ``row``."""
         return self._order[row] if row < len(self._order) else None
 
-    def admit(self, held: Held) -> None:
+    def admit(self, held: _H) -> None:
         """Take the row after all others."""
         held.row = len(self._order)
         self._order.append(held)
 
-    def promote(self, held: Held) -> None:
+    def promote(self, held: _H) -> None:
         """From feeding to decoding."""
         self._swap(held, self._decoding)
         self._decoding += 1
 
-    def demote(self, held: Held) -> None:
+    def demote(self, held: _H) -> None:
         """From decoding to feeding; what it had cached is gone."""
         held.cached = 0
         self._decoding -= 1
         self._swap(held, self._decoding)
 
-    def can_fork(self, parent: Held, cached: int) -> bool:
+    def can_fork(self, parent: _H, cached: int) -> bool:
         """Whether a row with the first ``cached`` positions of ``parent`` can be had: all of them, or any if the cache
         can go back."""
         return cached == parent.cached or self._cache.can_rewind
 
-    def fork(self, parent: Held, child: Held, cached: int) -> None:
+    def fork(self, parent: _H, child: _H, cached: int) -> None:
         """Give ``child`` a decoding row with the first ``cached`` positions of ``parent``, which decodes."""
         assert parent.row < self._decoding and cached <= parent.cached
         child.cached = 0
@@ -68,14 +76,14 @@ class Rows:
         self.promote(child)
         self.share(parent, child, 0, cached)
 
-    def share(self, source: Held, target: Held, start: int, cached: int) -> None:
+    def share(self, source: _H, target: _H, start: int, cached: int) -> None:
         """Make ``target`` equal to ``source`` up to ``cached`` positions; they are known to agree before ``start``."""
         if start < cached or not self._cache.can_rewind:
             with moving():
                 self._cache.copy(source.row, target.row, start, cached)
         target.cached = cached
 
-    def release(self, held: Held) -> None:
+    def release(self, held: _H) -> None:
         """Free a row."""
         gap = held.row
         assert self._order[gap] is held
@@ -102,7 +110,7 @@ class Rows:
             self._order[target], held.row = held, target
         return source
 
-    def _swap(self, held: Held, row: int) -> None:
+    def _swap(self, held: _H, row: int) -> None:
         other = self._order[row]
         if other is held:
             return
