@@ -283,7 +283,7 @@ def test_grammars_are_compiled_where_they_are_submitted_and_never_again(
     monkeypatch.setattr("llmc.runtime.guided.grammars.CompiledGrammar", Noting)
     monkeypatch.setattr("llmc.runtime.guided.grammars._MOST_GRAMMARS", 1)
     engine = make_engine(max_batch=1)
-    asked = [SamplingParams(max_tokens=3, temperature=0, n=2, choice=(f"answer {i}", "no")) for i in range(3)]
+    asked = [SamplingParams(max_tokens=3, seed=i, n=2, choice=(f"answer {i}", "no")) for i in range(3)]
     handles = [engine.submit(ask(params=params)) for params in asked]
     assert all(len(handle.result(PATIENCE).outputs) == 2 for handle in handles)
     assert threads == [threading.current_thread().name] * 3
