@@ -1,8 +1,8 @@
-"""Which sequence holds which row of the cache."""
+"""Rows of the cache, and the sequences that hold them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from llmc.runtime.kv.cache import KVCache
 
@@ -18,13 +18,16 @@ class Slot(Protocol):
     cached: int
 
 
-class Rows:
+_S = TypeVar("_S", bound=Slot)
+
+
+class Rows(Generic[_S]):
     """Rows of the cache, packed: sequences that decode first, so that one call serves them all, then those whose prompt
     is being fed. Whoever leaves a gap is followed by the last one, whose positions are copied."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._order: list[Slot] = []
+        self._order: list[_S] = []
         self._decoding = 0
 
     def __len__(self) -> int:
@@ -35,32 +38,37 @@ class Rows:
         """Number of rows that decode: 0 ... decoding - 1."""
         return self._decoding
 
-    def at(self, row: int) -> Slot | None:
+    @property
+    def held(self) -> Sequence[_S]:
+        """The slots in the order of rows."""
+        return self._order
+
+    def at(self, row: int) -> _S | None:
         """The slot that has ``row``, None if it is free."""
         return self._order[row] if row < len(self._order) else None
 
-    def admit(self, slot: Slot) -> None:
+    def admit(self, slot: _S) -> None:
         """Take the row after all others."""
         slot.row = len(self._order)
         self._order.append(slot)
 
-    def promote(self, slot: Slot) -> None:
+    def promote(self, slot: _S) -> None:
         """From feeding to decoding."""
         self._swap(slot, self._decoding)
         self._decoding += 1
 
-    def demote(self, slot: Slot) -> None:
+    def demote(self, slot: _S) -> None:
         """From decoding to feeding; what it had cached is gone."""
         slot.cached = 0
         self._decoding -= 1
         self._swap(slot, self._decoding)
 
-    def can_fork(self, parent: Slot, cached: int) -> bool:
+    def can_fork(self, parent: _S, cached: int) -> bool:
         """Tell whether a row with the first ``cached`` positions of ``parent`` can be had: all of them, or any if the
         cache can go back."""
         return cached == parent.cached or self._cache.can_rewind
 
-    def fork(self, parent: Slot, child: Slot, cached: int) -> None:
+    def fork(self, parent: _S, child: _S, cached: int) -> None:
         """Give ``child`` a decoding row with the first ``cached`` positions of ``parent``, which decodes."""
         assert parent.row < self._decoding and cached <= parent.cached
         child.cached = 0
@@ -68,14 +76,14 @@ class Rows:
         self.promote(child)
         self.share(parent, child, 0, cached)
 
-    def share(self, source: Slot, target: Slot, start: int, cached: int) -> None:
+    def share(self, source: _S, target: _S, start: int, cached: int) -> None:
         """Make ``target`` equal to ``source`` up to ``cached`` positions; they are known to agree before ``start``."""
         if start < cached or not self._cache.can_rewind:
             with moving():
                 self._cache.copy(source.row, target.row, start, cached)
         target.cached = cached
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: _S) -> None:
         """Free a row."""
         gap = slot.row
         assert self._order[gap] is slot
@@ -102,7 +110,7 @@ class Rows:
             self._order[target], slot.row = slot, target
         return source
 
-    def _swap(self, slot: Slot, row: int) -> None:
+    def _swap(self, slot: _S, row: int) -> None:
         other = self._order[row]
         if other is slot:
             return
@@ -117,7 +125,7 @@ class Rows:
 
 @contextmanager
 def moving() -> Iterator[None]:
-    """Say of a failure inside that it may have left one sequence's positions in another one's row.
+    """A context in which an error may have left one sequence's positions in another one's row.
 
     Raises:
         TornError: from whatever was raised.
