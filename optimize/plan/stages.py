@@ -14,7 +14,7 @@ from llmc.runtime.host.machine import Available
 from llmc.runtime.kv.budget import (
     GPU,
     MB,
-    Plan,
+    MemoryEstimate,
     Verdict,
     device_bytes,
     memory_to_use,
@@ -36,7 +36,7 @@ LARGER_MACHINE = "free memory or export on a larger machine"  # no precision mak
 class Stage:
     """A plan and its verdict, None where nobody knows what there is."""
 
-    plan: Plan
+    plan: MemoryEstimate
     verdict: Verdict | None
 
 
@@ -51,7 +51,7 @@ class Memories:
     gpu: Available | None
     unified: bool
 
-    def stage(self, plan: Plan) -> Stage:
+    def stage(self, plan: MemoryEstimate) -> Stage:
         """Hold a plan against the memory that it is for; without a verdict for a GPU that cannot be asked."""
         memory = self.gpu if plan.stage == GPU else self.machine
         return Stage(plan, None if memory is None else plan.verdict(memory.bytes))
@@ -79,7 +79,7 @@ def plan_ahead(
     gpu_memory: int | None = None,
     unified: bool | None = None,
 ) -> Ahead:
-    """Plan what lies ahead of the bundle ``path``, or of an export or a checkpoint with this ``geometry``.
+    """MemoryEstimate what lies ahead of the bundle ``path``, or of an export or a checkpoint with this ``geometry``.
 
     Args:
         context, batch: tokens in the cache, and sequences at a time.
@@ -115,15 +115,15 @@ def plan_ahead(
     return Ahead(tuple(found.stage(plan) for plan in plans), found, on_gpu)
 
 
-def export_plan(geometry: Geometry) -> Plan:
+def export_plan(geometry: Geometry) -> MemoryEstimate:
     """Exporting with fake tensors: libraries and the graph, whatever the weights weigh."""
     parts = {"exporter": EXPORTER, "graph": EXPORTED_LAYER * geometry.layers}
     limits = Limits(geometry.max_positions, LARGEST_BATCH, 1)
     total = sum(parts.values())
-    return Plan(EXPORT, parts, geometry.max_positions, 1, limits, lambda context, batch: total)
+    return MemoryEstimate(EXPORT, parts, geometry.max_positions, 1, limits, lambda context, batch: total)
 
 
-def _of_bundle(manifest: Manifest, context: int | None, batch: int, unified: bool) -> list[Plan]:
+def _of_bundle(manifest: Manifest, context: int | None, batch: int, unified: bool) -> list[MemoryEstimate]:
     limits = manifest.limits
     for name, value, most in (("context", context, limits.max_context), ("batch", batch, limits.max_batch)):
         if value is not None and value > most:
@@ -136,7 +136,7 @@ def _of_bundle(manifest: Manifest, context: int | None, batch: int, unified: boo
     return [*_rebuilding(manifest, unified), run, replace(device, needed=partial(device_bytes, manifest))]
 
 
-def _rebuilding(manifest: Manifest, unified: bool) -> list[Plan]:
+def _rebuilding(manifest: Manifest, unified: bool) -> list[MemoryEstimate]:
     """Making the engine that a bundle lacks; none where what builds is not installed."""
     if manifest.engine is None or manifest.engine.file:
         return []
@@ -147,7 +147,7 @@ def _rebuilding(manifest: Manifest, unified: bool) -> list[Plan]:
     return [plan_rebuild(manifest, unified)]
 
 
-def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unified: bool) -> list[Plan]:
+def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unified: bool) -> list[MemoryEstimate]:
     """Building with the defaults of a build, and running what it gives."""
     from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES
     from llmc.optimize.plan.device import device_plan, host_plan
@@ -208,7 +208,7 @@ def _first_gpu() -> tuple[Available | None, bool]:
     return (None if gpu.free_memory is None else Available(gpu.free_memory, gpu.name)), gpu.integrated
 
 
-def in_one_memory(host: Plan, device: Plan) -> Plan:
+def in_one_memory(host: MemoryEstimate, device: MemoryEstimate) -> MemoryEstimate:
     """Running a bundle whose GPU uses the machine's own memory: what both plans take, together."""
     assert device.stage == GPU
     parts = {name: size for name, size in host.parts.items() if size}

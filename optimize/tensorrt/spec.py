@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmc.bundle import EngineConfig, Limits, Profile, Recipe
+from llmc.bundle import EngineConfig, Limits, Profile, Recipe, version
 from llmc.errors import BuildError, GpuError, UsageError
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.abilities import FORMS, abilities
 from llmc.optimize.tensorrt.request import EngineRequest
-from llmc.plans import version
 from llmc.runtime.host.probe import Device, probe_driver
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 from llmc.runtime.sessions.tensorrt.library import library_version, load_library, make_builder

@@ -8,7 +8,7 @@ import pytest
 from llmc.bundle import Limits
 from llmc.optimize.plan.stages import Stage, refusal
 from llmc.runtime.host.machine import Available
-from llmc.runtime.kv.budget import Plan
+from llmc.runtime.kv.budget import MemoryEstimate
 
 MB = 1_000_000
 
@@ -89,9 +89,9 @@ def test_every_stage_that_does_not_fit_is_named(llmc, tiny_checkpoint: Path):
 def test_advice_that_differs_names_its_stages():
     limits = Limits(2048, 1, 128)
     plans = [
-        Plan("export", {"exporter": 3 * MB}, 2048, 1, limits, lambda context, batch: 3 * MB),
-        Plan("build", {"engine": 4 * MB}, 2048, 1, limits, lambda context, batch: 4 * MB),
-        Plan("run", {"cache": 2048 * 1000}, 2048, 1, limits, lambda context, batch: context * batch * 1000),
+        MemoryEstimate("export", {"exporter": 3 * MB}, 2048, 1, limits, lambda context, batch: 3 * MB),
+        MemoryEstimate("build", {"engine": 4 * MB}, 2048, 1, limits, lambda context, batch: 4 * MB),
+        MemoryEstimate("run", {"cache": 2048 * 1000}, 2048, 1, limits, lambda context, batch: context * batch * 1000),
     ]
     assert refusal([Stage(plan, plan.verdict(MB)) for plan in plans]) == (
         "to export it needs 3 MB, 2 MB are missing; to build it needs 4 MB, 3 MB are missing; "
