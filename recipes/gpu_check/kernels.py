@@ -25,7 +25,7 @@ from llmc.runtime.sessions.tensorrt import library
 POSITION, STEPS = 2000, 16
 # How layers are called that compute attention in one kernel, products of matrices, and those that only move data.
 LAYERS = {
-    "fused attention": re.compile(r"mha|attention", re.IGNORECASE),
+    "fused attention": re.compile(r"mha|flash|fused_?att", re.IGNORECASE),
     "products": re.compile(r"gemm|matmul|matrix_multiply|_fc_|xmma|cask", re.IGNORECASE),
     "slices and copies": re.compile(r"slice|copy|move|reformat|concat|shuffle", re.IGNORECASE),
 }
