@@ -136,7 +136,7 @@ def calibrate(
 
 
 def _resume(store: Store, source: LayerSource, ids: Tensor) -> tuple[int, Tensor]:
-    """How many layers are done, and the activations after them."""
+    """Number of layers that are done, and the activations after them."""
     if store.has(STATE):
         state = store.read(STATE)
         return int(state["layers"]), torch.from_numpy(state["hidden"])

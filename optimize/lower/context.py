@@ -1,4 +1,4 @@
-"""What a lowering is asked to make: the model's shapes, its limits, and how each weight is to be stored."""
+"""The order for a lowering: the model's shapes, its limits, and the storage of each weight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -72,7 +72,7 @@ W8A8: dict[str, PerToken | Static] = {"per-token": PerToken(), "static": Static(
 
 @dataclass(frozen=True)
 class QuantConfigs:
-    """How a graph stores its linears: the body's config, the head's, and those of patterns; the last match wins.
+    """The storage of a graph's linears: the body's config, the head's, and those of patterns; the last match wins.
 
     Where ``w8a8`` is given it takes the place of integer weights of ``w8a8_bits`` everywhere but in the head.
     """

@@ -62,7 +62,7 @@ def _capacity(emit: Emitter) -> ir.Value:
 
 @dataclass
 class _Shared:
-    """What all layers use: positions int64 [B, S], columns [B, 1, 1, S, 1], cache slots [C], masks by window."""
+    """Values that all layers use: positions int64 [B, S], columns [B, 1, 1, S, 1], cache slots [C], masks by window."""
 
     positions: ir.Value
     columns: ir.Value

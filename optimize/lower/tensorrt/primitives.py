@@ -64,7 +64,7 @@ def _rotated(emit: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Val
 
 
 def _cache_indices(emit: Emitter, positions: ir.Value, kv_heads: int) -> ir.Value:
-    """Where new keys and values go in the cache: row, head and position, int64 [B, KV, S, 3]."""
+    """Places of new keys and values in the cache: row, head and position, int64 [B, KV, S, 3]."""
     graph = emit.graph
     ids = graph_input(graph, "input_ids")
     batch, sequence = (emit("Shape", ids, start=i, end=i + 1) for i in (0, 1))

@@ -1,4 +1,4 @@
-"""Where a call's tokens stand in the cache: values that every layer's attention reads, made once."""
+"""Places of a call's tokens in the cache: values that every layer's attention reads, made once."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
