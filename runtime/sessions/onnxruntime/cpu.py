@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import Manifest
+from llmc.bundle import Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
-from llmc.plans import version
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import computable, cpu_model
 from llmc.runtime.kv.cache import CacheTensor
