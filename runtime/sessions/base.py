@@ -73,6 +73,14 @@ class Session(Protocol):
         """Free the engine and the cache."""
 
 
+def run_row_by_row(session: Session, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Logits and hidden states of a batch, by a call of each row alone."""
+    logits, hidden = zip(
+        *((session.run(row).copy(), np.array(session.hidden)) for row in row_by_row(batch)), strict=True
+    )
+    return np.concatenate(logits), np.concatenate(hidden)
+
+
 def row_by_row(batch: Batch) -> Iterator[Batch]:
     """A call of each row alone."""
     for r in range(len(batch.input_ids)):
