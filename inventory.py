@@ -10,6 +10,9 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+# Modules that every decoder has, by llmc's own names.
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
 CacheKind = Literal["kv", "state"]
 
 
@@ -110,6 +113,20 @@ class Cache:
     shape: tuple[int, ...]
     window: int
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the graph's inputs that it comes in."""
+        if self.kind == "kv":
+            return f"past_key_values.{self.name}.key", f"past_key_values.{self.name}.value"
+        return (f"past_state.{self.name}",)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the graph's outputs that it goes out in, as :attr:`inputs`."""
+        if self.kind == "kv":
+            return f"present.{self.name}.key", f"present.{self.name}.value"
+        return (f"present_state.{self.name}",)
+
     def bytes(self, positions: int, bytes_per_value: int) -> int:
         """Bytes of one row with room for ``positions``."""
         values = 2 * positions if self.kind == "kv" else 1
@@ -133,14 +150,9 @@ class Geometry:
     model_type: str
     layers: int
     hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocab_size: int
     max_positions: int
     tied_head: bool
-    windows: tuple[int, ...]
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...]
     attentions: tuple[Attention, ...]
@@ -151,6 +163,29 @@ class Geometry:
     def linear(self) -> dict[str, Linear]:
         """The linears by name."""
         return {linear.name: linear for linear in self.linears}
+
+    @cached_property
+    def attention(self) -> dict[str, Attention]:
+        """The attentions by name."""
+        return {attention.name: attention for attention in self.attentions}
+
+    @property
+    def readers(self) -> list[tuple[Linear, ...]]:
+        """The linears, those together that read the same, in the order of the computation."""
+        found: dict[str, tuple[Linear, ...]] = {}
+        for linear in self.linears:
+            found[linear.reads] = (*found.get(linear.reads, ()), linear)
+        return list(found.values())
+
+    def caches_of(self, layer: int) -> list[Cache]:
+        """The caches of a layer."""
+        names = {attention.cache for attention in self.attentions if attention.layer == layer}
+        return [cache for cache in self.caches if cache.name in names]
+
+    @property
+    def most_heads(self) -> int:
+        """The largest number of query heads of an attention."""
+        return max((attention.heads for attention in self.attentions), default=0)
 
     @property
     def widest(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,25 +70,24 @@ def memory_row(name: str, memory: Memory, note: str = "") -> tuple[str, str]:
 
 def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
     """The decoder's shape."""
+    inner = by_layers([f"inner size {mlp.inner}" for mlp in geometry.mlps])
+    shapes = [f"{it.heads} heads of {it.head_dim}, {it.kv_heads} for keys and values" for it in geometry.attentions]
+    reach = [f"the last {it.window} positions" if it.window else "all positions" for it in geometry.attentions]
+    head = "tied to" if geometry.tied_head else "apart from"
     return [
         ("family", geometry.model_type),
-        ("layers", f"{geometry.layers} of hidden size {geometry.hidden_size}, inner size {geometry.intermediate_size}"),
-        ("attention", f"{geometry.heads} heads of {geometry.head_dim}, {geometry.kv_heads} for keys and values"),
-        ("window", describe_windows(geometry.windows)),
-        (
-            "vocabulary",
-            f"{geometry.vocab_size}, head {'tied to' if geometry.tied_head else 'apart from'} the embedding",
-        ),
+        ("layers", f"{geometry.layers} of hidden size {geometry.hidden_size}, {inner}"),
+        ("attention", by_layers(shapes)),
+        ("window", by_layers(reach)),
+        ("vocabulary", f"{geometry.vocab_size}, head {head} the embedding"),
         ("positions", str(geometry.max_positions)),
     ]
 
 
-def describe_windows(windows: tuple[int, ...]) -> str:
-    """The reach of attention, and of how many layers: ``all positions (12 layers), 4096 (36 layers)``."""
-    reach = {window: f"the last {window} positions" if window else "all positions" for window in windows}
-    if len(reach) == 1:
-        return reach[windows[0]]
-    return ", ".join(f"{reach[window]} ({count} layers)" for window, count in Counter(windows).items())
+def by_layers(values: Sequence[str]) -> str:
+    """The value of all layers, or each value with its number of layers: ``all positions (12 layers)``."""
+    counts = Counter(values)
+    return ", ".join(value if len(counts) == 1 else f"{value} ({count} layers)" for value, count in counts.items())
 
 
 def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
@@ -113,7 +113,7 @@ def engine_of(target: Target) -> str:
 
 
 def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
-    """Which calls an engine takes, and where it runs."""
+    """Rows for the calls that an engine takes, and the machines that it runs on."""
     options = {
         "runs on newer libraries": engine.version_compatible,
         "without weights, which come from the graph's file": engine.stripped,

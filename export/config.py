@@ -6,7 +6,7 @@ A family fills in a :class:`DecoderConfig`; everything else asks it, so that no 
 from dataclasses import dataclass
 from typing import Literal
 
-from llmc.inventory import Attention, Cache, Geometry, Linear, Mlp, Norm
+from llmc.inventory import EMBEDDING, HEAD, Attention, Cache, Geometry, Linear, Mlp, Norm
 
 RopeType = Literal["default", "linear", "llama3"]
 Activation = Literal["silu"]
@@ -96,19 +96,13 @@ class DecoderConfig:
     @property
     def geometry(self) -> Geometry:
         """The part that every later stage needs."""
-        first, inner = self.layers[0].mixer, [layer.mlp.inner for layer in self.layers if layer.mlp]
         return Geometry(
             model_type=self.model_type,
             layers=len(self.layers),
             hidden_size=self.hidden_size,
-            intermediate_size=next(iter(inner), self.hidden_size),
-            heads=first.heads,
-            kv_heads=first.kv_heads,
-            head_dim=first.head_dim,
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
             tied_head=self.tied_head,
-            windows=tuple(layer.mixer.window for layer in self.layers),
             linears=linears(self),
             norms=norms(self),
             attentions=attentions(self),
@@ -117,7 +111,7 @@ class DecoderConfig:
         )
 
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+FINAL_NORM = "model.norm"
 
 
 def linears(config: DecoderConfig) -> tuple[Linear, ...]:
@@ -127,32 +121,22 @@ def linears(config: DecoderConfig) -> tuple[Linear, ...]:
 
 
 def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
-    at, hidden, mixer, mlp = _path(index), config.hidden_size, config.layers[index].mixer, config.layers[index].mlp
+    hidden, mixer, mlp = config.hidden_size, config.layers[index].mixer, config.layers[index].mlp
     queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-    norm = f"{at}.input_layernorm"
-    found = [
-        Linear(f"{at}.self_attn.q_proj", queries, hidden, mixer.qkv_bias, norm, norm, index),
-        Linear(f"{at}.self_attn.k_proj", keys, hidden, mixer.qkv_bias, norm, norm, index),
-        Linear(f"{at}.self_attn.v_proj", keys, hidden, mixer.qkv_bias, norm, norm, index),
-        Linear(
-            f"{at}.self_attn.o_proj",
-            hidden,
-            queries,
-            mixer.o_bias,
-            f"{at}.self_attn",
-            f"{at}.self_attn.v_proj",
-            index,
-        ),
+    norm, attention = f"{_path(index)}.input_layernorm", f"{_path(index)}.self_attn"
+    rows = [
+        (f"{attention}.q_proj", queries, hidden, mixer.qkv_bias, norm, norm),
+        (f"{attention}.k_proj", keys, hidden, mixer.qkv_bias, norm, norm),
+        (f"{attention}.v_proj", keys, hidden, mixer.qkv_bias, norm, norm),
+        (f"{attention}.o_proj", hidden, queries, mixer.o_bias, attention, f"{attention}.v_proj"),
     ]
-    if mlp is None:
-        return found
-    norm, up = f"{at}.post_attention_layernorm", f"{at}.mlp.up_proj"
-    if mlp.gated:
-        found.append(Linear(f"{at}.mlp.gate_proj", mlp.inner, hidden, mlp.bias, norm, norm, index))
-    producer = up if mlp.gated else ""  # no factor passes through an activation
-    found.append(Linear(up, mlp.inner, hidden, mlp.bias, norm, norm, index))
-    found.append(Linear(f"{at}.mlp.down_proj", hidden, mlp.inner, mlp.bias, f"{at}.mlp", producer, index))
-    return found
+    if mlp is not None:
+        norm, at, inner, bias = f"{_path(index)}.post_attention_layernorm", f"{_path(index)}.mlp", mlp.inner, mlp.bias
+        producer = f"{at}.up_proj" if mlp.gated else ""  # no factor passes through an activation
+        rows += [(f"{at}.gate_proj", inner, hidden, bias, norm, norm)] if mlp.gated else []
+        rows.append((f"{at}.up_proj", inner, hidden, bias, norm, norm))
+        rows.append((f"{at}.down_proj", hidden, inner, bias, at, producer))
+    return [Linear(*row, index) for row in rows]
 
 
 def norms(config: DecoderConfig) -> tuple[Norm, ...]:

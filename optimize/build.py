@@ -54,6 +54,7 @@ from llmc.optimize.lower.context import (
     check_patterns,
     quant_configs,
 )
+from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.passes import lower
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
@@ -81,7 +82,7 @@ PRIMITIVES = (21, 10)
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built. ``seconds`` covers everything from reading the export to publishing."""
+    """The result of a build. ``seconds`` covers everything from reading the export to publishing."""
 
     output: Path
     manifest: Manifest
@@ -95,7 +96,7 @@ class BuildReport:
 
 @dataclass(frozen=True)
 class _Order:
-    """What is to be built: everything a step needs to know, resolved."""
+    """An order to build, resolved: all that a step needs to know."""
 
     source: Path
     export: ExportManifest
@@ -214,7 +215,10 @@ def _check_memory(order: _Order, calibration: CalibrationRequest | None, memory:
 
 def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -> Manifest:
     """Fill the staging folder, and return the manifest that was written into it last."""
-    check_patterns(order.recipe, _linears(read_decoder(order.source).graph))  # before hours of calibration
+    geometry = order.export.geometry  # what it cannot build is refused before hours of calibration
+    check_patterns(order.recipe, [linear.name for linear in geometry.linears])
+    if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
+        check_head_sizes(geometry)
     weights, used = calibrated_weights(order.source, order.export, order.recipe, calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs = _compile(order, folder, weights)
@@ -225,7 +229,7 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
         from llmc.optimize.tensorrt.engine import compile_engine
 
         graph = folder / graphs["decode"].file
-        engine = compile_engine(order.engine, graph, order.export.geometry, order.progress)
+        engine = compile_engine(order.engine, graph, geometry, order.progress)
     order.progress("hashing")
     manifest = _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
     write_manifest(manifest, folder)
@@ -237,7 +241,7 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
     graphs, geometry = {}, order.export.geometry
     with closing(WeightFile(folder)) as weights:
         for phase, stored in quant_configs(order.recipe).items():
-            done = counted(order.progress, f"lowering and quantizing the {phase} graph", 7 * geometry.layers + 1)
+            done = counted(order.progress, f"lowering and quantizing the {phase} graph", len(geometry.linears))
             model = read_decoder(order.source)
             plan = LoweringContext(
                 phase,
@@ -258,11 +262,6 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
     if len(graphs) == 1:
         return dict.fromkeys(("prefill", "decode"), *graphs.values())
     return graphs
-
-
-def _linears(graph: ir.Graph) -> list[str]:
-    """Module names of the portable graph's linears, in order."""
-    return [node.name for node in graph if node.op_type == "MatMul" and node.name]
 
 
 def _declare(model: ir.Model, order: _Order) -> None:
@@ -386,7 +385,7 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
 def _advice(
     order: _Order, folder: Path, manifest: Manifest, weights: Calibrated, quality: Quality, ids: NDArray[np.int64]
 ) -> Advice:
-    """Where the quality goes; a graph for a GPU is cut into layers in float32, which is what they are compared with."""
+    """Advice on lost quality; a graph for a GPU is cut into layers in float32, as that it is compared with."""
     if not order.target.has_gpu:
         return advise(folder, manifest, order.source, quality, ids, order.progress)
     with TemporaryDirectory(prefix=".float32.", dir=folder) as work:
@@ -397,7 +396,7 @@ def _advice(
 def _opened(
     order: _Order, folder: Path, manifest: Manifest, weights: Calibrated, stack: ExitStack
 ) -> tuple[Model, str]:
-    """What was built, loaded on the device that it is for, or else its graph on the CPU; and which of them. ``stack``
+    """The bundle, loaded on the device that it is for, or else its graph on the CPU; and which of them. ``stack``
     closes the model, and removes what was only made to be judged."""
     if not order.target.has_gpu:
         return stack.enter_context(load(folder, self_test=False)), "device"
@@ -415,7 +414,7 @@ def _opened(
 
 
 def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:
-    """Whether there is an engine, and a GPU that it has code for."""
+    """True if there is an engine, and a GPU that it has code for."""
     gpu = spec.gpu if spec is not None else None
     return gpu is not None and plan.fits_gpu(gpu.compute_capability)
 

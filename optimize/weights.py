@@ -117,10 +117,18 @@ class WeightFile:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._tensors: dict[str, ir.ExternalTensor] = {}
+        self._sources: dict[str, bytes] = {}
         self._file = (folder / WEIGHTS_FILE).open("wb")
 
-    def add(self, names: Sequence[str], make: Callable[[], Sequence[NDArray[Any]]]) -> list[ir.ExternalTensor]:
-        """The tensors called ``names``; ``make`` computes them all and is called only if the first is not there yet."""
+    def add(
+        self, names: Sequence[str], make: Callable[[], Sequence[NDArray[Any]]], source: bytes = b""
+    ) -> list[ir.ExternalTensor]:
+        """The tensors called ``names``; ``make`` computes them all and is called only if the first is not there yet.
+
+        ``source`` is what they are computed from, where that is not told by the name of a weight: a name stands for
+        one content.
+        """
+        assert self._sources.setdefault(names[0], source) == source, f"{names[0]} is computed from two sources"
         if names[0] not in self._tensors:
             for name, array in zip(names, make(), strict=True):
                 self._append(name, np.ascontiguousarray(array))

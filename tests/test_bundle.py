@@ -114,12 +114,12 @@ def put(value: Any, *path: Any) -> Any:
 
 DAMAGE = [
     (drop("llmc_version"), "missing field llmc_version"),
-    (drop("geometry", "heads"), "missing field geometry.heads"),
+    (drop("geometry", "layers"), "missing field geometry.layers"),
     (put(1, "extra"), "unknown field extra"),
     (put(1, "limits", "extra"), "unknown field limits.extra"),
-    (put("4", "geometry", "heads"), "geometry.heads is '4', expected int"),
-    (put(4.0, "geometry", "heads"), "geometry.heads is 4.0, expected int"),
-    (put(True, "geometry", "heads"), "geometry.heads is True, expected int"),
+    (put("4", "geometry", "layers"), "geometry.layers is '4', expected int"),
+    (put(4.0, "geometry", "layers"), "geometry.layers is 4.0, expected int"),
+    (put(True, "geometry", "layers"), "geometry.layers is True, expected int"),
     (put(1, "geometry", "tied_head"), "geometry.tied_head is 1, expected bool"),
     (put(True, "quality", "phases", "decode", "mean_kl"), "quality.phases.decode.mean_kl is True, expected float"),
     (
@@ -163,7 +163,7 @@ def test_a_manifest_that_is_no_json_object_is_refused(folder: Path, content: byt
 
 
 def test_a_value_of_any_length_is_quoted_in_part(folder: Path):
-    edit(folder, put("x" * 5000, "geometry", "heads"))
+    edit(folder, put("x" * 5000, "geometry", "layers"))
     with pytest.raises(BundleError) as caught:
         bundle.read_bundle(folder)
     assert len(str(caught.value)) < 300 + len(str(folder))

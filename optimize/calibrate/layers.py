@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from llmc.bundle import Geometry, Recipe
 from llmc.errors import BuildError
+from llmc.inventory import HEAD
 from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.calibrate.store import Store, grid_name, layer_part
-from llmc.optimize.lower.context import HEAD, QuantConfig, QuantConfigs, WeightOnly
+from llmc.optimize.lower.context import QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.tensorrt.weights import fitted
 from llmc.optimize.progress import Progress, counted
 from llmc.optimize.quantize import awq, gptq, rtn, smoothquant, sparsity
@@ -60,25 +61,39 @@ class LayerSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Point:
-    """Linears that read the same activation, and what precedes it: there the inverse of a folded scale goes.
+class SmoothingMapping:
+    """Linears that read the same activation, and where the inverse of a factor folded into them goes.
 
-    ``repeats``: how many channels of the activation stem from one output channel of ``before`` (queries per key head).
+    Attributes:
+        linears: module names within the layer.
+        inputs: width K of the activation.
+        producer: the norm or linear whose outputs the activation is made of; empty where nothing can be folded.
+        repeats: how many channels of the activation stem from one output of ``producer`` (queries per key head).
+        run: how many channels follow each other before they repeat (a head).
     """
 
     linears: tuple[str, ...]
-    before: str
+    inputs: int
+    producer: str
     repeats: int = 1
+    run: int = 1
 
 
-def points(geometry: Geometry) -> tuple[Point, ...]:
+def smoothing_mappings(geometry: Geometry, layer: int) -> tuple[SmoothingMapping, ...]:
     """The activations of a layer that linears read, in the order of the computation."""
-    return (
-        Point(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
-        Point(("self_attn.o_proj",), "self_attn.v_proj", geometry.heads // geometry.kv_heads),
-        Point(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
-        Point(("mlp.down_proj",), "mlp.up_proj"),
-    )
+    found = []
+    for group in geometry.readers:
+        first, attention = group[0], geometry.attention.get(group[0].reads)
+        if first.layer == layer:
+            names = tuple(linear.name.removeprefix(_prefix(layer)) for linear in group)
+            shared = (attention.heads // attention.kv_heads, attention.head_dim) if attention else (1, 1)
+            producer = first.producer.removeprefix(_prefix(layer))
+            found.append(SmoothingMapping(names, first.inputs, producer, *shared))
+    return tuple(found)
+
+
+def _prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
 
 
 def calibrate(
@@ -121,7 +136,7 @@ def calibrate(
 
 
 def _resume(store: Store, source: LayerSource, ids: Tensor) -> tuple[int, Tensor]:
-    """How many layers are done, and the activations after them."""
+    """Number of layers that are done, and the activations after them."""
     if store.has(STATE):
         state = store.read(STATE)
         return int(state["layers"]), torch.from_numpy(state["hidden"])
@@ -140,86 +155,84 @@ class _Layer:
     def __init__(self, source: LayerSource, index: int, recipe: Recipe, configs: QuantConfigs) -> None:
         self.source = source
         self.recipe = recipe
-        self.prefix = f"model.layers.{index}."
-        self.points = points(source.geometry)
+        self.prefix = _prefix(index)
+        self.mappings = smoothing_mappings(source.geometry, index)
         self.module = source.layer(index)
         self.quant = {
             name: stored_config(recipe, configs, self.prefix + name, self._weight(name).shape[1])
-            for point in self.points
-            for name in point.linears
+            for mapping in self.mappings
+            for name in mapping.linears
         }
         self.arrays: dict[str, NDArray[Any]] = {}
 
     def decide(self, hidden: Tensor) -> tuple[dict[str, NDArray[Any]], Tensor]:
         """Results by their names in the store, and the activations [n, length, hidden] after the quantized layer."""
         observed = self._observe(hidden)
-        # All foldings come before any integer, for they change linears of earlier points too; and from the last point
-        # to the first, so that scales are searched for weights that no later one changes.
-        folded = {point: self._folded(point, observed.pop(point)) for point in reversed(self.points)}
-        for point in self.points:
-            for name in point.linears:
-                self.arrays[f"input:{self.prefix}{name}"] = folded[point].absmax.cpu().numpy()
-                self._decide_linear(name, folded[point])
+        # All foldings come before any integer, for they change linears of earlier mappings too; and from the last
+        # one to the first, so that scales are searched for weights that no later one changes.
+        folded = {mapping: self._folded(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
+        for mapping in self.mappings:
+            for name in mapping.linears:
+                self.arrays[f"input:{self.prefix}{name}"] = folded[mapping].absmax.cpu().numpy()
+                self._decide_linear(name, folded[mapping])
         return self.arrays, self._advance(hidden)
 
-    def _folded(self, point: Point, statistics: InputStatistics) -> InputStatistics:
-        """Fold what the recipe asks for into the point's linears; return the statistics of the scaled activation."""
+    def _folded(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
+        """Fold what the recipe asks for into the mapping's linears; return the statistics of the scaled activation."""
+        if not mapping.producer:
+            return statistics
         if self.recipe.smoothing:
-            statistics = self._fold(point, statistics, self._smoothing(point, statistics))
-        if self.recipe.scheme.startswith("awq") and point.repeats == 1:
-            statistics = self._fold(point, statistics, self._awq_scales(point, statistics))
+            statistics = self._fold(mapping, statistics, self._smoothing(mapping, statistics))
+        if self.recipe.scheme.startswith("awq") and mapping.repeats == 1:
+            statistics = self._fold(mapping, statistics, self._awq_scales(mapping, statistics))
         return statistics
 
-    def _observe(self, hidden: Tensor) -> dict[Point, InputStatistics]:
-        """Statistics of every point, with the weights as they are."""
+    def _observe(self, hidden: Tensor) -> dict[SmoothingMapping, InputStatistics]:
+        """Statistics of every mapping, with the weights as they are."""
         moments = self.recipe.scheme != "rtn"
-        watched = {
-            point: Accumulator(self._weight(point.linears[0]).shape[1], self.source.device, moments)
-            for point in self.points
-        }
+        watched = {mapping: Accumulator(mapping.inputs, self.source.device, moments) for mapping in self.mappings}
 
         def watch(accumulator: Accumulator) -> Any:
             return lambda _module, inputs: accumulator.update(inputs[0])
 
-        hooks = [self._linear(point.linears[0]).register_forward_pre_hook(watch(a)) for point, a in watched.items()]
+        hooks = [self._linear(mapping.linears[0]).register_forward_pre_hook(watch(a)) for mapping, a in watched.items()]
         for batch in _batches(hidden):
             self.source.run(self.module, batch.to(self.source.device))
         for hook in hooks:
             hook.remove()
-        return {point: accumulator.finish() for point, accumulator in watched.items()}
+        return {mapping: accumulator.finish() for mapping, accumulator in watched.items()}
 
-    def _smoothing(self, point: Point, statistics: InputStatistics) -> Tensor:
+    def _smoothing(self, mapping: SmoothingMapping, statistics: InputStatistics) -> Tensor:
         """SmoothQuant's scales [K], equal for all channels that stem from the same one."""
-        weights = torch.cat([self._weight(name) for name in point.linears])
-        absmax, rows = self._shared(point, statistics.absmax), self._shared(point, weights.abs().amax(0))
-        return self._spread(point, smoothquant.scales(absmax, [rows[None]], alpha=self.recipe.smoothing))
+        weights = torch.cat([self._weight(name) for name in mapping.linears])
+        absmax, rows = self._shared(mapping, statistics.absmax), self._shared(mapping, weights.abs().amax(0))
+        return self._spread(mapping, smoothquant.scales(absmax, [rows[None]], alpha=self.recipe.smoothing))
 
-    def _awq_scales(self, point: Point, statistics: InputStatistics) -> Tensor:
-        grids = [config.grid for name in point.linears if isinstance(config := self.quant[name], WeightOnly)]
-        weights = [self._weight(name) for name in point.linears if isinstance(self.quant[name], WeightOnly)]
+    def _awq_scales(self, mapping: SmoothingMapping, statistics: InputStatistics) -> Tensor:
+        grids = [config.grid for name in mapping.linears if isinstance(config := self.quant[name], WeightOnly)]
+        weights = [self._weight(name) for name in mapping.linears if isinstance(self.quant[name], WeightOnly)]
         if not weights:
             return torch.ones_like(statistics.absmax)
         return awq.search_scales(weights, statistics, grids)
 
-    def _shared(self, point: Point, values: Tensor) -> Tensor:
+    def _shared(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
         """The largest of the values [K] of each group of channels that stem from one."""
-        if point.repeats == 1:
+        if mapping.repeats == 1:
             return values
-        head_dim = self.source.geometry.head_dim
-        return values.view(-1, point.repeats, head_dim).amax(1).flatten()
+        return values.view(-1, mapping.repeats, mapping.run).amax(1).flatten()
 
-    def _spread(self, point: Point, values: Tensor) -> Tensor:
-        if point.repeats == 1:
+    def _spread(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
+        if mapping.repeats == 1:
             return values
-        return values.view(-1, 1, self.source.geometry.head_dim).expand(-1, point.repeats, -1).flatten()
+        return values.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
 
-    def _fold(self, point: Point, statistics: InputStatistics, scales: Tensor) -> InputStatistics:
+    def _fold(self, mapping: SmoothingMapping, statistics: InputStatistics, scales: Tensor) -> InputStatistics:
         """Multiply the linears' columns by ``scales`` [K] and divide what precedes them: the layer stays the same."""
-        for name in point.linears:
+        for name in mapping.linears:
             self._scale(f"{name}.weight", "columns", scales)
-        inverse = 1 / self._shared(point, scales)
-        for name, _ in self.module.get_submodule(point.before).named_parameters():
-            self._scale(f"{point.before}.{name}", "rows", inverse)
+        inverse = 1 / self._shared(mapping, scales)
+        for name, _ in self.module.get_submodule(mapping.producer).named_parameters():
+            self._scale(f"{mapping.producer}.{name}", "rows", inverse)
         return statistics.scaled(1 / scales)
 
     def _scale(self, parameter: str, axis: str, factors: Tensor) -> None:
@@ -255,13 +268,13 @@ class _Layer:
 
     def _advance(self, hidden: Tensor) -> Tensor:
         """Activations after the layer as it is now, in the place of those before it; keys and values give ranges."""
-        g = self.source.geometry
-        ranges = {part: torch.zeros(g.kv_heads, g.head_dim, device=self.source.device) for part in ("key", "value")}
+        ranges: dict[str, Tensor] = {}
         for batch in _batches(hidden):
             out, keys, values = self.source.run(self.module, batch.to(self.source.device))
             batch.copy_(out)
             for part, found in (("key", keys), ("value", values)):
-                ranges[part] = torch.maximum(ranges[part], found.abs().amax((0, 2)))
+                largest = found.abs().amax((0, 2))
+                ranges[part] = torch.maximum(ranges.get(part, largest), largest)
         self.arrays |= {f"cache:{part}": found.cpu().numpy() for part, found in ranges.items()}
         return hidden
 

@@ -1,4 +1,4 @@
-"""Where a bundle loses quality: the error of each layer on its own.
+"""The loss of quality by layers: the error of each on its own.
 
 The bundle's graphs are cut at their ``hidden.{i}`` values, each part is fed what the unquantized model's part is fed,
 and the results are compared, so that no error hides behind those before it. The decode path runs token by token, as it
@@ -16,15 +16,14 @@ import onnx_ir as ir
 
 from llmc.bundle import Manifest
 from llmc.errors import BundleError
+from llmc.inventory import EMBEDDING, HEAD
 from llmc.optimize.judge.quality import compare
-from llmc.optimize.judge.reference import Float, Ids, Reference, open_part
+from llmc.optimize.judge.reference import Float, Ids, Reference, empty_caches, open_part
 from llmc.optimize.lower.rewrite import MICROSOFT, nodes_of
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.runtime.sessions import Phase
 from llmc.runtime.sessions.onnxruntime.cpu import translated, usable_graphs
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 # The decode path takes one call per token and layer, and one window is enough to tell layers apart.
 WINDOWS = 1
 SMALLEST = 1e-20  # of noise to signal, 200 dB: float32 is at about 1e-14
@@ -32,7 +31,7 @@ SMALLEST = 1e-20  # of noise to signal, 200 dB: float32 is at about 1e-14
 
 @dataclass(frozen=True)
 class LayerError:
-    """What one part of the model, fed with the unquantized model's hidden states, computes wrongly in one path.
+    """The error of one part of the model, fed with the unquantized model's hidden states, in one path.
 
     Attributes:
         name: model.embed_tokens, model.layers.{i}, one of its linears, or lm_head.
@@ -87,7 +86,7 @@ def layer_errors(
 def linear_errors(
     folder: Path, manifest: Manifest, reference: Reference, windows: Ids, progress: Progress = silent
 ) -> tuple[LayerError, ...]:
-    """What the weights of each linear of the layers do to the layer's output, on windows of tokens [n, W].
+    """Errors that the weights of each linear make in its layer's output, on windows of tokens [n, W].
 
     A linear of the decode graph gets the unquantized model's activations, and its output goes on through the rest of
     the unquantized layer, so that an error is seen after what the layer makes of it.
@@ -144,7 +143,7 @@ class _Graph:
         self.folder = folder
         self._path = folder / file
         self._geometry = manifest.geometry
-        self._cache_type = np.dtype(manifest.cache)
+        self._cache_type = manifest.cache
         self._model = ir.load(self._path)
         # A graph that was made for TensorRT asks which positions of the cache it may look at.
         self._slots = [value.name for value in self._model.graph.inputs if value.name == "cache_slots"]
@@ -158,24 +157,23 @@ class _Graph:
 
     def layer(self, layer: int, hidden: Float, ids: Ids, phase: Phase) -> Float:
         """Hidden states after one layer, from those before it [n, S, H]."""
-        names = [f"past_key_values.{layer}.{part}" for part in ("key", "value")]
-        outputs = [f"hidden.{layer + 1}", *(name.replace("past_key_values", "present") for name in names)]
-        # All layers may ask the first one's cache how many positions there are.
-        first = "past_key_values.0.key"
-        run = self._part([f"hidden.{layer}", "past_lengths", *self._slots, *dict.fromkeys((first, *names))], outputs)
-        g, slots = self._geometry, dict.fromkeys(self._slots, np.arange(ids.shape[1]))
+        caches, dtype = self._geometry.caches_of(layer), self._cache_type
+        presents = {
+            present: past for cache in caches for past, present in zip(cache.inputs, cache.outputs, strict=True)
+        }
+        # All layers may ask the first cache how many positions there are.
+        empty = empty_caches([self._geometry.caches[0], *caches], 1, ids.shape[1], dtype)
+        outputs = [f"hidden.{layer + 1}", *presents]
+        run = self._part([f"hidden.{layer}", "past_lengths", *self._slots, *empty], outputs)
+        slots = dict.fromkeys(self._slots, np.arange(ids.shape[1]))
         result = np.empty_like(hidden)
         for row in range(len(hidden)):
-            cache: list[Any] = [np.zeros((1, g.kv_heads, ids.shape[1], g.head_dim), self._cache_type)] * 2
+            held = dict(empty)
             for span in _calls(ids.shape[1], phase):
                 feeds = {f"hidden.{layer}": hidden[row : row + 1, span], "input_ids": ids[row : row + 1, span]}
-                feeds |= {
-                    "past_lengths": np.array([span.start], np.int64),
-                    **slots,
-                    first: cache[0],
-                    **dict(zip(names, cache, strict=True)),
-                }
-                result[row, span], *cache = run(feeds)
+                feeds |= {"past_lengths": np.array([span.start], np.int64), **slots, **held}
+                result[row, span], *updated = run(feeds)
+                held |= dict(zip(presents.values(), updated, strict=True))
         return result
 
     def head(self, hidden: Float, ids: Ids, phase: Phase) -> Float:
@@ -192,19 +190,18 @@ class _Graph:
     def linear(self, name: str, source: str, output: str, x: Float, ids: Ids) -> Float:
         """The value ``output`` [n, S, N] of a linear, from its input ``source`` [n, S, K]."""
         columns = slice(None)
-        if output not in self._values and name.endswith(PROJECTIONS):  # attention reads the packed projections whole
-            attention, _, projection = name.rpartition(".")
-            output, columns = f"{attention}.qkv_proj.0", self._packed(projection)
+        if output not in self._values:  # attention reads the packed projections whole
+            attention = next(item for item in self._geometry.attentions if name in item.projections)
+            output, columns = f"{attention.name}.qkv_proj.0", self._packed(attention.projections, name)
         run = self._part([source], [output])
         rows = [run({source: x[row : row + 1], "input_ids": ids[row : row + 1]})[0] for row in range(len(x))]
         return np.concatenate(rows)[..., columns]
 
-    def _packed(self, projection: str) -> slice:
-        """Where a projection lies among the packed ones."""
-        g = self._geometry
-        ends = np.cumsum([0, g.heads * g.head_dim, g.kv_heads * g.head_dim, g.kv_heads * g.head_dim]).tolist()
-        number = PROJECTIONS.index(projection)
-        return slice(ends[number], ends[number + 1])
+    def _packed(self, projections: tuple[str, ...], name: str) -> slice:
+        """The columns of a projection among the packed ones."""
+        sizes = [self._geometry.linear[projection].outputs for projection in projections]
+        number = projections.index(name)
+        return slice(sum(sizes[:number]), sum(sizes[: number + 1]))
 
     def _part(self, inputs: Sequence[str], outputs: Sequence[str]) -> Callable[[dict[str, Any]], list[Any]]:
         """A function that runs the part of the graph between values. ``input_ids`` may be read for their shape."""

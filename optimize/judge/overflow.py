@@ -1,4 +1,4 @@
-"""Whether float16 suffices: every value of the lowered graph, on the golden prompts.
+"""The test whether float16 suffices: every value of the lowered graph, on the golden prompts.
 
 ONNX Runtime's CPU kernels compute float16 operators in float32 and hand their results on without rounding where they
 can, so running the graph there does not show what overflows on a GPU. Asking for every value as an output does.
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import BuildError
-from llmc.optimize.judge.reference import open_part
+from llmc.optimize.judge.reference import empty_caches, open_part
 
 SHOWN = 3
 
@@ -73,15 +73,12 @@ def _expose(graph: ir.Graph) -> list[str]:
 
 def _feeds(manifest: Manifest, graph: ir.Graph, prompt: Sequence[int]) -> dict[str, Any]:
     """Inputs of one call with all of ``prompt``, into an empty cache of as many positions."""
-    g, count = manifest.geometry, len(prompt)
+    count = len(prompt)
     feeds: dict[str, Any] = {
         "input_ids": np.array([prompt], np.int64),
         "past_lengths": np.zeros(1, np.int64),
         "logit_indices": np.arange(count, dtype=np.int64)[None],
         "cache_slots": np.arange(count),
     }
-    for layer in range(g.layers):
-        for part in ("key", "value"):
-            cache = np.zeros((1, g.kv_heads, count, g.head_dim), manifest.cache)
-            feeds[f"past_key_values.{layer}.{part}"] = cache
+    feeds |= empty_caches(manifest.geometry.caches, 1, count, manifest.cache)
     return {value.name: feeds[value.name] for value in graph.inputs if value.name is not None}

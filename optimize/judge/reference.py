@@ -6,7 +6,7 @@ is read by rows and the head multiplied in pieces. Peak memory is about one laye
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
+from llmc.inventory import EMBEDDING, HEAD, Cache
 from llmc.optimize.lower.raising import stored
 from llmc.optimize.lower.rewrite import read_decoder, sizes
 from llmc.optimize.progress import Progress, counted, silent
@@ -42,8 +43,8 @@ class Reference:
         self.folder = export
         self.manifest: ExportManifest = read_export(export)
         self._model = read_decoder(export)
-        self._head = next(node for node in self._model.graph if node.name == "lm_head")
-        self._table = next(node for node in self._model.graph if node.name == "model.embed_tokens")
+        self._head = next(node for node in self._model.graph if node.name == HEAD)
+        self._table = next(node for node in self._model.graph if node.name == EMBEDDING)
         self._opened: tuple[tuple[str, ...], Any] | None = None
 
     def logits(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
@@ -51,7 +52,7 @@ class Reference:
         return [self.project(rows) for rows in self.normed(sequences, progress)]
 
     def normed(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
-        """What the head multiplies, after every token of each sequence: float32 [len(sequence), H] each.
+        """Inputs of the head after every token of each sequence: float32 [len(sequence), H] each.
 
         One pass over the weights. Logits of a large vocabulary are a hundred times as large: :meth:`project` them
         one sequence at a time.
@@ -85,7 +86,7 @@ class Reference:
         return logits
 
     def last_norm(self, hidden: Float) -> Float:
-        """What the head multiplies, from the last hidden states [B, S, H]."""
+        """Inputs of the head, from the last hidden states [B, S, H]."""
         source = self._head.inputs[0]
         assert source is not None and source.name is not None
         batch, sequence, _ = hidden.shape
@@ -94,16 +95,15 @@ class Reference:
 
     def inside(self, layer: int, known: dict[str, Float], output: str) -> Float:
         """A value of one layer, from the values ``known`` [B, S, ...], which take the place of what makes them."""
-        hidden, g = known[f"hidden.{layer}"], self.manifest.geometry
-        batch, sequence, _ = hidden.shape
-        empty = np.zeros((batch, g.kv_heads, sequence, g.head_dim), np.float32)
-        pasts = {f"past_key_values.{layer}.{part}": empty for part in ("key", "value")}
+        batch, sequence, _ = known[f"hidden.{layer}"].shape
+        pasts = empty_caches(self.manifest.geometry.caches_of(layer), batch, sequence, "float32")
         return self._run({**known, "past_lengths": np.zeros(batch, np.int64), **pasts}, output)
 
     def linears(self, layer: int) -> Iterator[tuple[str, str, str]]:
         """Each linear of a layer: its module name, and the names of the values that it reads and makes, bias added."""
+        listed = {linear.name for linear in self.manifest.geometry.linears if linear.layer == layer}
         for node in self._model.graph:
-            if node.op_type != "MatMul" or not (node.name or "").startswith(f"model.layers.{layer}."):
+            if node.name not in listed:
                 continue
             biased = [user for user, _ in node.outputs[0].uses() if user.name == f"{node.name}.bias"]
             source, made = node.inputs[0], (biased[0] if biased else node).outputs[0]
@@ -130,6 +130,15 @@ class Reference:
             part = ir.Model(graph, ir_version=self._model.ir_version, functions=list(self._model.functions.values()))
             self._opened = (names, open_part(part, self.folder))
         return self._opened[1]
+
+
+def empty_caches(caches: Iterable[Cache], rows: int, positions: int, dtype: str) -> dict[str, NDArray[Any]]:
+    """Inputs of a graph that hold nothing yet, with room for ``positions`` in each of ``rows``."""
+    made: dict[str, NDArray[Any]] = {}
+    for cache in caches:
+        heads, width = cache.shape
+        made |= {name: np.zeros((rows, heads, positions, width), dtype) for name in cache.inputs}
+    return made
 
 
 def open_part(part: ir.Model, folder: Path) -> Any:
@@ -194,7 +203,7 @@ def _key(reference: Reference, windows: Ids) -> str:
 
 
 def _read(path: Path, shape: tuple[int, ...]) -> Float | None:
-    """What was kept, unless it is missing, torn or of something else."""
+    """The states that were kept; None if they are missing, torn or of something else."""
     try:
         with path.open("rb") as file:  # numpy leaves a broken file open that it opened itself
             found = np.load(file, allow_pickle=False)

@@ -1,16 +1,26 @@
-"""What a lowering is asked to make: the model's shapes, its limits, and how each weight is to be stored."""
+"""The order for a lowering: the model's shapes, its limits, and the storage of each weight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
 from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry, Limits, Recipe
-from llmc.errors import UsageError
+from llmc.errors import BuildError, UsageError
+from llmc.inventory import HEAD, Attention
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights import WeightFile
 
-HEAD = "lm_head"
+# Types of activations.
+ARRAY_TYPES: dict[str, np.dtype[np.generic]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ W8A8: dict[str, PerToken | Static] = {"per-token": PerToken(), "static": Static(
 
 @dataclass(frozen=True)
 class QuantConfigs:
-    """How a graph stores its linears: the body's config, the head's, and those of patterns; the last match wins.
+    """The storage of a graph's linears: the body's config, the head's, and those of patterns; the last match wins.
 
     Where ``w8a8`` is given it takes the place of integer weights of ``w8a8_bits`` everywhere but in the head.
     """
@@ -110,6 +120,18 @@ class LoweringContext:
     def embedding(self) -> QuantConfig:
         """See :func:`embedding_config`."""
         return embedding_config(self.quant, self.geometry.tied_head)
+
+    def attention(self, node: ir.Node) -> Attention:
+        """The inventory's entry of a ``llmc::CachedAttention``.
+
+        Raises:
+            BuildError: there is none, or one with other heads or another window.
+        """
+        found = self.geometry.attention.get(node.name or "")
+        listed = found and (found.heads, found.kv_heads, found.window)
+        if not found or listed != tuple(node.attributes[name].as_int() for name in ("num_heads", "kv_heads", "window")):
+            raise BuildError(f"{node.name} is not as the manifest lists it ({found}); export the checkpoint again")
+        return found
 
 
 def embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:

@@ -1,4 +1,4 @@
-"""Every linear of a graph in turn, whatever the target makes of it."""
+"""Every linear of a graph in turn, and several as one, whatever the target makes of them."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import LLMC, nodes_of, replace
+from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, vector
 
 
 def replace_linears(graph: ir.Graph, context: LoweringContext, lowered: Callable[[Linear], ir.Value]) -> int:
@@ -19,3 +19,20 @@ def replace_linears(graph: ir.Graph, context: LoweringContext, lowered: Callable
             context.linear_done()
         count += len(linear.weights)
     return count
+
+
+def pack(parts: list[Linear]) -> None:
+    """One linear and a Split in the place of linears that read the same: qkv_proj for q_proj, k_proj and v_proj."""
+    graph = parts[0].node.graph
+    assert graph is not None
+    order = {node: number for number, node in enumerate(graph)}
+    first = min(parts, key=lambda part: order[part.node])
+    stems = [part.name.rpartition(".")[2].removesuffix("_proj") for part in parts]
+    joined = ("" if max(map(len, stems)) == 1 else "_").join(stems)
+    emit = Emitter(first.node, f"{first.name.rpartition('.')[0]}.{joined}_proj", main="Linear")
+    weights = [part.node.inputs[1] for part in parts]
+    biases = [part.node.inputs[2] for part in parts if part.biases]
+    packed = emit("Linear", first.node.inputs[0], *weights, *biases, domain=LLMC, parts=len(parts))
+    sizes = vector(graph, [part.outputs for part in parts])
+    for part, value in zip(parts, emit.many("Split", [packed, sizes], len(parts), axis=-1), strict=True):
+        replace(part.node, value)

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
+from llmc.inventory import HEAD, Linear
 from llmc.optimize.lower.context import (
-    HEAD,
     Computed,
     Float8,
     Float16,
@@ -22,8 +22,6 @@ from llmc.optimize.plan.memory import (
     NARROW_ARRAYS,
     TOKENIZER_FACTOR,
     WIDE_ARRAYS,
-    Matrix,
-    matrices,
 )
 
 MB = 1_000_000
@@ -55,18 +53,17 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = 
     """The GPU's memory that loading and running a bundle takes; ``form`` is the engine's, native for graphs."""
     size = CACHE_BYTES[recipe.compute]
     stored = next(iter(quant_configs(recipe).values()))
-    table = Matrix(HEAD, geometry.vocab_size, geometry.hidden_size)
     embedding = embedding_config(stored, geometry.tied_head)
     shared = geometry.tied_head and isinstance(stored.of(HEAD), Computed)  # the head reads the table, transposed
     chunk = min(limits.prefill_chunk, limits.max_context)
-    activations = WIDE_ARRAYS * geometry.intermediate_size + NARROW_ARRAYS * geometry.hidden_size
-    scores = SCORES * geometry.heads * chunk * limits.max_context
+    activations = WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size
+    scores = SCORES * geometry.most_heads * chunk * limits.max_context
     blocked = recipe.phases == "shared" and recipe.block_size > 0
-    expanded = min(EXPANDED, size * max(matrix.size for matrix in matrices(geometry))) if blocked else 0
+    expanded = min(EXPANDED, size * max(linear.size for linear in geometry.linears)) if blocked else 0
     return DeviceMemory(
         context=CONTEXT,
-        weights=sum(device_bytes(matrix, stored.of(matrix.module), size) for matrix in matrices(geometry))
-        + (0 if shared else device_bytes(table, embedding, size)),
+        weights=sum(device_bytes(linear, stored.of(linear.name), size) for linear in geometry.linears)
+        + (0 if shared else device_bytes(geometry.linear[HEAD], embedding, size)),
         workspace=size * (chunk * activations + scores) + expanded,
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=size) * (SWAPPED if form == "primitives" else 1),
         logits=4 * geometry.vocab_size,
@@ -80,16 +77,16 @@ def with_engine(plan: DeviceMemory, folder: Path, engine: EngineConfig | None) -
     return replace(plan, weights=(folder / engine.file).stat().st_size)
 
 
-def device_bytes(matrix: Matrix, form: QuantConfig, compute: int) -> int:
-    """Bytes of a matrix on the GPU; ``compute`` is the size of an activation's value, and of a scale."""
-    match form:
+def device_bytes(linear: Linear, config: QuantConfig, compute: int) -> int:
+    """Bytes of a linear's weights on the GPU; ``compute`` is the size of an activation's value, and of a scale."""
+    match config:
         case WeightOnly(grid):
-            return matrix.size * grid.bits // 8 + matrix.outputs * grid.groups(matrix.inputs) * compute
+            return linear.size * grid.bits // 8 + linear.outputs * grid.groups(linear.inputs) * compute
         case Static() | Float8():
-            return matrix.size + matrix.outputs * compute
+            return linear.size + linear.outputs * compute
         case Float16():
-            return 2 * matrix.size
+            return 2 * linear.size
         case Computed():
-            return compute * matrix.size
+            return compute * linear.size
         case _:
-            return 4 * matrix.size
+            return 4 * linear.size

@@ -4,13 +4,12 @@ Every constant below was measured as resident memory on Linux x86-64, with onnxr
 geometries of Qwen2.5-0.5B and Llama-3.2-1B; recipes/benchmarks/memory.py measures the whole again.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
+from llmc.inventory import HEAD, Linear
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
-    HEAD,
     PerToken,
     QuantConfig,
     QuantConfigs,
@@ -21,7 +20,7 @@ from llmc.optimize.lower.context import (
 )
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import needs_calibration
-from llmc.runtime.kv.budget import Plan
+from llmc.runtime.kv.budget import MemoryEstimate
 
 MB = 1_000_000
 # Python, numpy, tokenizers, jinja2 and onnxruntime after their import and the first run: half of it pages of libraries.
@@ -42,8 +41,6 @@ LOGITS_COPIES = 3
 # What a build adds: onnx, onnx-ir, the graphs, click and rich.
 BUILDER = 35 * MB
 TORCH = 260 * MB
-# The linears that stand for those that read the same activation.
-FIRST_READERS = ("q_proj", "o_proj", "gate_proj", "down_proj")
 # GPTQ inverts the widest moment: besides, it holds that reversed, a triangle, the triangle reversed and an identity.
 GPTQ_MATRICES = 5
 # Quantizing the largest matrix holds its integers (1 byte) in pieces, joined, and unpacked and packed again.
@@ -67,69 +64,36 @@ GOLDEN_TOKENS = 40
 LOGITS_HELD = 4
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A linear [outputs, inputs] by its module name."""
-
-    module: str
-    outputs: int
-    inputs: int
-
-    @property
-    def size(self) -> int:
-        """Number of weights."""
-        return self.outputs * self.inputs
-
-
-def matrices(g: Geometry) -> Iterator[Matrix]:
-    """All linears of a decoder, the head last."""
-    queries, keys = g.heads * g.head_dim, g.kv_heads * g.head_dim
-    shapes = {
-        "self_attn.q_proj": (queries, g.hidden_size),
-        "self_attn.k_proj": (keys, g.hidden_size),
-        "self_attn.v_proj": (keys, g.hidden_size),
-        "self_attn.o_proj": (g.hidden_size, queries),
-        "mlp.gate_proj": (g.intermediate_size, g.hidden_size),
-        "mlp.up_proj": (g.intermediate_size, g.hidden_size),
-        "mlp.down_proj": (g.hidden_size, g.intermediate_size),
-    }
-    for layer in range(g.layers):
-        for name, (outputs, inputs) in shapes.items():
-            yield Matrix(f"model.layers.{layer}.{name}", outputs, inputs)
-    yield Matrix(HEAD, g.vocab_size, g.hidden_size)
-
-
-def stored_bytes(matrix: Matrix, config: QuantConfig, copies: int = 1) -> int:
-    """Bytes of a matrix in the bundle, or with :data:`BLOCK_COPIES` of its scales in the engine.
+def stored_bytes(linear: Linear, config: QuantConfig, copies: int = 1) -> int:
+    """Bytes of a linear's weights in the bundle, or with :data:`BLOCK_COPIES` of its scales in the engine.
 
     Float forms count as float32: that is what the engine makes of them.
     """
     match config:
         case WeightOnly(grid):
-            return _blocked_bytes(matrix, grid, copies)
+            return _blocked_bytes(linear, grid, copies)
         case PerToken() | Static():  # int8, a scale for each output
-            return matrix.size + 4 * matrix.outputs
+            return linear.size + 4 * linear.outputs
         case _:
-            return 4 * matrix.size
+            return 4 * linear.size
 
 
-def _blocked_bytes(matrix: Matrix, grid: Grid, copies: int) -> int:
-    blocks = -(-matrix.inputs // grid.block)
+def _blocked_bytes(linear: Linear, grid: Grid, copies: int) -> int:
+    blocks = -(-linear.inputs // grid.block)
     zeros = 0 if grid.symmetric else -(-blocks * grid.bits // 8)
-    return matrix.outputs * (blocks * grid.block * grid.bits // 8 + 4 * blocks * copies + zeros)
+    return linear.outputs * (blocks * grid.block * grid.bits // 8 + 4 * blocks * copies + zeros)
 
 
 def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[str, int]:
     """Bytes of each graph's linears by phase, norms and biases left out: they are a thousandth."""
     return {
-        phase: sum(stored_bytes(matrix, stored.of(matrix.module), copies) for matrix in matrices(geometry))
+        phase: sum(stored_bytes(linear, stored.of(linear.name), copies) for linear in geometry.linears)
         for phase, stored in quant_configs(recipe).items()
     }
 
 
 def _embedding_bytes(geometry: Geometry, stored: QuantConfigs) -> int:
-    table = Matrix(HEAD, geometry.vocab_size, geometry.hidden_size)
-    return stored_bytes(table, embedding_config(stored, geometry.tied_head))
+    return stored_bytes(geometry.linear[HEAD], embedding_config(stored, geometry.tied_head))
 
 
 def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int) -> MemoryPlan:
@@ -140,14 +104,15 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     """
     graphs = quant_configs(recipe)
     chunk = min(limits.prefill_chunk, limits.max_context)
+    tables = {item.rope: item.head_dim for item in geometry.attentions if item.rope is not None}
     return MemoryPlan(
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
         embedding=sum(_embedding_bytes(geometry, stored) for stored in graphs.values()),
-        workspace=chunk * (WIDE_ARRAYS * geometry.intermediate_size + NARROW_ARRAYS * geometry.hidden_size) * 4,
+        workspace=chunk * (WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size) * 4,
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
-        workspace_per_token=4 * (geometry.heads * chunk + geometry.head_dim * len(graphs)),
+        workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=CACHE_BYTES[recipe.cache_type()]),
         logits=LOGITS_COPIES * 4 * geometry.vocab_size,
     )
@@ -163,7 +128,7 @@ def plan_build(
     judged: bool = False,
     device: DeviceMemory | None = None,
     one_memory: bool = False,
-) -> Plan:
+) -> MemoryEstimate:
     """The peak of a build: the largest of calibrating, quantizing, compiling, and judging the finished bundle.
 
     Args:
@@ -185,10 +150,10 @@ def plan_build(
     parts = max(steps, key=lambda step: sum(step.values()))
     total = sum(parts.values())
     # The context makes a bundle no larger to build, and neither does the batch.
-    return Plan("build", parts, limits.max_context, limits.max_batch, limits, lambda context, batch: total)
+    return MemoryEstimate("build", parts, limits.max_context, limits.max_batch, limits, lambda context, batch: total)
 
 
-def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> Plan:
+def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> MemoryEstimate:
     """The peak of making a bundle's engine anew: nothing is calibrated this time; ``one_memory`` as above."""
     recipe = replace(manifest.recipe, scheme="rtn", smoothing=0.0, sparsity="none", activations="none")
     device = manifest.device
@@ -224,14 +189,14 @@ def _engine(device: DeviceMemory, recipe: Recipe, one_memory: bool) -> dict[str,
 
 
 def _largest(geometry: Geometry) -> int:
-    return max(matrix.size for matrix in matrices(geometry))
+    return max(linear.size for linear in geometry.linears)
 
 
 def _judging(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_bytes: int, tokens: int) -> dict[str, int]:
     """The finished bundle, loaded, beside what quantizing left, and the reference or its logits, which take turns."""
     plan = memory_plan(geometry, limits, recipe, tokenizer_bytes)
     run = plan.parts(min(limits.max_context, tokens))
-    layer = REFERENCE_COPIES * 4 * sum(matrix.size for matrix in _of_one_layer(geometry))
+    layer = REFERENCE_COPIES * 4 * max(sum(linear.size for linear in layer) for layer in _layers(geometry))
     return {
         **run,
         "engine": run["engine"] + BUILDER,
@@ -240,20 +205,20 @@ def _judging(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_bytes
     }
 
 
-def _of_one_layer(geometry: Geometry) -> list[Matrix]:
-    return [matrix for matrix in matrices(replace(geometry, layers=1)) if matrix.module != HEAD]
+def _layers(geometry: Geometry) -> list[list[Linear]]:
+    """The linears of each layer."""
+    return [[linear for linear in geometry.linears if linear.layer == index] for index in range(geometry.layers)]
 
 
 def _calibrating(geometry: Geometry, recipe: Recipe, samples: int, length: int) -> dict[str, int]:
     """torch, a layer in float32 and what it is decided with, and the activations between two layers."""
-    layer = _of_one_layer(geometry)
-    # Second moments of each linear's inputs, where the scheme looks at them; four activations of a layer are read.
-    moments = sum(matrix.inputs**2 for matrix in layer if matrix.module.endswith(FIRST_READERS))
-    widest = max(matrix.inputs for matrix in layer)
-    inverse = GPTQ_MATRICES * 4 * widest**2
+    # Second moments of what linears of a layer read, where the scheme looks at them.
+    read = [(group[0].layer, group[0].inputs) for group in geometry.readers if group[0].layer is not None]
+    moments = max(sum(inputs**2 for layer, inputs in read if layer == index) for index in range(geometry.layers))
+    inverse = GPTQ_MATRICES * 4 * max(inputs for _, inputs in read) ** 2
     return {
         "engine": INTERPRETER + BUILDER + TORCH,
-        "layer": 2 * 4 * sum(matrix.size for matrix in layer),
+        "layer": 2 * 4 * max(sum(linear.size for linear in layer) for layer in _layers(geometry)),
         "second moments": 4 * moments + inverse if recipe.scheme != "rtn" else 0,
         "activations": 2 * 4 * samples * length * geometry.hidden_size,
     }

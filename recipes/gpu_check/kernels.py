@@ -16,6 +16,11 @@ import numpy as np
 from gpu_check import models
 from gpu_check.measure import seconds_of, spread, without_graphs
 from gpu_check.steps import NotHereError, Options
+from llmc.bundle import read_bundle
+from llmc.errors import LlmcError, MissingExtraError
+from llmc.runtime.sessions import Batch, Phase
+from llmc.runtime.sessions.onnxruntime import cuda, cuda_provider
+from llmc.runtime.sessions.tensorrt import library
 
 POSITION, STEPS = 2000, 16
 # How layers are called that compute attention in one kernel, products of matrices, and those that only move data.
@@ -30,10 +35,8 @@ NAMES = 12  # of each kind of layers that are listed
 def kernels(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
     """A decode step on ONNX Runtime with its attention kernels for decode (XQA) and without: seconds, and microseconds
     by operator, of the host and, where the package was built with CUPTI, of each kernel."""
-    from llmc.runtime.sessions.onnxruntime.cuda_provider import import_onnxruntime_gpu
-
     models.check_here(target)
-    folder, runtime = models.built(target, geometry, precision, options), import_onnxruntime_gpu("0")
+    folder, runtime = models.built(target, geometry, precision, options), cuda_provider.import_onnxruntime_gpu("0")
     found: dict[str, Any] = {}
     for name, value in {"xqa": "1", "without_xqa": "0"}.items():
         os.environ["ORT_ENABLE_XQA"] = value  # read when a session is made
@@ -63,15 +66,11 @@ class Traced:
 
 def stepped(folder: Path, runtime: Any) -> dict[str, float]:
     """Seconds of steps of one row after a long prompt."""
-    from llmc.bundle import read_bundle
-    from llmc.runtime.sessions import Batch, Phase
-    from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
-
     manifest = read_bundle(folder)
     past = min(POSITION, manifest.limits.max_context - 1)
     zero = np.zeros((1, 1), np.int64)
     call = Batch(Phase.DECODE, zero + 10, np.array([past], np.int64), zero, 0)
-    with contextlib.closing(CudaSession(folder, manifest, 1, runtime=runtime)) as session:
+    with contextlib.closing(cuda.CudaSession(folder, manifest, 1, runtime=runtime)) as session:
         session.cache.reserve(1, past + 1)
         session.run(call)
         return spread([seconds_of(lambda: session.run(call)) for _ in range(STEPS)])
@@ -91,23 +90,14 @@ def by_operator(events: Iterable[dict[str, Any]], count: int) -> dict[str, dict[
 
 def layers(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
     """What an engine was compiled to, by TensorRT's inspector: how many layers are of which kind."""
-    from llmc.bundle import read_bundle
-    from llmc.runtime.host import cuda
-    from llmc.runtime.sessions.tensorrt import library as engine_library
-    from llmc.runtime.sessions.tensorrt.engine import Engine
+    from llmc.optimize.tensorrt.inspector import inspect_engine
 
     models.check_here(target)
-    folder, library = models.built(target, geometry, precision, options), engine_library.load_library(target)
-    file = folder / read_bundle(folder).engine.file
-    with contextlib.closing(cuda.open_driver()) as gpu:
-        gpu.activate()
-        with contextlib.closing(Engine(library, file, folder)) as engine:
-            if not hasattr(engine.native, "create_engine_inspector"):
-                raise NotHereError(f"{library.__name__} {library.__version__} has no inspector of engines")
-            inspector = engine.native.create_engine_inspector()
-            said = json.loads(inspector.get_engine_information(library.LayerInformationFormat.JSON))
-            del inspector
-    return digest(said["Layers"])
+    folder = models.built(target, geometry, precision, options)
+    found = inspect_engine(library.load_library(target), folder / read_bundle(folder).engine.file)
+    if found is None:
+        raise NotHereError("the engine cannot be loaded here")
+    return digest(found.layers)
 
 
 def digest(layers: list[Any]) -> dict[str, Any]:
@@ -123,8 +113,6 @@ def digest(layers: list[Any]) -> dict[str, Any]:
 
 def refusal(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
     """What TensorRT-RTX says of this GPU: a few tokens, or its refusal."""
-    from llmc.errors import LlmcError, MissingExtraError
-
     models.check_here(target)
     try:
         with models.opened(target, geometry, precision, options) as model:

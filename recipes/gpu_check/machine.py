@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 from gpu_check.steps import NotHereError, Options
+from llmc.errors import GpuError
+from llmc.runtime.host import cuda
+from llmc.runtime.host.probe import probe
 
 PACKAGES = re.compile(r"llmc|numpy|onnx|tensorrt|cuda|nvidia|torch|transformers", re.IGNORECASE)
 PROBE_S = 120.0
@@ -24,8 +27,6 @@ COPIES, ROUNDS, ROWS = 20, 5, 16
 
 def machine(options: Options) -> dict[str, Any]:
     """The machine, its GPUs and libraries as the probe finds them, and versions of what is installed."""
-    from llmc.runtime.host.probe import probe
-
     installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     packages = {name: installed[name] for name in sorted(installed) if PACKAGES.search(name)}
     return {"platform": platform.platform(), "packages": packages, "probe": asdict(probe(timeout_s=PROBE_S))}
@@ -33,69 +34,61 @@ def machine(options: Options) -> dict[str, Any]:
 
 def driver(options: Options) -> dict[str, Any]:
     """Allocation, pinned memory, copies, a resized cache, recorded copies: rates, times, and what came out wrong."""
-    from llmc.errors import GpuError
-    from llmc.runtime.host import cuda
-
     try:
         gpu = cuda.open_driver()
     except GpuError as error:
         raise NotHereError(str(error)) from error
     with closing(gpu), ExitStack() as taken:
-        return Rehearsal(gpu, taken).results()
+        free, total = gpu.memory_info()
+        size = min(COPY_BYTES, free // 8) // 4096 * 4096
+        places, taking = [], []
+        for take, give in 2 * [(gpu.alloc, gpu.free)] + 2 * [(gpu.alloc_host, gpu.free_host)]:
+            start = time.perf_counter()
+            places.append(take(size))
+            taking.append(time.perf_counter() - start)
+            taken.callback(give, places[-1])
+        stream = gpu.stream()
+        taken.callback(gpu.destroy_stream, stream)
+        facts = {"device": asdict(gpu.device), "free_bytes": free, "total_bytes": total, "buffer_bytes": size}
+        return {**facts, "alloc_s": taking[:2], "pinned_alloc_s": taking[2:], **Copies(gpu, stream, size, places).all()}
 
 
-class Rehearsal:
-    """Buffers of one size on both sides, and what a session does with such."""
+class Copies:
+    """Two buffers on the device and two pinned ones, all of ``size`` bytes, and what a session does with such."""
 
-    def __init__(self, gpu: Any, taken: ExitStack) -> None:
-        self.gpu, self.free = gpu, gpu.memory_info()[0]
-        self.size = min(COPY_BYTES, self.free // 8) // 4096 * 4096
-        start = time.perf_counter()
-        self.source, self.target = (self._taken(taken, gpu.alloc, gpu.free) for _ in range(2))
-        self.alloc_s = (time.perf_counter() - start) / 2
-        start = time.perf_counter()
-        self.up, self.down = (self._taken(taken, gpu.alloc_host, gpu.free_host) for _ in range(2))
-        self.pinned_alloc_s = (time.perf_counter() - start) / 2
-        self.stream = gpu.stream()
-        taken.callback(gpu.destroy_stream, self.stream)
-        self.given, self.got = (
-            np.frombuffer((ctypes.c_ubyte * self.size).from_address(place), np.uint8) for place in (self.up, self.down)
-        )
-        self.given[:] = np.random.default_rng(0).integers(0, 256, self.size, np.uint8)
+    def __init__(self, gpu: Any, stream: int, size: int, places: list[int]) -> None:
+        self.gpu, self.stream, self.size = gpu, stream, size
+        self.source, self.target, self.up, self.down = places
+        given, self.got = (np.frombuffer((ctypes.c_ubyte * size).from_address(p), np.uint8) for p in places[2:])
+        given[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+        self.given = given
 
-    def _taken(self, taken: ExitStack, take: Callable[[int], int], give: Callable[[int], None]) -> int:
-        place = take(self.size)
-        taken.callback(give, place)
-        return place
-
-    def results(self) -> dict[str, Any]:
-        """Everything, in the order in which it is of use to the next."""
+    def all(self) -> dict[str, Any]:
+        """Rates and times; each begins with what the one before has left."""
         found: dict[str, Any] = {
-            "device": asdict(self.gpu.device),
-            "free_bytes": self.free,
-            "buffer_bytes": self.size,
-            "alloc_s": self.alloc_s,
-            "pinned_alloc_s": self.pinned_alloc_s,
-            "host_to_device": self.copies(self.source, self.up, 2),
-            "on_device": self.copies(self.target, self.source, COPIES),
-            "device_to_host": self.copies(self.down, self.target, 2),
+            "host_to_device": self.copied(self.source, self.up, 2),
+            "on_device": self.copied(self.target, self.source, COPIES),
+            "device_to_host": self.copied(self.down, self.target, 2),
         }
         wrong = [] if np.array_equal(self.given, self.got) else ["what came down differs from what went up"]
         found["resize"], resized = self.resize()
-        wrong += [] if resized else ["rows of the cache are not what they were after it was resized"]
         found["launches_s"], replayed = self.replay()
+        wrong += [] if resized else ["rows of the cache are not what they were after it was resized"]
         wrong += [] if replayed else ["recorded copies, launched as A, B, A, left something else"]
         return found | {"problems": wrong}
 
-    def copies(self, target: int, source: int, count: int) -> dict[str, float]:
+    def copied(self, target: int, source: int, count: int) -> dict[str, float]:
         """Rates of some copies of everything."""
+        return self.rates(lambda: [self.gpu.copy(target, source, self.size, self.stream) for _ in range(count)], count)
+
+    def rates(self, queue: Callable[[], Any], count: float) -> dict[str, float]:
+        """Rates of what moves so many times the size."""
 
         def run() -> None:
-            for _ in range(count):
-                self.gpu.copy(target, source, self.size, self.stream)
+            queue()
             self.gpu.synchronize(self.stream)
 
-        return rates_of(run, 2 * self.size * count)
+        return rates_of(run, int(2 * self.size * count))
 
     def read(self, size: int) -> Any:
         """What lies at the beginning of the target."""
@@ -107,13 +100,9 @@ class Rehearsal:
         """Rows moved to where each is twice as long."""
         pitch = self.size // 2 // ROWS
         self.gpu.fill(self.target, self.size, self.stream)
-
-        def grow() -> None:
-            self.gpu.copy_2d(self.target, 2 * pitch, self.source, pitch, pitch, ROWS, self.stream)
-            self.gpu.synchronize(self.stream)
-
-        rates = rates_of(grow, 2 * pitch * ROWS)
-        rows, wanted = self.read(2 * pitch * ROWS).reshape(ROWS, 2 * pitch), self.given[: pitch * ROWS]
+        places = self.target, 2 * pitch, self.source, pitch, pitch, ROWS, self.stream
+        rates = self.rates(lambda: self.gpu.copy_2d(*places), 0.5)
+        rows, wanted = self.read(self.size).reshape(ROWS, 2 * pitch), self.given[: pitch * ROWS]
         return rates, np.array_equal(rows[:, :pitch].ravel(), wanted) and not rows[:, pitch:].any()
 
     def replay(self) -> tuple[list[float], bool]:

@@ -8,8 +8,11 @@ from typing import Any
 from unittest.mock import patch
 
 from gpu_check import models
-from gpu_check.reference import arbitrary
+from gpu_check.correctness import arbitrary
 from gpu_check.steps import Options
+from llmc.runtime.host import cuda
+from llmc.runtime.sessions.onnxruntime import cuda as onnxruntime_steps
+from llmc.runtime.sessions.tensorrt import steps as tensorrt_steps
 
 ROUNDS = 5
 PROMPTS = (128, 512, 2048)
@@ -24,8 +27,6 @@ def measure(target: str, geometry: str, precision: str, options: Options) -> dic
 
     No prefix is cached, and every prompt begins with another token.
     """
-    from llmc.runtime.host import cuda
-
     bundle = (target, geometry, precision, options)
     models.check_here(target)
     models.built(*bundle)
@@ -58,10 +59,7 @@ def measure(target: str, geometry: str, precision: str, options: Options) -> dic
 @contextlib.contextmanager
 def without_graphs() -> Iterator[None]:
     """Sessions on a GPU launch every kernel by itself."""
-    from llmc.runtime.sessions.onnxruntime import cuda
-    from llmc.runtime.sessions.tensorrt import steps as tensorrt_steps
-
-    with patch.object(cuda, "MOST_RECORDINGS", 0), patch.object(tensorrt_steps, "RECORDED_TOKENS", 0):
+    with patch.object(onnxruntime_steps, "MOST_RECORDINGS", 0), patch.object(tensorrt_steps, "RECORDED_TOKENS", 0):
         yield
 
 

@@ -20,6 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_check.steps import NotHereError, Options
+from llmc.errors import GpuError, LlmcError, require
+from llmc.runtime import load
+from llmc.runtime.host import cuda
+from llmc.runtime.sessions.onnxruntime import cuda_provider
+from llmc.runtime.sessions.tensorrt import library
 
 RECIPES = Path(__file__).resolve().parents[1]
 # The small model that is trained and lies in the repository, and geometries of make_model.py.
@@ -52,7 +57,6 @@ def built(target: str, geometry: str, precision: str, options: Options) -> Path:
     Raises:
         NotHereError: building it failed or hung before: it is not tried again but by the step for it.
     """
-    from llmc.errors import LlmcError
     from llmc.optimize.build import build as build_bundle
 
     folder, trouble = _places(target, geometry, precision, options)
@@ -80,8 +84,6 @@ def _places(target: str, geometry: str, precision: str, options: Options) -> tup
 @contextlib.contextmanager
 def opened(target: str, geometry: str, precision: str, options: Options) -> Iterator[Any]:
     """The bundle loaded, with no prefix cached, where library and GPU are here."""
-    from llmc.runtime import load
-
     check_here(target)
     folder = built(target, geometry, precision, options)
     with load(folder, self_test=False, prefix_cache_bytes=0) as model:
@@ -94,16 +96,11 @@ def check_here(target: str) -> None:
     Raises:
         NotHereError, MissingExtraError: with what is missing.
     """
-    from llmc.errors import GpuError
-    from llmc.runtime.host import cuda
-    from llmc.runtime.sessions.onnxruntime import cuda_provider
-    from llmc.runtime.sessions.tensorrt import library as engine_library
-
     try:
         if target == "cuda":
             cuda_provider.import_onnxruntime_gpu("0")
         elif target != "cpu":
-            engine_library.load_library(target)
+            library.load_library(target)
         if target != "cpu":
             cuda.open_driver().close()
     except GpuError as error:
@@ -132,8 +129,6 @@ def export(geometry: str, options: Options) -> Path:
 
 def make(geometry: str, output: Path) -> None:
     """Write the checkpoint, if it is none that comes with llmc, and export it."""
-    from llmc.errors import require
-
     require("torch", "export")
     from llmc.export import export as export_checkpoint
 

@@ -80,9 +80,9 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
 
 
 def _content(file: Path) -> dict[str, Any] | None:
-    """What the step wrote, if that is what :func:`gpu_check.steps.work` writes."""
+    """What the step wrote, if that is what :func:`gpu_check.steps.work` writes; None for NaN and infinities."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes(), parse_constant=lambda name: None)
         return found if isinstance(found, dict) and isinstance(found.get("result"), dict) else None
     return None
 

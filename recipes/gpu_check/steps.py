@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import json
 import logging
-import math
 import statistics
 import subprocess
 import sys
@@ -36,21 +35,15 @@ class Step:
     limit_s: float
 
 
+BUILD, MEASURE = ("models:build", 1200.0), ("measure:measure", 600.0)
 STEPS = [
     Step("machine", "machine:machine", 180),
     Step("driver", "machine:driver", 120),
-    *(
-        step
-        for name in BUNDLES
-        for step in (
-            Step(f"build/{name}", "models:build", 1200),
-            Step(f"measure/{name}", "measure:measure", 600),
-        )
-    ),
+    *(step for name in BUNDLES for step in (Step(f"build/{name}", *BUILD), Step(f"measure/{name}", *MEASURE))),
     *(Step(f"baseline/{name}", "baseline:baseline", 600) for name in GEOMETRIES),
-    *(Step(f"reference/{name}", "reference:reference", 900) for name in GEOMETRIES),
-    *(Step(f"verify/{name}", "verify:verify", 900) for name in BUNDLES),
-    *(Step(f"determinism/{name}", "determinism:determinism", 300) for name in BUNDLES),
+    *(Step(f"reference/{name}", "correctness:reference", 900) for name in GEOMETRIES),
+    *(Step(f"verify/{name}", "correctness:verify", 900) for name in BUNDLES),
+    *(Step(f"determinism/{name}", "correctness:determinism", 300) for name in BUNDLES),
     *(Step(f"buckets/{name}", "measure:buckets", 300) for name in BUNDLES),
     *(Step(f"kernels/{name}", "kernels:kernels", 300) for name in BUNDLES if name.startswith("cuda/")),
     *(Step(f"layers/{name}", "kernels:layers", 300) for name in BUNDLES if name.startswith("tensorrt")),
@@ -97,18 +90,9 @@ def work(name: str, result: Path, options: Options) -> int:
     except LlmcError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    content = finite({"result": found, "clocks": clocks, "resident_bytes": resident_bytes()[1]})
-    result.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+    content = {"result": found, "clocks": clocks, "resident_bytes": resident_bytes()[1]}
+    result.write_text(json.dumps(content), encoding="utf-8")
     return 0
-
-
-def finite(value: Any) -> Any:
-    """``value`` with None for what JSON cannot say: NaN and infinities."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,memory.used,clocks_throttle_reasons.active"

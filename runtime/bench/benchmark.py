@@ -10,7 +10,7 @@ from llmc.bundle import read_bundle
 from llmc.errors import UsageError
 from llmc.runtime.bench.client import Report, common, draw_prompt, energy, visit
 from llmc.runtime.bench.roofline import read_bandwidth
-from llmc.runtime.host.energy import EnergyMeter, Joules
+from llmc.runtime.host.energy import EnergyMeter
 from llmc.runtime.host.machine import resident_bytes
 from llmc.runtime.model import Model, load
 
@@ -63,7 +63,28 @@ def benchmark(
         _time_request(model, prompt_length, 2, 0)  # the first calls allocate; they are not counted
         with EnergyMeter() as meter:
             runs = [_time_request(model, prompt_length, new_tokens, index + 1) for index in range(repeats)]
-        return _report(model, runs, load_s, rss, prompt_length, new_tokens, meter.joules)
+        known = common(model)  # before the bandwidth loop takes its own buffers
+        ttft, steps = np.array([first for first, _ in runs]), np.concatenate([rest for _, rest in runs])
+        step, step_bytes = float(np.median(steps)), model.manifest.graphs["decode"].step_weight_bytes
+        bandwidth = max(read_bandwidth(model.threads), step_bytes / float(steps.min()))
+        return BenchmarkReport(
+            prompt_length=prompt_length,
+            new_tokens=new_tokens,
+            repeats=repeats,
+            load_s=load_s,
+            ttft_p50_s=float(np.median(ttft)),
+            ttft_p95_s=float(np.percentile(ttft, 95)),
+            tpot_p50_s=step,
+            tpot_p95_s=float(np.percentile(steps, 95)),
+            prefill_tokens_per_s=prompt_length / float(np.median(ttft)),
+            decode_tokens_per_s=len(steps) / float(steps.sum()),
+            rss_after_load_bytes=rss,
+            weight_bytes_per_token=step_bytes,
+            read_bandwidth=bandwidth,
+            roofline_fraction=step_bytes / step / bandwidth,
+            **known,
+            **energy(meter.joules, repeats * new_tokens),
+        )
 
 
 def _time_request(model: Model, prompt_length: int, new_tokens: int, index: int) -> tuple[float, list[float]]:
@@ -74,38 +95,3 @@ def _time_request(model: Model, prompt_length: int, new_tokens: int, index: int)
         raise answer.error
     first, *steps = np.diff([answer.due, *answer.tokens]).tolist()
     return first, steps
-
-
-def _report(
-    model: Model,
-    runs: list[tuple[float, list[float]]],
-    load_s: float,
-    rss: int,
-    prompt_length: int,
-    new_tokens: int,
-    joules: Joules | None,
-) -> BenchmarkReport:
-    ttft = np.array([first for first, _ in runs])
-    steps = np.concatenate([rest for _, rest in runs])
-    step = float(np.median(steps))
-    step_bytes = model.manifest.graphs["decode"].step_weight_bytes
-    known = common(model)  # before the bandwidth loop takes its own buffers
-    bandwidth = max(read_bandwidth(model.threads), step_bytes / float(steps.min()))
-    return BenchmarkReport(
-        prompt_length=prompt_length,
-        new_tokens=new_tokens,
-        repeats=len(runs),
-        load_s=load_s,
-        ttft_p50_s=float(np.median(ttft)),
-        ttft_p95_s=float(np.percentile(ttft, 95)),
-        tpot_p50_s=step,
-        tpot_p95_s=float(np.percentile(steps, 95)),
-        prefill_tokens_per_s=prompt_length / float(np.median(ttft)),
-        decode_tokens_per_s=len(steps) / float(steps.sum()),
-        rss_after_load_bytes=rss,
-        weight_bytes_per_token=step_bytes,
-        read_bandwidth=bandwidth,
-        roofline_fraction=step_bytes / step / bandwidth,
-        **known,
-        **energy(joules, len(runs) * new_tokens),
-    )

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmc.bundle import Manifest, build_command, read_bundle, unbuilt
+from llmc.bundle import Manifest, build_command, read_bundle, unbuilt, version
 from llmc.errors import LlmcError, text_of
-from llmc.plans import version
 from llmc.runtime.host.jetson import Jetson
 from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
 from llmc.runtime.host.probe import Device, Probe

@@ -27,6 +27,7 @@ from llmc.runtime.model import load
 
 PERCENTILES = (50, 95, 99)
 MAX_REQUESTS = 1_000_000  # every token's time is kept
+LOWEST = {"new_tokens": 2, "seed": 0}  # of the rest 1
 MIN_RATE = 1e-6  # one request in twelve days
 
 
@@ -123,7 +124,8 @@ def load_test(
     # A strict engine keeps a position of its own.
     room = limits.max_context - (options.get("determinism") == Determinism.STRICT)
     rows = limits.max_batch if concurrency is None else concurrency
-    _check(rows, rate, requests, prompt_length, new_tokens, seed, limits, room)
+    given = {"requests": requests, "prompt_length": prompt_length, "new_tokens": new_tokens, "seed": seed}
+    _check({"concurrency": rows, **given}, rate, limits, room)
     start = time.perf_counter()
     with load(folder, threads=threads, self_test=False, max_batch=rows, **options) as model:
         load_s = time.perf_counter() - start
@@ -157,35 +159,22 @@ def arrivals(count: int, rate: float | None, seed: int) -> list[float]:
     return [0.0, *np.cumsum(gaps).tolist()]
 
 
-def _check(
-    rows: int,
-    rate: float | None,
-    requests: int,
-    prompt_length: int,
-    new_tokens: int,
-    seed: int,
-    limits: Limits,
-    room: int,
-) -> None:
-    for name, value, low in (
-        ("concurrency", rows, 1),
-        ("requests", requests, 1),
-        ("prompt_length", prompt_length, 1),
-        ("new_tokens", new_tokens, 2),
-        ("seed", seed, 0),
-    ):
+def _check(given: dict[str, int], rate: float | None, limits: Limits, room: int) -> None:
+    for name, value in given.items():
+        low = LOWEST.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise UsageError(f"{name} is {value!r}, expected an integer of at least {low}")
-    if requests > MAX_REQUESTS:
+    if (requests := given["requests"]) > MAX_REQUESTS:
         raise UsageError(f"requests is {requests}, expected at most {MAX_REQUESTS:,}: the time of every token is kept")
     if rate is not None and not MIN_RATE <= rate < float("inf"):
         raise UsageError(
             f"rate is {rate!r}, expected requests per second from {MIN_RATE:g}; leave it out, and all arrive at once"
         )
-    if rows > limits.max_batch:
+    if (rows := given["concurrency"]) > limits.max_batch:
         raise UsageError(
             f"concurrency is {rows}, the bundle was built for {limits.max_batch}; build with a larger --max-batch"
         )
+    prompt_length, new_tokens = given["prompt_length"], given["new_tokens"]
     if prompt_length + new_tokens > room:
         raise UsageError(
             f"prompt_length is {prompt_length} and new_tokens is {new_tokens}, expected together at most the "

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
 
@@ -57,104 +57,10 @@ class DeviceInfo:
         return f"{self.name} ({self.compute_capability}), driver for CUDA {self.driver_version}"
 
 
-class Driver(Protocol):
-    """One GPU. Addresses, streams and graphs are integers; sizes are bytes. Any thread may call it."""
+class Driver:
+    """A GPU through the driver API, in the device's primary context, which libraries share. Any thread may call it.
 
-    @property
-    def device(self) -> DeviceInfo:
-        """This GPU's properties."""
-
-    def activate(self) -> None:
-        """Make the GPU current on the calling thread, for libraries that then call CUDA themselves."""
-
-    def memory_info(self) -> tuple[int, int]:
-        """Bytes of the GPU's memory: free, and all."""
-
-    def alloc(self, size: int) -> int:
-        """Device memory, aligned to 256 bytes at least; its contents are undefined."""
-
-    def free(self, address: int) -> None:
-        """Give back what :meth:`alloc` gave."""
-
-    def alloc_host(self, size: int) -> int:
-        """Pinned host memory; on an integrated GPU the device reads and writes it in place."""
-
-    def free_host(self, address: int) -> None:
-        """Give back what :meth:`alloc_host` gave."""
-
-    def device_address(self, host: int) -> int:
-        """The device's address of pinned host memory; integrated GPUs only."""
-
-    def stream(self) -> int:
-        """A new stream."""
-
-    def destroy_stream(self, stream: int) -> None:
-        """Free a stream."""
-
-    def synchronize(self, stream: int) -> None:
-        """Wait until all work of the stream is done; errors of that work are raised here."""
-
-    def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Copy bytes in any direction, in the order of the stream."""
-
-    def copy_2d(
-        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
-    ) -> None:
-        """Copy ``height`` rows of ``width`` bytes whose starts lie a pitch apart."""
-
-    def fill(self, address: int, size: int, stream: int) -> None:
-        """Write zeros."""
-
-    def begin_capture(self, stream: int) -> None:
-        """Record the stream's work from now on instead of doing it."""
-
-    def end_capture(self, stream: int) -> int:
-        """End the recording; what was recorded, ready to launch."""
-
-    def launch(self, graph: int, stream: int) -> None:
-        """Do recorded work, in the order of the stream."""
-
-    def destroy_graph(self, graph: int) -> None:
-        """Free recorded work."""
-
-    def close(self) -> None:
-        """Let go of the GPU; twice is harmless."""
-
-
-def open_driver(device: int = 0) -> Driver:
-    """The GPU number ``device`` of those that are visible.
-
-    Raises:
-        MissingExtraError: cuda-bindings is not installed.
-        GpuError: it is broken, there is no driver, one that is too old, or no such device; with what to do.
-    """
-    return CudaDriver(_import_bindings(), device)
-
-
-def _import_bindings() -> Any:
-    try:
-        api = require("cuda.bindings.driver", "gpu")
-    except MissingExtraError as error:
-        raise MissingExtraError(
-            "cuda-bindings is not installed; it is in the extras 'tensorrt', 'tensorrt-rtx' and 'gpu': "
-            "pip install '.[tensorrt]' in llmc's folder"
-        ) from error
-    except Exception as error:  # a broken installation raises anything
-        raise _broken_bindings(text_of(error)) from error
-    if not hasattr(api, "cuInit"):
-        raise _broken_bindings("it has no cuInit")
-    return api
-
-
-def _broken_bindings(why: str) -> GpuError:
-    return GpuError(
-        f"cuda-bindings is installed and cannot be loaded ({why}): pip uninstall cuda-bindings, then "
-        "pip install '.[tensorrt]' in llmc's folder"
-    )
-
-
-class CudaDriver:
-    """A GPU through the driver API, in the device's primary context, which libraries share.
+    Addresses, streams and graphs are integers; sizes are bytes.
 
     Args:
         api: the module ``cuda.bindings.driver``.
@@ -216,7 +122,7 @@ class CudaDriver:
         )
 
     def activate(self) -> None:
-        """Make the primary context current on this thread: what is done once for each."""
+        """Make the context current on this thread, for libraries that then call CUDA themselves; once for each."""
         if not getattr(self._local, "active", False):
             self._call("using the GPU", "cuCtxSetCurrent", self._context)
             self._local.active = True
@@ -227,7 +133,7 @@ class CudaDriver:
         return int(free), int(total)
 
     def alloc(self, size: int) -> int:
-        """Device memory.
+        """Device memory, aligned to 256 bytes at least; its contents are undefined.
 
         Raises:
             ResourceError: there is not so much.
@@ -239,7 +145,7 @@ class CudaDriver:
         self._do("freeing GPU memory", "cuMemFree", address)
 
     def alloc_host(self, size: int) -> int:
-        """Pinned host memory, mapped into an integrated GPU's addresses.
+        """Pinned host memory; on an integrated GPU the device reads and writes it in place.
 
         Raises:
             ResourceError: there is not so much.
@@ -254,7 +160,7 @@ class CudaDriver:
         self._do("freeing pinned memory", "cuMemFreeHost", address)
 
     def device_address(self, host: int) -> int:
-        """The device's address of pinned host memory."""
+        """The device's address of pinned host memory; integrated GPUs only."""
         return int(self._do("mapping pinned memory", "cuMemHostGetDevicePointer", host, 0))
 
     def stream(self) -> int:
@@ -267,11 +173,11 @@ class CudaDriver:
         self._do("freeing a stream", "cuStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
-        """Wait until all work of the stream is done."""
+        """Wait until all work of the stream is done; errors of that work are raised here."""
         self._do("waiting for the GPU", "cuStreamSynchronize", stream)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Copy bytes in any direction: host and device share one space of addresses."""
+        """Copy bytes in any direction, in the order of the stream: host and device share one space of addresses."""
         self._do("copying", "cuMemcpyAsync", target, source, size, stream)
 
     def copy_2d(
@@ -303,7 +209,7 @@ class CudaDriver:
             self._do("freeing a CUDA graph", "cuGraphDestroy", graph)
 
     def launch(self, graph: int, stream: int) -> None:
-        """Do recorded work."""
+        """Do recorded work, in the order of the stream."""
         self._do("launching a CUDA graph", "cuGraphLaunch", graph, stream)
 
     def destroy_graph(self, graph: int) -> None:
@@ -311,7 +217,7 @@ class CudaDriver:
         self._do("freeing a CUDA graph", "cuGraphExecDestroy", graph)
 
     def close(self) -> None:
-        """Let go of the primary context."""
+        """Let go of the primary context; twice is harmless."""
         if self._context is not None:
             self._context = None
             self._local = threading.local()
@@ -350,6 +256,38 @@ class CudaDriver:
     def _free(self) -> str:
         code, *values = self._api.cuMemGetInfo()
         return "no memory is left" if int(code) else f"{int(values[0]) // MB} of {int(values[1]) // MB} MB are free"
+
+
+def open_driver(device: int = 0) -> Driver:
+    """The GPU number ``device`` of those that are visible.
+
+    Raises:
+        MissingExtraError: cuda-bindings is not installed.
+        GpuError: it is broken, there is no driver, one that is too old, or no such device; with what to do.
+    """
+    return Driver(_import_bindings(), device)
+
+
+def _import_bindings() -> Any:
+    try:
+        api = require("cuda.bindings.driver", "gpu")
+    except MissingExtraError as error:
+        raise MissingExtraError(
+            "cuda-bindings is not installed; it is in the extras 'tensorrt', 'tensorrt-rtx' and 'gpu': "
+            "pip install '.[tensorrt]' in llmc's folder"
+        ) from error
+    except Exception as error:  # a broken installation raises anything
+        raise _broken_bindings(text_of(error)) from error
+    if not hasattr(api, "cuInit"):
+        raise _broken_bindings("it has no cuInit")
+    return api
+
+
+def _broken_bindings(why: str) -> GpuError:
+    return GpuError(
+        f"cuda-bindings is installed and cannot be loaded ({why}): pip uninstall cuda-bindings, then "
+        "pip install '.[tensorrt]' in llmc's folder"
+    )
 
 
 def _dotted(version: int) -> str:

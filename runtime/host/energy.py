@@ -54,11 +54,6 @@ class Joules:
     seconds: float
     sources: Mapping[str, float]
 
-    @property
-    def watts(self) -> float:
-        """Mean power."""
-        return self.total / self.seconds
-
 
 class Source(Protocol):
     """Something that energy can be read from."""
@@ -82,7 +77,7 @@ class EnergyMeter:
     Args:
         powercap: folder of the powercap zones.
         hwmon: folder of the hardware monitors.
-        nvml: whether to ask for NVIDIA GPUs.
+        nvml: ask for NVIDIA GPUs.
         power_interval_s: seconds between two samples of power.
     """
 

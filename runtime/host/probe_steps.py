@@ -20,7 +20,7 @@ Found = dict[str, Any]
 DRIVER_LIBRARY = "libcuda.so.1"
 # Of cuda.h: CUdevice_attribute.
 COMPUTE_MAJOR, COMPUTE_MINOR, INTEGRATED = 75, 76, 18
-# What the form "native" of a TensorRT engine is made of; see llmc.plans.EngineConfig.
+# What the form "native" of a TensorRT engine is made of; see llmc.bundle.EngineConfig.
 NATIVE = ("add_kv_cache_update", "add_attention", "add_rotary_embedding", "add_normalization_v2")
 # ONNX: y = Identity(x), opset 13, float32 [1]. A provider shows whether it can be loaded when it gets a graph.
 IDENTITY = bytes.fromhex(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from llmc.plans import version
+from llmc.bundle import version
 from llmc.runtime.host.probe import Library, Probe
 
 # Running, compiling (which --rebuild does too), and judging, which a build from an export does beside.

@@ -104,8 +104,8 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What one stage takes at its peak: resident bytes by name, pages of mapped files included.
+class MemoryEstimate:
+    """Memory of one stage at its peak: resident bytes by name, pages of mapped files included.
 
     Attributes:
         stage: export, build, run or :data:`GPU`.
@@ -143,7 +143,7 @@ class Plan:
             raise ResourceError(f"{what}: {describe(self, verdict)}")
 
 
-def describe(plan: Plan, verdict: Verdict) -> str:
+def describe(plan: MemoryEstimate, verdict: Verdict) -> str:
     """Why a plan does not fit, and what would, in one sentence."""
     parts = ", ".join(f"{size // MB} {name}" for name, size in plan.parts.items() if size >= MB)
     return (
@@ -152,7 +152,7 @@ def describe(plan: Plan, verdict: Verdict) -> str:
     )
 
 
-def what_fits(plan: Plan, verdict: Verdict) -> str:
+def what_fits(plan: MemoryEstimate, verdict: Verdict) -> str:
     """The largest context and batch that fit, each beside the plan's other one."""
     if not verdict.largest_context and not verdict.largest_batch:
         return "no context or batch is small enough: free memory or use a smaller precision or model"
@@ -173,7 +173,7 @@ def largest(limit: int, needed: Callable[[int], int], available: int) -> int:
     return bisect_right(range(1, limit + 1), available, key=needed)
 
 
-def plan_run(plan: MemoryPlan, limits: Limits, context: int | None = None, batch: int = 1) -> Plan:
+def plan_run(plan: MemoryPlan, limits: Limits, context: int | None = None, batch: int = 1) -> MemoryEstimate:
     """Loading a bundle and running it until ``context`` (default: the longest) tokens are cached in each of ``batch``
     rows, in the steps in which the engine reserves them."""
     context = limits.max_context if context is None else context
@@ -184,18 +184,18 @@ def plan_run(plan: MemoryPlan, limits: Limits, context: int | None = None, batch
     def needed(tokens: int, rows: int) -> int:
         return sum(parts(tokens, rows).values())
 
-    return Plan("run", parts(context, batch), context, batch, limits, needed)
+    return MemoryEstimate("run", parts(context, batch), context, batch, limits, needed)
 
 
-def plan_load(manifest: Manifest, context: int | None = None, batch: int = 1) -> Plan:
+def plan_load(manifest: Manifest, context: int | None = None, batch: int = 1) -> MemoryEstimate:
     """:func:`plan_run` of a bundle."""
     return plan_run(manifest.memory, manifest.limits, context, batch)
 
 
-def plan_device(plan: DeviceMemory, limits: Limits, context: int | None = None, batch: int = 1) -> Plan:
+def plan_device(plan: DeviceMemory, limits: Limits, context: int | None = None, batch: int = 1) -> MemoryEstimate:
     """What a bundle takes of its GPU's memory, with ``context`` (default: the longest) positions in each row."""
     context = limits.max_context if context is None else context
-    return Plan(GPU, plan.parts(context, batch), context, batch, limits, plan.total)
+    return MemoryEstimate(GPU, plan.parts(context, batch), context, batch, limits, plan.total)
 
 
 def check_load(folder: Path, manifest: Manifest, context: int, memory: int | None = None) -> None:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from llmc.inventory import Cache, CacheKind
 from llmc.runtime.kv.budget import check_growth, next_capacity
 
 Values = NDArray[Any]
+KEPT_PLACES = 8  # numbers of positions whose layout is remembered: a block's comes again and again
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Layout:
 
     def __init__(self, tensors: Sequence[CacheTensor]) -> None:
         self._tensors = tensors
+        self._places = lru_cache(KEPT_PLACES)(self._places_of)
         self.position = sum(prod(tensor.shape) for tensor in tensors if tensor.kind == "kv")
         self.state = sum(prod(tensor.shape) for tensor in tensors if tensor.kind == "state")
 
@@ -69,13 +72,15 @@ class Layout:
 
     def parts(self, values: Values, count: int) -> list[Values]:
         """Views of ``count`` positions' values: [kv_heads, count, head_dim] or a state, tensor by tensor."""
-        parts, start = [], 0
+        return [values[start:end].reshape(shape) for start, end, shape in self._places(count)]
+
+    def _places_of(self, count: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        places, start = [], 0
         for tensor in self._tensors:
             shape = tensor.of(1, count)[1:]
-            end = start + prod(shape)
-            parts.append(values[start:end].reshape(shape))
-            start = end
-        return parts
+            places.append((start, start + prod(shape), shape))
+            start += prod(shape)
+        return places
 
     def split(self, values: Values, count: int, size: int) -> list[Values]:
         """``count`` positions in blocks of ``size``, each an array of its own."""

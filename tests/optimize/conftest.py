@@ -14,6 +14,7 @@ from doubles.lowerings import Lowering, open_session
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
 from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.context import (
     Float32,
     LoweringContext,
@@ -65,6 +66,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def make_case() -> Callable[..., Any]:
+    """Makes a random checkpoint by its name, with changes, and its export."""
+    make: Callable[..., Any] = random_checkpoints.make_case
+    return make
 
 
 @pytest.fixture(scope="session", params=CASES)
@@ -126,9 +134,7 @@ class Decoder:
 
     def empty_cache(self) -> Cache:
         """A cache of one row that holds nothing yet."""
-        g = self.geometry
-        names = [f"past_key_values.{layer}.{part}" for layer in range(g.layers) for part in ("key", "value")]
-        return {name: np.zeros((1, g.kv_heads, CAPACITY, g.head_dim), np.float32) for name in names}
+        return empty_caches(self.geometry.caches, 1, CAPACITY, "float32")
 
     def run(self, ids: Sequence[Sequence[int]], past: Sequence[int], cache: Cache) -> tuple[np.ndarray, Cache]:
         """Logits [B, S, V] after every one of the new tokens [B, S], and the cache with them in it."""

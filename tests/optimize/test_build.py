@@ -145,8 +145,9 @@ def test_weights_are_counted_as_they_are_read(built, kind):
 
 def matrices(g: Geometry) -> int:
     """Weights of all layers' linears."""
-    attention = (2 * g.heads + 2 * g.kv_heads) * g.head_dim * g.hidden_size
-    return g.layers * (attention + 3 * g.intermediate_size * g.hidden_size)
+    first, inner = g.attentions[0], g.mlps[0].inner
+    attention = (2 * first.heads + 2 * first.kv_heads) * first.head_dim * g.hidden_size
+    return g.layers * (attention + 3 * inner * g.hidden_size)
 
 
 def bytes_per_weight(precision: str) -> float:
@@ -191,8 +192,8 @@ def test_an_untied_head_and_embedding_are_both_there(built):
 def test_limits_reach_the_bundle_and_its_rotary_tables(exported, tmp_path):
     report = build(exported(TIED).export, tmp_path / "bundle", precision="fp32", max_context=40, max_batch=3)
     assert (report.manifest.limits.max_context, report.manifest.limits.max_batch) == (40, 3)
-    cos = ir.load(report.output / "decoder.onnx").graph.initializers["rotary_emb.cos"]
-    assert tuple(cos.shape) == (40, report.manifest.geometry.head_dim // 2)
+    cos = ir.load(report.output / "decoder.onnx").graph.initializers["rotary_emb.0.cos"]
+    assert tuple(cos.shape) == (40, report.manifest.geometry.attentions[0].head_dim // 2)
     with load(report.output, threads=1) as model:
         assert model.generate([1] * 30, max_tokens=10, ignore_eos=True).usage.completion_tokens == 10
 

@@ -77,7 +77,7 @@ def portable(tiny_export: Path) -> Logits:
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = ort.InferenceSession(tiny_export / DECODER_FILE, options, providers=["CPUExecutionProvider"])
-    shape = (1, g.kv_heads, len(IDS), g.head_dim)
+    shape = (1, g.attentions[0].kv_heads, len(IDS), g.attentions[0].head_dim)
     caches = [f"past_key_values.{layer}.{part}" for layer in range(g.layers) for part in ("key", "value")]
     feeds = {
         "input_ids": np.array([IDS], np.int64),

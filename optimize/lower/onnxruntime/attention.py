@@ -1,32 +1,41 @@
-"""Attention for ONNX Runtime on CPUs: packed projections into GroupQueryAttention over shared buffers."""
+"""Attention for ONNX Runtime: packed projections into GroupQueryAttention over shared buffers.
+
+Its kernels take a head_dim that is a multiple of 8, and rotate one that is a multiple of 16 (tried with onnxruntime
+1.31.1, in float32 and float16); heads in between are rotated before.
+"""
 
 from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
 
+from llmc.bundle import Geometry
 from llmc.errors import BuildError
+from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.linears import pack
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import (
     LLMC,
     MICROSOFT,
     Emitter,
     constant,
-    initializer,
     nodes_of,
     replace,
+    scalar,
     vector,
 )
+from llmc.optimize.lower.rotary import rotary_tables
 from llmc.optimize.quantize import kv_cache
 
+HEAD_MULTIPLE, ROTATED_MULTIPLE = 8, 16
 QUANTIZED_CACHES = {"int8": "PER_TENSOR", "int8-channel": "PER_CHANNEL"}
 # What the cache's values are declared as, where it is not as the portable graph has them.
 CACHE_TYPES = {"float16": ir.DataType.FLOAT16, **dict.fromkeys(QUANTIZED_CACHES, ir.DataType.INT8)}
 
 # Makes ``seqlens_k`` int32 [B] (total length - 1 of each row) and ``total_sequence_length`` int32 [] or [1], in front
 # of a node.
-Positions = Callable[[ir.Graph, ir.Node], list[ir.Value]]
+Lengths = Callable[[ir.Graph, ir.Node], list[ir.Value]]
 
 
 def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
@@ -42,20 +51,9 @@ def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
         if len({bool(linear.biases) for linear in linears}) != 1:
             raise BuildError(f"{attention.name}: only some of query, key and value have a bias")
         if len({context.quant.of(linear.module) for linear in linears}) == 1:
-            _pack(graph, f"{attention.name}.qkv_proj", linears)
+            pack(linears)
         count += 1
     return count
-
-
-def _pack(graph: ir.Graph, name: str, linears: list[Linear]) -> None:
-    first = min(linears, key=lambda linear: list(graph).index(linear.node))
-    emit = Emitter(first.node, name, main="Linear")
-    weights = [linear.node.inputs[1] for linear in linears]
-    biases = [linear.node.inputs[2] for linear in linears if linear.biases]
-    packed = emit("Linear", first.node.inputs[0], *weights, *biases, domain=LLMC, parts=len(weights))
-    sizes = vector(graph, [linear.outputs for linear in linears])
-    for linear, part in zip(linears, emit.many("Split", [packed, sizes], 3, axis=-1), strict=True):
-        replace(linear.node, part)
 
 
 def _linear_before(value: ir.Value | None) -> Linear:
@@ -70,34 +68,79 @@ def _linear_before(value: ir.Value | None) -> Linear:
     return Linear.of(node)
 
 
-def group_query_attention(graph: ir.Graph, context: LoweringContext, make_positions: Positions) -> int:
-    """llmc::CachedAttention -> GroupQueryAttention; ``make_positions`` is called once, for all layers."""
-    positions: list[ir.Value] = []
+def group_query_attention(graph: ir.Graph, context: LoweringContext, make_lengths: Lengths) -> int:
+    """llmc::CachedAttention -> GroupQueryAttention; ``make_lengths`` is called once, for all layers."""
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
-    for layer, node in enumerate(attentions):
-        positions = positions or make_positions(graph, node)
-        query, key, value, past_key, past_value, _past_lengths, inv_freq = node.inputs
-        packed = _split_source(query, key, value)
-        window = node.attributes["window"].as_int()
-        scales, attributes = _cache_scales(graph, layer, context)
+    if not attentions:
+        return 0
+    lengths, apart = make_lengths(graph, attentions[0]), any(map(_rotated_apart, context.geometry.attentions))
+    positions = token_positions(graph, attentions[0]) if apart else None
+    for node in attentions:
+        attention, tables = context.attention(node), rotary_tables(node, context)
+        query, key, value, past_key, past_value = node.inputs[:5]
+        scales, attributes = _cache_scales(graph, attention, context)
         emit = Emitter(node, main="GroupQueryAttention")
+        packed = _split_source(query, key, value)
+        if tables and _rotated_apart(attention):
+            query, key = (emit("RotaryEmbedding", x, positions, *tables, domain=MICROSOFT) for x in (query, key))
+            packed = tables = None
+        optional = [*(tables or (None, None)), *scales] if tables or scales else []
         outputs = emit.many(
             "GroupQueryAttention",
-            [
-                *((packed, None, None) if packed else (query, key, value)),
-                *(past_key, past_value, *positions, *rotary_tables(graph, inv_freq, context), *scales),
-            ],
+            [*((packed, None, None) if packed else (query, key, value)), past_key, past_value, *lengths, *optional],
             3,
             MICROSOFT,
-            num_heads=node.attributes["num_heads"].as_int(),
-            kv_num_heads=node.attributes["kv_heads"].as_int(),
+            num_heads=attention.heads,
+            kv_num_heads=attention.kv_heads,
             scale=node.attributes["scale"].as_float(),
-            local_window_size=window if window else -1,
-            do_rotary=1,
+            local_window_size=attention.window or -1,
+            do_rotary=int(tables is not None),
             **attributes,
         )
         replace(node, *outputs)
     return len(attentions)
+
+
+def _rotated_apart(attention: Attention) -> bool:
+    return attention.rope is not None and attention.head_dim % ROTATED_MULTIPLE != 0
+
+
+def check_head_sizes(geometry: Geometry) -> None:
+    """Refuse heads that GroupQueryAttention has no kernel for.
+
+    Raises:
+        BuildError: with the size, and the targets that take it.
+    """
+    for attention in geometry.attentions:
+        if attention.head_dim % HEAD_MULTIPLE:
+            raise BuildError(
+                f"{attention.name} has a head_dim of {attention.head_dim}, and ONNX Runtime attends to heads whose "
+                f"head_dim is a multiple of {HEAD_MULTIPLE}; build for cuda with --fp32, or for tensorrt"
+            )
+
+
+def graph_input(graph: ir.Graph, name: str) -> ir.Value:
+    """The graph's input called ``name``."""
+    return next(value for value in graph.inputs if value.name == name)
+
+
+def counted_tokens(graph: ir.Graph) -> ir.Value:
+    """1 ... S in every row, int64 [B, S], without Shape: made once, in front of everything else."""
+    if "counted" not in graph.meta:
+        ids = graph_input(graph, "input_ids")
+        emit = Emitter(graph[0], "positions")
+        # Ones that depend on nothing but the shape of the ids. Equal would do, had it a CUDA kernel of this opset.
+        ones = emit("Cast", emit("LessOrEqual", ids, ids), to=ir.DataType.INT64)
+        graph.meta["counted"] = emit("CumSum", ones, scalar(graph, 1, np.int64))
+    counted: ir.Value = graph.meta["counted"]
+    return counted
+
+
+def token_positions(graph: ir.Graph, first: ir.Node) -> ir.Value:
+    """Positions of the new tokens, int64 [B, S], in front of ``first``."""
+    emit = Emitter(first, "positions")
+    starts = emit("Unsqueeze", graph_input(graph, "past_lengths"), vector(graph, [1]))
+    return emit("Sub", emit("Add", starts, counted_tokens(graph)), scalar(graph, 1, np.int64))
 
 
 def _split_source(*parts: ir.Value | None) -> ir.Value | None:
@@ -108,19 +151,8 @@ def _split_source(*parts: ir.Value | None) -> ir.Value | None:
     return None
 
 
-def rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, context: LoweringContext) -> tuple[ir.Value, ir.Value]:
-    """Cosine and sine [max_context, head_dim / 2] for the planned context, shared by all graphs."""
-    assert inv_freq is not None and inv_freq.const_value is not None
-    frequencies = inv_freq.const_value.numpy().astype(np.float32)
-    angles = np.arange(context.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
-    names = ("rotary_emb.cos", "rotary_emb.sin")
-    tables = context.weights.add(names, lambda: [table(angles).astype(context.compute) for table in (np.cos, np.sin)])
-    cos, sin = (initializer(graph, table) for table in tables)
-    return cos, sin
-
-
 def _cache_scales(
-    graph: ir.Graph, layer: int, context: LoweringContext
+    graph: ir.Graph, attention: Attention, context: LoweringContext
 ) -> tuple[list[ir.Value | None], dict[str, str | int]]:
     """Inputs of the attention after the rotary tables, and its attributes, for a quantized cache; else nothing."""
     if context.cache not in QUANTIZED_CACHES:
@@ -128,9 +160,9 @@ def _cache_scales(
     scales: list[ir.Value | None] = [None, None, None]  # no position ids, no bias, no sink
     for part in ("key", "value"):
         found = kv_cache.scales(
-            context.calibrated.cache_range(layer, part), per_channel=context.cache == "int8-channel"
+            context.calibrated.cache_range(attention.layer, part), per_channel=context.cache == "int8-channel"
         )
-        scales.append(constant(graph, f"model.layers.{layer}.self_attn.{part}.scale", found.ravel()))
+        scales.append(constant(graph, f"{attention.name}.{part}.scale", found.ravel()))
     kind = QUANTIZED_CACHES[context.cache]
     return scales, {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": 8}
 

@@ -10,10 +10,10 @@ from llmc.optimize.lower.rewrite import Emitter, scalar
 
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over the shared buffers, rotary tables as constants."""
-    return group_query_attention(graph, context, _positions)
+    return group_query_attention(graph, context, _lengths)
 
 
-def _positions(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
+def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
     """``seqlens_k`` int32 [B] (total length - 1 of each row) and ``total_sequence_length`` int32 [] for all layers."""
     ids, past_lengths = (next(i for i in graph.inputs if i.name == name) for name in ("input_ids", "past_lengths"))
     emit = Emitter(first, "positions")

@@ -15,8 +15,14 @@ import onnx_ir as ir
 
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import group_query_attention, rotary_tables
+from llmc.optimize.lower.onnxruntime.attention import (
+    counted_tokens,
+    graph_input,
+    group_query_attention,
+    token_positions,
+)
 from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, nodes_of, replace, scalar, vector
+from llmc.optimize.lower.rotary import rotary_tables
 
 MASKED = float(np.finfo(np.float32).min)
 
@@ -24,27 +30,10 @@ MASKED = float(np.finfo(np.float32).min)
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over shared buffers, or basic operators where it has no kernel."""
     if context.compute == "float16":
-        return group_query_attention(graph, context, _positions)
+        return group_query_attention(graph, context, _lengths)
     if context.compute == "float32":  # the CUDA provider has GroupQueryAttention for 16 bits only
         return _basic_attention(graph, context)
     raise BuildError(f"the cuda target computes in float16 or float32, not in {context.compute}; change compute")
-
-
-def graph_input(graph: ir.Graph, name: str) -> ir.Value:
-    """The graph's input called ``name``."""
-    return next(value for value in graph.inputs if value.name == name)
-
-
-def counted_tokens(graph: ir.Graph) -> ir.Value:
-    """1 ... S in every row, int64 [B, S], on the device: made once, in front of everything else."""
-    if "cuda.counted" not in graph.meta:
-        ids = graph_input(graph, "input_ids")
-        emit = Emitter(graph[0], "positions")
-        # Ones that depend on nothing but the shape of the ids. Equal would do, had it a CUDA kernel of this opset.
-        ones = emit("Cast", emit("LessOrEqual", ids, ids), to=ir.DataType.INT64)
-        graph.meta["cuda.counted"] = emit("CumSum", ones, scalar(graph, 1, np.int64))
-    counted: ir.Value = graph.meta["cuda.counted"]
-    return counted
 
 
 def sequence_lengths(graph: ir.Graph, emit: Emitter) -> ir.Value:
@@ -52,7 +41,7 @@ def sequence_lengths(graph: ir.Graph, emit: Emitter) -> ir.Value:
     return emit("Gather", counted_tokens(graph), scalar(graph, -1, np.int64), axis=1)
 
 
-def _positions(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
+def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
     """``seqlens_k`` int32 [B] on the device, and ``total_sequence_length`` int32 [1] on the host.
 
     The latter is the cache's capacity, an upper bound that sizes grids and buffers: lengths come from ``seqlens_k``.
@@ -60,8 +49,12 @@ def _positions(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
     emit = Emitter(first, "positions")
     totals = emit("Add", graph_input(graph, "past_lengths"), sequence_lengths(graph, emit))
     last = emit("Sub", totals, scalar(graph, 1, np.int64))
-    capacity = emit("Shape", graph_input(graph, "past_key_values.0.key"), start=2, end=3)
-    return [emit("Cast", value, to=ir.DataType.INT32) for value in (last, capacity)]
+    return [emit("Cast", value, to=ir.DataType.INT32) for value in (last, _capacity(emit))]
+
+
+def _capacity(emit: Emitter) -> ir.Value:
+    """The cache's capacity, int64 [1], from that of the attention before which ``emit`` emits."""
+    return emit("Shape", emit.anchor.inputs[3], start=2, end=3)
 
 
 # -------------------------------------------------------------------------------------------------- basic operators
@@ -69,7 +62,7 @@ def _positions(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
 
 @dataclass
 class _Shared:
-    """What all layers use: positions int64 [B, S], columns [B, 1, 1, S, 1], cache slots [C], masks by window."""
+    """Values that all layers use: positions int64 [B, S], columns [B, 1, 1, S, 1], cache slots [C], masks by window."""
 
     positions: ir.Value
     columns: ir.Value
@@ -87,47 +80,46 @@ def _basic_attention(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def _shared(graph: ir.Graph, first: ir.Node) -> _Shared:
+    positions = token_positions(graph, first)
     emit = Emitter(first, "positions")
     zero, one = (scalar(graph, value, np.int64) for value in (0, 1))
-    starts = emit("Unsqueeze", graph_input(graph, "past_lengths"), vector(graph, [1]))
-    positions = emit("Sub", emit("Add", starts, counted_tokens(graph)), one)
-    capacity = emit("Shape", graph_input(graph, "past_key_values.0.key"), start=2, end=3)
-    slots = emit("Range", zero, emit("Squeeze", capacity), one)
+    slots = emit("Range", zero, emit("Squeeze", _capacity(emit)), one)
     return _Shared(positions, emit("Unsqueeze", positions, vector(graph, [1, 2, 4])), slots, {})
 
 
 def _attend(node: ir.Node, shared: _Shared, context: LoweringContext) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Attention [B, S, H * D] and the cache [B, KV, C, D] with the new keys and values in it."""
-    query, key, value, past_key, past_value, _past_lengths, inv_freq = node.inputs
-    emit, g = Emitter(node), context.geometry
-    tables = rotary_tables(emit.graph, inv_freq, context)
-    query, key = (emit("RotaryEmbedding", part, shared.positions, *tables, domain=MICROSOFT) for part in (query, key))
+    query, key, value, past_key, past_value = node.inputs[:5]
+    emit, attention = Emitter(node), context.attention(node)
+    graph, kv_heads, head_dim = emit.graph, attention.kv_heads, attention.head_dim
+    if tables := rotary_tables(node, context):
+        query, key = (emit("RotaryEmbedding", x, shared.positions, *tables, domain=MICROSOFT) for x in (query, key))
     present_key, present_value = (
-        _written(emit, past, part, shared, context) for past, part in ((past_key, key), (past_value, value))
+        _written(emit, past, part, shared, (kv_heads, head_dim))
+        for past, part in ((past_key, key), (past_value, value))
     )
     keys, values = (
-        emit("Unsqueeze", present, vector(emit.graph, [2])) for present in (present_key, present_value)
+        emit("Unsqueeze", present, vector(graph, [2])) for present in (present_key, present_value)
     )  # (B, KV, 1, C, D)
-    groups = emit("Reshape", query, vector(emit.graph, [0, 0, g.kv_heads, g.heads // g.kv_heads, g.head_dim]))
+    groups = emit("Reshape", query, vector(graph, [0, 0, kv_heads, attention.heads // kv_heads, head_dim]))
     queries = emit("Transpose", groups, perm=[0, 2, 3, 1, 4])  # (B, KV, G, S, D)
     scale = node.attributes["scale"].as_float()
     scores = emit("FusedMatMul", queries, keys, domain=MICROSOFT, transB=1, alpha=scale)  # (B, KV, G, S, C)
-    mask = _mask(emit, shared, node.attributes["window"].as_int())
-    weights = emit("Softmax", emit("Where", mask, scores, scalar(emit.graph, MASKED, np.float32)), axis=-1)
+    mask = _mask(emit, shared, attention.window)
+    weights = emit("Softmax", emit("Where", mask, scores, scalar(graph, MASKED, np.float32)), axis=-1)
     mixed = emit("Transpose", emit("MatMul", weights, values), perm=[0, 3, 1, 2, 4])  # (B, S, KV, G, D)
-    return emit("Reshape", mixed, vector(emit.graph, [0, 0, -1])), present_key, present_value
+    return emit("Reshape", mixed, vector(graph, [0, 0, -1])), present_key, present_value
 
 
 def _written(
-    emit: Emitter, past: ir.Value | None, part: ir.Value | None, shared: _Shared, context: LoweringContext
+    emit: Emitter, past: ir.Value | None, part: ir.Value | None, shared: _Shared, heads: tuple[int, int]
 ) -> ir.Value:
     """The cache with new keys or values [B, S, KV * D] in it, in place where past and present share their memory."""
-    g = context.geometry
-    split = emit("Reshape", part, vector(emit.graph, [0, 0, g.kv_heads, g.head_dim]))
-    heads = emit("Transpose", split, perm=[0, 2, 1, 3])  # (B, KV, S, D)
+    split = emit("Reshape", part, vector(emit.graph, [0, 0, *heads]))
+    turned = emit("Transpose", split, perm=[0, 2, 1, 3])  # (B, KV, S, D)
     column = emit("Unsqueeze", shared.positions, vector(emit.graph, [1, 3]))
-    places = emit("Expand", column, emit("Shape", heads))
-    return emit("ScatterElements", past, places, heads, axis=2)
+    places = emit("Expand", column, emit("Shape", turned))
+    return emit("ScatterElements", past, places, turned, axis=2)
 
 
 def _mask(emit: Emitter, shared: _Shared, window: int) -> ir.Value:

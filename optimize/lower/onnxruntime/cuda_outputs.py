@@ -4,7 +4,8 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.cuda_attention import graph_input, sequence_lengths
+from llmc.optimize.lower.onnxruntime.attention import graph_input
+from llmc.optimize.lower.onnxruntime.cuda_attention import sequence_lengths
 from llmc.optimize.lower.onnxruntime.linears import float_type
 from llmc.optimize.lower.rewrite import Emitter, nodes_of, replace, scalar, vector
 

@@ -4,6 +4,7 @@ import math
 
 import onnx_ir as ir
 
+from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
 from llmc.optimize.lower.onnxruntime.linears import blocked, converted, float16_weight, float32_weight, float_type
 from llmc.optimize.lower.raising import stored
@@ -15,7 +16,7 @@ def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
     """Gather(embedding, ids) -> a gather of rows that are then converted."""
     count = 0
     for gather in nodes_of(graph, "Gather"):
-        if gather.name != "model.embed_tokens":
+        if gather.name != EMBEDDING:
             continue
         table = stored(gather.inputs[0])
         match context.embedding:

@@ -6,8 +6,10 @@ TensorScatter becomes a KV-cache update, whose output shares the memory of its i
 
 import onnx_ir as ir
 
+from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, vector
+from llmc.optimize.lower.rotary import rotary_tables
 from llmc.optimize.lower.tensorrt.slots import Slots
 
 
@@ -16,29 +18,29 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if not attentions:
         return 0
-    slots = Slots.before(attentions[0], context, "attended")
+    windows = {(context.attention(node).window, 1) for node in attentions}
+    slots = Slots.before(attentions[0], "attended", windows)
     attended = Emitter(attentions[0], "attended")("Shape", slots.cache_slots)
     for node in attentions:
-        emit = Emitter(node, main="Attention")
-        query, key, value = heads(emit)
-        query, key = (emit("RotaryEmbedding", x, slots.cos, slots.sin, slots.positions) for x in (query, key))
+        emit, attention = Emitter(node, main="Attention"), context.attention(node)
+        query, key, value = heads(emit, attention)
+        if tables := rotary_tables(node, context):
+            query, key = (emit("RotaryEmbedding", x, *tables, slots.positions) for x in (query, key))
         presents = [
             emit("TensorScatter", past, new, slots.past_lengths, axis=2)
             for past, new in zip(node.inputs[3:5], (key, value), strict=True)
         ]
         seen = [emit("Slice", present, vector(graph, [0]), attended, vector(graph, [2])) for present in presents]
-        mask = slots.masks[node.attributes["window"].as_int()]
+        mask = slots.masks[attention.window, 1]
         output = emit("Attention", query, *seen, mask, scale=node.attributes["scale"].as_float())
         replace(node, merged(emit, output), *presents)
     return len(attentions)
 
 
-def heads(emit: Emitter) -> list[ir.Value]:
+def heads(emit: Emitter, attention: Attention) -> list[ir.Value]:
     """Query, key and value of the attention before which ``emit`` emits, [B, heads, S, D]."""
-    node = emit.anchor
-    query_heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_heads"))
-    counts = (query_heads, kv_heads, kv_heads)
-    return [_split(emit, value, count) for value, count in zip(node.inputs[:3], counts, strict=True)]
+    counts = (attention.heads, attention.kv_heads, attention.kv_heads)
+    return [_split(emit, value, count) for value, count in zip(emit.anchor.inputs[:3], counts, strict=True)]
 
 
 def _split(emit: Emitter, value: ir.Value | None, count: int) -> ir.Value:

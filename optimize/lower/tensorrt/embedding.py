@@ -7,6 +7,7 @@ arithmetic, see :mod:`.words`.
 import onnx_ir as ir
 
 from llmc.errors import BuildError
+from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import Computed, LoweringContext, Static, WeightOnly
 from llmc.optimize.lower.raising import stored
 from llmc.optimize.lower.rewrite import Emitter, initializer, nodes_of, replace, sizes, sole_consumer, vector
@@ -19,7 +20,7 @@ def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
     """Gather(embedding, ids) -> a gather of rows in the compute type, or of packed ones that are then unpacked."""
     count = 0
     for gather in nodes_of(graph, "Gather"):
-        if gather.name != "model.embed_tokens":
+        if gather.name != EMBEDDING:
             continue
         emit, table = Emitter(gather), stored(gather.inputs[0])
         match context.embedding:

@@ -5,9 +5,10 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import Computed, Float8, LoweringContext, QuantConfig, Static, WeightOnly
+from llmc.optimize.lower.context import ARRAY_TYPES, Computed, Float8, LoweringContext, QuantConfig, Static, WeightOnly
+from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, initializer, nodes_of, replace
+from llmc.optimize.lower.rewrite import Emitter, constant, initializer
 from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.quantize import static
 from llmc.optimize.quantize.grid import Grid
@@ -18,32 +19,27 @@ def lower_linears(graph: ir.Graph, context: LoweringContext) -> int:
 
     Counts the parts of packed ones.
     """
-    quantized: dict[ir.Value, ir.Value] = {}
-    count = 0
-    for node in nodes_of(graph, "Linear", LLMC):
-        linear, x = Linear.of(node), node.inputs[0]
-        assert x is not None
-        config = context.quant.of(linear.module)
-        if isinstance(config, Static) or (isinstance(config, Float8) and config.activations):
-            if x not in quantized:
-                quantized[x] = _rounded_input(linear, x, config, context)
-            x = quantized[x]
-        emit = Emitter(node)
-        output = emit("MatMul", x, _weight(Emitter(node, f"{linear.name}.weight"), linear, config, context))
-        if linear.biases:
-            output = emit("Add", output, _bias(graph, linear, context))
-        replace(node, output)
-        for _ in linear.weights:
-            context.linear_done()
-        count += len(linear.weights)
-    return count
+    rounded: dict[ir.Value, ir.Value] = {}
+    return replace_linears(graph, context, lambda linear: _lowered(linear, context, rounded))
+
+
+def _lowered(linear: Linear, context: LoweringContext, rounded: dict[ir.Value, ir.Value]) -> ir.Value:
+    """``rounded`` are the inputs that earlier linears rounded."""
+    x, config, emit = linear.node.inputs[0], context.quant.of(linear.module), Emitter(linear.node)
+    assert x is not None
+    if isinstance(config, Static) or (isinstance(config, Float8) and config.activations):
+        if x not in rounded:
+            rounded[x] = _rounded_input(linear, x, config, context)
+        x = rounded[x]
+    output = emit("MatMul", x, _weight(Emitter(linear.node, f"{linear.name}.weight"), linear, config, context))
+    return emit("Add", output, _bias(emit.graph, linear, context)) if linear.biases else output
 
 
 def _weight(emit: Emitter, linear: Linear, config: QuantConfig, context: LoweringContext) -> ir.Value:
     """The weights [K, N] in the compute type."""
     graph = emit.graph
     match config:
-        case Computed() if linear.weights[0].name == weights.EMBEDDING:
+        case Computed() if linear.weights[0].name == weights.TABLE:
             # The head of a tied model reads the embedding's own bytes.
             return emit("Transpose", initializer(graph, weights.float_rows(linear.weights[0], context)), perm=[1, 0])
         case Computed():
@@ -82,7 +78,7 @@ def _rounded_input(linear: Linear, x: ir.Value, config: Static | Float8, context
         scale, zero = static.activation_scale(largest) * static.LARGEST / weights.LARGEST_FLOAT8, _FLOAT8_ZERO
     else:
         scale, zero = static.activation_scale(largest), _INT8_ZERO
-    held = weights.stored_scales(np.array(scale, np.float32), weights.ARRAY_TYPES[context.compute])
+    held = weights.stored_scales(np.array(scale, np.float32), ARRAY_TYPES[context.compute])
     scale_value = constant(emit.graph, f"{emit.name}.scale", held)
     zero_value = constant(emit.graph, f"const.{zero.dtype.name}.zero", zero)
     rounded = emit("QuantizeLinear", x, scale_value, zero_value)

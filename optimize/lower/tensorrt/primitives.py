@@ -7,13 +7,14 @@ that attention looks at, so a session that grows its cache in buckets pays for w
 import numpy as np
 import onnx_ir as ir
 
-from llmc.bundle import Geometry
-from llmc.optimize.lower.context import LoweringContext
+from llmc.inventory import Attention
+from llmc.optimize.lower.context import ARRAY_TYPES, LoweringContext
 from llmc.optimize.lower.raising import stored
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, scalar, vector
+from llmc.optimize.lower.rotary import rotary_tables
 from llmc.optimize.lower.tensorrt.attention import heads, merged
 from llmc.optimize.lower.tensorrt.slots import Slots, graph_input
-from llmc.optimize.lower.tensorrt.weights import ARRAY_TYPES, compute_type
+from llmc.optimize.lower.tensorrt.weights import compute_type
 
 # Softmax makes 0 of it in float32, and unlike -inf it can never turn into NaN.
 MASKED = float(np.finfo(np.float32).min)
@@ -24,21 +25,29 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if not attentions:
         return 0
-    g = context.geometry
-    slots = Slots.before(attentions[0], context, "capacity", repeats=g.heads // g.kv_heads)
+    listed = [context.attention(node) for node in attentions]
+    slots = Slots.before(attentions[0], "capacity", {_mask_of(attention) for attention in listed})
     first = Emitter(attentions[0], "positions")
-    angles = [_per_head(first, table, slots.positions) for table in (slots.cos, slots.sin)]
-    indices = _cache_indices(first, slots.positions, g)
-    for node in attentions:
+    pairs = dict.fromkeys(tables for node in attentions if (tables := rotary_tables(node, context)))
+    angles = {tables: [_per_head(first, table, slots.positions) for table in tables] for tables in pairs}
+    indices = {n: _cache_indices(first, slots.positions, n) for n in sorted({item.kv_heads for item in listed})}
+    for node, attention in zip(attentions, listed, strict=True):
         emit = Emitter(node)
-        query, key, value = heads(emit)
-        query, key = (_rotated(emit, x, *angles) for x in (query, key))
+        query, key, value = heads(emit, attention)
+        if tables := rotary_tables(node, context):
+            query, key = (_rotated(emit, x, *angles[tables]) for x in (query, key))
         presents = [
-            emit("ScatterND", past, indices, new) for past, new in zip(node.inputs[3:5], (key, value), strict=True)
+            emit("ScatterND", past, indices[attention.kv_heads], new)
+            for past, new in zip(node.inputs[3:5], (key, value), strict=True)
         ]
-        output = _attend(emit, query, presents, slots.masks[node.attributes["window"].as_int()], context)
+        output = _attend(emit, query, presents, slots.masks[_mask_of(attention)], attention, context)
         replace(node, merged(emit, output), *presents)
     return len(attentions)
+
+
+def _mask_of(attention: Attention) -> tuple[int, int]:
+    """The window, and how many queries share a key head."""
+    return attention.window, attention.heads // attention.kv_heads
 
 
 def _per_head(emit: Emitter, table: ir.Value, positions: ir.Value) -> ir.Value:
@@ -54,40 +63,45 @@ def _rotated(emit: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Val
     return emit("Concat", turned, other, axis=-1)
 
 
-def _cache_indices(emit: Emitter, positions: ir.Value, geometry: Geometry) -> ir.Value:
-    """Where new keys and values go in the cache: row, head and position, int64 [B, KV, S, 3]."""
+def _cache_indices(emit: Emitter, positions: ir.Value, kv_heads: int) -> ir.Value:
+    """Places of new keys and values in the cache: row, head and position, int64 [B, KV, S, 3]."""
     graph = emit.graph
     ids = graph_input(graph, "input_ids")
     batch, sequence = (emit("Shape", ids, start=i, end=i + 1) for i in (0, 1))
     count = emit("Squeeze", batch, vector(graph, [0]))
     rows = emit("Range", scalar(graph, 0, np.int64), count, scalar(graph, 1, np.int64))
-    numbers = np.arange(geometry.kv_heads, dtype=np.int64).reshape(1, -1, 1, 1)
+    numbers = np.arange(kv_heads, dtype=np.int64).reshape(1, -1, 1, 1)
     parts = (
         emit("Unsqueeze", rows, vector(graph, [1, 2, 3])),
-        constant(graph, "const.kv_heads", numbers),
+        constant(graph, f"const.kv_heads.{kv_heads}", numbers),
         emit("Unsqueeze", positions, vector(graph, [1, 3])),
     )
-    shape = emit("Concat", batch, vector(graph, [geometry.kv_heads]), sequence, vector(graph, [1]), axis=0)
+    shape = emit("Concat", batch, vector(graph, [kv_heads]), sequence, vector(graph, [1]), axis=0)
     return emit("Concat", *(emit("Expand", part, shape) for part in parts), axis=-1)
 
 
 def _attend(
-    emit: Emitter, query: ir.Value, presents: list[ir.Value], mask: ir.Value, context: LoweringContext
+    emit: Emitter,
+    query: ir.Value,
+    presents: list[ir.Value],
+    mask: ir.Value,
+    attention: Attention,
+    context: LoweringContext,
 ) -> ir.Value:
     """Attention [B, heads, S, D] of queries [B, heads, S, D] over a cache [B, KV, C, D], under a mask [B, 1, G * S, C].
 
     The G queries that share a key head are stacked along the sequence, so keys and values are read as they lie.
     """
-    graph, g = emit.graph, context.geometry
+    graph, head_dim = emit.graph, attention.head_dim
     key, value = presents
     # Before the product, which float16 could not hold otherwise.
     scale = emit.anchor.attributes["scale"].as_float()
     scaled = emit("Mul", query, _scalar(graph, scale, context))
-    stacked = emit("Reshape", scaled, vector(graph, [0, g.kv_heads, -1, g.head_dim]))  # (B, KV, G*S, D)
+    stacked = emit("Reshape", scaled, vector(graph, [0, attention.kv_heads, -1, head_dim]))  # (B, KV, G*S, D)
     scores = _wide(emit, emit("MatMul", stacked, emit("Transpose", key, perm=[0, 1, 3, 2])), context)
     seen = emit("Where", mask, scores, scalar(graph, MASKED, np.float32))
     shares = _narrow(emit, emit("Softmax", seen, axis=-1), context)
-    return emit("Reshape", emit("MatMul", shares, value), vector(graph, [0, g.heads, -1, g.head_dim]))
+    return emit("Reshape", emit("MatMul", shares, value), vector(graph, [0, attention.heads, -1, head_dim]))
 
 
 def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:

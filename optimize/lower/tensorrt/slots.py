@@ -1,13 +1,12 @@
-"""Where a call's tokens stand in the cache: values that every layer's attention reads, made once."""
+"""Places of a call's tokens in the cache: values that every layer's attention reads, made once."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.rewrite import Emitter, initializer, nodes_of, scalar, vector
-from llmc.optimize.lower.tensorrt.weights import ARRAY_TYPES
+from llmc.optimize.lower.rewrite import Emitter, scalar, vector
 
 CACHE_SLOTS = "cache_slots"
 
@@ -20,26 +19,22 @@ class Slots:
         cache_slots: int64 [A], 0 ... A-1, the input whose length says how many cache positions attention looks at.
         past_lengths: int64 [B], the graph's input.
         positions: int64 [B, S] of the new tokens.
-        masks: by window, bool [B, 1, repeats * S, A], true where a query may look.
-        cos, sin: [max_context, D/2] in the compute type.
+        masks: by window and repeats, bool [B, 1, repeats * S, A], true where a query may look.
     """
 
     cache_slots: ir.Value
     past_lengths: ir.Value
     positions: ir.Value
-    masks: dict[int, ir.Value]
-    cos: ir.Value
-    sin: ir.Value
+    masks: dict[tuple[int, int], ir.Value]
 
     @classmethod
-    def before(cls, first: ir.Node, context: LoweringContext, dim: str, repeats: int = 1) -> "Slots":
+    def before(cls, first: ir.Node, dim: str, masks: Collection[tuple[int, int]]) -> "Slots":
         """Make them in front of the first attention.
 
         Args:
             first: a ``llmc::CachedAttention``.
-            context: the graph to make.
             dim: name of the length of ``cache_slots``.
-            repeats: how often the queries of a row follow each other in a mask.
+            masks: windows, and how often the queries of a row follow each other in a mask.
         """
         emit = Emitter(first, "positions")
         graph = emit.graph
@@ -49,11 +44,12 @@ class Slots:
         steps = emit("Range", scalar(graph, 0, np.int64), sequence, scalar(graph, 1, np.int64))
         positions = emit("Add", emit("Unsqueeze", past_lengths, vector(graph, [1])), steps)
         column = emit("Unsqueeze", positions, vector(graph, [1, 3]))  # (B, 1, S, 1)
-        if repeats > 1:
-            column = emit("Tile", column, vector(graph, [1, 1, repeats, 1]))
-        windows = sorted({node.attributes["window"].as_int() for node in nodes_of(graph, first.op_type, first.domain)})
-        masks = {window: _mask(emit, cache_slots, column, window) for window in windows}
-        return cls(cache_slots, past_lengths, positions, masks, *_rotary_tables(graph, first.inputs[6], context))
+        columns = {
+            repeats: column if repeats == 1 else emit("Tile", column, vector(graph, [1, 1, repeats, 1]))
+            for repeats in sorted({repeats for _, repeats in masks})
+        }
+        made = {(window, n): _mask(emit, cache_slots, columns[n], window) for window, n in sorted(set(masks))}
+        return cls(cache_slots, past_lengths, positions, made)
 
 
 def graph_input(graph: ir.Graph, name: str) -> ir.Value:
@@ -75,14 +71,3 @@ def _mask(emit: Emitter, slots: ir.Value, column: ir.Value, window: int) -> ir.V
         return causal
     oldest = emit("Sub", column, scalar(emit.graph, window, np.int64))
     return emit("And", causal, emit("Greater", slots, oldest))
-
-
-def _rotary_tables(graph: ir.Graph, inv_freq: ir.Value | None, context: LoweringContext) -> tuple[ir.Value, ir.Value]:
-    """Cosine and sine [max_context, D/2] of all positions that the context allows, computed in float32."""
-    assert inv_freq is not None and inv_freq.const_value is not None
-    frequencies = inv_freq.const_value.numpy().astype(np.float32)
-    angles = np.arange(context.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
-    dtype = ARRAY_TYPES[context.compute]
-    names = [f"rotary_emb.{part}.{context.compute}" for part in ("cos", "sin")]
-    cos, sin = context.weights.add(names, lambda: [part.astype(dtype) for part in (np.cos(angles), np.sin(angles))])
-    return initializer(graph, cos), initializer(graph, sin)

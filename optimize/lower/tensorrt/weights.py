@@ -9,8 +9,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
+from llmc.inventory import EMBEDDING
 from llmc.optimize.calibrate.store import grid_name
-from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.context import ARRAY_TYPES, LoweringContext
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import sizes
 from llmc.optimize.lower.tensorrt.words import packed_table
@@ -19,17 +20,12 @@ from llmc.optimize.weights import in_parallel, pieces
 
 Array = NDArray[np.generic]
 
-ARRAY_TYPES: dict[str, np.dtype[np.generic]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
 # The smallest scale that is stored. float16 still has 16 steps below it; weights of a group that would need a smaller
 # one are below 2e-4 and are rounded to this one.
 SMALLEST_SCALE = 2.0**-20
 LARGEST_FLOAT8 = 448.0  # of e4m3
 INT4_BLOCKS = (128, 64, 32)
-EMBEDDING = "model.embed_tokens.weight"
+TABLE = f"{EMBEDDING}.weight"
 
 
 def compute_type(context: LoweringContext) -> ir.DataType:
@@ -147,7 +143,7 @@ def integer_columns(linear: Linear, grid: Grid, context: LoweringContext) -> lis
 
     def make() -> list[Array]:
         found = context.calibrated.quantized(linear.weights, grid)
-        if linear.weights[0].name == EMBEDDING:  # a tied head: choosing its integers again would take as long again
+        if linear.weights[0].name == TABLE:  # a tied head: choosing its integers again would take as long again
             packed_table(linear.weights[0], grid, context, found)
         values, scales = as_stored(found, dtype)
         return [values.T.astype(kind, order="C"), scales.T if grid.block else scales[:, 0]]

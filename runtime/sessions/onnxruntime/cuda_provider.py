@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from llmc.bundle import version
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
-from llmc.plans import version
 from llmc.runtime.host.cuda import EMULATE, STICKY
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch

@@ -1,4 +1,4 @@
-"""What TensorRT's session does with numbers alone: calls cut to the engine's profiles, candidates among -inf."""
+"""The part of TensorRT's session without a device: calls cut to the engine's profiles, candidates among -inf."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from llmc.runtime.sessions.tensorrt.engine import DECODE, PREFILL
 
 @dataclass(frozen=True)
 class Piece:
-    """What one call of the engine does of a batch.
+    """One call of the engine's share of a batch.
 
     Attributes:
         profile: of the engine.
@@ -27,7 +27,7 @@ class Piece:
     outputs: NDArray[np.int64]
 
 
-def pieces(batch: Batch, plan: EngineConfig) -> Iterator[Piece]:
+def pieces(batch: Batch, config: EngineConfig) -> Iterator[Piece]:
     """Cut a batch into calls that the engine's profiles take.
 
     One token of many rows goes to decode, several tokens go to prefill row by row, chunk by chunk. Logits at more
@@ -36,11 +36,11 @@ def pieces(batch: Batch, plan: EngineConfig) -> Iterator[Piece]:
     rows, sequence = batch.input_ids.shape
     count = batch.logit_indices.shape[1]
     if sequence == 1 and count <= 1:
-        for start in range(0, rows, plan.decode.batch):
-            yield Piece(DECODE, slice(start, min(start + plan.decode.batch, rows)), slice(0, 1), np.arange(count))
+        for start in range(0, rows, config.decode.batch):
+            yield Piece(DECODE, slice(start, min(start + config.decode.batch, rows)), slice(0, 1), np.arange(count))
         return
     for row in range(rows):
-        yield from _chunks(row, batch.logit_indices[row], sequence, plan.prefill)
+        yield from _chunks(row, batch.logit_indices[row], sequence, config.prefill)
 
 
 def _chunks(row: int, indices: NDArray[np.int64], sequence: int, most: Profile) -> Iterator[Piece]:

@@ -28,19 +28,19 @@ DECODE, PREFILL = 0, 1  # numbers of the profiles
 ALIGNMENT = 256
 
 
-def required_plan(folder: Path, manifest: Manifest) -> EngineConfig:
-    """What the bundle says of its engine.
+def required_config(folder: Path, manifest: Manifest) -> EngineConfig:
+    """The config of the bundle's engine, which must have been built.
 
     Raises:
         BundleError: it has none.
     """
-    plan = manifest.engine
-    if plan is None or not plan.file:
+    config = manifest.engine
+    if config is None or not config.file:
         raise BundleError(f"{folder}: its engine has not been built; build it on this machine: {_remedy(folder)}")
-    return plan
+    return config
 
 
-def check_machine(folder: Path, manifest: Manifest, plan: EngineConfig, version: str, device: DeviceInfo) -> None:
+def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, version: str, device: DeviceInfo) -> None:
     """Refuse, before it is loaded, an engine that was built for something else than this.
 
     Args:
@@ -50,18 +50,18 @@ def check_machine(folder: Path, manifest: Manifest, plan: EngineConfig, version:
     Raises:
         BundleError: with what it was built for, what is here, and the command that mends it.
     """
-    built, here = plan.platform, platform_name()
+    built, here = config.platform, platform_name()
     if built != here:
         raise BundleError(f"{folder}: its engine was built for {built}, this is {here}; {_remedy(folder)}")
     name, built = manifest.target.engine, manifest.target.engine_version
-    if not plan.fits_version(version, built):
+    if not config.fits_version(version, built):
         raise BundleError(f"{folder}: its engine was built by {name} {built}, here is {version}; {_remedy(folder)}")
-    if not plan.fits_gpu(device.compute_capability):
+    if not config.fits_gpu(device.compute_capability):
         found = f"{device.name} has {device.compute_capability}"
         raise BundleError(
-            f"{folder}: its engine was built for compute capability {plan.gpus}, {found}; {_remedy(folder)}"
+            f"{folder}: its engine was built for compute capability {config.gpus}, {found}; {_remedy(folder)}"
         )
-    _check_alignment(folder, manifest, plan)
+    _check_alignment(folder, manifest, config)
 
 
 def platform_name() -> str:
@@ -73,9 +73,12 @@ def _remedy(folder: Path) -> str:
     return f"llmc build --rebuild {folder}"
 
 
-def _check_alignment(folder: Path, manifest: Manifest, plan: EngineConfig) -> None:
+def _check_alignment(folder: Path, manifest: Manifest, config: EngineConfig) -> None:
     """A call may begin at any row, and kernels read whole vectors from there."""
-    itemsize, capacities = 4 if plan.compute == "float32" else 2, (plan.capacity,) if plan.capacity else plan.buckets
+    itemsize, capacities = (
+        4 if config.compute == "float32" else 2,
+        (config.capacity,) if config.capacity else config.buckets,
+    )
     for capacity, tensor in product(capacities, tensors_of(manifest.geometry.caches)):
         size = prod(tensor.of(1, capacity)) * itemsize
         if manifest.limits.max_batch > 1 and size % ALIGNMENT:
@@ -142,7 +145,7 @@ class Engine:
 
     @property
     def records_itself(self) -> bool:
-        """Whether its contexts record CUDA graphs by themselves."""
+        """True where its contexts record CUDA graphs by themselves."""
         return self._kernels is not None
 
     def keep_kernels(self, file: Path) -> None:
@@ -150,7 +153,7 @@ class Engine:
         self._kernels = Kernels(self.library, self.native, file)
 
     def context_settings(self, *, repeats: bool) -> Any:
-        """What a context is made with: it works in memory that it is given; ``repeats`` tells that its calls have few
+        """Settings of a context that works in memory which it is given; ``repeats`` tells that its calls have few
         shapes, which come again."""
         strategy = self.library.ExecutionContextAllocationStrategy.USER_MANAGED
         return strategy if self._kernels is None else self._kernels.configured(strategy, repeats=repeats)
@@ -188,7 +191,7 @@ class Engine:
 
     @property
     def profiles(self) -> int:
-        """How many optimisation profiles the engine has."""
+        """Number of optimisation profiles."""
         return int(self.native.num_optimization_profiles)
 
     def largest(self, name: str, profile: int) -> Shape:
@@ -196,7 +199,7 @@ class Engine:
         return tuple(self.native.get_tensor_profile_shape(name, profile)[2])
 
     def aliased(self, folder: Path, presents: list[str]) -> bool:
-        """Whether the engine updates its cache in place, which it is asked and not assumed to do.
+        """Ask the engine if it updates its cache in place; that is not assumed.
 
         Raises:
             BundleError: it does so for some tensors only, or for other ones than it should.
@@ -219,7 +222,7 @@ class Engine:
 
 
 class Context:
-    """What runs calls of one profile of an engine. Shapes and addresses stay as they were last set.
+    """An execution context for calls of one profile of an engine. Shapes and addresses stay as they were last set.
 
     Args:
         memory, size: device memory to work in, which contexts that never run at the same time may share.
@@ -239,11 +242,11 @@ class Context:
             self._native.set_device_memory(memory, size)
 
     def has_run(self, shapes: Mapping[str, Shape]) -> bool:
-        """Whether the last run had these shapes: only then can it be recorded, for the first one takes memory."""
+        """True if the last run had these shapes: only then can it be recorded, for the first one takes memory."""
         return self._ran and all(self._shapes.get(name) == shape for name, shape in shapes.items())
 
     def can_be_recorded(self, stream: int) -> bool:
-        """Whether it does not do that by itself, and the library says so or cannot be asked: TensorRT-RTX can."""
+        """True if it does not record by itself and the library allows it; only TensorRT-RTX can be asked."""
         if self._records_itself:
             return False
         ask = getattr(self._native, "is_stream_capturable", None)
@@ -283,7 +286,7 @@ class Context:
         self._ran = True
 
     def _asked(self, doing: str, ask: Callable[..., Any], *arguments: Any) -> Any:
-        """What the library answers with, which is None or False where it failed."""
+        """The library's answer, which must not be None or False."""
         with self._log.collected() as messages:
             answer = ask(*arguments)
         if answer is None or answer is False:

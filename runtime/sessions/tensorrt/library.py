@@ -47,14 +47,14 @@ _DRIVER = "install NVIDIA's driver, or free the GPU if it is out of memory; llmc
 
 @dataclass(frozen=True)
 class Message:
-    """What a library logged; ``severity`` is INTERNAL_ERROR, ERROR or WARNING."""
+    """A message that a library logged; ``severity`` is INTERNAL_ERROR, ERROR or WARNING."""
 
     severity: str
     text: str
 
     @property
     def is_error(self) -> bool:
-        """Whether the library calls it an error."""
+        """True of what the library calls an error."""
         return self.severity != "WARNING"
 
 
@@ -150,7 +150,7 @@ def _broken(wanted: _Library, why: str) -> GpuError:
 
 
 def _place(library: Any) -> str:
-    """Where a module was found: its file, or its folders where it has no file."""
+    """The place of a module: its file, or its folders where it has no file."""
     places = (getattr(library, "__file__", None), *getattr(library, "__path__", ()))
     return next((str(place) for place in places if place), "it")
 
@@ -203,7 +203,7 @@ def make_builder(library: Any) -> Any:
 
 
 def make_runtime(library: Any) -> Any:
-    """What engines are loaded with.
+    """A runtime, to load engines with.
 
     Raises:
         GpuError: the library cannot start, mostly for want of a driver.

@@ -29,7 +29,7 @@ from llmc.runtime.sessions.tensorrt.engine import (
     Engine,
     check_machine,
     decoder_interface,
-    required_plan,
+    required_config,
     select_interface,
 )
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels, kernels_file
@@ -59,16 +59,16 @@ class TensorRTSession(DeviceSession):
         self._library = load_library(manifest.target.engine) if library is None else library
         super().__init__(folder, manifest, open_driver() if driver is None else driver)
         with self._loading():
-            self._plan = required_plan(folder, manifest)
+            self._config = required_config(folder, manifest)
             self._open(manifest)
 
     # ------------------------------------------------------------------------------------------------- loading
 
     def _open(self, manifest: Manifest) -> None:
-        check_machine(self._folder, manifest, self._plan, self.engine_version, self._driver.device)
-        self._begin(manifest.device, rounded_up(self._plan, 1))
+        check_machine(self._folder, manifest, self._config, self.engine_version, self._driver.device)
+        self._begin(manifest.device, rounded_up(self._config, 1))
         engine, select = self._load(manifest)
-        self._candidates = self._plan.candidates if select is not None else 0
+        self._candidates = self._config.candidates if select is not None else 0
         self._make_blocks()
         self._make_contexts(engine, select)
         in_place = engine.aliased(self._folder, [tensor.present for tensor in tensors_of(self._geometry.caches)])
@@ -81,20 +81,20 @@ class TensorRTSession(DeviceSession):
 
         An integrated GPU needs no second one: all logits are in the host's memory as they are.
         """
-        plan, folder = self._plan, self._folder
-        engine = self._loaded(manifest, plan.file)
-        if plan.stripped:
+        config, folder = self._config, self._folder
+        engine = self._loaded(manifest, config.file)
+        if config.stripped:
             graph = folder / manifest.graphs["decode"].file
             importlib.import_module("llmc.runtime.sessions.tensorrt.refit").refit(self._library, engine.native, graph)
-        engine.check(decoder_interface(self._geometry, manifest.cache, plan.capacity), profiles=2)
-        if not plan.select or not plan.candidates or self._driver.device.integrated:
+        engine.check(decoder_interface(self._geometry, manifest.cache, config.capacity), profiles=2)
+        if not config.select or not config.candidates or self._driver.device.integrated:
             return engine, None
-        select = self._loaded(manifest, plan.select)
-        select.check(select_interface(self._geometry.vocab_size, plan.candidates), profiles=1)
+        select = self._loaded(manifest, config.select)
+        select.check(select_interface(self._geometry.vocab_size, config.candidates), profiles=1)
         return engine, select
 
     def _loaded(self, manifest: Manifest, file: str) -> Engine:
-        path, compatible = self._folder / file, self._plan.version_compatible
+        path, compatible = self._folder / file, self._config.version_compatible
         engine = Engine(self._library, path, self._folder, version_compatible=compatible)
         self._later(engine.close)
         if compiles_kernels(self._library):
@@ -104,14 +104,14 @@ class TensorRTSession(DeviceSession):
 
     def _make_blocks(self) -> None:
         """Room for the inputs and outputs of the largest calls, and the positions of the cache, counted through."""
-        plan = self._plan
-        rows, sequence, outputs = plan.decode.batch, plan.prefill.sequence, plan.prefill.outputs
+        config = self._config
+        rows, sequence, outputs = config.decode.batch, config.prefill.sequence, config.prefill.outputs
         self._taken = self._block(max(size_of(inputs_of(rows, 1, 1)), size_of(inputs_of(1, sequence, outputs))))
         most = max(rows, outputs)
         self._given = self._block(size_of(self._outputs_of(most, 1, self._candidates)))
-        place = Part(0, (plan.buckets[-1],), INT64)
+        place = Part(0, (config.buckets[-1],), INT64)
         self._slots = self._block(place.end)
-        self._slots.array(place)[:] = np.arange(plan.buckets[-1])
+        self._slots.array(place)[:] = np.arange(config.buckets[-1])
         self._slots.upload(place.end, self._stream)
 
     def _make_contexts(self, engine: Engine, select: Engine | None) -> None:
@@ -141,7 +141,7 @@ class TensorRTSession(DeviceSession):
 
     def _bucket(self, positions: int) -> int:
         """The smallest number of positions that the engine may look at and that is enough."""
-        return next(bucket for bucket in self._plan.buckets if bucket >= positions)
+        return next(bucket for bucket in self._config.buckets if bucket >= positions)
 
     def _forget_addresses(self) -> None:
         self._steps.clear()
@@ -160,7 +160,7 @@ class TensorRTSession(DeviceSession):
         """
         with self._guarded("running the model"):
             self._check_call(batch)
-            todo = list(pieces(batch, self._plan))
+            todo = list(pieces(batch, self._config))
             if len(todo) == 1 and batch.logit_indices.shape[1]:
                 return self._run_at_once(batch, todo[0])
             return self._run_in_pieces(batch, todo)
@@ -222,7 +222,7 @@ class TensorRTSession(DeviceSession):
                 sequence=ids.shape[1],
                 outputs=max(1, piece.outputs.size),  # the engine gives at least one
                 first_row=first_row,
-                attended=self._bucket(max(ends)) if self._plan.capacity else self.cache.capacity,
+                attended=self._bucket(max(ends)) if self._config.capacity else self.cache.capacity,
                 side=self.cache.side(first_row, len(ids)),
                 candidates=candidates,
             )

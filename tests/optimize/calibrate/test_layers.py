@@ -349,8 +349,8 @@ class Watched(StreamedDecoder):
 def test_at_most_two_layers_are_in_memory(exported, tmp_path):
     """The last one goes when the next one has been read."""
     source = Watched(exported(BIASES).export)
-    source.config = replace(source.config, windows=source.config.windows * 2)
-    source.geometry = replace(source.geometry, layers=4)
+    source.config = replace(source.config, layers=source.config.layers * 2)
+    source.geometry = source.config.geometry
     for name, stored in list(source._stored.items()):
         if name.startswith("model.layers."):
             words = name.split(".")

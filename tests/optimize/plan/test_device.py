@@ -12,10 +12,11 @@ from doubles.geometries import uniform
 from doubles.plans import PLAN
 
 from llmc.bundle import Limits, Profile, Recipe
+from llmc.inventory import Linear
 from llmc.optimize.build import build
 from llmc.optimize.lower.context import Computed, Float8, Float16, Float32, QuantConfig, Static, WeightOnly
 from llmc.optimize.plan.device import CONTEXT, HOST, device_bytes, device_plan, host_plan, with_engine
-from llmc.optimize.plan.memory import INTERPRETER, Matrix
+from llmc.optimize.plan.memory import INTERPRETER
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
@@ -51,7 +52,7 @@ def recipe(target: str = "tensorrt", **request: Any) -> Recipe:
     ids=str,
 )
 def test_a_matrix_takes_its_values_and_scales(form: QuantConfig, compute: int, size: int):
-    assert device_bytes(Matrix("model.layers.0.mlp.up_proj", 128, 64), form, compute) == size
+    assert device_bytes(Linear("model.layers.0.mlp.up_proj", 128, 64, False, "", "", 0), form, compute) == size
 
 
 def test_the_cache_has_keys_and_values_in_the_type_that_is_computed_in():

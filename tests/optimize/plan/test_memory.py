@@ -10,9 +10,10 @@ from doubles.geometries import uniform
 
 from llmc.bundle import Budget, Limits, Recipe, read_bundle
 from llmc.errors import ResourceError
+from llmc.inventory import Linear
 from llmc.optimize.build import build
 from llmc.optimize.lower.context import Float16, Float32, PerToken, WeightOnly
-from llmc.optimize.plan.memory import BLOCK_COPIES, Matrix, memory_plan, plan_build, stored_bytes, weight_bytes
+from llmc.optimize.plan.memory import BLOCK_COPIES, memory_plan, plan_build, stored_bytes, weight_bytes
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
@@ -45,7 +46,7 @@ def recipe(**request: object) -> Recipe:
     ],
 )
 def test_a_matrix_takes_what_its_form_takes(form, copies: int, expected: int):
-    assert stored_bytes(Matrix("x", 10, 200), form, copies) == expected
+    assert stored_bytes(Linear("x", 10, 200, False, "", "", 0), form, copies) == expected
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             from llmc.export import export
 
             folder = tmp_path_factory.mktemp(name)
+            if name == "invented":
+                return random_checkpoints.make_case(name, folder).export
             case = {**random_checkpoints.CASES[name], "intermediate_size": INNER}
             random_checkpoints.write_random_checkpoint(case, folder / "checkpoint")
             made[name] = export(folder / "checkpoint", folder / "export").output
@@ -126,8 +128,8 @@ def check_native(built: Built) -> None:
     assert built.layers["KV_CACHE_UPDATE"] == 2 * layers
     assert built.layers["ATTENTION_INPUT"] == built.layers["ATTENTION_OUTPUT"] == layers
     updates = [layer for layer in built.report.layers if layer.type == "KV_CACHE_UPDATE"]
-    g = built.geometry
-    assert {layer.shape for layer in updates} == {(-1, g.kv_heads, CAPACITY, g.head_dim)}
+    heads = {cache.shape for cache in built.geometry.caches}
+    assert {layer.shape for layer in updates} == {(-1, kv_heads, CAPACITY, head_dim) for kv_heads, head_dim in heads}
     assert built.report.warnings == ()
 
 
@@ -149,6 +151,15 @@ def test_every_checkpoint_is_built(name: str, weights: str, built: Callable[...,
     assert engine.layers["MATRIX_MULTIPLY"] >= linears
     assert engine.layers["DEQUANTIZE"] == (0 if weights == "fp16" else linears)
     assert cache_types(engine) == {"HALF"}
+
+
+@pytest.mark.parametrize("form", DECLARED)
+def test_layers_may_differ(form: str, built: Callable[..., Built]):
+    engine = built("invented", WEIGHTS["int4"], form=form)
+    linears = {tuple(len(group) for group in engine.geometry.readers if group[0].layer == i) for i in range(4)}
+    assert len(linears) == 3
+    if form == "native":
+        check_native(engine)
 
 
 @pytest.mark.parametrize("name", FAMILIES[:2])

@@ -1,5 +1,6 @@
-"""Ratios, goals and tables of the check of GPU targets follow from the numbers of a run as they should."""
+"""Ratios and the table of the check of GPU targets follow from the numbers of a run as they should."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,165 +15,126 @@ from doubles.cuda import SERVER
 SCRIPT = Path(__file__).parents[3] / "recipes" / "gpu_check.py"
 # Quotients of the same float64 in another order.
 CLOSE = 1e-12
+NAME = "tensorrt/1b/int8"
 Part = Callable[[str], ModuleType]
 
 
-@pytest.fixture
-def document(part: Part) -> dict[str, Any]:
-    """A run on a GPU with round numbers: 1B in int8 by TensorRT, and torch beside it."""
-    store, process = part("store"), part("process")
-    made: dict[str, Any] = store.fresh("planted", {})
-    results: dict[str, Any] = {
-        "machine": {"commit": "c" * 40, "packages": {"torch": "2.13.0"}},
-        "bandwidth": {"kind": "device", "device": asdict(SERVER), "bytes_per_s": 4e12},
-        "tensorrt/library": {"library": "tensorrt", "version": "11.4"},
-        "1b/baseline": {"step_s": 0.002, "prefill_s": 0.03, "prefill_tokens": 2048},
-        "tensorrt/1b/int8/build": {},
-        "tensorrt/1b/int8/verify": {},
-        "tensorrt/1b/int8/determinism": {},
-        "tensorrt/1b/int8/measure": {
-            "new_tokens": 128,
-            "alone": [
-                {"prompt": 128, "ttft_s": 0.004, "tpot_s": 0.0005},
-                {"prompt": 2048, "ttft_s": 0.02, "tpot_s": 0.0006},
-            ],
-            "batch": {"decode_tokens_per_s": 9000.0},
-            "weight_bytes": 1_380_800_000,
-            "cache_bytes_per_position": 100_000,
-            "device_bytes": {"loaded": 2_000_000_000, "after_runs": 2_500_000_000},
-        },
+def times(p50_s: float) -> dict[str, float]:
+    return {"p50_s": p50_s, "p95_s": 2 * p50_s, "best_s": p50_s / 2}
+
+
+def measured(step_s: float, weight_bytes: int) -> dict[str, Any]:
+    return {
+        "new_tokens": 128,
+        "step": times(step_s),
+        "step_without_graphs": times(1.5 * step_s),
+        "alone": [
+            {"prompt": 128, "ttft": times(0.004), "tpot": times(step_s)},
+            {"prompt": 2048, "ttft": times(0.02), "tpot": times(0.0006)},
+        ],
+        "batch": {"tokens_per_s": 9000.0},
+        "weight_bytes": weight_bytes,
+        "cache_bytes_per_position": 100_000,
+        "device_bytes": {"loaded": 2_000_000_000, "after_runs": 2_500_000_000},
     }
-    for name, result in results.items():
-        store.put(made, store.record(name, process.Outcome("done", result=result)))
-    return made
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    """A run on a GPU with round numbers: 1B in int8 and fp16 by TensorRT, and torch beside it."""
+    results: dict[str, Any] = {
+        "machine": {"packages": {"numpy": "2.0", "tensorrt": "11.4", "torch": "2.13.0"}},
+        "driver": {"device": asdict(SERVER), "on_device": {"bytes_per_s": 4e12}},
+        "baseline/1b": {"step_s": 0.002, "prefill_s": 0.03, "prefill_tokens": 2048},
+        f"build/{NAME}": {},
+        f"verify/{NAME}": {},
+        f"determinism/{NAME}": {},
+        f"measure/{NAME}": measured(0.0005, 1_380_800_000),
+        "measure/tensorrt/1b/fp16": measured(0.001, 2_780_800_000),
+        f"buckets/{NAME}": {"s_per_position": 5e-8, "cache_bytes_per_position": 100_000},
+    }
+    common = {"state": "done", "ended": "2026-01-02T03:04:05", "commit": "c" * 40, "message": ""}
+    steps = {name: {**common, "result": result} for name, result in results.items()}
+    return {"schema": 2, "started": "2026-01-01T00:00:00", "steps": steps}
+
+
+def figures(part: Part, document: dict[str, Any], bundle: str = NAME) -> dict[str, Any]:
+    return {name: figure for name, (figure, _) in part("report").figures(document, bundle).items()}
 
 
 def test_ratios_are_those_of_the_numbers_of_the_run(part, document):
-    found = part("goals").row(document, "tensorrt", "1b", "int8")
-    assert found.tokens_per_s == pytest.approx(2000, rel=CLOSE)
-    assert found.share == pytest.approx((1_380_800_000 + 192 * 100_000) / 0.0005 / 4e12, rel=CLOSE)
-    assert found.share == pytest.approx(0.7, rel=CLOSE)
-    assert found.speedup == pytest.approx(4.0, rel=CLOSE)
-    assert found.prefill_ratio == pytest.approx(1.5, rel=CLOSE)
-    assert (found.batch_tokens_per_s, found.device_bytes, found.verified) == (9000.0, 2_500_000_000, "yes")
+    found = figures(part, document)
+    assert found.pop("of bandwidth") == pytest.approx((1_380_800_000 + 192 * 100_000) / 0.0005 / 4e12, rel=CLOSE)
+    assert found == pytest.approx(
+        {
+            "step p50": 0.5,
+            "p95": 1.0,
+            "to fp16": 0.5,
+            "bytes": 1400.0,
+            "bytes to fp16": 0.5,
+            "decode": 2000.0,
+            "without graphs": 1.5,
+            "to torch.compile": 4.0,
+            "TTFT 2,048": 20.0,
+            "prefill to SDPA": 1.5,
+            "8 rows": 9000.0,
+            "bucket slope": 2.0,
+            "GPU memory": 2500.0,
+        },
+        rel=CLOSE,
+    )
+
+
+def test_without_the_bandwidth_only_what_needs_it_is_missing(part, document):
+    document["steps"]["driver"]["state"] = "failed"
+    found = figures(part, document)
+    assert [name for name, figure in found.items() if figure is None] == ["of bandwidth", "bucket slope"]
 
 
 def test_a_share_is_not_taken_of_another_kind_of_memory(part, document):
-    part("store").find(document, "bandwidth")["result"]["kind"] = "host"
-    assert part("goals").row(document, "tensorrt", "1b", "int8").share is None
+    document["steps"]["measure/cpu/1b/int8"] = document["steps"][f"measure/{NAME}"]
+    found = figures(part, document, "cpu/1b/int8")
+    assert found["decode"] == 2000.0
+    assert [found[name] for name in ("of bandwidth", "to torch.compile", "prefill to SDPA")] == [None] * 3
 
 
 def test_a_prefill_of_another_length_is_not_compared(part, document):
-    part("store").find(document, "1b/baseline")["result"]["prefill_tokens"] = 1024
-    assert part("goals").row(document, "tensorrt", "1b", "int8").prefill_ratio is None
+    document["steps"]["baseline/1b"]["result"]["prefill_tokens"] = 1024
+    assert figures(part, document)["prefill to SDPA"] is None
 
 
-def goals_of(part: Part, document: dict[str, Any], precision: str = "int8") -> dict[str, str]:
-    """Verdicts about TensorRT's 1B."""
-    found = [goal for goal in part("goals").verdicts(document) if goal["precision"] == precision]
-    return {goal["name"]: goal["verdict"] for goal in found if (goal["target"], goal["geometry"]) == ("tensorrt", "1b")}
-
-
-def test_goals_pass_and_are_missed_by_their_figures(part, document):
-    share, speedup, prefill = goals_of(part, document)
-    assert set(goals_of(part, document).values()) == {"passed"}
-    assert set(goals_of(part, document, "fp16").values()) == {"not run"}
-    part("store").find(document, "bandwidth")["result"]["bytes_per_s"] = 4.7e12  # of which it has 0.596
-    part("store").find(document, "1b/baseline")["result"] |= {"step_s": 0.00074, "prefill_s": 0.0199}
-    assert goals_of(part, document) == {share: "missed", speedup: "missed", prefill: "missed"}
-
-
-def test_speed_counts_for_nothing_where_results_are_wrong(part, document):
-    part("store").find(document, "tensorrt/1b/int8/verify")["state"] = "failed"
-    assert part("goals").row(document, "tensorrt", "1b", "int8").verified == "FAILED"
-    assert set(goals_of(part, document).values()) == {"missed"}
-
-
-def test_speed_without_a_verification_meets_no_goal(part, document):
-    part("store").find(document, "tensorrt/1b/int8/verify")["state"] = "not run"
-    assert set(goals_of(part, document).values()) == {"missed"}
-
-
-def test_what_was_emulated_reaches_no_goal_and_no_table(part, document):
-    document["arguments"]["emulate"] = True
-    assert set(goals_of(part, document).values()) == {"not run"}
-    assert "2000 tok/s" not in part("goals").markdown(document)
-
-
-def test_a_run_that_emulates_prints_what_is_right_and_no_speed(part, document):
-    store, goals = part("store"), part("goals")
-    own = store.find(document, "tensorrt/1b/int8/measure")["result"]
-    store.put(document, store.record("cpu/1b/int8/measure", part("process").Outcome("done", result=own)))
-    document["arguments"]["emulate"] = True
-    goals.summarize(document)
-    lines = list(goals.report(document))
-    figures = " | ".join(["not run"] * 7)
-    assert f"| tensorrt | 1b | int8 | yes | {figures} |" in lines
-    assert [line for line in lines if "tok/s" in line] == [line for line in lines if line.startswith("| cpu ")]
-    emulated = next(row for row in document["rows"] if row["target"] == "tensorrt")
-    assert emulated["verified"] == "yes" and emulated["tokens_per_s"] is None and emulated["ttft_s"] == {}
-
-
-def test_the_report_names_the_reference_that_is_missing(part, document):
-    outcome = part("process").Outcome("done", result={"missing": ["transformers: transformers is not installed"]})
-    part("store").put(document, part("store").record("tiny/reference", outcome))
-    part("goals").summarize(document)
-    *_, last = part("goals").report(document)
-    assert last == "not run: tiny/reference: transformers: transformers is not installed"
-
-
-def test_the_goals_are_those_that_were_agreed(part):
-    found = {(goal.figure, goal.at_least, goal.geometries, goal.precisions) for goal in part("goals").GOALS}
-    assert found == {
-        ("share", 0.6, ("1b",), ("fp16", "int8")),
-        ("speedup", 1.5, ("0.5b", "1b"), ("fp16", "int8")),
-        ("tokens_per_s", 700.0, ("0.5b",), ("int8",)),
-        ("prefill_ratio", 1.0, ("0.5b", "1b"), ("fp16", "int8")),
-    }
+def test_figures_of_a_step_that_failed_are_none(part, document):
+    document["steps"][f"measure/{NAME}"]["state"] = "failed"
+    found = figures(part, document)
+    assert {name for name, figure in found.items() if figure is not None} == {"bucket slope"}
 
 
 def test_the_table_names_gpu_driver_versions_and_date(part, document):
-    lines = part("goals").markdown(document).splitlines()
+    lines = part("report").markdown(document).splitlines()
     machine = "NVIDIA L4 (compute capability 8.9), driver for CUDA 13.0, tensorrt 11.4, torch 2.13.0; copies 4000 GB/s"
-    assert lines[0] == f"{machine}; {document['started'][:10]}, commit {'c' * 12}."
-    row = next(line for line in lines if line.startswith("| tensorrt | 1b | int8"))
+    assert lines[0] == f"{machine}; 2026-01-02, commit {'c' * 12}."
+    row = next(line for line in lines if line.startswith(f"| {NAME}"))
     assert row == (
-        "| tensorrt | 1b | int8 | yes | 4.0 / 20.0 ms | 2000 tok/s | 70% | 4.00x | 1.50x | 9000 tok/s | 2500 MB |"
+        f"| {NAME} | yes | 0.50 ms | 1.00 ms | 0.50 | 1400 MB | 0.50 | 2000 tok/s | 70% | 1.50x | 4.00x | 20.0 ms "
+        "| 1.50x | 9000 tok/s | 2.00 | 2500 MB |"
     )
-    assert sum("| not run |" in line for line in lines) == 3 * 3 * 3 - 1
+    assert sum("| not run |" in line for line in lines) == 2 * 2 * 3 - 1
 
 
-def test_what_was_not_run_is_said_so_in_the_table(part, tmp_path):
-    part("store").write(part("store").fresh("", {}), tmp_path / "none.json")
+def test_what_is_wrong_or_unverified_is_said_beside_the_speed(part, document):
+    verified, steps = part("report").verified, document["steps"]
+    steps[f"determinism/{NAME}"]["state"] = "not run"
+    assert verified(document, NAME) == "not run"
+    steps[f"verify/{NAME}"]["state"] = "failed"
+    assert verified(document, NAME) == "verify failed"
+    steps["build/cuda/1b/int8"] = {"state": "crashed", "message": "x", "result": None}
+    assert "| cuda/1b/int8 | build crashed | not run |" in part("report").markdown(document)
+
+
+def test_what_was_not_run_is_said_so_in_the_table(tmp_path):
+    (tmp_path / "none.json").write_text(json.dumps({"schema": 2, "started": "", "steps": {}}))
     command = [sys.executable, str(SCRIPT), "--markdown", "--out", str(tmp_path / "none.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[0] == "Not run on a GPU."
-    assert sum(line.count("not run") for line in lines) == 27 * 8
-
-
-def test_a_step_that_failed_shows_in_the_table(part, document):
-    store = part("store")
-    store.find(document, "tensorrt/1b/int8/determinism")["state"] = "failed"
-    assert "| determinism failed | 4.0 / 20.0 ms |" in part("goals").markdown(document)
-    store.put(document, store.record("cuda/1b/int8/build", part("process").Outcome("crashed", "x")))
-    assert "| cuda | 1b | int8 | build crashed | not run |" in part("goals").markdown(document)
-
-
-def test_the_report_ends_with_what_went_wrong(part, document):
-    goals, store = part("goals"), part("store")
-    store.put(document, store.record("cuda/1b/int8/build", part("process").Outcome("crashed", "ended by SIGSEGV")))
-    goals.summarize(document)
-    *_, left, last = goals.report(document)
-    assert last == "crashed: cuda/1b/int8/build: ended by SIGSEGV"
-    assert left == f"goals not run: {len(document['goals']) - 3} of {len(document['goals'])}"
-
-
-def test_facts_hold_what_the_library_said(part, document):
-    store, process = part("store"), part("process")
-    said = process.Outcome("failed", "unsupported compute capability")
-    store.put(document, store.record("tensorrt-rtx/tiny/fp16/verify", said))
-    store.put(document, store.record("tensorrt/tiny/fp16/lengths", process.Outcome("done", result={"relative": {}})))
-    part("goals").summarize(document)
-    assert document["facts"]["tensorrt_rtx"] == {"tensorrt-rtx/tiny/fp16/verify": "unsupported compute capability"}
-    assert document["facts"]["lengths"] == {"tensorrt/tiny/fp16/lengths": {"relative": {}}}
+    assert sum(line.count("not run") for line in lines) == 12 * 15

@@ -1,4 +1,4 @@
-"""The steps that need a GPU, on doubles of CUDA, ONNX Runtime's CUDA provider and TensorRT: alone, and as a whole run."""
+"""The steps that need a GPU, on doubles of CUDA, ONNX Runtime's CUDA provider and TensorRT: each, and a whole run."""
 
 import json
 import subprocess
@@ -49,15 +49,15 @@ def asked(part: Part, made: Path, drivers: list[FakeDriver], monkeypatch: pytest
         ("measure", "NEW_TOKENS", 4),
         ("measure", "STEPS", 2),
         ("measure", "ROUNDS", 2),
-        ("determinism", "NEW_TOKENS", 4),
-        ("reference", "LONG_PROMPT", 40),
+        ("correctness", "NEW_TOKENS", 4),
+        ("correctness", "LONG_PROMPT", 40),
     ]:
         monkeypatch.setattr(part(module), name, value)
     return "tensorrt", "tiny", "fp32", part("steps").Options(made, None)
 
 
 def test_an_engine_is_verified(part: Part, asked: tuple[Any, ...], drivers: list[FakeDriver]):
-    found = part("verify").verify(*asked)
+    found = part("correctness").verify(*asked)
     assert found["problems"] == [] and found["golden"]["equal_tokens"] == found["golden"]["tokens"] > 0
     assert found["engine_version"] == gpu.VERSION
     assert found["reference"].keys() == {"prefill", "decode"} and 0 < found["reference"]["decode"] < found["limit"]
@@ -67,7 +67,7 @@ def test_an_engine_is_verified(part: Part, asked: tuple[Any, ...], drivers: list
 def test_captured_steps_are_compared_with_plain_ones(
     part: Part, asked: tuple[Any, ...], drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch
 ):
-    determinism, launched = part("determinism"), []
+    determinism, launched = part("correctness"), []
     compare = determinism.graphs_apart
 
     def counted(*arguments: Any) -> Any:
@@ -120,26 +120,28 @@ class Inspector:
 
 
 def test_layers_of_an_engine_are_counted_by_kind(part: Part, asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
-    from llmc.runtime.sessions.tensorrt import library as engine_library
+    from llmc.runtime.sessions.tensorrt import library as tensorrt
 
-    with pytest.raises(part("steps").NotHereError, match=r"tensorrt 10.16.1.11 has no inspector"):
-        part("kernels").layers(*asked)
-    library = engine_library.load_library("tensorrt")
-    library.LayerInformationFormat = type("Form", (), {"JSON": "json"})
+    library = tensorrt.load_library("tensorrt")
+    form = type("Form", (), {"JSON": "json"})
+    monkeypatch.setattr(library, "LayerInformationFormat", form, raising=False)
     monkeypatch.setattr(Engine, "create_engine_inspector", lambda engine: Inspector(), raising=False)
     found = part("kernels").layers(*asked)
     assert found["layers"] == 4 and found["types"] == {"gemm": 1, "kgen": 2, "": 1}
     assert found["fused attention"] == {"count": 1, "names": ["_gemm_mha_v2 kgen"]}
     assert [found[kind]["count"] for kind in ("products", "slices and copies")] == [2, 1]
+    monkeypatch.setattr(library, "refuses", "another version")
+    with pytest.raises(part("steps").NotHereError, match="cannot be loaded"):
+        part("kernels").layers(*asked)
 
 
 def test_a_gpu_that_is_accepted_and_one_that_is_refused_are_both_a_result(
     part: Part, asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    from llmc.runtime.sessions.tensorrt import library as engine_library
+    from llmc.runtime.sessions.tensorrt import library as tensorrt
 
     assert part("kernels").refusal(*asked)["accepted"] is True
-    monkeypatch.setattr(engine_library.load_library("tensorrt"), "refuses", "unsupported compute capability 9.0")
+    monkeypatch.setattr(tensorrt.load_library("tensorrt"), "refuses", "unsupported compute capability 9.0")
     found = part("kernels").refusal(*asked)
     assert found["accepted"] is False and "unsupported compute capability 9.0" in found["said"]
 

@@ -106,7 +106,7 @@ def test_a_run_that_is_cut_off_leaves_a_whole_file_and_no_process(tmp_path):
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     run.send_signal(signal.SIGTERM)
     assert run.wait(PATIENCE_S) == 128 + signal.SIGTERM
-    assert list(steps_of(out))[0] == "fine" and "die" not in steps_of(out)
+    assert next(iter(steps_of(out))) == "fine" and "die" not in steps_of(out)
     assert not any(map(running, children))
 
 

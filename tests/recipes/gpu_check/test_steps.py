@@ -1,14 +1,14 @@
 """What single steps of the check of GPU targets compute, and that planted mistakes are found."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from doubles.cuda import SERVER, FakeDriver
 
-from llmc.errors import GpuError, MissingExtraError
+from llmc.errors import BuildError, MissingExtraError
 from llmc.runtime import load
 
 # Shares of a float64 sum over a vocabulary.
@@ -65,7 +65,14 @@ def test_bfloat16_is_rounded_to_nearest_even(part):
     assert np.array_equal(part("models").stored(values, "BF16"), wanted)
 
 
-def test_an_export_travels_as_a_header_and_becomes_what_it_was(part, tmp_path, monkeypatch):
+@pytest.fixture
+def options(part, tmp_path):
+    """Folders of what is made here, and of what was carried along."""
+    (tmp_path / "carried").mkdir()
+    return part("steps").Options(tmp_path / "work", tmp_path / "carried")
+
+
+def test_an_export_travels_as_a_header_and_becomes_what_it_was(part, tmp_path, monkeypatch, options):
     models = part("models")
 
     def make(geometry: str, output: Path) -> None:
@@ -76,34 +83,72 @@ def test_an_export_travels_as_a_header_and_becomes_what_it_was(part, tmp_path, m
 
     monkeypatch.setattr(models, "make", make)
     make("0.5b", tmp_path / "original")
-    models.prepare("0.5b", tmp_path / "carried")
-    assert sum(models.sizes(tmp_path / "carried" / "0.5b").values()) < 200
-    models.export("0.5b", str(tmp_path / "here"), str(tmp_path / "carried"))
-    wanted = (tmp_path / "original" / "model.safetensors").read_bytes()
-    assert (tmp_path / "here" / "model.safetensors").read_bytes() == wanted
-    models.prepare("tiny", tmp_path / "carried")  # is trained: its weights go along
-    assert (tmp_path / "carried" / "tiny" / "model.safetensors").exists()
+    models.prepare("0.5b", options.models)
+    assert sum(path.stat().st_size for path in (options.models / "0.5b").iterdir()) < 200
+    here = models.export("0.5b", options)
+    assert (here / "model.safetensors").read_bytes() == (tmp_path / "original" / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in here.iterdir()) == ["export.json", "model.safetensors"]
+    models.prepare("tiny", options.models)  # is trained: its weights go along
+    assert (options.models / "tiny" / "model.safetensors").exists()
 
 
-def test_what_is_carried_along_is_not_changed_by_what_is_made_of_it(part, tmp_path):
-    models, carried = part("models"), tmp_path / "carried" / "1b"
-    carried.mkdir(parents=True)
+def test_what_is_carried_along_is_not_changed_by_what_is_made_of_it(part, options):
+    carried = options.models / "1b"
+    carried.mkdir()
     (carried / "export.json").write_text("{}")
     head = safetensors(carried / "model.safetensors.header", {"x.weight": ("F32", [10], 0)})
-    models.export("1b", str(tmp_path / "here"), str(tmp_path / "carried"))
+    part("models").export("1b", options)
     assert (carried / "model.safetensors.header").read_bytes() == head
 
 
-def test_an_export_that_was_not_carried_along_is_not_run(part, tmp_path):
-    with pytest.raises(part("work").NotHereError, match="--prepare"):
-        part("models").export("1b", str(tmp_path / "x"), str(tmp_path))
+def test_an_export_that_was_not_carried_along_is_not_run(part, options):
+    with pytest.raises(part("steps").NotHereError, match="--prepare"):
+        part("models").export("1b", options)
+
+
+def test_a_bundle_is_built_once_and_one_that_fails_is_not_waited_for_again(part, monkeypatch, options, tiny_export):
+    models, calls = part("models"), []
+    (options.models / "tiny").symlink_to(tiny_export)
+
+    def build(source: Path, folder: Path, *, target: str, **limits: Any) -> None:
+        calls.append(target)
+        if target == "cuda":
+            raise BuildError("float16 overflows")
+        folder.mkdir()
+        (folder / "llmc.json").write_text('{"files": {"a": {"size": 2}, "b": {"size": 3}}, "quality": "good"}')
+
+    monkeypatch.setattr("llmc.optimize.build.build", build)
+    for _ in range(2):
+        assert (models.built("cpu", "tiny", "int8", options) / "llmc.json").exists()
+    assert calls == ["cpu"]
+    with pytest.raises(BuildError):
+        models.built("cuda", "tiny", "int8", options)
+    with pytest.raises(part("steps").NotHereError, match="no bundle: float16 overflows"):
+        models.built("cuda", "tiny", "int8", options)
+    assert calls == ["cpu", "cuda"]
+    with pytest.raises(BuildError):  # the step that is about building tries again
+        models.build("cuda", "tiny", "int8", options)
+    found = models.build("cpu", "tiny", "int8", options)
+    assert (found["bytes"], found["quality"], calls[2:]) == (5, "good", ["cuda", "cpu"])
+
+
+def test_a_build_that_was_cut_off_is_not_waited_for_again(part, monkeypatch, options, tiny_export):
+    def killed(*arguments: Any, **limits: Any) -> None:
+        raise KeyboardInterrupt
+
+    (options.models / "tiny").symlink_to(tiny_export)
+    monkeypatch.setattr("llmc.optimize.build.build", killed)
+    with pytest.raises(KeyboardInterrupt):
+        part("models").built("cpu", "tiny", "int8", options)
+    with pytest.raises(part("steps").NotHereError, match="cut off"):
+        part("models").built("cpu", "tiny", "int8", options)
 
 
 # ----------------------------------------------------------------------------------------------- numbers of the model
 
 
 def test_planted_mistakes_are_beyond_the_limits(part, tiny_bundle):
-    limits, worst = part("verify").LIMITS, part("reference").worst
+    limits, worst = part("correctness").LIMITS, part("correctness").worst
     ids = np.random.default_rng(5).integers(10, 4000, 40).tolist()
     with load(tiny_bundle, self_test=False) as model:
         logits = model.runner.logits(ids)
@@ -114,156 +159,150 @@ def test_planted_mistakes_are_beyond_the_limits(part, tiny_bundle):
 
 
 def test_distances_are_relative_and_leave_constants_out(part):
-    worst = part("reference").worst
+    worst = part("correctness").worst
     logits = np.random.default_rng(0).standard_normal((3, 1000))
     assert worst(logits + 3.0, logits) < CLOSE
     assert worst(logits * 1.1, logits) == pytest.approx(0.1, rel=CLOSE)
     assert worst(logits * [[1.1], [1.0], [1.3]], logits) == pytest.approx(0.3, rel=CLOSE)
 
 
+def test_what_is_no_number_is_the_largest_distance(part):
+    assert part("correctness").largest([0.1, 0.3, 0.2]) == 0.3
+    assert np.isnan(part("correctness").largest([0.1, float("nan"), 0.2]))
+
+
 def test_what_differs_from_the_reference_is_a_problem(part):
-    verify = part("verify")
-    golden = {"trouble": None}
-    fine = {"paths": {"prefill": {"worst": 0.01}, "decode": {"worst": 0.02}}, "wrong_tokens": 0}
-    assert verify.problems({"golden": golden, "reference": fine}, 0.02) == []
-    assert verify.problems({"golden": golden, "reference": None}, 0.02) == []
-    wrong = {"paths": {"prefill": {"worst": float("nan")}, "decode": {"worst": 0.5}}, "wrong_tokens": 2}
-    planted = {"golden": {"trouble": "logits differ"}, "reference": wrong}
-    assert [text.partition(":")[0] for text in verify.problems(planted, 0.02)] == [
-        "logits differ",
-        "prefill",
-        "decode",
-        "2 answers leave the reference's by more than a near choice",
-    ]
-
-
-def test_tokens_may_leave_the_reference_at_a_near_choice_alone(part, tiny_bundle):
-    verify, case = part("verify"), part("reference").Case
-    prompt = list(range(20, 30))
-    with load(tiny_bundle, self_test=False) as model:
-        right = list(model.generate(prompt, max_tokens=6, temperature=0, ignore_eos=True).token_ids)
-        other = [*right[:3], right[3] + 1, *right[4:]]
-        assert verify.same_tokens(model, case(prompt, None, right, [1.0] * 6), 0.1) == (6, 0)
-        assert verify.same_tokens(model, case(prompt, None, other, [0.1] * 6), 0.1) == (3, 0)
-        assert verify.same_tokens(model, case(prompt, None, other, [1.0] * 6), 0.1) == (3, 1)
+    problems = part("correctness").mistakes
+    assert problems({"trouble": None}, {"prefill": 0.01, "decode": 0.02}, 0.02) == []
+    assert problems({"trouble": None}, {}, 0.02) == []
+    found = problems({"trouble": "logits differ"}, {"prefill": float("nan"), "decode": 0.5}, 0.02)
+    assert [text.partition(":")[0] for text in found] == ["logits differ", "prefill", "decode"]
 
 
 def test_cases_of_the_reference_are_read_as_they_were_written(part, tmp_path):
-    reference = part("reference")
-    cases = [
-        reference.Case([1, 2], np.ones((2, 3)), [5], [0.5]),
-        reference.Case([3], np.zeros((1, 3)), [], []),
-    ]
+    reference = part("correctness")
+    cases = [([1, 2], np.ones((2, 3))), ([3], np.zeros((1, 3)))]
     reference.save(cases, tmp_path / "x.npz")
-    for found, wanted in zip(reference.cache.read(tmp_path / "x.npz"), cases, strict=True):
-        assert (found.ids, found.tokens, found.leads) == (wanted.ids, wanted.tokens, wanted.leads)
-        assert np.array_equal(found.logits, wanted.logits)
+    for (ids, logits), (wanted_ids, wanted) in zip(reference.read(tmp_path / "x.npz"), cases, strict=True):
+        assert ids == wanted_ids and np.array_equal(logits, wanted)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npz"]
 
 
-def without(monkeypatch: Any, machine: Any, *names: str) -> None:
-    """Make some distributions look as if they were not installed."""
-    installed = machine.installed
-    monkeypatch.setattr(machine, "installed", lambda name: None if name in names else installed(name))
+@pytest.fixture
+def tiny(part, tmp_path, tiny_export, monkeypatch):
+    """Folders with the small model's export, of which a short prompt is asked."""
+    (tmp_path / "exports").mkdir()
+    (tmp_path / "exports" / "tiny").symlink_to(tiny_export)
+    monkeypatch.setattr(part("correctness"), "LONG_PROMPT", 40)
+    return part("steps").Options(tmp_path, None)
 
 
-def test_without_transformers_the_portable_graph_is_the_reference(part, monkeypatch, tiny_export, tmp_path):
-    reference = part("reference")
-    without(monkeypatch, part("machine"), "transformers")
-    monkeypatch.setattr(reference, "LONG_PROMPT", 40)
-    found = reference.reference(str(tiny_export), str(tmp_path / "x.npz"))
-    assert found["source"] == "the portable graph" and found["problems"] == []
-    assert found["missing"] == ["transformers: transformers is not installed"]
-    assert found["difference_of_both"] is None and len(reference.cache.read(tmp_path / "x.npz")) == 4
+def missing(name: str) -> Any:
+    """A way to a reference that is not installed."""
+
+    def way(folder: Path, prompts: Any) -> None:
+        raise MissingExtraError(f"no {name}")
+
+    way.__name__ = f"by_{name}"
+    return way
 
 
-def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny_export, tmp_path):
-    reference = part("reference")
-    without(monkeypatch, part("machine"), "transformers", "torch")
+def test_both_references_say_the_same_of_the_small_model(part, tiny):
+    found = part("correctness").reference("tiny", tiny)
+    assert (found["source"], found["missing"], found["problems"]) == ("by_transformers", [], [])
+    assert 0 < found["difference_of_both"] <= part("correctness").SAME_MODEL
 
-    def refuse(folder: Path) -> None:
-        raise MissingExtraError("onnxruntime is not installed")
 
-    monkeypatch.setattr("llmc.optimize.judge.reference.Reference", refuse)
-    with pytest.raises(part("work").NotHereError) as caught:
-        reference.reference(str(tiny_export), str(tmp_path / "x.npz"))
-    assert str(caught.value) == (
-        "transformers: torch and transformers are not installed; the portable graph: onnxruntime is not installed"
-    )
-    assert list(tmp_path.iterdir()) == []
+def test_without_transformers_the_portable_graph_is_the_reference(part, monkeypatch, tiny):
+    reference = part("correctness")
+    monkeypatch.setattr(reference, "by_transformers", missing("transformers"))
+    found = reference.reference("tiny", tiny)
+    assert (found["source"], found["problems"], found["difference_of_both"]) == ("by_portable_graph", [], None)
+    assert found["missing"] == ["by_transformers: no transformers"]
+    assert [len(logits) for _, logits in reference.read(tiny.work / "tiny.npz")][-1] == reference.POSITIONS
+
+
+def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny):
+    reference = part("correctness")
+    for name in ("transformers", "portable_graph"):
+        monkeypatch.setattr(reference, f"by_{name}", missing(name))
+    with pytest.raises(part("steps").NotHereError) as caught:
+        reference.reference("tiny", tiny)
+    assert str(caught.value) == "by_transformers: no transformers; by_portable_graph: no portable_graph"
+    assert not (tiny.work / "tiny.npz").exists()
+
+
+def test_verifying_without_any_reference_still_replays_the_golden_prompts(part, monkeypatch, tiny, tiny_bundle):
+    (tiny.work / "cpu-tiny-int8").symlink_to(tiny_bundle)
+    for name in ("transformers", "portable_graph"):
+        monkeypatch.setattr(part("correctness"), f"by_{name}", missing(name))
+    found = part("correctness").verify("cpu", "tiny", "int8", tiny)
+    assert found["problems"] == [] and found["golden"]["equal_tokens"] == found["golden"]["tokens"] > 0
+    assert found["reference"] == {} and "no transformers" in found["missing"]
 
 
 def test_references_that_differ_are_a_problem(part):
-    reference = part("reference")
+    reference = part("correctness")
     limit = reference.SAME_MODEL
-    one, other = (reference.Case([1], scale * np.arange(6.0).reshape(2, 3), [], []) for scale in (1.0, 1.1))
-    assert reference.problems(None) == reference.problems(limit) == []
-    assert len(reference.problems(reference.difference([one], [other]))) == 1
-    assert len(reference.problems(float("nan"))) == 1
+    one, other = (scale * np.arange(6.0).reshape(2, 3) for scale in (1.0, 1.1))
+    assert reference.disagreement(None) == reference.disagreement(limit) == []
+    assert len(reference.disagreement(reference.worst(other, one))) == 1
+    assert len(reference.disagreement(float("nan"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (("transformers",), "transformers is not installed"),
-        (("torch",), "torch is not installed"),
-        (("torch", "transformers"), "torch and transformers are not installed"),
-    ],
-)
-def test_torch_on_the_gpu_names_the_package_that_is_missing(part, monkeypatch, names, words):
-    without(monkeypatch, part("machine"), *names)
-    with pytest.raises(part("work").NotHereError, match=f"^{words}$"):
-        part("baseline").baseline("nowhere", 1, "cuda", "inductor")
-
-
-def test_divergence_is_in_nats(part):
-    found = part("verify").divergence(np.log([[0.5, 0.5]]), np.log([[0.25, 0.75]]))
-    assert found == pytest.approx(0.25 * np.log(0.5) + 0.75 * np.log(1.5), rel=CLOSE)
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_torch_on_the_gpu_names_the_package_that_is_missing(part, monkeypatch, tiny, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(part("steps").NotHereError, match=f"{name}"):
+        part("baseline").baseline("tiny", tiny)
 
 
 class Disturbed:
-    """A session that adds noise to the second row's logits, or something to every decode step after the first."""
+    """A session that adds noise to the second row's logits, or to those of steps by their number."""
 
-    def __init__(self, session: Any, second: float = 0.0, later: float = 0.0) -> None:
-        self.session, self.second, self.later, self.steps = session, second, later, 0
+    def __init__(self, session: Any, second: float = 0.0, steps: Any = ()) -> None:
+        self.session, self.second, self.disturbed, self.steps = session, second, steps, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.session, name)
 
     def run(self, batch: Any) -> Any:
         logits = self.session.run(batch).copy()
+        noise = np.random.default_rng(0).standard_normal(logits.shape[-1])
         if len(logits) > 1:
-            logits[1] += self.second * np.random.default_rng(0).standard_normal(logits.shape[-1])
+            logits[1] += self.second * noise
         if batch.input_ids.shape[1] == 1:
+            logits += (self.steps in self.disturbed) * noise
             self.steps += 1
-            logits[..., 0] += self.later * (self.steps > 1)
         return logits
 
 
 def test_disturbed_rows_and_replays_are_found(part, tiny_bundle):
-    determinism = part("determinism")
+    determinism = part("correctness")
     prompts = [list(range(20 + i, 40 + 2 * i)) for i in range(3)]
     with load(tiny_bundle, self_test=False) as model:
         session = model.runner.session
-        assert determinism.rows_apart(session, prompts, 64)["relative"] <= determinism.ROUNDING
-        assert determinism.graph_apart(session, prompts, 64) == {"rows_1": 0.0, "rows_3": 0.0}
-        apart = determinism.rows_apart(Disturbed(session, second=1.0), prompts, 64)
-        replayed = determinism.graph_apart(Disturbed(session, later=0.5), prompts, 64)
-    assert apart["relative"] > determinism.ROUNDING and replayed["rows_1"] > 0.4
-    tokens = {"prompts": 8, "equal_again": 7, "equal_in_batch": 3}
-    found = {"prefill_twice": 0.5, "graph_apart": replayed, "rows_apart": apart, "tokens": tokens}
-    assert len(determinism.problems(found)) == 4
+        assert determinism.rows_apart(session, prompts) <= determinism.ROUNDING
+        same = determinism.graphs_apart(session, prompts)
+        assert same == {"graph A": 0.0, "graph B": 0.0, "graph A again": 0.0} and determinism.differences(same) == []
+        apart = {"batch": determinism.rows_apart(Disturbed(session, second=1.0), prompts)}
+        count = determinism.STEPS
+        for name, number in {"graph A": 1, "graph B": count + 2, "graph A again": 3 * count - 1}.items():
+            found = determinism.graphs_apart(Disturbed(session, steps=[number]), prompts)
+            assert [where for where, distance in found.items() if distance > 0] == [name]
+            apart |= {name: found[name]}
+    assert len(determinism.differences(apart)) == 4
 
 
-def test_forms_that_differ_are_a_problem(part):
-    lengths = part("lengths")
-    assert lengths.problems({"prefill": 0.001, "decode": 0.0}) == []
-    assert len(lengths.problems({"prefill": 0.5, "decode": float("nan")})) == 2
-
-
-def test_two_bundles_are_compared_by_both_paths_and_in_ragged_rows(part, tiny_bundle):
-    found = part("lengths").lengths(str(tiny_bundle), str(tiny_bundle))
-    assert found["relative"] == {"prefill": 0.0, "decode": 0.0, "rows": 0.0} and found["problems"] == []
-    assert [step["positions"] for step in found["steps"][0]] == [128, 512, 1024, 2048]
+def test_differences_within_rounding_are_figures_and_no_failure(part):
+    determinism = part("correctness")
+    limit = determinism.ROUNDING
+    assert determinism.differences({"graph A": limit, "batch": limit / 2, "prefill again": 0.0}) == []
+    found = determinism.differences({"graph A": 2 * limit, "prefill again": float("nan")})
+    assert found == [
+        f"graph A: logits are 0.2 apart (relative), at most {limit} is expected",
+        f"prefill again: logits are nan apart (relative), at most {limit} is expected",
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- speeds
@@ -279,34 +318,39 @@ def test_bandwidth_counts_what_is_read_and_what_is_written(part, monkeypatch):
     assert len(called) == 6  # one of them is not counted
 
 
-def test_bandwidth_of_a_device_is_that_of_copies_on_it(part, monkeypatch):
-    machine, driver = part("machine"), FakeDriver()
-    monkeypatch.setattr(machine, "COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("llmc.runtime.host.cuda.open_driver", lambda: driver)
-    found = machine.bandwidth(True)
-    assert (found["kind"], found["device"]["name"], found["buffer_bytes"]) == ("device", SERVER.name, 1 << 16)
-    assert driver.copied == {("device", "device"): (1 << 16) * machine.COPIES * (machine.ROUNDS + 1)}
-    assert driver.closed and driver.leaks == []
+def test_medians_and_late_steps_are_told_apart(part):
+    found = part("measure").spread([0.1 * i for i in range(100, 0, -1)])
+    assert found == pytest.approx({"p50_s": 5.05, "p95_s": 9.5, "best_s": 0.1}, rel=CLOSE)
+    assert part("measure").spread([3.0, 1.0]) == {"p50_s": 2.0, "p95_s": 3.0, "best_s": 1.0}
 
 
-def test_without_a_gpu_nothing_is_measured_on_one(part, monkeypatch):
-    def refuse() -> None:
-        raise GpuError("no driver")
+def test_a_bundle_without_a_gpu_is_timed_all_the_same(part, monkeypatch, tiny, tiny_bundle):
+    measure = part("measure")
+    (tiny.work / "cpu-tiny-int8").symlink_to(tiny_bundle)
+    for name, value in {"PROMPTS": (8,), "NEW_TOKENS": 4, "ROUNDS": 2, "STEPS": 2, "LENGTHS": (16, 32)}.items():
+        monkeypatch.setattr(measure, name, value)
+    found = measure.measure("cpu", "tiny", "int8", tiny)
+    assert [entry["prompt"] for entry in found["alone"]] == [8] and found["batch"]["tokens_per_s"] > 0
+    assert found["captures"] is None and "device_bytes" not in found and "step_without_graphs" not in found
+    assert found["first_calls_s"].keys() == {"prefill_1", "prefill_2", "step_1", "step_2", "step_3"}
+    assert [step["positions"] for step in measure.buckets("cpu", "tiny", "int8", tiny)["steps"]] == [16, 32]
 
-    monkeypatch.setattr("llmc.runtime.host.cuda.open_driver", refuse)
-    with pytest.raises(part("work").NotHereError, match="no driver"):
-        part("machine").bandwidth(True)
 
-
-def test_a_gpu_gives_back_what_measuring_took(part, monkeypatch, tiny_bundle):
-    measure, driver = part("measure"), FakeDriver()
-    monkeypatch.setattr("llmc.runtime.host.cuda.open_driver", lambda: driver)
-    monkeypatch.setattr(measure, "PROMPTS", (8,))
-    monkeypatch.setattr(measure, "NEW_TOKENS", 4)
-    found = measure.measure(str(tiny_bundle), False, True, 1)
-    assert found["device_bytes"] == {"loaded": 0, "after_runs": 0}
-    assert [part["prompt"] for part in found["alone"]] == [8] and found["batch"]["decode_tokens_per_s"] > 0
-    assert driver.closed
+def test_kernels_are_added_up_by_operator(part):
+    node = {"cat": "Node", "name": "/x_kernel_time", "dur": 20, "args": {"op_name": "MatMulNBits"}}
+    events = [
+        node,
+        {**node, "dur": 40},
+        {**node, "name": "/x_fence_before"},
+        {"cat": "Session", "name": "model_run", "dur": 900},
+        {"cat": "Kernel", "name": "gemv<half>", "dur": 300, "args": {"op_name": "MatMulNBits"}},
+        {"cat": "Kernel", "name": "xqa", "dur": 600, "args": {"op_name": "GroupQueryAttention"}},
+    ]
+    found = part("kernels").by_operator(events, 3)
+    assert list(found.items()) == [
+        ("GroupQueryAttention", {"host_us": 0.0, "gpu_us": {"xqa": 200.0}}),
+        ("MatMulNBits", {"host_us": 20.0, "gpu_us": {"gemv<half>": 100.0}}),
+    ]
 
 
 def test_the_longest_prompt_is_shortened_to_the_context(part):
@@ -316,24 +360,24 @@ def test_the_longest_prompt_is_shortened_to_the_context(part):
     assert fitting(256, 64) == [128, 192]
 
 
-def test_torch_on_the_gpu_is_not_run_without_one(part, monkeypatch):
+def test_torch_on_the_gpu_is_not_run_without_one(part, monkeypatch, tiny):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(part("work").NotHereError, match="sees no GPU"):
-        part("baseline").baseline("nowhere", 1, "cuda", "inductor")
+    with pytest.raises(part("steps").NotHereError, match="sees no GPU"):
+        part("baseline").baseline("tiny", tiny)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, of its compiler
-def test_transformers_decodes_in_one_compiled_graph(part):
+def test_transformers_decodes_in_one_compiled_graph(part, monkeypatch):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     baseline = part("baseline")
+    monkeypatch.setattr(baseline, "ROUNDS", 2)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=1)).eval()
     with torch.no_grad():
-        assert baseline.decode(model, 8, 4, 2, "eager") > 0
-        assert baseline.prefill(model, 16, 1) > 0
-    assert baseline.options("inductor") == {"mode": "reduce-overhead"}
-    assert baseline.options("eager") == {"backend": "eager"}
+        assert baseline.decode(model, 8, 4, {"backend": "eager"}) > 0
+        assert baseline.prefill(model, 16) > 0
+    assert baseline.FASTEST == {"mode": "reduce-overhead"}

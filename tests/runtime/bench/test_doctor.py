@@ -9,8 +9,8 @@ from doubles.machines import GB, GB10, H200, MISSING, NO_GPU, ORIN, RTX_4090, RT
 from doubles.plans import PLAN
 
 from llmc import bundle
+from llmc.bundle import DeviceMemory, EngineConfig
 from llmc.optimize.targets import TARGETS
-from llmc.plans import DeviceMemory, EngineConfig
 from llmc.publish import file_entries
 from llmc.runtime.bench.doctor import Diagnosis, Machine, diagnose, this_machine
 from llmc.runtime.host.machine import Available

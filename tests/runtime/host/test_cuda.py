@@ -21,7 +21,7 @@ from doubles.geometries import uniform
 from llmc.bundle import Manifest
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.runtime.host import cuda
-from llmc.runtime.host.cuda import CudaDriver, DeviceInfo, open_driver
+from llmc.runtime.host.cuda import DeviceInfo, Driver, open_driver
 from llmc.runtime.kv.device_cache import DeviceCache
 
 CUresult = enum.IntEnum(
@@ -105,15 +105,15 @@ def api() -> Api:
 
 
 @pytest.fixture
-def driver(api: Api) -> CudaDriver:
+def driver(api: Api) -> Driver:
     """Opened, and what that took forgotten."""
-    driver = CudaDriver(api)
+    driver = Driver(api)
     api.calls.clear()
     return driver
 
 
 def test_opening_describes_the_gpu_and_takes_its_primary_context(api: Api):
-    driver = CudaDriver(api, 1)
+    driver = Driver(api, 1)
     assert driver.device == DeviceInfo("NVIDIA Test", "8.7", 8_000_000_000, integrated=False, driver_version="13.0")
     assert api.calls[0] == ("cuInit", 0)
     assert ("cuDeviceGet", 1) in api.calls
@@ -144,13 +144,13 @@ ASKED: list[tuple[str, tuple[Any, ...], Any, list[tuple[Any, ...]]]] = [
 
 @pytest.mark.parametrize(("method", "arguments", "answer", "calls"), ASKED, ids=[asked[0] for asked in ASKED])
 def test_each_call_asks_the_driver(
-    driver: CudaDriver, api: Api, method: str, arguments: tuple[Any, ...], answer: Any, calls: list[tuple[Any, ...]]
+    driver: Driver, api: Api, method: str, arguments: tuple[Any, ...], answer: Any, calls: list[tuple[Any, ...]]
 ):
     assert getattr(driver, method)(*arguments) == answer
     assert api.calls == calls
 
 
-def test_a_copy_of_rows_names_both_sides_in_one_space_of_addresses(driver: CudaDriver, api: Api):
+def test_a_copy_of_rows_names_both_sides_in_one_space_of_addresses(driver: Driver, api: Api):
     driver.copy_2d(1000, 64, 2000, 128, 48, 5, 21)
     ((name, order, stream),) = api.calls
     assert (name, stream) == ("cuMemcpy2DAsync", 21)
@@ -186,13 +186,13 @@ def test_the_real_bindings_have_all_that_is_asked_of_them():
 
 def test_pinned_memory_of_an_integrated_gpu_is_mapped():
     api = Api(integrated=True)
-    driver = CudaDriver(api)
+    driver = Driver(api)
     assert driver.device.integrated
     driver.alloc_host(100)
     assert api.calls[-1] == ("cuMemHostAlloc", 100, 3)
 
 
-def test_every_thread_makes_the_context_current_once(driver: CudaDriver, api: Api):
+def test_every_thread_makes_the_context_current_once(driver: Driver, api: Api):
     driver.alloc(1)
     thread = threading.Thread(target=lambda: (driver.alloc(1), driver.activate(), driver.free(1)))
     thread.start()
@@ -203,7 +203,7 @@ def test_every_thread_makes_the_context_current_once(driver: CudaDriver, api: Ap
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_too_little_memory_says_what_was_asked_and_what_is_free(driver: CudaDriver, api: Api):
+def test_too_little_memory_says_what_was_asked_and_what_is_free(driver: Driver, api: Api):
     api.codes["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(ResourceError, match="allocating 123 bytes of GPU memory failed: 3000 of 8000 MB are free"):
         driver.alloc(123)
@@ -212,7 +212,7 @@ def test_too_little_memory_says_what_was_asked_and_what_is_free(driver: CudaDriv
         driver.alloc(123)
 
 
-def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver: CudaDriver, api: Api):
+def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver: Driver, api: Api):
     api.codes["cuStreamSynchronize"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     with pytest.raises(GpuError, match=r"lost while waiting for the GPU \(CUDA_ERROR_ILLEGAL_ADDRESS, 700\)") as caught:
         driver.synchronize(21)
@@ -226,7 +226,7 @@ def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver: CudaDriv
 
 
 @pytest.mark.parametrize("code", sorted(cuda.STICKY))
-def test_errors_that_end_the_context_are_told_from_others(driver: CudaDriver, api: Api, code: int):
+def test_errors_that_end_the_context_are_told_from_others(driver: Driver, api: Api, code: int):
     api.codes["cuMemcpyAsync"] = code  # which the bindings may not know by name
     with pytest.raises(GpuError) as caught:
         driver.copy(1, 2, 3, 21)
@@ -234,7 +234,7 @@ def test_errors_that_end_the_context_are_told_from_others(driver: CudaDriver, ap
 
 
 @pytest.mark.parametrize("code", [1, 101, 400, 600, 900, 901, 908])
-def test_other_errors_leave_the_context_usable(driver: CudaDriver, api: Api, code: int):
+def test_other_errors_leave_the_context_usable(driver: Driver, api: Api, code: int):
     api.codes["cuMemcpyAsync"] = code
     with pytest.raises(GpuError, match=f"copying failed .CUDA error {code}.") as caught:
         driver.copy(1, 2, 3, 21)
@@ -243,7 +243,7 @@ def test_other_errors_leave_the_context_usable(driver: CudaDriver, api: Api, cod
     driver.copy(1, 2, 3, 21)
 
 
-def test_a_graph_that_cannot_be_made_ready_is_freed(driver: CudaDriver, api: Api):
+def test_a_graph_that_cannot_be_made_ready_is_freed(driver: Driver, api: Api):
     api.codes["cuGraphInstantiate"] = CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
     with pytest.raises(GpuError, match=r"preparing a CUDA graph failed .*901"):
         driver.end_capture(21)
@@ -269,24 +269,24 @@ def test_a_graph_that_cannot_be_made_ready_is_freed(driver: CudaDriver, api: Api
 def test_a_gpu_that_cannot_be_opened_comes_with_what_to_do(api: Api, name: str, code: Any, match: str):
     api.codes[name] = code
     with pytest.raises(GpuError, match=match) as caught:
-        CudaDriver(api)
+        Driver(api)
     assert not caught.value.lost
 
 
 def test_a_driver_older_than_the_bindings_is_refused_with_both_remedies(api: Api):
     api.answers["cuDriverGetVersion"] = (12060,)
     with pytest.raises(GpuError, match=r"speaks CUDA 12\.6, .* want 13\.0 .* 'cuda-bindings<13', or update the driver"):
-        CudaDriver(api)
+        Driver(api)
 
 
 def test_a_gpu_without_room_for_a_context_is_let_go(api: Api):
     api.codes["cuCtxSetCurrent"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(ResourceError, match="using the GPU failed"):
-        CudaDriver(api)
+        Driver(api)
     assert api.calls[-1] == ("cuDevicePrimaryCtxRelease", 7)
 
 
-def test_a_closed_gpu_is_not_used(driver: CudaDriver, api: Api):
+def test_a_closed_gpu_is_not_used(driver: Driver, api: Api):
     driver.close()
     with pytest.raises(GpuError, match="the GPU was closed; load the bundle again"):
         driver.alloc(1)

@@ -16,6 +16,7 @@ from llmc.bundle import DECODER_FILE, Geometry, Limits
 from llmc.errors import BuildError
 from llmc.optimize import passes
 from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.context import (
     Computed,
     Float16,
@@ -84,8 +85,7 @@ class Decoder:
         self.geometry, self.dtype = geometry, np.dtype(compute)
 
     def empty_cache(self, rows: int = 1, capacity: int = CAPACITY) -> list[np.ndarray]:
-        g = self.geometry
-        return [np.zeros((rows, g.kv_heads, capacity, g.head_dim), self.dtype) for _ in range(2 * g.layers)]
+        return list(empty_caches(self.geometry.caches, rows, capacity, self.dtype.name).values())
 
     def run(
         self, ids: np.ndarray, past: Sequence[int], cache: list[np.ndarray], indices: np.ndarray | None = None
@@ -235,7 +235,7 @@ def scales_of_another_block(lowering: Lowered) -> None:
 
 
 def positions_one_too_far(lowering: Lowered) -> None:
-    for name in ("rotary_emb.cos", "rotary_emb.sin"):
+    for name in ("rotary_emb.0.cos", "rotary_emb.0.sin"):
         value = lowering.graph.initializers[name]
         turned = np.concatenate([value.const_value.numpy()[:1], value.const_value.numpy()[:-1]])
         value.const_value = ir.tensor(turned, name=name)

@@ -76,7 +76,7 @@ def test_pack_projections_makes_one_linear_of_three(exported, lowering, name, in
     assert packed.attributes["parts"].as_int() == 3
     assert [part for part in ("q", "k", "v") if f"{part}_proj" in str(names(packed.inputs))] == ["q", "k", "v"]
     split = next(node for node, _ in packed.outputs[0].uses())
-    g = lowered.geometry
+    g = lowered.geometry.attentions[0]
     assert split.inputs[1].const_value.numpy().tolist() == [g.head_dim * n for n in (g.heads, g.kv_heads, g.kv_heads)]
 
 

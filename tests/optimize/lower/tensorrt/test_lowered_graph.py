@@ -146,7 +146,7 @@ def zero_of(lowered) -> ir.Value:
 
 
 def tables_swapped(lowered) -> None:
-    values = {name.split(".")[1]: value for name, value in lowered.graph.initializers.items() if "rotary_emb" in name}
+    values = {name.split(".")[2]: value for name, value in lowered.graph.initializers.items() if "rotary_emb" in name}
     readers = [(part, use) for part in ("cos", "sin") for use in values[part].uses()]
     for part, (node, index) in readers:
         node.replace_input_with(index, values["sin" if part == "cos" else "cos"])

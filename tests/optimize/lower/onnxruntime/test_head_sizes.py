@@ -1,0 +1,79 @@
+"""Heads that GroupQueryAttention does not rotate are rotated before it; those that it has no kernel for are refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles.lowerings import difference
+
+from llmc.errors import BuildError
+from llmc.optimize.build import build
+
+# As in test_lowering.py.
+FLOAT_TOLERANCE = 1e-4
+PIECES = [7, 1, 12]
+
+
+@pytest.fixture(scope="module")
+def rotated_apart(make_case: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A checkpoint whose heads are 24 wide, with a window."""
+    return make_case("qwen3-biases-window-in-first-layer", tmp_path_factory.mktemp("heads"), head_dim=24)
+
+
+def test_heads_are_rotated_before_attention(rotated_apart, lowering, decoder, ids):
+    lowered = lowering(rotated_apart.export)
+    folder = lowered.save()
+    assert {node.attributes["do_rotary"].as_int() for node in lowered.nodes("GroupQueryAttention")} == {0}
+    assert len(lowered.nodes("RotaryEmbedding")) == 2 * lowered.geometry.layers
+    got = decoder(folder, lowered.geometry)(ids, PIECES)
+    assert difference(got, decoder(rotated_apart.export, lowered.geometry)(ids)) <= FLOAT_TOLERANCE
+
+
+def test_heads_that_are_not_rotated_exceed_the_tolerance(rotated_apart, lowering, decoder, ids):
+    lowered = lowering(rotated_apart.export).finish()
+    for node in lowered.nodes("RotaryEmbedding"):
+        node.outputs[0].replace_all_uses_with(node.inputs[0])
+    got = decoder(lowered.write(), lowered.geometry)(ids, PIECES)
+    assert difference(got, decoder(rotated_apart.export, lowered.geometry)(ids)) > 100 * FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize("options", [{}, {"target": "cuda"}], ids=["cpu", "cuda"])
+def test_heads_without_a_kernel_are_refused_before_anything_is_built(make_case, tmp_path: Path, options):
+    export = make_case("qwen3-tied-sharded", tmp_path, head_dim=20).export
+    with pytest.raises(BuildError, match=r"self_attn has a head_dim of 20, .* a multiple of 8; build for cuda"):
+        build(export, tmp_path / "bundle", **options)
+
+
+def test_the_measured_kernels_are_those_of_this_engine(session):
+    """Multiples of 8, and of 16 where it rotates: the constants of the lowering."""
+    from onnx import TensorProto, helper
+    from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_errors
+
+    def runs(head_dim: int, rotates: bool) -> bool:
+        shapes = {"q": [1, 1, head_dim], "k": [1, 1, head_dim], "v": [1, 1, head_dim]}
+        shapes |= {"past_k": [1, 1, 4, head_dim], "past_v": [1, 1, 4, head_dim]}
+        tables = {"cos": [4, head_dim // 2], "sin": [4, head_dim // 2]} if rotates else {}
+        lengths = {"seqlens_k": [1], "total": []}
+        names = [*shapes, *lengths, *tables]
+        attributes = {"num_heads": 1, "kv_num_heads": 1, "do_rotary": int(rotates)}
+        outputs = ["out", "k_out", "v_out"]
+        node = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", **attributes)
+        floats, integers = TensorProto.FLOAT, TensorProto.INT32
+        kinds = {**dict.fromkeys(shapes | tables, floats), **dict.fromkeys(lengths, integers)}
+        inputs = [helper.make_tensor_value_info(n, kinds[n], (shapes | lengths | tables)[n]) for n in names]
+        results = [helper.make_tensor_value_info(name, floats, None) for name in outputs]
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+        model = helper.make_model(helper.make_graph([node], "g", inputs, results), opset_imports=opsets, ir_version=10)
+        feeds: dict[str, Any] = {n: np.zeros(shape, np.float32) for n, shape in (shapes | tables).items()}
+        feeds |= {"seqlens_k": np.zeros(1, np.int32), "total": np.array(1, np.int32)}
+        try:
+            session(model.SerializeToString()).run(None, feeds)
+        except onnxruntime_errors.InvalidArgument as error:
+            assert "multiple of" in str(error)
+            return False
+        return True
+
+    assert [runs(size, False) for size in (100, 120, 128)] == [False, True, True]
+    assert [runs(size, True) for size in (100, 120, 128)] == [False, False, True]
