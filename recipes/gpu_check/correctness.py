@@ -203,7 +203,7 @@ def determinism(target: str, geometry: str, precision: str, options: Options) ->
 
 
 def differences(apart: dict[str, float]) -> list[str]:
-    """Differences beyond rounding, in words; what is within is a figure, and so are tokens, which near choices can swap."""
+    """Differences beyond rounding, in words; those within are figures, and so are tokens: near choices can swap them."""
     return [
         f"{name}: logits are {distance:.3g} apart (relative), at most {ROUNDING} is expected"
         for name, distance in apart.items()
