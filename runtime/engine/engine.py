@@ -85,7 +85,8 @@ class Engine:
         self.prefixes = prefixes
         # A strict step feeds a dummy token after the last one, which wants a position of its own.
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
-        max_rows, rows = row_limit(manifest, options), Rows(session.cache)
+        max_rows = row_limit(manifest, options)
+        rows: Rows[Any] = Rows(session.cache)
         self._runner = ModelRunner(
             session,
             manifest,

@@ -60,7 +60,6 @@ class Sample(Sequence):
         return self.context is not self.tokens
 
     def propose(self, room: int, rows: int) -> list[int]:
-        """See :class:`Sequence`."""
         self._rows = rows
         if self._speculate is None or self.slid:
             return []
@@ -102,7 +101,6 @@ class Sample(Sequence):
             self._speculator.committed(len(self.drafts), len(output.choices), self._rows)
 
     def close(self) -> None:
-        """See :class:`Sequence`."""
         if self._speculator is not None:
             self._speculator.close()
 
@@ -185,7 +183,6 @@ class SampleGroup(SequenceGroup[Sample]):
         return self._first_logits is not None
 
     def sequence(self, index: int) -> Sample:
-        """See :class:`SequenceGroup`."""
         return self._make(self, index)
 
     def begin(self, slots: Slots, sequence: Sample, logits: Logits | None) -> bool:

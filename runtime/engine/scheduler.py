@@ -107,6 +107,8 @@ class ChunkedPrefill:
 class Scheduler:
     """Decides who gets a row, which prompt is fed next and who decodes; it sees no logits.
 
+    For groups it is :class:`llmc.runtime.engine.sequence.Slots`.
+
     Rows are packed: sequences that decode first, then those whose prompt is being fed.
 
     Args:
@@ -123,7 +125,7 @@ class Scheduler:
     def __init__(
         self,
         runner: ModelRunner,
-        rows: Rows,
+        rows: Rows[Sequence],
         *,
         max_rows: int,
         max_context: int,
@@ -158,7 +160,7 @@ class Scheduler:
     @property
     def used_bytes(self) -> int:
         """Bytes of it that valid positions fill."""
-        return sum(sequence.cached for sequence in self._held()) * self._cache_per_token
+        return sum(sequence.cached for sequence in self._rows.held) * self._cache_per_token
 
     # ------------------------------------------------------------------------------------------ admission
 
@@ -167,7 +169,6 @@ class Scheduler:
         request.place = self._queue.push((request.group, 0), request.request.priority)
 
     def invite(self, group: SequenceGroup[Any], count: int) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         for index in range(1, count):
             self._queue.again(group.request.place, (group, index))
 
@@ -178,7 +179,7 @@ class Scheduler:
         """
         while (waiting := self._queue.peek()) is not None:
             group, index = waiting
-            held = self._held()
+            held = self._rows.held
             needed = len(held) + (1 if index else group.width)
             needed += sum(other.promised for other in {sequence.group for sequence in held})
             if needed > self.max_rows:
@@ -232,7 +233,7 @@ class Scheduler:
 
     def next_prefill(self) -> Sequence | None:
         """The sequence whose next chunk is fed now: one not yet begun, or the oldest, if it is its time."""
-        feeding = self._held()[self._rows.decoding :]
+        feeding = self._rows.held[self._rows.decoding :]
         if not feeding:
             return None
         due = self._chunks.due
@@ -284,20 +285,16 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ rows
 
     def reserve(self, more: int, positions: int) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         self._runner.reserve(len(self._rows) + more, positions)
 
     def fork(self, parent: Sequence, child: Sequence, cached: int) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         self._rows.fork(parent, child, cached)
         child.group.sequences.append(child)
 
     def share(self, source: Sequence, target: Sequence, start: int, cached: int) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         self._rows.share(source, target, start, cached)
 
     def release(self, sequence: Sequence, remember: bool = False) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         if remember and self._remembers:
             self._keep_prefix(sequence, sequence.cached)
         if sequence.row >= 0:
@@ -306,7 +303,6 @@ class Scheduler:
         sequence.close()
 
     def keep_prompt(self, sequence: Sequence) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         self._keep_prefix(sequence, len(sequence.request.prompt))
 
     def _keep_prefix(self, sequence: Sequence, length: int) -> None:
@@ -328,9 +324,5 @@ class Scheduler:
             sequence.row = -1
         return list(dict.fromkeys(sequence.request for sequence in held))
 
-    def _held(self) -> list[Sequence]:
-        """Those who hold a row, in the order of rows."""
-        return [item for row in range(len(self._rows)) if isinstance(item := self._rows.at(row), Sequence)]
-
     def _decoding(self) -> list[Sequence]:
-        return self._held()[: self._rows.decoding]
+        return list(self._rows.held[: self._rows.decoding])

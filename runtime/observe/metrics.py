@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmc.runtime.observe.histogram import Histogram, HistogramSnapshot
-from llmc.runtime.sessions import Phase
 
 # Upper bounds in seconds: six per decade from 0.1 ms to 1,000 s, so that a quantile is known within a third or better.
 _DIGITS = ("1", "1.5", "2", "3", "5", "7")
 SECONDS_BUCKETS = (*(float(f"{digit}e{exponent}") for exponent in range(-4, 3) for digit in _DIGITS), 1000.0)
 # Upper bounds in rows of a call: every size that small batches have, then powers of two.
 BATCH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0)
-# Outcomes that are always listed, with 0 where none had it; another one is listed once it happened.
+# Phases of calls, and outcomes, that are always listed, with 0 where none had it; another one once it happened.
+PHASES = ("prefill", "decode")
 OUTCOMES = ("stop", "length", "cancelled", "deadline", "refused", "error")
 
 
@@ -198,7 +198,7 @@ class EngineMetrics:
         self._e2e = Histogram(SECONDS_BUCKETS)
         self._queue = Histogram(SECONDS_BUCKETS)
         self._batch_size = Histogram(BATCH_BUCKETS)
-        self._step = {phase.value: Histogram(SECONDS_BUCKETS) for phase in Phase}
+        self._step = {phase: Histogram(SECONDS_BUCKETS) for phase in PHASES}
 
     def timeline(self, prompt_tokens: int) -> "RequestTimeline":
         """A request enters the queue now; whatever its timeline records is counted here too."""
@@ -210,7 +210,7 @@ class EngineMetrics:
             self._counters.requests["refused"] += 1
 
     def step(self, phase: str, seconds: float, rows: int) -> None:
-        """A call of the session ended: its phase (of :class:`Phase`, or another name), duration and rows."""
+        """A call of the session ended: its phase (of PHASES, or another name), duration and rows."""
         with self._lock:
             histogram = self._step.get(phase)
             if histogram is None:

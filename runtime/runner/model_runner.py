@@ -10,7 +10,7 @@ unpacked in pairs of rows, the odd last row differs from the paired ones.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -89,7 +89,7 @@ class ModelRunner:
         self,
         session: Session,
         manifest: Manifest,
-        rows: Rows,
+        rows: Rows[Any],
         level: Determinism,
         *,
         max_context: int,
@@ -135,21 +135,18 @@ class ModelRunner:
             return self._verify(call[0], call[0].drafts)[None], None
         if self._policy.row_by_row:
             return self._one_by_one(call)
-        ids = [[sequence.context[sequence.cached]] for sequence in call]
+        new = [[sequence.context[sequence.cached]] for sequence in call]
         past = [sequence.cached for sequence in call]
         if self._policy.in_pairs and len(call) % 2:
             # Nothing that counts is overwritten: the neighbour's next position is written again before it is read.
             neighbour = self._rows.at(call[-1].row + 1)
-            ids.append([0])
+            new.append([0])
             past.append(0 if neighbour is None else neighbour.cached)
         # The largest logits are enough only where these decide every sequence's token.
         few = all(0 < sequence.needs < self._candidates for sequence in call)
-        indices = np.zeros((len(ids), 1), np.int64)
+        ids, lengths, indices = np.array(new, np.int64), np.array(past, np.int64), np.zeros((len(new), 1), np.int64)
         wanted = self._candidates if few else 0
-        phase = self.phase(len(call))
-        logits = self._run(
-            Batch(phase, np.array(ids, np.int64), np.array(past, np.int64), indices, call[0].row, wanted)
-        )
+        logits = self._run(Batch(self.phase(len(call)), ids, lengths, indices, call[0].row, wanted))
         if few and not all(suffice(row, sequence.needs) for row, sequence in zip(logits[:, 0], call, strict=False)):
             logits = self.session.full_logits()
         hidden = self.hidden

@@ -1,12 +1,14 @@
 """``llmc plan``: every stage that lies ahead, what is missing, and what would fit."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from llmc.bundle import Limits
-from llmc.optimize.plan.stages import Stage, refusal
+from llmc.runtime.bench.stages import Stage, refusal
 from llmc.runtime.host.machine import Available
 from llmc.runtime.kv.budget import MemoryEstimate
 
@@ -135,6 +137,13 @@ def test_more_than_the_checkpoint_allows_is_named_by_its_option(llmc, tiny_expor
     built = llmc("build", tiny_export, "-o", tmp_path / "out", "--max-context", context)
     assert (built.code, list(tmp_path.iterdir())) == (2, [])
     assert f"max_context is {limit}; change --max-context, or max_context in the recipe" in built.err
+
+
+def test_a_bundle_is_planned_without_what_builds(tiny_bundle: Path):
+    code = "import sys; sys.modules['onnx_ir'] = None; from llmc.cli.main import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "plan", str(tiny_bundle), "--memory", "64GB", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert list(stages(ran.stdout)) == ["run"]
 
 
 def test_a_folder_of_something_else_is_refused(llmc, tmp_path: Path):
