@@ -1,4 +1,4 @@
-"""Which sequence holds which row of the cache."""
+"""Rows of the cache, and the sequences that hold them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ class TornError(Exception):
 
 
 class Held(Protocol):
-    """What holds a row: ``cached`` positions of it are filled."""
+    """The holder of a row, of which ``cached`` positions are filled."""
 
     row: int
     cached: int
@@ -35,7 +35,7 @@ class Rows(Generic[_H]):
 
     @property
     def decoding(self) -> int:
-        """How many rows decode: 0 ... decoding - 1."""
+        """Number of rows that decode: 0 ... decoding - 1."""
         return self._decoding
 
     @property
@@ -44,7 +44,7 @@ class Rows(Generic[_H]):
         return self._order
 
     def at(self, row: int) -> _H | None:
-        """Who holds ``row``."""
+        """The holder of ``row``."""
         return self._order[row] if row < len(self._order) else None
 
     def admit(self, held: _H) -> None:
@@ -64,7 +64,7 @@ class Rows(Generic[_H]):
         self._swap(held, self._decoding)
 
     def can_fork(self, parent: _H, cached: int) -> bool:
-        """Whether a row with the first ``cached`` positions of ``parent`` can be had: all of them, or any if the cache
+        """True if a row with the first ``cached`` positions of ``parent`` can be had: all of them, or any if the cache
         can go back."""
         return cached == parent.cached or self._cache.can_rewind
 
@@ -125,7 +125,7 @@ class Rows(Generic[_H]):
 
 @contextmanager
 def moving() -> Iterator[None]:
-    """What goes wrong inside may have left one sequence's positions in another one's row.
+    """Name what goes wrong inside: it may have left one sequence's positions in another one's row.
 
     Raises:
         TornError: from whatever was raised.
