@@ -93,7 +93,7 @@ class Layout:
 
 
 class KVCache(ABC):
-    """What a model keeps of the tokens before, ``rows`` times ``capacity`` positions of it.
+    """Keys, values and states of the tokens before: ``rows`` times ``capacity`` positions.
 
     Entries of kind ``state`` hold what a row came to after its last token, and no earlier position: such a row goes on
     from there or begins anew, and is copied, read and written as a whole.

@@ -123,7 +123,7 @@ def _written(
 
 
 def _mask(emit: Emitter, shared: _Shared, window: int) -> ir.Value:
-    """Which cache slots a position sees, bool [B, 1, 1, S, C]: all up to its own, or the last ``window`` of those."""
+    """Cache slots that a position sees, bool [B, 1, 1, S, C]: all up to its own, or the last ``window`` of those."""
     if window not in shared.masks:
         mask = emit("LessOrEqual", shared.slots, shared.columns)
         if window:
