@@ -36,7 +36,7 @@ CACHE_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked. ``largest_difference`` is between logits here and when the bundle was built."""
+    """Counts of what was checked. ``largest_difference`` is between logits here and when the bundle was built."""
 
     files: int
     prompts: int

@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""Results of requests."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -56,18 +56,18 @@ class Sequence(ABC):
 
     @property
     def holds_prompt(self) -> bool:
-        """Whether its row begins with the whole prompt."""
+        """True while its row begins with the whole prompt."""
         length = len(self.request.prompt)
         return self.row >= 0 and self.cached >= length and self.context[:length] == self.request.prompt
 
     @property
     def begun(self) -> bool:
-        """Whether a chunk was fed already."""
+        """True once a chunk was fed."""
         return self.cached > self.reused
 
     @property
     def wants_every_logit(self) -> bool:
-        """Whether the next chunk is part of a prompt whose every position counts."""
+        """True if the next chunk is part of a prompt whose every position counts."""
         return self.group.wants_prompt and self.cached < len(self.request.prompt)
 
     def slide(self, keep: int) -> int:
@@ -96,7 +96,7 @@ class Sequence(ABC):
 
 @dataclass
 class SamplerOutput(Generic[_S]):
-    """What a step gave one sequence: tokens of a sample, logits [V] and hidden state [H] for a search, or an error."""
+    """One sequence's part of a step: tokens of a sample, logits [V] and hidden state [H] for a search, or an error."""
 
     sequence: _S
     choices: list[Choice] = field(default_factory=list)
@@ -106,7 +106,7 @@ class SamplerOutput(Generic[_S]):
 
 
 class Slots(Protocol):
-    """What a group asks of the scheduler."""
+    """The scheduler as groups see it."""
 
     def reserve(self, more: int, positions: int) -> None:
         """Make room for ``more`` rows than are held, of so many positions."""
@@ -120,8 +120,8 @@ class Slots(Protocol):
     def release(self, sequence: Sequence, remember: bool = False) -> None:
         """Take a sequence off its row; with ``remember`` the prefix cache may keep what it holds."""
 
-    def keep_prompt(self, sequence: Sequence) -> None:
-        """Put the prompt, which a sequence holds, into the prefix cache."""
+    def keep_prefix(self, sequence: Sequence, length: int) -> None:
+        """Put the first ``length`` positions of a sequence into the prefix cache."""
 
     def invite(self, group: "SequenceGroup[Any]", count: int) -> None:
         """Let the sequences 1 ... ``count - 1`` of a group wait for rows."""
@@ -148,12 +148,12 @@ class SequenceGroup(ABC, Generic[_S]):
 
     @property
     def prompt_is_known(self) -> bool:
-        """Whether :meth:`begin` needs the logits after the prompt no more."""
+        """True once :meth:`begin` can do without logits."""
         return False
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether every position of the prompt has to be computed."""
+        """True if every position of the prompt has to be computed."""
         return self.request.params.prompt_logprobs is not None
 
     @abstractmethod
@@ -216,7 +216,7 @@ class RequestState:
 
     @property
     def deadline(self) -> float:
-        """When it fails, on the monotonic clock."""
+        """Moment at which it fails, on the monotonic clock."""
         limit = self.request.deadline_s
         return float("inf") if limit is None else self.timeline.queued + limit
 
@@ -227,16 +227,16 @@ class RequestState:
 
     @property
     def streams(self) -> int:
-        """How many outputs it streams."""
+        """Number of outputs that it streams."""
         return max(self.params.best_of or self.params.n, self.params.num_return_sequences or 1)
 
     @property
     def compares(self) -> bool:
-        """Whether its samples are ranked by one another, which may take long."""
+        """True if its samples are ranked by one another, which may take long."""
         return self.params.consensus is not None or self.request.similarity is not None
 
     def progress(self) -> str:
-        """How far it came, for messages."""
+        """Its progress, for messages."""
         if self.timeline.admitted is None:
             return "it was still waiting in the queue"
         tokens = len(self.timeline.token_times())
