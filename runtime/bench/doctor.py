@@ -180,7 +180,9 @@ CHECKS: tuple[Check[BundleFacts], ...] = (
 def _judged(folder: Path, manifest: Manifest, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
     target = manifest.target.name
     if target not in targets:
-        return BundleOutlook(folder, target, (f"its target {target!r} is unknown to this llmc",), "pip install -U llmc")
+        return BundleOutlook(
+            folder, target, (f"its target {target!r} is unknown to this llmc",), "pip install -U llmc-deploy"
+        )
     facts = BundleFacts(folder, manifest, probe)
     blocking = [issue for issue in targets[target].obstacles if RUN in issue.blocks]
     found = [*blocking, *issues(CHECKS, facts)]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
+from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, install_command, require, text_of
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ def _import_bindings() -> Any:
     except MissingExtraError as error:
         raise MissingExtraError(
             "cuda-bindings is not installed; it is in the extras 'tensorrt', 'tensorrt-rtx' and 'gpu': "
-            "pip install '.[tensorrt]' in llmc's folder"
+            + install_command("tensorrt")
         ) from error
     except Exception as error:  # a broken installation raises anything
         raise _broken_bindings(text_of(error)) from error
@@ -286,7 +286,7 @@ def _import_bindings() -> Any:
 def _broken_bindings(why: str) -> GpuError:
     return GpuError(
         f"cuda-bindings is installed and cannot be loaded ({why}): pip uninstall cuda-bindings, then "
-        "pip install '.[tensorrt]' in llmc's folder"
+        + install_command("tensorrt")
     )
 
 

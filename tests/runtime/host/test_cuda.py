@@ -295,7 +295,7 @@ def test_a_closed_gpu_is_not_used(driver: Driver, api: Api):
 
 def test_missing_bindings_name_the_extras(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda, "require", missing)
-    with pytest.raises(MissingExtraError, match=r"'tensorrt', 'tensorrt-rtx' and 'gpu': pip install '\.\[tensorrt\]'"):
+    with pytest.raises(MissingExtraError, match=r"'tensorrt', 'tensorrt-rtx' and 'gpu': pip install 'cuda-bindings"):
         open_driver()
 
 
