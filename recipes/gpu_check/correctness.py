@@ -203,7 +203,7 @@ def determinism(target: str, geometry: str, precision: str, options: Options) ->
 
 
 def differences(apart: dict[str, float]) -> list[str]:
-    """Differences beyond rounding, in words; those within are figures, and so are tokens: near choices can swap them."""
+    """Differences beyond rounding, in words; those within are figures, and so are tokens: near choices swap them."""
     return [
         f"{name}: logits are {distance:.3g} apart (relative), at most {ROUNDING} is expected"
         for name, distance in apart.items()

@@ -144,7 +144,7 @@ class MemoryEstimate:
 
 
 def describe(plan: MemoryEstimate, verdict: Verdict) -> str:
-    """Why a plan does not fit, and what would, in one sentence."""
+    """The reason why a plan does not fit, and what would fit, in one sentence."""
     parts = ", ".join(f"{size // MB} {name}" for name, size in plan.parts.items() if size >= MB)
     return (
         f"to {plan.stage} it needs {_rounded_up(plan.total)} MB ({parts}), {verdict.available // MB} MB are available, "

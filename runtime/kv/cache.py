@@ -57,7 +57,7 @@ def tensors_of(caches: Sequence[Cache]) -> tuple[CacheTensor, ...]:
 
 
 class Layout:
-    """Where the contents of a row lie in one array: tensor after tensor, of each its positions head by head, or its
+    """Layout of a row's contents in one array: tensor after tensor, of each its positions head by head, or its
     state."""
 
     def __init__(self, tensors: Sequence[CacheTensor]) -> None:

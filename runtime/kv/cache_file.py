@@ -47,7 +47,7 @@ _LEAD = struct.Struct(f"<8sII{DIGEST_BYTES}s")
 
 
 def root_hash(key: str, adapter: str = "") -> bytes:
-    """Where the chains of one model begin; the key names everything that cached values depend on."""
+    """The beginning of one model's chains; the key names everything that cached values depend on."""
     return _digest(json.dumps([key, adapter]).encode())
 
 

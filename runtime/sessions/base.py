@@ -12,7 +12,7 @@ from llmc.runtime.kv.cache import KVCache
 
 
 class Phase(str, Enum):
-    """Which graph a call belongs to; a bundle may serve both with one."""
+    """The graph that a call belongs to; a bundle may serve both with one."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -89,7 +89,7 @@ class DeviceSession(ABC):
         return block
 
     def _outputs_of(self, rows: int, outputs: int, candidates: int = 0) -> dict[str, Part]:
-        """Where the outputs of a call lie."""
+        """Offsets of a call's outputs."""
         return outputs_of(rows, outputs, self._geometry.hidden_size, self._geometry.vocab_size, candidates)
 
     def _later(self, function: Callable[..., None], *arguments: Any) -> None:
