@@ -115,7 +115,7 @@ def _power_mode(root: Path, modes: tuple[PowerMode, ...]) -> PowerMode | None:
 
 
 def _gpu_folder(root: Path) -> Path:
-    """Where the GPU's clock is: named after its address and its architecture (17000000.gpu, gpu-gpc-0)."""
+    """The folder of the GPU's clock: named after its address and its architecture (17000000.gpu, gpu-gpc-0)."""
     folder = root / "sys/class/devfreq"
     names = ("*gpu*", "*ga10b*", "*gv11b*")
     return next((path for name in names for path in sorted(folder.glob(name))), folder / "none")
