@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from llmc.plans import version
-from llmc.runtime.host.probe import Library, Probe
+from llmc.runtime.host.probe import Probe
+from llmc.runtime.host.probe_steps import Library
 
 # Running, compiling (which --rebuild does too), and judging, which a build from an export does beside.
 RUN, BUILD, JUDGE = "run", "build", "judge"
