@@ -1,8 +1,8 @@
 """The steps of a probe, each in a process of its own that may crash or hang without harm to whoever asked.
 
 Runs as a script, ``python probe_steps.py STEP`` or ``python probe_steps.py import MODULE``, and writes one JSON object:
-the fields of a :class:`Driver` or a :class:`Library`. It imports nothing but the standard library and what it examines, so
-that it starts fast and only the examined library can go wrong.
+the fields of a :class:`Driver` or a :class:`Library`. It imports only the standard library and what it examines, so it
+starts fast, and nothing but the examined library can go wrong.
 """
 
 import ctypes
