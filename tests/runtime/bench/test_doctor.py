@@ -14,7 +14,8 @@ from llmc.optimize.targets import TARGETS
 from llmc.publish import file_entries
 from llmc.runtime.bench.doctor import Diagnosis, Machine, diagnose, this_machine
 from llmc.runtime.host.machine import Available
-from llmc.runtime.host.probe import Driver, Library, Probe
+from llmc.runtime.host.probe import Probe
+from llmc.runtime.host.probe_steps import Driver, Library
 from llmc.runtime.host.targets import NEEDS, Outlook, outlook
 
 MACHINE = Machine("A processor", ("vnni",), 4, Available(16 * GB, "machine"))

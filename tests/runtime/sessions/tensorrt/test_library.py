@@ -13,7 +13,7 @@ import pytest
 from doubles.recorded import VERSIONS, RecordedLibrary, replaced
 
 from llmc.errors import GpuError, MissingExtraError, UsageError
-from llmc.runtime.host.probe import Library
+from llmc.runtime.host.probe_steps import Library
 from llmc.runtime.sessions.tensorrt import library as engine_library
 from llmc.runtime.sessions.tensorrt.library import (
     Log,
