@@ -258,9 +258,7 @@ class _Layer:
     def _mask(self, weight: Tensor, statistics: InputStatistics) -> Tensor | None:
         if self.recipe.sparsity == "none":
             return None
-        if self.recipe.sparsity == "magnitude":
-            return sparsity.magnitude_mask(weight)
-        return sparsity.wanda_mask(weight, statistics.norms)
+        return sparsity.mask(weight, statistics.norms if self.recipe.sparsity == "wanda" else None)
 
     def _keep(self, tensor: str, quantized: Quantized) -> None:
         if self.recipe.scheme != "rtn":  # rounding to nearest again is quicker than reading
