@@ -6,8 +6,7 @@ from typing import Generic, TypeVar
 
 from llmc.bundle import version
 from llmc.errors import install_command
-from llmc.plans import version
-from llmc.runtime.host.probe import Library, Probe
+from llmc.runtime.host.probe import Probe
 from llmc.runtime.host.probe_steps import Library
 
 # Running, compiling (which --rebuild does too), and judging, which a build from an export does beside.
