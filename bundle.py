@@ -7,22 +7,16 @@ atomically by :mod:`llmc.publish`, so a folder with a manifest is complete.
 
 import hashlib
 import json
+import re
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llmc.errors import BundleError, LlmcError
 from llmc.inventory import Geometry as Geometry
-from llmc.measured import NOTHING_KNOWN
-from llmc.measured import Invariance as Invariance
-from llmc.measured import PhaseQuality as PhaseQuality
-from llmc.measured import Quality as Quality
-from llmc.plans import DeviceMemory as DeviceMemory
-from llmc.plans import EngineConfig as EngineConfig
-from llmc.plans import Profile as Profile
 from llmc.strict import decode as decode
 
 SCHEMA_VERSION = 5
@@ -48,8 +42,233 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Invariance:
+    """Calls of a graph that compute the same bits for a token, whatever is computed beside it; found by measuring.
+
+    Each number is 1 if calls of any size do, 2 if those of an even size do, and 0 if nothing is known to.
+
+    Attributes:
+        rows: of calls with one new token in each of several rows, how many rows.
+        tokens: of calls with two or more new tokens in one row, how many tokens; except 64 k + 1 of them, of which
+            nothing is known: attention works in tiles of 64 queries, and a lone last one takes other code.
+        outputs: of calls of one row, how many logits.
+        single: whether a new token alone in its row is computed as one among several in the same row.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    outputs: int = 0
+    single: bool = False
+
+    @property
+    def is_sound(self) -> bool:
+        """True if every number is one that has a meaning."""
+        return {self.rows, self.tokens, self.outputs} <= {0, 1, 2}
+
+
+NOTHING_KNOWN = Invariance()
+
+
+@dataclass(frozen=True)
+class PhaseQuality:
+    """One path of a bundle, prefill or decode, on a text; None where there was no unquantized model to compare with.
+
+    Attributes:
+        perplexity: exp of the mean negative log-likelihood of the scored tokens.
+        mean_kl, p99_kl: mean and 99th percentile of KL(reference || bundle) in nats over positions.
+        top1_agreement: share of positions with the same most likely token, 0 ... 1.
+    """
+
+    perplexity: float
+    mean_kl: float | None
+    p99_kl: float | None
+    top1_agreement: float | None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Bundle against the unquantized model on a text. The properties are those of the worse of the two paths.
+
+    Attributes:
+        text: what it was measured on: a file's name, or "golden prompts".
+        sha256: of the file, empty for golden prompts.
+        positions: scored positions of each path.
+        window: tokens per window, each of which starts from an empty cache; 0 for golden prompts.
+        reference_perplexity: of the unquantized model.
+        phases: by the path's name, prefill and decode: they are different graphs.
+        greedy_match: mean number of the bundle's greedy tokens after a golden prompt before the first one that the
+            unquantized model, given the same tokens before it, would not have chosen.
+        greedy_tokens: how many tokens were generated after each golden prompt, so the largest possible greedy_match.
+    """
+
+    text: str
+    sha256: str
+    positions: int
+    window: int
+    reference_perplexity: float | None
+    phases: dict[str, PhaseQuality]
+    greedy_match: float | None
+    greedy_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """The larger perplexity."""
+        return max(phase.perplexity for phase in self.phases.values())
+
+    @property
+    def mean_kl(self) -> float | None:
+        """The larger mean KL."""
+        return self._worst(max, [phase.mean_kl for phase in self.phases.values()])
+
+    @property
+    def p99_kl(self) -> float | None:
+        """The larger 99th percentile of KL."""
+        return self._worst(max, [phase.p99_kl for phase in self.phases.values()])
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """The smaller agreement."""
+        return self._worst(min, [phase.top1_agreement for phase in self.phases.values()])
+
+    @staticmethod
+    def _worst(choose: Callable[[list[float]], float], values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return choose(known) if known else None
+
+
+AMPERE = (8, 0)
+
+
+def version(text: str) -> tuple[int, ...]:
+    """10.3.0.26 -> (10, 3, 0, 26), so that versions and compute capabilities can be compared."""
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The largest call that an optimisation profile takes: rows, new tokens and logits of each row."""
+
+    batch: int
+    sequence: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes that a bundle takes on its GPU; on a Jetson they are the machine's own.
+
+    Attributes:
+        context: the driver's and the libraries' own, from experience.
+        weights: of the engine or the graphs.
+        workspace: activations of the largest call.
+        cache_per_token: keys and values, per row and position.
+        logits: of one row.
+    """
+
+    context: int
+    weights: int
+    workspace: int
+    cache_per_token: int
+    logits: int
+
+    def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
+        """Bytes by what they are for, with room for ``positions`` in each of ``batch`` rows."""
+        return {
+            "context": self.context,
+            "weights": self.weights,
+            "workspace": self.workspace,
+            "cache": self.cache_per_token * positions * batch,
+            "logits": self.logits * batch,
+        }
+
+    def total(self, positions: int, batch: int = 1) -> int:
+        """The sum of the parts."""
+        return sum(self.parts(positions, batch).values())
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """A serialized TensorRT engine: which machine it is for, and which calls it takes.
+
+    Attributes:
+        file: the engine.
+        form: native (cache updated in place, attention of the library) or primitives (basic operators, for TensorRT
+            before 10.15).
+        compute: float16, bfloat16 or float32.
+        capacity: positions of the cache, 0 where the cache has as many as the call's bucket.
+        buckets: numbers of cache positions that attention may look at, ascending; the last one is the longest context.
+        decode, prefill: the profiles 0 and 1.
+        select: the engine that finds the largest logits, or empty; ``candidates`` of them.
+        platform: operating system and processor, as linux-x86_64.
+        compute_capabilities: of the GPUs it was built for, as 8.7.
+        version_compatible, hardware_compatibility, stripped: the builder's options; a stripped engine takes its weights
+            from the graph's file when it is loaded.
+        verified: ``device`` where the engine itself was run after building, ``cpu`` where only its graph was, on a CPU;
+            ``float32`` where that graph was run computing in float32, for CPUs have no bfloat16; ``no`` where nothing
+            was.
+        inspector: file with the network's layers.
+        workspace, optimization_level: of the builder; None is the library's own level.
+    """
+
+    file: str
+    form: str
+    compute: str
+    capacity: int
+    buckets: tuple[int, ...]
+    decode: Profile
+    prefill: Profile
+    select: str
+    candidates: int
+    platform: str
+    compute_capabilities: tuple[str, ...]
+    version_compatible: bool
+    hardware_compatibility: str
+    stripped: bool
+    verified: str
+    inspector: str
+    workspace: int = 1 << 30
+    optimization_level: int | None = None
+
+    @property
+    def gpus(self) -> str:
+        """The compute capabilities that :meth:`fits_gpu` accepts, in words."""
+        return "8.0 and newer that the library knows" if self._for_ampere else " or ".join(self.compute_capabilities)
+
+    def fits_gpu(self, capability: str) -> bool:
+        """True if the engine has code for a GPU of this compute capability, as 8.7.
+
+        It has for those that it names; where it names none, as TensorRT-RTX builds by default, or was built so, from
+        Ampere on.
+        """
+        return version(capability) >= AMPERE if self._for_ampere else capability in self.compute_capabilities
+
+    @property
+    def _for_ampere(self) -> bool:
+        return self.hardware_compatibility == "ampere" or not self.compute_capabilities
+
+    def fits_version(self, installed: str, built: str) -> bool:
+        """True if the library's version ``installed`` reads an engine of ``built``: the same one does, and if it was
+        built so, all later ones."""
+        if self.version_compatible:
+            return version(installed) >= version(built)
+        return version(installed) == version(built)
+
+    def is_sound(self, max_context: int, max_batch: int, prefill_chunk: int) -> bool:
+        """True if a build with these limits can have written these numbers."""
+        rising = list(self.buckets) == sorted(set(self.buckets)) and min(self.buckets, default=0) > 0
+        if not rising or self.buckets[-1] < max_context or self.form not in ("native", "primitives"):
+            return False
+        capacity = 0 if self.form == "primitives" else self.buckets[-1]
+        selects = self.candidates > 0 if self.select else self.candidates == 0
+        decode, prefill = Profile(max_batch, 1, 1), (self.prefill.batch, self.prefill.sequence)
+        profiles = self.decode == decode and prefill == (1, prefill_chunk) and 0 < self.prefill.outputs <= prefill_chunk
+        gpus = all(re.fullmatch(r"\d+\.\d+", gpu, re.ASCII) for gpu in self.compute_capabilities)
+        return self.capacity == capacity and selects and profiles and gpus and self.workspace > 0
+
+
+@dataclass(frozen=True)
 class Source:
-    """Where the weights came from. ``fingerprint`` covers config.json, every shard's header and size, and samples of
+    """Origin of the weights. ``fingerprint`` covers config.json, every shard's header and size, and samples of
     every tensor's bytes."""
 
     name: str
@@ -143,7 +362,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Budget:
-    """What quality a bundle must keep to be published; None asks for nothing.
+    """Quality that a bundle must keep to be published; None asks for nothing.
 
     Attributes:
         max_kl: largest mean KL(reference || bundle) in nats.
@@ -161,7 +380,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the weights were compiled.
+    """Recipe by which the weights were compiled.
 
     Attributes:
         name: the recipe file's name, or default.
@@ -209,7 +428,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the bundle was planned for, in tokens and rows."""
+    """Largest calls that the bundle was planned for, in tokens and rows."""
 
     max_context: int
     max_batch: int
@@ -351,7 +570,7 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
 
 
 def unbuilt(folder: Path) -> str | None:
-    """What a folder is that a bundle can be built of, ``an export`` or ``a checkpoint``; None for any other folder."""
+    """Kind of a folder that a bundle can be built of, ``an export`` or ``a checkpoint``; None for any other folder."""
     if (folder / BUNDLE_MANIFEST).exists():
         return None
     kinds = {EXPORT_MANIFEST: "an export", CONFIG_FILE: "a checkpoint"}  # an export has a config.json too
@@ -365,7 +584,7 @@ def refuse_bundle(folder: Path, expected: str) -> None:
 
 
 def build_command(source: str | Path) -> str:
-    """How to build a bundle of an export or a checkpoint."""
+    """The command that builds a bundle of an export or a checkpoint."""
     return f"llmc build {shlex.quote(str(source))} -o BUNDLE"
 
 

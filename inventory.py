@@ -178,7 +178,7 @@ class Geometry:
         return list(found.values())
 
     def caches_of(self, layer: int) -> list[Cache]:
-        """What a layer keeps."""
+        """The caches of a layer."""
         names = {attention.cache for attention in self.attentions if attention.layer == layer}
         return [cache for cache in self.caches if cache.name in names]
 

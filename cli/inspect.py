@@ -85,7 +85,7 @@ def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
 
 
 def by_layers(values: Sequence[str]) -> str:
-    """What all layers have, or each with how many have it: ``all positions (12 layers)``."""
+    """The value of all layers, or each value with its number of layers: ``all positions (12 layers)``."""
     counts = Counter(values)
     return ", ".join(value if len(counts) == 1 else f"{value} ({count} layers)" for value, count in counts.items())
 
@@ -113,7 +113,7 @@ def engine_of(target: Target) -> str:
 
 
 def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
-    """Which calls an engine takes, and where it runs."""
+    """Rows for the calls that an engine takes, and the machines that it runs on."""
     options = {
         "runs on newer libraries": engine.version_compatible,
         "without weights, which come from the graph's file": engine.stripped,

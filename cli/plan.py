@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, read_export
+from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, read_bundle, read_export
 from llmc.cli import output as show
 from llmc.cli.build import PRECISIONS, chosen_precision
 from llmc.cli.options import EXISTING_FOLDER, SectionCommand, debug_option, json_option, memory_option, size
-from llmc.errors import LlmcError, ResourceError
+from llmc.errors import LlmcError, MissingExtraError, ResourceError, UsageError
 
 if TYPE_CHECKING:
-    from llmc.bundle import Geometry
-    from llmc.optimize.plan.stages import Ahead, Stage
+    from llmc.bundle import Geometry, Manifest
+    from llmc.runtime.bench.stages import Ahead, Stage
+    from llmc.runtime.kv.budget import MemoryEstimate
 
 NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has that it is for"
 UNKNOWN = "not known whether it fits"
@@ -25,14 +26,14 @@ UNKNOWN = "not known whether it fits"
 @click.argument("path", type=EXISTING_FOLDER)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
-@click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
-@click.option("--fp32", is_flag=True, help="Plan a build in full precision.")
-@click.option("--fp16", is_flag=True, help="Plan a build in 16 bits.")
-@click.option("--bf16", is_flag=True, help="Plan a build in bfloat16.")
-@click.option("--int8", is_flag=True, help="Plan a build with 8-bit weights.  [default]")
-@click.option("--int4", is_flag=True, help="Plan a build with 4-bit weights.")
-@click.option("--fp8", is_flag=True, help="Plan a build with weights in float8.")
-@click.option("--recipe", help="Plan a build by this TOML file, or by a recipe that comes with llmc.")
+@click.option("--target", default="cpu", help="MemoryEstimate a build for cpu, cuda, tensorrt or tensorrt-rtx.")
+@click.option("--fp32", is_flag=True, help="MemoryEstimate a build in full precision.")
+@click.option("--fp16", is_flag=True, help="MemoryEstimate a build in 16 bits.")
+@click.option("--bf16", is_flag=True, help="MemoryEstimate a build in bfloat16.")
+@click.option("--int8", is_flag=True, help="MemoryEstimate a build with 8-bit weights.  [default]")
+@click.option("--int4", is_flag=True, help="MemoryEstimate a build with 4-bit weights.")
+@click.option("--fp8", is_flag=True, help="MemoryEstimate a build with weights in float8.")
+@click.option("--recipe", help="MemoryEstimate a build by this TOML file, or by a recipe that comes with llmc.")
 @memory_option
 @click.option("--gpu-memory", type=size, help="Memory that the GPU has, as 8GB.  [default: what it says]")
 @click.option(
@@ -50,10 +51,10 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
     memory: of a compiled bundle, weights and embedding are pages of its files, which processes share and the system may
     drop.
     """
-    from llmc.optimize.plan.stages import plan_ahead, refusal
+    from llmc.runtime.bench.stages import refusal
 
     precision = chosen_precision(tuple(asked.pop(name) for name in PRECISIONS))
-    ahead = plan_ahead(path, _geometry(path), precision=precision, **asked)
+    ahead = _ahead(path, _geometry(path), precision=precision, **asked)
     if as_json:
         machine = ahead.memories.machine
         report: dict[str, object] = {"path": path, "available": machine.bytes, "source": machine.source}
@@ -63,6 +64,49 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
         print_stages(ahead)
     if problem := refusal(ahead.stages):
         raise ResourceError(f"{path}: {problem}")
+
+
+def _ahead(
+    path: Path,
+    geometry: Geometry | None,
+    *,
+    target: str,
+    context: int | None,
+    batch: int,
+    memory: int | None,
+    gpu_memory: int | None,
+    unified: bool | None,
+    **how: str | None,
+) -> Ahead:
+    """The stages ahead of a bundle, which a device plans without what builds, or of what has this geometry."""
+    from llmc.runtime.bench.stages import find_memories, hold, plan_bundle
+
+    if geometry is not None:
+        from llmc.optimize.plan.stages import plan_stages
+        from llmc.optimize.targets import capabilities
+
+        on_gpu = capabilities(target).has_gpu
+        found = find_memories(on_gpu, memory, gpu_memory, unified)
+        build = {"context": context, "batch": batch, "target": target, "unified": found.unified}
+        return hold(plan_stages(path, geometry, **build, **how), found, on_gpu)  # type: ignore[arg-type]
+    manifest = read_bundle(path)
+    on_gpu = manifest.device is not None
+    found = find_memories(on_gpu, memory, gpu_memory, unified)
+    if any(how.values()) or target != "cpu":
+        raise UsageError(f"{path} is built already; precision, recipe and target are for an export or a checkpoint")
+    plans = plan_bundle(manifest, context, batch)
+    return hold([*_rebuilding(manifest, found.unified), *plans], found, on_gpu)
+
+
+def _rebuilding(manifest: Manifest, unified: bool) -> list[MemoryEstimate]:
+    """Making the engine that a bundle lacks; none where what builds is not installed."""
+    if manifest.engine is None or manifest.engine.file:
+        return []
+    try:
+        from llmc.optimize.plan.memory import plan_rebuild
+    except MissingExtraError:
+        return []
+    return [plan_rebuild(manifest, unified)]
 
 
 def _geometry(path: Path) -> Geometry | None:
@@ -90,7 +134,7 @@ def check_export(checkpoint: Path, memory: int | None = None) -> None:
         ResourceError: with the number missing.
     """
     from llmc.export.sources.checkpoint import read_checkpoint
-    from llmc.optimize.plan.stages import Stage, export_plan, refusal
+    from llmc.runtime.bench.stages import Stage, export_plan, refusal
     from llmc.runtime.kv.budget import usable_memory
 
     try:

@@ -35,12 +35,12 @@ def named_path(file: str, command: str) -> Path:
 
 
 def target(path: Path) -> Path:
-    """Where a link leads, so that it stays one; any other path as it is."""
+    """The file that a link leads to, so that it stays a link; any other path as it is."""
     return Path(os.path.realpath(path)) if os.path.islink(path) else path
 
 
 def state_of(path: Path) -> Path:
-    """Where the keys and values of a conversation are."""
+    """The file with the keys and values of a conversation."""
     return path.with_name(f"{path.name}.kv")
 
 

@@ -82,7 +82,7 @@ PRIMITIVES = (21, 10)
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built. ``seconds`` covers everything from reading the export to publishing."""
+    """The result of a build. ``seconds`` covers everything from reading the export to publishing."""
 
     output: Path
     manifest: Manifest
@@ -96,7 +96,7 @@ class BuildReport:
 
 @dataclass(frozen=True)
 class _Order:
-    """What is to be built: everything a step needs to know, resolved."""
+    """An order to build, resolved: all that a step needs to know."""
 
     source: Path
     export: ExportManifest
@@ -385,7 +385,7 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
 def _advice(
     order: _Order, folder: Path, manifest: Manifest, weights: Calibrated, quality: Quality, ids: NDArray[np.int64]
 ) -> Advice:
-    """Where the quality goes; a graph for a GPU is cut into layers in float32, which is what they are compared with."""
+    """Advice on lost quality; a graph for a GPU is cut into layers in float32, as that it is compared with."""
     if not order.target.has_gpu:
         return advise(folder, manifest, order.source, quality, ids, order.progress)
     with TemporaryDirectory(prefix=".float32.", dir=folder) as work:
@@ -396,7 +396,7 @@ def _advice(
 def _opened(
     order: _Order, folder: Path, manifest: Manifest, weights: Calibrated, stack: ExitStack
 ) -> tuple[Model, str]:
-    """What was built, loaded on the device that it is for, or else its graph on the CPU; and which of them. ``stack``
+    """The bundle, loaded on the device that it is for, or else its graph on the CPU; and which of them. ``stack``
     closes the model, and removes what was only made to be judged."""
     if not order.target.has_gpu:
         return stack.enter_context(load(folder, self_test=False)), "device"
@@ -414,7 +414,7 @@ def _opened(
 
 
 def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:
-    """Whether there is an engine, and a GPU that it has code for."""
+    """True if there is an engine, and a GPU that it has code for."""
     gpu = spec.gpu if spec is not None else None
     return gpu is not None and plan.fits_gpu(gpu.compute_capability)
 

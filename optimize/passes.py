@@ -44,40 +44,20 @@ class Step:
     times: Callable[[Geometry], int] | None = None
 
 
-def _linears(geometry: Geometry) -> int:
-    return len(geometry.linears)
-
-
-def _attentions(geometry: Geometry) -> int:
-    return len(geometry.attentions)
-
-
-def _norms(geometry: Geometry) -> int:
-    return len(geometry.norms)
-
-
-def _skip_norms(geometry: Geometry) -> int:
-    return sum(norm.follows_residual for norm in geometry.norms)
-
-
-def _silus(geometry: Geometry) -> int:
-    return sum(mlp.activation == "silu" for mlp in geometry.mlps)
-
-
 PASSES: dict[str, tuple[Step, ...]] = {
     "cpu": (
         # Everything below works on whole linears instead of Transpose, MatMul and Add.
-        Step("raise linears", raising.raise_linears, _linears),
+        Step("raise linears", raising.raise_linears, lambda g: len(g.linears)),
         # Before attention is lowered: it is the CachedAttention node that tells which three linears belong together.
-        Step("pack projections", attention.pack_projections, _attentions),
-        Step("lower attention", cpu_attention.lower_attention, _attentions),
+        Step("pack projections", attention.pack_projections, lambda g: len(g.attentions)),
+        Step("lower attention", cpu_attention.lower_attention, lambda g: len(g.attentions)),
         Step("type cache", attention.type_cache),
-        Step("lower norms", norms.lower_norms, _norms),
+        Step("lower norms", norms.lower_norms, lambda g: len(g.norms)),
         # Not the first norm, which has no residual before it, and not the last: logits are gathered before it.
-        Step("fuse skip norms", norms.fuse_skip_norms, _skip_norms),
-        Step("fuse SiLU", norms.fuse_silu, _silus),
+        Step("fuse skip norms", norms.fuse_skip_norms, lambda g: sum(norm.follows_residual for norm in g.norms)),
+        Step("fuse SiLU", norms.fuse_silu, lambda g: sum(mlp.activation == "silu" for mlp in g.mlps)),
         # After all fusions: a quantized activation is shared by the linears that read it.
-        Step("lower linears", cpu_linears.lower_linears, _linears),
+        Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         # After the linears: it moves scales that only per-token activations have.
         Step("defer token scales", cpu_linears.defer_token_scales),
         Step("lower embedding", embedding.lower_embedding, lambda _: 1),
@@ -85,13 +65,13 @@ PASSES: dict[str, tuple[Step, ...]] = {
     ),
     # TensorRT from 10.15 on and TensorRT-RTX.
     "tensorrt": (
-        Step("raise linears", raising.raise_linears, _linears),
+        Step("raise linears", raising.raise_linears, lambda g: len(g.linears)),
         # Query, key and value, gate and up, where their weights are quantized.
         Step("pack linears", packing.pack_linears),
-        Step("lower attention", tensorrt_attention.lower_attention, _attentions),
+        Step("lower attention", tensorrt_attention.lower_attention, lambda g: len(g.attentions)),
         # After attention, which looks through the norms of qk-norm.
-        Step("lower norms", tensorrt_norms.lower_norms, _norms),
-        Step("lower linears", tensorrt_linears.lower_linears, _linears),
+        Step("lower norms", tensorrt_norms.lower_norms, lambda g: len(g.norms)),
+        Step("lower linears", tensorrt_linears.lower_linears, lambda g: len(g.linears)),
         Step("lower embedding", tensorrt_embedding.lower_embedding, lambda _: 1),
         # Last: what passes made has the type that they gave it, and what the export left has float32.
         Step("type values", types.type_values),
@@ -99,26 +79,26 @@ PASSES: dict[str, tuple[Step, ...]] = {
     ),
     # TensorRT 10.3 to 10.13: the same in operators that those have.
     "tensorrt-primitives": (
-        Step("raise linears", raising.raise_linears, _linears),
+        Step("raise linears", raising.raise_linears, lambda g: len(g.linears)),
         Step("pack linears", packing.pack_linears),
-        Step("lower attention", primitives.lower_attention, _attentions),
-        Step("lower norms", primitives.lower_norms, _norms),
-        Step("lower linears", tensorrt_linears.lower_linears, _linears),
+        Step("lower attention", primitives.lower_attention, lambda g: len(g.attentions)),
+        Step("lower norms", primitives.lower_norms, lambda g: len(g.norms)),
+        Step("lower linears", tensorrt_linears.lower_linears, lambda g: len(g.linears)),
         Step("lower embedding", tensorrt_embedding.lower_embedding, lambda _: 1),
         Step("type values", types.type_values),
         Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
     ),
     "cuda": (
         # As on the CPU, in the order of the CPU's passes and for their reasons.
-        Step("raise linears", raising.raise_linears, _linears),
-        Step("pack projections", attention.pack_projections, _attentions),
-        Step("lower attention", cuda_attention.lower_attention, _attentions),
+        Step("raise linears", raising.raise_linears, lambda g: len(g.linears)),
+        Step("pack projections", attention.pack_projections, lambda g: len(g.attentions)),
+        Step("lower attention", cuda_attention.lower_attention, lambda g: len(g.attentions)),
         Step("type cache", attention.type_cache),
         Step("gather logit rows", cuda_outputs.gather_logit_rows, lambda _: 1),
-        Step("lower norms", norms.lower_norms, _norms),
-        Step("fuse skip norms", norms.fuse_skip_norms, _skip_norms),
-        Step("fuse SiLU", norms.fuse_silu, _silus),
-        Step("lower linears", cuda_linears.lower_linears, _linears),
+        Step("lower norms", norms.lower_norms, lambda g: len(g.norms)),
+        Step("fuse skip norms", norms.fuse_skip_norms, lambda g: sum(norm.follows_residual for norm in g.norms)),
+        Step("fuse SiLU", norms.fuse_silu, lambda g: sum(mlp.activation == "silu" for mlp in g.mlps)),
+        Step("lower linears", cuda_linears.lower_linears, lambda g: len(g.linears)),
         Step("lower embedding", embedding.lower_embedding, lambda _: 1),
         # Last: until here outputs are in the type that the graph computes in.
         Step("float32 outputs", cuda_outputs.float32_outputs),

@@ -13,6 +13,7 @@ from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.runtime.bench.stages import LARGEST_BATCH
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,7 +29,6 @@ DEFAULT_CONTEXT = 32768
 ENGINE_CONTEXT = 4096
 # The W8A8 graph takes hardly longer for 8 rows than for one, and unused ones cost nothing.
 DEFAULT_BATCH = 8
-LARGEST_BATCH = 1024
 # Attention costs the square of a chunk, and activations of 512 tokens outgrow the caches: 256 is 5 % faster than 512
 # at a prompt of 512, equal at 2,048, and takes half the workspace.
 DEFAULT_CHUNK = 256

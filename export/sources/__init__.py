@@ -1,1 +1,1 @@
-"""Where a decoder's config and weights come from."""
+"""Sources of a decoder's config and weights."""

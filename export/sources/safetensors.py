@@ -21,7 +21,7 @@ _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a weight lies: ``length`` bytes at ``offset`` of ``file``; ``dtype`` as safetensors says it, F32 etc."""
+    """Place of a weight: ``length`` bytes at ``offset`` of ``file``; ``dtype`` as safetensors says it, F32 etc."""
 
     file: str
     offset: int

@@ -20,7 +20,7 @@ BINS = 60
 
 
 class Candidate(Protocol):
-    """What a point of :func:`pareto` is made of."""
+    """A candidate that :func:`pareto` can draw."""
 
     @property
     def name(self) -> str: ...

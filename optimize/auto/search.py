@@ -76,7 +76,7 @@ class Trial:
 
     @property
     def is_sound(self) -> bool:
-        """Whether these can have been measured."""
+        """True if these can have been measured."""
         speeds = (self.prefill_tokens_per_s, self.decode_tokens_per_s)
         qualities = (self.mean_kl, self.top1_agreement, self.perplexity_increase)
         return min(speeds) > 0 and all(map(math.isfinite, (*speeds, *qualities)))
@@ -182,7 +182,7 @@ def automatic(
 
 
 def _identity(what: Path | CalibrationRequest | None) -> str:
-    """What of a text, or of a calibration, changes a candidate."""
+    """The part of a text, or of a calibration, that changes a candidate."""
     if isinstance(what, CalibrationRequest):
         return f"{_identity(what.text)} {what.windows}"
     return bundle.sha256_file(what) if what is not None else ""
@@ -213,7 +213,7 @@ def _candidates(request: Request, calibrates: bool, resolved: Callable[[Request]
 
 
 def _contradicts(request: Request, candidate: Request) -> bool:
-    """Whether a candidate's own choice is not the request's: it would not be what its name says."""
+    """True if a candidate's own choice is not the request's: it would not be what its name says."""
     pairs = ((getattr(request, f.name), getattr(candidate, f.name)) for f in fields(Request))
     return any(asked is not None and own is not None and asked != own for asked, own in pairs)
 
@@ -247,7 +247,7 @@ def _thread_counts() -> list[int]:
 
 
 def _timed(name: str, folder: Path, manifest: Manifest, threads: int, rows: int, progress: Progress) -> Trial:
-    """What is known of this machine, or else measured now."""
+    """Speeds of this machine, known or else measured now."""
     machine = sha256(f"{cpu_model()} {manifest.target.engine_version} {threads}".encode()).hexdigest()[:12]
     path = folder / f"trial-{machine}.json"
     with suppress(OSError, ValueError, BundleError):  # not measured yet, or torn: measure again

@@ -136,7 +136,7 @@ def calibrate(
 
 
 def _resume(store: Store, source: LayerSource, ids: Tensor) -> tuple[int, Tensor]:
-    """How many layers are done, and the activations after them."""
+    """Number of layers that are done, and the activations after them."""
     if store.has(STATE):
         state = store.read(STATE)
         return int(state["layers"]), torch.from_numpy(state["hidden"])
@@ -258,9 +258,7 @@ class _Layer:
     def _mask(self, weight: Tensor, statistics: InputStatistics) -> Tensor | None:
         if self.recipe.sparsity == "none":
             return None
-        if self.recipe.sparsity == "magnitude":
-            return sparsity.magnitude_mask(weight)
-        return sparsity.wanda_mask(weight, statistics.norms)
+        return sparsity.mask(weight, statistics.norms if self.recipe.sparsity == "wanda" else None)
 
     def _keep(self, tensor: str, quantized: Quantized) -> None:
         if self.recipe.scheme != "rtn":  # rounding to nearest again is quicker than reading

@@ -1,4 +1,4 @@
-"""Whether a build calibrates, on what text, and where its results are kept."""
+"""A request for calibration: the decision whether a build calibrates, its text, and the cache of its results."""
 
 import errno
 import hashlib
@@ -36,7 +36,7 @@ KEPT_BYTES = 8_000_000_000
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """What calibration works with.
+    """Inputs of calibration.
 
     Attributes:
         decoder: opens the unquantized decoder of an export; the command line passes
@@ -61,7 +61,7 @@ class CalibrationRequest:
 
     @property
     def asked(self) -> str | None:
-        """What was given on purpose, in words, or None."""
+        """The option that was given on purpose, in words, or None."""
         given = {"a text": self.text, "a number of samples": self.samples, "a length of samples": self.length}
         return next((name for name, value in given.items() if value is not None), None)
 

@@ -1,4 +1,4 @@
-"""What calibration remembers of a linear's inputs X [tokens, K], instead of the inputs themselves.
+"""Statistics of a linear's inputs X [tokens, K], kept by calibration instead of the inputs themselves.
 
 The second moment H = X^T X / tokens is all that the mean square error of outputs needs: for a change D of weights
 [N, K], |X D^T|^2 / tokens = tr(D H D^T). So memory is K x K however many tokens are seen.

@@ -1,4 +1,4 @@
-"""What a lowering reads weights from: the checkpoint, as calibration left it.
+"""The weights that a lowering reads: the checkpoint's, as calibration left them.
 
 Calibration writes one file per part of the model (each layer, and the head) into a folder: factors folded into rows
 and columns of float weights, masks of pruned ones, integers that were chosen, and ranges of activations. Whatever it
@@ -55,7 +55,7 @@ class Store:
         self._read = lru_cache(maxsize=2)(self._load)
 
     def has(self, part: str) -> bool:
-        """Whether ``part`` has been written."""
+        """True if ``part`` has been written."""
         return (self.folder / f"{part}.npz").exists()
 
     def write(self, part: str, arrays: Arrays) -> None:
@@ -77,7 +77,7 @@ class Store:
             self.write("state", {**state, "hidden": state["hidden"][:0]})
 
     def is_sound(self) -> bool:
-        """Whether every part can be read, and none of those before the last one is missing."""
+        """True if every part can be read, and none of those before the last one is missing."""
         found = sorted(path.stem for path in self.folder.glob("[!.]*.npz"))
         layers = [part for part in found if part.startswith("layer-")]
         try:

@@ -172,7 +172,7 @@ def _conversations(text: str, path: Path, folder: Path, tokenizer: Tokenizer) ->
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Where each line is, and the value it holds; blank lines are skipped."""
+    """Place and value of each line; blank lines are skipped."""
     for number, line in enumerate(text.split("\n"), 1):  # JSON may hold what str.splitlines takes for line ends
         if not line.strip():
             continue
@@ -214,7 +214,7 @@ def _encode(tokenizer: Tokenizer, text: str, where: str) -> Ids:
 
 
 def _prefix(tokenizer: Tokenizer) -> Ids:
-    """What the tokenizer puts before a prompt, BOS as a rule."""
+    """Tokens that the tokenizer puts before a prompt, BOS as a rule."""
     plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
     return np.array(whole[: next(starts, 0)], np.int64)

@@ -61,7 +61,7 @@ class Override:
     adds: int
 
     def covers(self, part: Part) -> bool:
-        """Whether it gives a linear more bits."""
+        """True if it gives a linear more bits."""
         return BITS[part.precision] < BITS[self.precision] and fnmatchcase(part.name, self.pattern)
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Override:
 
 @dataclass(frozen=True)
 class KLBreakdown:
-    """Who causes the KL of one path, about: linears whose weights may get more bits, and all else.
+    """Causes of the KL of one path, about: linears whose weights may get more bits, and all else.
 
     ``floats`` tells that only floats mend them: int8 has no more bits than fp8.
     """
@@ -80,7 +80,7 @@ class KLBreakdown:
     floats: bool = False
 
     def after(self, overrides: Sequence[Override]) -> "KLBreakdown":
-        """What is left with overrides."""
+        """The breakdown that is left with overrides."""
         parts, removed = self.parts, 0.0
         for override in overrides:
             removed += _kept(override.precision) * sum(part.kl for part in parts if override.covers(part))
@@ -95,7 +95,7 @@ class KLBreakdown:
 
 @dataclass(frozen=True)
 class Advice:
-    """Where the quality goes: errors of the layers, worst first, and who causes the KL of each path.
+    """An explanation of lost quality: errors of the layers, worst first, and the causes of each path's KL.
 
     ``split`` tells whether prefill has a graph of its own, ``static`` whether a single one quantizes activations.
     """
@@ -107,7 +107,7 @@ class Advice:
 
 
 def broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> dict[str, str]:
-    """What was found and what is allowed, by the name of each limit that is broken.
+    """The figure found and the one allowed, in words, by the name of each limit that is broken.
 
     Args:
         kl: mean KL divergence from the unquantized model, in nats.
@@ -181,7 +181,7 @@ def _worst(errors: Sequence[LayerError], broken: Sequence[Violation]) -> str:
 
 
 def _remedy(broken: Sequence[Violation], advice: Advice) -> str:
-    """What to write into the recipe: overrides for decode, then what prefill needs beyond them."""
+    """Advice for the recipe: overrides for decode, then those that prefill needs beyond them."""
     if advice.static:  # rebuilt with overrides, the small model kept three times the KL that was estimated
         return (
             "No overrides are named, for errors of activations in 8 bits do not add up layer by layer: "
@@ -314,7 +314,7 @@ def _breakdown(
 
 
 def _precision(config: QuantConfig) -> str | None:
-    """What an override raises; None for floats, and for activations in 8 bits."""
+    """The precision that an override raises; None for floats, and for activations in 8 bits."""
     match config:
         case WeightOnly(grid):
             return f"int{grid.bits}"

@@ -79,7 +79,7 @@ def fed(answered: Sequence[Answered]) -> list[list[int]]:
 
 
 def matching(answer: Sequence[int], logits: Float) -> int:
-    """How many tokens of ``answer`` come before the first that ``logits`` [n, V] would not choose."""
+    """Number of tokens of ``answer`` before the first that ``logits`` [n, V] would not choose."""
     same = logits.argmax(axis=1) == np.array(answer)
     return len(answer) if same.all() else int(same.argmin())
 

@@ -1,4 +1,4 @@
-"""Which calls of a finished bundle compute the same bits for a token, whatever is computed beside it: measured.
+"""Invariance of a finished bundle, measured: calls that compute the same bits for a token, whatever is beside it.
 
 Kernels may round otherwise for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs, and its attention
 takes another product for a single token. What a runtime may rely on is therefore found by running the bundle.
@@ -68,7 +68,7 @@ class _Probe:
         self._text = generator.integers(0, vocab_size, self._longest)
 
     def invariance(self, phase: Phase) -> Invariance:
-        """What the graph of ``phase`` guarantees."""
+        """Guarantees of the graph of ``phase``."""
         for row, prefix in enumerate(self._prefixes):
             ids = np.array([prefix], np.int64)
             self._session.run(Batch(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row))
@@ -95,7 +95,7 @@ class _Probe:
         return logits, hidden, np.stack(cached)
 
     def _long_pieces(self, phase: Phase) -> int:
-        """What calls of 2 or more tokens guarantee, by calls as long as pieces of prompts are."""
+        """Guarantees of calls of 2 or more tokens, by calls as long as pieces of prompts are."""
         past, ends = len(self._prefixes[0]), np.array(self._long, np.int64) - 1
 
         def run(tokens: int) -> list[NDArray[np.generic]]:
@@ -123,7 +123,7 @@ class _Probe:
         return logits, hidden, self._cached(past, tokens)
 
     def _cached(self, past: int, tokens: int) -> NDArray[np.generic]:
-        """What the cache holds of ``tokens`` positions of row 0, [tokens, values]."""
+        """The cache's contents for ``tokens`` positions of row 0, [tokens, values]."""
         return np.stack(self._session.cache.read_blocks(0, 1, past, past + tokens))
 
 
@@ -150,5 +150,5 @@ def _multiple(sizes: Iterable[int], same: Same) -> int:
 
 
 def _both(one: int, other: int) -> int:
-    """What holds where both do."""
+    """The guarantees that both give."""
     return max(one, other) if one and other else 0

@@ -1,4 +1,4 @@
-"""Where a bundle loses quality: the error of each layer on its own.
+"""The loss of quality by layers: the error of each on its own.
 
 The bundle's graphs are cut at their ``hidden.{i}`` values, each part is fed what the unquantized model's part is fed,
 and the results are compared, so that no error hides behind those before it. The decode path runs token by token, as it
@@ -31,7 +31,7 @@ SMALLEST = 1e-20  # of noise to signal, 200 dB: float32 is at about 1e-14
 
 @dataclass(frozen=True)
 class LayerError:
-    """What one part of the model, fed with the unquantized model's hidden states, computes wrongly in one path.
+    """The error of one part of the model, fed with the unquantized model's hidden states, in one path.
 
     Attributes:
         name: model.embed_tokens, model.layers.{i}, one of its linears, or lm_head.
@@ -86,7 +86,7 @@ def layer_errors(
 def linear_errors(
     folder: Path, manifest: Manifest, reference: Reference, windows: Ids, progress: Progress = silent
 ) -> tuple[LayerError, ...]:
-    """What the weights of each linear of the layers do to the layer's output, on windows of tokens [n, W].
+    """Errors that the weights of each linear make in its layer's output, on windows of tokens [n, W].
 
     A linear of the decode graph gets the unquantized model's activations, and its output goes on through the rest of
     the unquantized layer, so that an error is seen after what the layer makes of it.
@@ -198,7 +198,7 @@ class _Graph:
         return np.concatenate(rows)[..., columns]
 
     def _packed(self, projections: tuple[str, ...], name: str) -> slice:
-        """Where a projection lies among the packed ones."""
+        """The columns of a projection among the packed ones."""
         sizes = [self._geometry.linear[projection].outputs for projection in projections]
         number = projections.index(name)
         return slice(sum(sizes[:number]), sum(sizes[: number + 1]))

@@ -1,4 +1,4 @@
-"""Whether float16 suffices: every value of the lowered graph, on the golden prompts.
+"""The test whether float16 suffices: every value of the lowered graph, on the golden prompts.
 
 ONNX Runtime's CPU kernels compute float16 operators in float32 and hand their results on without rounding where they
 can, so running the graph there does not show what overflows on a GPU. Asking for every value as an output does.

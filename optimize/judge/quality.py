@@ -1,4 +1,4 @@
-"""How far a bundle is from the unquantized model: divergence of next-token distributions, agreement, perplexity."""
+"""The distance of a bundle from the unquantized model: divergence of its distributions, agreement, perplexity."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -58,7 +58,7 @@ class Comparison:
 
 
 class Tally:
-    """What one path, or the unquantized model, says about texts: likelihoods and comparisons, added up."""
+    """Likelihoods and comparisons of one path, or of the unquantized model, added up over texts."""
 
     def __init__(self) -> None:
         self._nll = 0.0

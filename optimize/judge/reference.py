@@ -52,7 +52,7 @@ class Reference:
         return [self.project(rows) for rows in self.normed(sequences, progress)]
 
     def normed(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
-        """What the head multiplies, after every token of each sequence: float32 [len(sequence), H] each.
+        """Inputs of the head after every token of each sequence: float32 [len(sequence), H] each.
 
         One pass over the weights. Logits of a large vocabulary are a hundred times as large: :meth:`project` them
         one sequence at a time.
@@ -86,7 +86,7 @@ class Reference:
         return logits
 
     def last_norm(self, hidden: Float) -> Float:
-        """What the head multiplies, from the last hidden states [B, S, H]."""
+        """Inputs of the head, from the last hidden states [B, S, H]."""
         source = self._head.inputs[0]
         assert source is not None and source.name is not None
         batch, sequence, _ = hidden.shape
@@ -203,7 +203,7 @@ def _key(reference: Reference, windows: Ids) -> str:
 
 
 def _read(path: Path, shape: tuple[int, ...]) -> Float | None:
-    """What was kept, unless it is missing, torn or of something else."""
+    """The states that were kept; None if they are missing, torn or of something else."""
     try:
         with path.open("rb") as file:  # numpy leaves a broken file open that it opened itself
             found = np.load(file, allow_pickle=False)

@@ -1,4 +1,4 @@
-"""What a lowering is asked to make: the model's shapes, its limits, and how each weight is to be stored."""
+"""The order for a lowering: the model's shapes, its limits, and the storage of each weight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -72,7 +72,7 @@ W8A8: dict[str, PerToken | Static] = {"per-token": PerToken(), "static": Static(
 
 @dataclass(frozen=True)
 class QuantConfigs:
-    """How a graph stores its linears: the body's config, the head's, and those of patterns; the last match wins.
+    """The storage of a graph's linears: the body's config, the head's, and those of patterns; the last match wins.
 
     Where ``w8a8`` is given it takes the place of integer weights of ``w8a8_bits`` everywhere but in the head.
     """
@@ -115,6 +115,16 @@ class LoweringContext:
     compute: str = "float32"
     linear_done: Callable[[], None] = lambda: None
     contract: int = GRAPH_CONTRACT_VERSION
+
+    @property
+    def array_type(self) -> np.dtype[np.generic]:
+        """The type of activations, for arrays."""
+        return ARRAY_TYPES[self.compute]
+
+    @property
+    def type(self) -> ir.DataType:
+        """The type of activations, for the graph."""
+        return ir.DataType.from_numpy(self.array_type)
 
     @property
     def embedding(self) -> QuantConfig:

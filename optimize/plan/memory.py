@@ -20,7 +20,7 @@ from llmc.optimize.lower.context import (
 )
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import needs_calibration
-from llmc.runtime.kv.budget import Plan
+from llmc.runtime.kv.budget import MemoryEstimate
 
 MB = 1_000_000
 # Python, numpy, tokenizers, jinja2 and onnxruntime after their import and the first run: half of it pages of libraries.
@@ -128,7 +128,7 @@ def plan_build(
     judged: bool = False,
     device: DeviceMemory | None = None,
     one_memory: bool = False,
-) -> Plan:
+) -> MemoryEstimate:
     """The peak of a build: the largest of calibrating, quantizing, compiling, and judging the finished bundle.
 
     Args:
@@ -150,10 +150,10 @@ def plan_build(
     parts = max(steps, key=lambda step: sum(step.values()))
     total = sum(parts.values())
     # The context makes a bundle no larger to build, and neither does the batch.
-    return Plan("build", parts, limits.max_context, limits.max_batch, limits, lambda context, batch: total)
+    return MemoryEstimate("build", parts, limits.max_context, limits.max_batch, limits, lambda context, batch: total)
 
 
-def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> Plan:
+def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> MemoryEstimate:
     """The peak of making a bundle's engine anew: nothing is calibrated this time; ``one_memory`` as above."""
     recipe = replace(manifest.recipe, scheme="rtn", smoothing=0.0, sparsity="none", activations="none")
     device = manifest.device

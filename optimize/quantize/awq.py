@@ -4,7 +4,7 @@ For weights W [N, K], inputs with second moment H = X^T X / tokens [K, K] and po
 D + W = Q(W s) / s, where Q rounds to nearest, and 1 / s goes into what precedes the linear. The mean square error of
 the outputs is tr(D H D^T) exactly, so activations need not be kept. Scales are searched as
 
-    s = m^alpha / (w^(1 - alpha)),    or without w,    alpha = 0, 1 / steps, 2 / steps, ...
+    s = m^alpha / (w^(1 - alpha)),    or without w,    alpha = 0, 1 / 20, 2 / 20, ...
 
 with m the mean magnitude of each input and w the mean over outputs of |W| over its group's largest, as in the authors'
 implementation; s = 1 is the first candidate, so the result never does worse by this measure. Source: Lin et al. 2023,
@@ -24,18 +24,17 @@ from llmc.optimize.quantize.grid import Grid, Quantized
 
 # Scales stay within this factor of their geometric middle: what precedes the linear may be stored in 16 bits.
 LARGEST_SCALE = 1e2
+# Values of alpha that are tried.
+STEPS = 20
 
 
-def search_scales(
-    weights: Sequence[Tensor], statistics: InputStatistics, grids: Sequence[Grid], *, steps: int = 20
-) -> Tensor:
+def search_scales(weights: Sequence[Tensor], statistics: InputStatistics, grids: Sequence[Grid]) -> Tensor:
     """Scales [K] with which the weights that read one activation lose least when they are rounded.
 
     Args:
         weights: matrices [N_i, K], to be multiplied by the scales.
         statistics: of the activation, which is to be divided by them.
         grids: the grid of each matrix.
-        steps: values of alpha between 0 and 1.
 
     Raises:
         BuildError: second moments were not collected.
@@ -45,19 +44,17 @@ def search_scales(
         raise BuildError("AWQ needs the second moments of a layer's inputs; calibrate with moments")
     best = torch.ones_like(statistics.mean_abs)
     least = output_error(weights, moment, grids, best)
-    for scales in _candidates(weights, statistics, grids, steps):
+    for scales in _candidates(weights, statistics, grids):
         error = output_error(weights, moment, grids, scales)
         if error < least:
             best, least = scales, error
     return best
 
 
-def _candidates(
-    weights: Sequence[Tensor], statistics: InputStatistics, grids: Sequence[Grid], steps: int
-) -> Iterator[Tensor]:
+def _candidates(weights: Sequence[Tensor], statistics: InputStatistics, grids: Sequence[Grid]) -> Iterator[Tensor]:
     inputs = statistics.mean_abs.clamp(min=1e-4 * float(statistics.mean_abs.max()) or 1.0)
     shares = torch.stack([_shares(weight, grid) for weight, grid in zip(weights, grids, strict=True)]).mean(0)
-    for alpha in np.linspace(0, 1, steps, endpoint=False).tolist():
+    for alpha in np.linspace(0, 1, STEPS, endpoint=False).tolist():
         for found in (inputs**alpha, inputs**alpha / shares ** (1 - alpha)):
             middle = (found.amax() * found.amin()).sqrt()
             yield (found / middle).clamp(1 / LARGEST_SCALE, LARGEST_SCALE)

@@ -7,11 +7,11 @@ are still free, with U the upper Cholesky factor of (H + damping)^-1 = U^T U:
     W[:, j] -= e * U[i, j] / U[i, i]        j > i
 
 which is the least-squares answer. Updates beyond a block of channels are applied once per block. Source: Frantar et al.
-2022, arXiv:2210.17323, algorithm 1. In activation order (channels of large inputs first), the scale of each group is
-taken from the weights as they were, so that groups stay runs of consecutive inputs and an engine needs no index; that
-is `static groups` of the authors' implementation. Scales come from the search of :mod:`.clip`, and at last from least
-squares over all groups of a row for the integers chosen. A mask's zeros are rounded like any other value, to 0, so
-later channels make up for them too (SparseGPT, Frantar and Alistarh 2023, arXiv:2301.00774).
+2022, arXiv:2210.17323, algorithm 1. Channels of large inputs come first (activation order), and the scale of each group
+is taken from the weights as they were, so that groups stay runs of consecutive inputs and an engine needs no index;
+that is `static groups` of the authors' implementation. Scales come from the search of :mod:`.clip`, and at last from
+least squares over all groups of a row for the integers chosen. A mask's zeros are rounded like any other value, to 0,
+so later channels make up for them too (SparseGPT, Frantar and Alistarh 2023, arXiv:2301.00774).
 """
 
 import torch
@@ -23,62 +23,41 @@ from llmc.optimize.quantize.grid import Grid, Quantized
 
 # Channels whose updates to later ones are gathered into one matrix product.
 LAZY_BLOCK = 128
+# Added to the diagonal, as a share of its mean.
+DAMPING = 0.01
 # Where the factorization fails, damping grows tenfold up to this share of the mean diagonal.
 SMALLEST_DAMPING, LARGEST_DAMPING = 1e-4, 1.0
 
 
-def quantize(
-    weights: Tensor,
-    second_moment: Tensor,
-    grid: Grid,
-    *,
-    damping: float = 0.01,
-    activation_order: bool = True,
-    mask: Tensor | None = None,
-) -> Quantized:
+def quantize(weights: Tensor, second_moment: Tensor, grid: Grid, *, mask: Tensor | None = None) -> Quantized:
     """Quantize weights [N, K] for inputs with this second moment.
 
     Args:
         weights: float [N, K].
         second_moment: X^T X / tokens, float32 [K, K]; channels that were never seen are rounded to nearest.
         grid: bits, block and symmetry.
-        damping: added to the diagonal, as a share of its mean.
-        activation_order: channels of large inputs first, with scales from the weights as they were; else in order,
-            with scales from the weights as they are when their group is reached.
         mask: bool [N, K]; weights where it is false become exactly 0.
 
     Raises:
-        BuildError: damping is out of range, or the second moment is not finite or cannot be factorized.
+        BuildError: the second moment is not finite or cannot be factorized.
     """
     weights, moment = weights.float(), second_moment.float()
-    order = _order(moment, activation_order)
-    factor = inverse_factor(moment[order][:, order], damping)
-    kept = weights if mask is None else weights * mask
-    layer = _Layer(weights, moment, grid, mask, order, factor)
-    if activation_order:
-        _, layer.scales, layer.zeros = clip.search(kept, moment, grid)
-    layer.round_all(static=activation_order)
-    return clip.quantized(layer.steps(), layer.scales, layer.zeros, grid)
+    order = moment.diagonal().argsort(descending=True, stable=True)
+    factor = inverse_factor(moment[order][:, order])
+    _, scales, zeros = clip.search(weights if mask is None else weights * mask, moment, grid)
+    layer = _Layer(weights, scales, zeros, grid, mask, order, factor)
+    return clip.quantized(layer.steps(), scales, zeros, grid)
 
 
-def _order(moment: Tensor, activation_order: bool) -> Tensor:
-    diagonal = moment.diagonal()
-    if activation_order:
-        return diagonal.argsort(descending=True, stable=True)
-    return torch.arange(len(diagonal), device=moment.device)
-
-
-def inverse_factor(moment: Tensor, damping: float) -> Tensor:
+def inverse_factor(moment: Tensor, damping: float = DAMPING) -> Tensor:
     """The upper Cholesky factor U of (H + damping * mean diagonal)^-1 = U^T U, float32 [K, K].
 
     If H reversed is L L^T, then H = R R^T with R = L reversed, which is upper, and U = R^-1; so the inverse of H, the
     part that float32 would suffer from, is never formed.
 
     Raises:
-        BuildError: damping is out of range, H is not finite, or no damping makes it positive definite.
+        BuildError: H is not finite, or no damping makes it positive definite.
     """
-    if not 0 <= damping <= LARGEST_DAMPING:
-        raise BuildError(f"damping is {damping}, expected 0 ... {LARGEST_DAMPING:g}; 0.01 serves most models")
     if not torch.isfinite(moment).all():
         raise BuildError("the second moment of a layer's inputs is not finite; calibrate with another text")
     reversed_moment = moment.flip(0, 1)
@@ -104,36 +83,27 @@ class _Layer:
     """A weight matrix on its way to the grid: [K, N] in the order of rounding, so that a channel is contiguous."""
 
     def __init__(
-        self, weights: Tensor, moment: Tensor, grid: Grid, mask: Tensor | None, order: Tensor, factor: Tensor
+        self,
+        weights: Tensor,
+        scales: Tensor,
+        zeros: Tensor,
+        grid: Grid,
+        mask: Tensor | None,
+        order: Tensor,
+        factor: Tensor,
     ) -> None:
-        self.grid, self.order, self.factor, self.moment = grid, order, factor, moment
-        self.width = grid.width(weights.shape[1])
+        self.scales, self.zeros, self.grid, self.order, self.factor = scales, zeros, grid, order, factor
         self.weights = weights.T[order]  # (K, N)
         self.mask = None if mask is None else mask.T[order]
-        shape = len(weights), grid.groups(weights.shape[1])
-        self.scales, self.zeros = torch.zeros(shape, device=weights.device), torch.zeros(shape, device=weights.device)
 
-    def round_all(self, *, static: bool) -> None:
-        """Replace every weight by its step q - z."""
-        channels = len(self.weights)
-        block = LAZY_BLOCK if static else self.width * max(1, LAZY_BLOCK // self.width)  # whole groups
-        groups = (self.order // self.width).tolist()
-        for start in range(0, channels, block):
-            stop = min(start + block, channels)
-            errors = torch.empty_like(self.weights[start:stop])
-            for i in range(start, stop):
-                if not static and i % self.width == 0:
-                    self._fit(i)
-                errors[i - start] = self._round(i, groups[i], stop)
+    def steps(self) -> Tensor:
+        """Every weight's step q - z [N, K], in the order of the inputs."""
+        groups = (self.order // self.grid.width(len(self.weights))).tolist()
+        for start in range(0, len(groups), LAZY_BLOCK):
+            stop = min(start + LAZY_BLOCK, len(groups))
+            errors = torch.stack([self._round(i, groups[i], stop) for i in range(start, stop)])
             self.weights[stop:].addmm_(self.factor[start:stop, stop:].T, errors, alpha=-1)
-
-    def _fit(self, start: int) -> None:
-        """Scales of the group that begins at channel ``start``, from its weights as they are."""
-        span = slice(start, start + self.width)
-        group = self.weights[span] if self.mask is None else self.weights[span] * self.mask[span]
-        _, scales, zeros = clip.search(group.T.contiguous(), self.moment[span, span], self.grid)
-        index = start // self.width
-        self.scales[:, index], self.zeros[:, index] = scales[:, 0], zeros[:, 0]
+        return torch.empty_like(self.weights).index_copy_(0, self.order, self.weights).T.contiguous()
 
     def _round(self, i: int, group: int, stop: int) -> Tensor:
         """Round channel ``i``, spread its error up to ``stop``, and return it over U[i, i], [N]."""
@@ -145,7 +115,3 @@ class _Layer:
         self.weights[i + 1 : stop].addr_(row[i + 1 : stop], error, alpha=-1)
         self.weights[i] = steps
         return error
-
-    def steps(self) -> Tensor:
-        """Steps q - z [N, K] in the order of the inputs."""
-        return torch.empty_like(self.weights).index_copy_(0, self.order, self.weights).T.contiguous()

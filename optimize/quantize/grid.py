@@ -112,11 +112,6 @@ def pack_blocks(values: NDArray[np.int8], grid: Grid) -> NDArray[np.uint8]:
     return _pack(values, grid, groups * grid.block).reshape(rows, groups, grid.block * grid.bits // 8)
 
 
-def unpack_blocks(packed: NDArray[np.uint8], grid: Grid, inputs: int) -> NDArray[np.int8]:
-    """The inverse of :func:`pack_blocks`: int8 [N, ``inputs``]."""
-    return _unpack(packed.reshape(packed.shape[0], -1), grid, inputs)
-
-
 def pack_zero_points(zero_points: NDArray[np.int8], grid: Grid) -> NDArray[np.uint8]:
     """Lay zero points out as MatMulNBits and GatherBlockQuantized want them.
 
@@ -131,11 +126,6 @@ def pack_zero_points(zero_points: NDArray[np.int8], grid: Grid) -> NDArray[np.ui
     return _pack(zero_points, grid, groups + groups % 2 if grid.bits == 4 else groups)
 
 
-def unpack_zero_points(packed: NDArray[np.uint8], grid: Grid, groups: int) -> NDArray[np.int8]:
-    """The inverse of :func:`pack_zero_points`: int8 [N, ``groups``]."""
-    return _unpack(packed, grid, groups)
-
-
 def _pack(values: NDArray[np.int8], grid: Grid, width: int) -> NDArray[np.uint8]:
     """int8 [N, C] -> uint8 [N, ``width`` * bits / 8]."""
     padded: NDArray[np.uint8] = np.full((len(values), width), -grid.low, np.uint8)
@@ -143,10 +133,3 @@ def _pack(values: NDArray[np.int8], grid: Grid, width: int) -> NDArray[np.uint8]
     if grid.bits == 4:
         return np.bitwise_or(padded[:, 0::2], np.left_shift(padded[:, 1::2], 4))
     return padded
-
-
-def _unpack(packed: NDArray[np.uint8], grid: Grid, width: int) -> NDArray[np.int8]:
-    """uint8 [N, bytes] -> int8 [N, ``width``]."""
-    if grid.bits == 4:
-        packed = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-    return (packed[:, :width].astype(np.int16) + grid.low).astype(np.int8)

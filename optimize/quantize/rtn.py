@@ -25,13 +25,12 @@ CLIP_RATIOS = {4: tuple(np.linspace(1.0, 0.62, 16)), 8: (1.0, 0.97, 0.94, 0.9)}
 LARGEST_EXPONENT = 40
 
 
-def quantize(weights: Float, grid: Grid, *, clip: bool = True) -> Quantized:
+def quantize(weights: Float, grid: Grid) -> Quantized:
     """Quantize float32 [N, K]; all-zero groups get scale 0, on a positive grid the smallest normal number.
 
     Args:
         weights: [N, K].
         grid: bits, block and symmetry.
-        clip: search the clip ratio and fit the scale; without, the whole range is kept, as papers' baselines do.
 
     Raises:
         KeyError: no clip ratios are known for ``grid.bits``.
@@ -42,8 +41,7 @@ def quantize(weights: Float, grid: Grid, *, clip: bool = True) -> Quantized:
     if groups * width != inputs:
         padded = np.zeros((rows, groups * width), np.float32)
         padded[:, :inputs] = weights
-    ratios = CLIP_RATIOS[grid.bits] if clip else ()
-    values, scales, zeros = _scaled_search(padded.reshape(rows * groups, width), grid, ratios)
+    values, scales, zeros = _scaled_search(padded.reshape(rows * groups, width), grid)
     return Quantized(
         values.reshape(rows, -1)[:, :inputs],
         (np.where(scales > 0, scales, np.float32(SMALLEST_SCALE)) if grid.positive else scales).reshape(rows, groups),
@@ -52,27 +50,24 @@ def quantize(weights: Float, grid: Grid, *, clip: bool = True) -> Quantized:
     )
 
 
-def _scaled_search(groups: Float, grid: Grid, ratios: tuple[float, ...]) -> tuple[np.ndarray, Float, np.ndarray]:
+def _scaled_search(groups: Float, grid: Grid) -> tuple[np.ndarray, Float, np.ndarray]:
     """:func:`_search` on weights brought to a magnitude whose squares float32 holds."""
     exponents = np.frexp(np.abs(groups).max(axis=1, keepdims=True))[1]
     if np.abs(exponents).max() <= LARGEST_EXPONENT:
-        return _search(groups, grid, ratios)
-    values, scales, zeros = _search(np.ldexp(groups, -exponents), grid, ratios)
+        return _search(groups, grid)
+    values, scales, zeros = _search(np.ldexp(groups, -exponents), grid)
     return values, np.ldexp(scales, exponents), zeros
 
 
-def _search(groups: Float, grid: Grid, ratios: tuple[float, ...]) -> tuple[np.ndarray, Float, np.ndarray]:
+def _search(groups: Float, grid: Grid) -> tuple[np.ndarray, Float, np.ndarray]:
     """The best integers int8 [G, W], scales [G, 1] and zero points int8 [G, 1] for each row of ``groups`` [G, W]."""
     unclipped, zeros = whole_range(groups, grid)
     candidate = np.empty_like(groups)
-    if not ratios:
-        _round(groups, unclipped, zeros, grid, candidate)
-        return (candidate + zeros).astype(np.int8), unclipped, zeros.astype(np.int8)
     # The share of <w, w> that a candidate explains is <w, c>^2 / <c, c>: the larger, the smaller the error.
     best_gain = np.full(len(groups), -1.0, np.float32)
     best_scale = np.zeros_like(unclipped)
     best_values = np.zeros(groups.shape, np.int8)
-    for ratio in ratios:
+    for ratio in CLIP_RATIOS[grid.bits]:
         _round(groups, unclipped * np.float32(ratio), zeros, grid, candidate)
         projection = np.einsum("gw,gw->g", groups, candidate)
         norm = np.maximum(np.einsum("gw,gw->g", candidate, candidate), 1.0)

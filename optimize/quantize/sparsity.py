@@ -12,26 +12,18 @@ from torch import Tensor
 GROUP, KEPT = 4, 2
 
 
-def magnitude_mask(weights: Tensor) -> Tensor:
-    """Keep the two largest of every four weights: bool [N, K] for weights [N, K]."""
-    return _mask(weights.abs())
+def mask(weights: Tensor, norms: Tensor | None = None) -> Tensor:
+    """Keep the two of every four weights [N, K] that matter most, where given for inputs with these norms [K].
 
-
-def wanda_mask(weights: Tensor, input_norms: Tensor) -> Tensor:
-    """Keep the two of every four weights [N, K] that matter most for inputs with these norms [K]: bool [N, K].
-
-    A common factor of all norms changes nothing.
+    The mask is bool [N, K]. A common factor of all norms changes nothing. Of equals the first is kept; what is left of
+    a row whose length is no multiple of four is kept whole.
     """
-    return _mask(weights.abs() * input_norms)
-
-
-def _mask(importance: Tensor) -> Tensor:
-    """Of equals the first is kept; what is left of a row whose length is no multiple of four is kept whole."""
+    importance = weights.abs() if norms is None else weights.abs() * norms
     rows, inputs = importance.shape
     whole = inputs - inputs % GROUP
-    mask = torch.ones(rows, inputs, dtype=torch.bool, device=importance.device)
+    kept = torch.ones(rows, inputs, dtype=torch.bool, device=importance.device)
     groups = importance[:, :whole].reshape(rows, -1, GROUP)
     order = groups.argsort(dim=-1, descending=True, stable=True)
     dropped = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, order[..., KEPT:], True)
-    mask[:, :whole] = ~dropped.reshape(rows, whole)
-    return mask
+    kept[:, :whole] = ~dropped.reshape(rows, whole)
+    return kept

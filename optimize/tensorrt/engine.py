@@ -59,7 +59,7 @@ def profiles_of(config: EngineConfig) -> tuple[Ranges, Ranges]:
 
 def _check_layers(aliased: int, spec: EngineSpec, geometry: Geometry) -> None:
     """In-place caches are what the native form is for: the parser must have kept every one of them."""
-    wanted = 0 if spec.config.form == "primitives" else 2 * geometry.layers
+    wanted = 0 if spec.config.form == "primitives" else 2 * len(geometry.caches)
     if aliased != wanted:
         raise BuildError(
             f"{spec.library.__name__} {spec.version} made {aliased} in-place cache updates of the graph, {wanted} are "

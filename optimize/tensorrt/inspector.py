@@ -1,4 +1,4 @@
-"""What is inside an engine: from the engine itself where a GPU can load it, else from the network it was built of."""
+"""Contents of an engine: from the engine itself where a GPU can load it, else from the network it was built of."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from llmc.runtime.sessions.tensorrt.library import library_version, logger, make
 
 @dataclass(frozen=True)
 class Engine:
-    """What the library's inspector says of an engine: its layers, inputs and outputs, and bytes for activations."""
+    """An engine by the library's inspector: its layers, inputs and outputs, and bytes for activations."""
 
     layers: list[Any]
     tensors: list[Any]

@@ -1,4 +1,4 @@
-"""What the library logs while it parses and builds, and which of it means that the engine would be wrong."""
+"""The library's messages while it parses and builds: those that mean that the engine would be wrong, and the others."""
 
 import re
 from collections.abc import Sequence

@@ -65,7 +65,7 @@ def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progre
 
 
 def _kept(manifest: Manifest) -> dict[str, FileEntry]:
-    """What a rebuilt bundle takes over: all but the engine and what comes with it."""
+    """Files that a rebuilt bundle takes over: all but the engine's."""
     return {name: entry for name, entry in manifest.files.items() if name not in manifest.engine_files()}
 
 
@@ -108,7 +108,7 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
 
 
 def _as_asked(old: EngineConfig) -> EngineRequest:
-    """What is asked of the new engine: what the old one is, but for its GPUs."""
+    """A request for an engine like the old one, but for its GPUs."""
     return EngineRequest(
         form=old.form,
         hardware_compatibility=old.hardware_compatibility,

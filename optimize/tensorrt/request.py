@@ -1,11 +1,11 @@
-"""What a recipe may say about the engine."""
+"""The engine's table of a recipe."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """How an engine is to be compiled; None leaves it to llmc.
+    """Wishes for the engine; None leaves the choice to llmc.
 
     Attributes:
         form: native or primitives; default: native where the library has what it takes.

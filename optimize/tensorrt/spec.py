@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmc.bundle import EngineConfig, Limits, Profile, Recipe
+from llmc.bundle import EngineConfig, Limits, Profile, Recipe, version
 from llmc.errors import BuildError, GpuError, UsageError
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.abilities import FORMS, abilities
 from llmc.optimize.tensorrt.request import EngineRequest
-from llmc.plans import version
-from llmc.runtime.host.probe import Device, probe_driver
+from llmc.runtime.host.probe import probe_driver
+from llmc.runtime.host.probe_steps import Device
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 from llmc.runtime.sessions.tensorrt.library import library_version, load_library, make_builder
 
@@ -119,7 +119,7 @@ def _form(asked: str | None, library: Any, target: Capabilities, lowered: Path |
 
 
 def _hardware_compatibility(asked: str | None, library: Any, target: Capabilities) -> str:
-    """What was asked for, if the library has it: hours of calibration may come before the builder is asked."""
+    """The level asked for, if the library has it: hours of calibration may come before the builder is asked."""
     possible = [
         name
         for name, member in HARDWARE_COMPATIBILITY.items()
@@ -142,7 +142,7 @@ def _between(name: str, value: int | None, low: int, high: int, default: T) -> i
 
 
 def bucket_sizes(max_context: int) -> tuple[int, ...]:
-    """How many cache positions calls look at: 256, twice that, ... and the longest context, rounded up to whole
+    """Numbers of cache positions that calls look at: 256, twice that, ... and the longest context, rounded up to whole
     blocks of :data:`BLOCK`, so that every row of the cache is aligned."""
     sizes = []
     size = FIRST_BUCKET

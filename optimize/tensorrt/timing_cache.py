@@ -16,7 +16,7 @@ KEPT_BYTES = 1_000_000_000
 
 
 def place(spec: EngineSpec) -> Path:
-    """Where measured kernel times are kept for the next build with this library, for these GPUs, on this machine."""
+    """The file of measured kernel times for the next build with this library, for these GPUs, on this machine."""
     gpu = f"{spec.gpu.name}-{spec.gpu.compute_capability}" if spec.gpu else "none"
     key = f"{spec.library.__name__}-{spec.version}-{gpu}-{'+'.join(spec.config.compute_capabilities)}"
     return disk_cache.entry(KIND, key.replace(" ", "-").replace("/", "-")) / "timing.cache"

@@ -20,7 +20,7 @@ QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are
 
 
 def provenance() -> dict[str, Any]:
-    """Where figures come from: the date in UTC, the command, the machine."""
+    """Origin of figures: the date in UTC, the command, the machine."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     machine = {**asdict(this_machine()), "system": platform.platform()}
     return {"date": date, "command": shlex.join(sys.argv), "machine": machine}

@@ -1,6 +1,6 @@
 """Does a bundle compute what it should, and twice the same: its golden prompts, the unquantized model, repetitions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,12 @@ def reference(geometry: str, options: Options) -> dict[str, Any]:
         raise NotHereError("; ".join(missing))
     source, logits = next(iter(found.items()))
     save(list(zip(prompts, logits, strict=True)), options.work / f"{geometry}.npz")
-    apart = None if missing else max(worst(a, b) for a, b in zip(*found.values(), strict=True))
+    apart = None if missing else largest(worst(a, b) for a, b in zip(*found.values(), strict=True))
     return {"source": source, "missing": missing, "difference_of_both": apart, "problems": disagreement(apart)}
 
 
 def disagreement(apart: float | None) -> list[str]:
-    """What is wrong with two references that are ``apart``; nothing where there is one alone."""
+    """The mistake in two references that are ``apart``, in words; nothing where there is one alone."""
     if apart is None or apart <= SAME_MODEL:
         return []
     return [f"the portable graph differs from transformers by {apart:.3g}, at most {SAME_MODEL} is expected"]
@@ -90,8 +90,8 @@ def by_portable_graph(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Fl
 def save(cases: Sequence[Case], path: Path) -> None:
     """Write the cases, in one piece."""
     part = path.with_suffix(".part.npz")
-    names = ("ids", "logits")
-    np.savez(part, **{f"{names[j]}.{i}": np.array(case[j]) for i, case in enumerate(cases) for j in (0, 1)})  # type: ignore[arg-type]
+    arrays = [{f"ids.{i}": np.array(ids), f"logits.{i}": logits} for i, (ids, logits) in enumerate(cases)]
+    np.savez(part, **{name: array for pair in arrays for name, array in pair.items()})
     part.replace(path)
 
 
@@ -111,10 +111,15 @@ def worst(found: Any, wanted: Any) -> float:
     return float(np.sqrt(((x - y) ** 2).mean(axis=-1) / (y**2).mean(axis=-1)).max())
 
 
+def largest(distances: Iterable[float]) -> float:
+    """The largest of all, NaN if any is."""
+    return float(np.max(list(distances)))
+
+
 # ------------------------------------------------------------------------------------------------------- verification
 
-# Relative differences (worst) beyond which something is wrong, and not only rounded. They are the root mean
-# square over all logits of the worst position. Seen on CPUs: float16 0.001, int8 0.07 and int4 0.58, the integers on
+# Relative differences (worst) beyond which something is wrong, and not only rounded: the root mean square over all
+# logits of the worst position. Seen on CPUs: float16 0.001, int8 0.07 and int4 0.58, the integers on
 # random weights, which lose the most; logits of the position before are more than 1 away.
 LIMITS = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1, "int8": 0.2, "fp8": 0.4, "int4": 0.9}
 
@@ -146,12 +151,12 @@ def golden(model: Any) -> dict[str, Any]:
         "tokens": report and report.tokens,
         "equal_tokens": report and report.equal_tokens,
         "largest_difference": report and report.largest_difference,
-        "from_reference": max(_from_reference(model, case) for case in model.manifest.golden),
+        "from_reference": max(from_reference(model, case) for case in model.manifest.golden),
         "trouble": trouble,
     }
 
 
-def _from_reference(model: Any, case: Any) -> float:
+def from_reference(model: Any, case: Any) -> float:
     """Largest difference of the reference's largest logits after a golden prompt."""
     logits = model.runner.prefill(case.prompt)[0, -1]
     return float(np.abs(logits[list(case.reference_ids)] - np.array(case.reference_logits, np.float32)).max())
@@ -160,20 +165,18 @@ def _from_reference(model: Any, case: Any) -> float:
 def compare(model: Any, cases: Sequence[Case]) -> dict[str, float]:
     """The worst relative difference from the reference by each path."""
     return {
-        phase.value: float(np.max([worst(model.runner.logits(ids, phase)[-len(y) :], y) for ids, y in cases]))
+        phase.value: largest(worst(model.runner.logits(ids, phase)[-len(y) :], y) for ids, y in cases)
         for phase in Phase
     }
 
 
 def mistakes(golden: dict[str, Any], distances: dict[str, float], limit: float) -> list[str]:
-    """What is wrong, in words."""
-    beyond = {
-        path: distance for path, distance in distances.items() if not distance <= limit
-    }  # which NaN is not either
+    """Mistakes, in words."""
     trouble = [golden["trouble"]] if golden["trouble"] else []
     return trouble + [
         f"{path}: logits are {distance:.3g} from the reference, at most {limit} is expected"
-        for path, distance in beyond.items()
+        for path, distance in distances.items()
+        if not distance <= limit  # which NaN is not either
     ]
 
 
@@ -200,7 +203,7 @@ def determinism(target: str, geometry: str, precision: str, options: Options) ->
 
 
 def differences(apart: dict[str, float]) -> list[str]:
-    """What is beyond rounding, in words; what is within is a figure, and so are tokens, which near choices can swap."""
+    """Differences beyond rounding, in words; those within are figures, and so are tokens: near choices swap them."""
     return [
         f"{name}: logits are {distance:.3g} apart (relative), at most {ROUNDING} is expected"
         for name, distance in apart.items()
@@ -226,7 +229,7 @@ def graphs_apart(session: Any, prompts: Sequence[Sequence[int]]) -> dict[str, fl
     found = {}
     for name, count in {"graph A": 1, "graph B": len(prompts), "graph A again": 1}.items():
         logits = [step(session, prompts[:count], 0).copy() for _ in range(STEPS)]
-        found[name] = max(worst(each, first.setdefault(count, logits[0])) for each in logits)
+        found[name] = largest(worst(each, first.setdefault(count, logits[0])) for each in logits)
     return found
 
 

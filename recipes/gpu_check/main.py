@@ -108,18 +108,10 @@ def prepare(folder: Path) -> int:
 
 def revision() -> str | None:
     """The commit of the tree that this script lies in, with a plus sign where files of it were changed."""
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--exclude=*",
-        "--dirty=+",
-    ]
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    folder = Path(__file__).parent
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -130,7 +122,7 @@ def now() -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What :func:`write` wrote; anything else is refused, with a :class:`RefusedError`."""
+    """Read what :func:`write` wrote; anything else is refused, with a :class:`RefusedError`."""
     if not os.path.isfile(path):  # a pipe would never end
         raise RefusedError(f"--out {path}: no file; name one that a run has written, or a new one to run steps")
     try:

@@ -23,14 +23,14 @@ def figures(document: Document, bundle: str) -> dict[str, tuple[Figure, str]]:
     """
     target, model, _ = bundle.split("/")
     found, half = (result(document, f"measure/{name}") for name in (bundle, f"{target}/{model}/fp16"))
-    on_gpu = target != "cpu"  # of which neither torch nor the bandwidth was measured
-    torch = result(document, f"baseline/{model}") if on_gpu else {}
-    rate = result(document, "driver")["on_device"]["bytes_per_s"] if on_gpu and result(document, "driver") else None
-    slope = result(document, f"buckets/{bundle}")
-    tpot = found["alone"][0]["tpot"]["p50_s"] if found else None
-    longest = found["alone"][-1] if found else {}
-    ttft = longest.get("ttft", {}).get("p50_s")
-    step, moved = found.get("step", {}), step_bytes(found)
+    torch, driver = (result(document, name) if target != "cpu" else {} for name in (f"baseline/{model}", "driver"))
+    rate = driver["on_device"]["bytes_per_s"] if driver else None
+    slopes = result(document, f"buckets/{bundle}")
+    slope = ratio(slopes.get("s_per_position"), slopes.get("cache_bytes_per_position"))
+    first, longest = (found["alone"][0], found["alone"][-1]) if found else ({}, {})
+    tpot, ttft = first.get("tpot", {}).get("p50_s"), longest.get("ttft", {}).get("p50_s")
+    step, moved, plain = found.get("step", {}), step_bytes(found), found.get("step_without_graphs", {})
+    prefill = torch.get("prefill_s") if longest.get("prompt") == torch.get("prefill_tokens") else None
     return {
         "step p50": (ratio(step.get("p50_s"), 1e-3), "{:.2f} ms"),
         "p95": (ratio(step.get("p95_s"), 1e-3), "{:.2f} ms"),
@@ -39,18 +39,12 @@ def figures(document: Document, bundle: str) -> dict[str, tuple[Figure, str]]:
         "bytes to fp16": (ratio(moved, step_bytes(half)), "{:.2f}"),
         "decode": (ratio(1.0, tpot), "{:.0f} tok/s"),
         "of bandwidth": (ratio(ratio(moved, tpot), rate), "{:.0%}"),
-        "without graphs": (ratio(found.get("step_without_graphs", {}).get("p50_s"), step.get("p50_s")), "{:.2f}x"),
+        "without graphs": (ratio(plain.get("p50_s"), step.get("p50_s")), "{:.2f}x"),
         "to torch.compile": (ratio(torch.get("step_s"), tpot), "{:.2f}x"),
         "TTFT 2,048": (ratio(ttft, 1e-3), "{:.1f} ms"),
-        "prefill to SDPA": (
-            ratio(torch.get("prefill_s"), ttft if longest.get("prompt") == torch.get("prefill_tokens") else None),
-            "{:.2f}x",
-        ),
+        "prefill to SDPA": (ratio(prefill, ttft), "{:.2f}x"),
         "8 rows": ((found.get("batch") or {}).get("tokens_per_s"), "{:.0f} tok/s"),
-        "bucket slope": (
-            ratio(ratio(slope.get("s_per_position"), slope.get("cache_bytes_per_position")), ratio(1.0, rate)),
-            "{:.2f}",
-        ),
+        "bucket slope": (ratio(slope, ratio(1.0, rate)), "{:.2f}"),
         "GPU memory": (ratio(found.get("device_bytes", {}).get("after_runs"), 1e6), "{:.0f} MB"),
     }
 
@@ -92,12 +86,11 @@ def heading(document: Document) -> str:
     driver, step = result(document, "driver"), document["steps"].get("driver", {})
     if not driver:
         return "Not run on a GPU."
-    device, packages = driver["device"], result(document, "machine").get("packages", {}).items()
-    engines = [
-        f"{name} {version}" for name, version in packages if name.startswith(("onnxruntime", "tensorrt", "torch"))
+    device, packages = driver["device"], result(document, "machine").get("packages", {})
+    machine = [
+        f"{device['name']} (compute capability {device['compute_capability']})",
+        f"driver for CUDA {device['driver_version']}",
+        *(f"{name} {packages[name]}" for name in packages if name.startswith(("onnxruntime", "tensorrt", "torch"))),
     ]
-    return (
-        f"{device['name']} (compute capability {device['compute_capability']}), driver for CUDA "
-        f"{device['driver_version']}, {', '.join(engines)}; copies {driver['on_device']['bytes_per_s'] / 1e9:.0f} GB/s"
-        f"; {step['ended'][:10]}, commit {(step['commit'] or 'unknown')[:12]}."
-    )
+    rate, commit = driver["on_device"]["bytes_per_s"] / 1e9, (step["commit"] or "unknown")[:12]
+    return f"{', '.join(machine)}; copies {rate:.0f} GB/s; {step['ended'][:10]}, commit {commit}."

@@ -35,17 +35,11 @@ class Step:
     limit_s: float
 
 
+BUILD, MEASURE = ("models:build", 1200.0), ("measure:measure", 600.0)
 STEPS = [
     Step("machine", "machine:machine", 180),
     Step("driver", "machine:driver", 120),
-    *(
-        step
-        for name in BUNDLES
-        for step in (
-            Step(f"build/{name}", "models:build", 1200),
-            Step(f"measure/{name}", "measure:measure", 600),
-        )
-    ),
+    *(step for name in BUNDLES for step in (Step(f"build/{name}", *BUILD), Step(f"measure/{name}", *MEASURE))),
     *(Step(f"baseline/{name}", "baseline:baseline", 600) for name in GEOMETRIES),
     *(Step(f"reference/{name}", "correctness:reference", 900) for name in GEOMETRIES),
     *(Step(f"verify/{name}", "correctness:verify", 900) for name in BUNDLES),

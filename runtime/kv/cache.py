@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from llmc.inventory import Cache, CacheKind
 from llmc.runtime.kv.budget import check_growth, next_capacity
 
 Values = NDArray[Any]
+KEPT_PLACES = 8  # numbers of positions whose layout is remembered: a block's comes again and again
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,12 @@ def tensors_of(caches: Sequence[Cache]) -> tuple[CacheTensor, ...]:
 
 
 class Layout:
-    """Where the contents of a row lie in one array: tensor after tensor, of each its positions head by head, or its
+    """Layout of a row's contents in one array: tensor after tensor, of each its positions head by head, or its
     state."""
 
     def __init__(self, tensors: Sequence[CacheTensor]) -> None:
         self._tensors = tensors
+        self._places = lru_cache(KEPT_PLACES)(self._places_of)
         self.position = sum(prod(tensor.shape) for tensor in tensors if tensor.kind == "kv")
         self.state = sum(prod(tensor.shape) for tensor in tensors if tensor.kind == "state")
 
@@ -69,13 +72,15 @@ class Layout:
 
     def parts(self, values: Values, count: int) -> list[Values]:
         """Views of ``count`` positions' values: [kv_heads, count, head_dim] or a state, tensor by tensor."""
-        parts, start = [], 0
+        return [values[start:end].reshape(shape) for start, end, shape in self._places(count)]
+
+    def _places_of(self, count: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        places, start = [], 0
         for tensor in self._tensors:
             shape = tensor.of(1, count)[1:]
-            end = start + prod(shape)
-            parts.append(values[start:end].reshape(shape))
-            start = end
-        return parts
+            places.append((start, start + prod(shape), shape))
+            start += prod(shape)
+        return places
 
     def split(self, values: Values, count: int, size: int) -> list[Values]:
         """``count`` positions in blocks of ``size``, each an array of its own."""
@@ -88,7 +93,7 @@ class Layout:
 
 
 class KVCache(ABC):
-    """What a model keeps of the tokens before, ``rows`` times ``capacity`` positions of it.
+    """Keys, values and states of the tokens before: ``rows`` times ``capacity`` positions.
 
     Entries of kind ``state`` hold what a row came to after its last token, and no earlier position: such a row goes on
     from there or begins anew, and is copied, read and written as a whole.

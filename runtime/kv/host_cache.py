@@ -53,22 +53,23 @@ class HostCache(KVCache):
                 array[row] = 0
 
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
-        for array, taken in self._taken(start, end):
-            array[target][taken] = array[source][taken]
+        for there, here in zip(self._views(target, start, end), self._views(source, start, end), strict=True):
+            there[...] = here
 
     def _read(self, row: int, start: int, end: int, values: Values) -> None:
-        for part, (array, taken) in zip(self._layout.parts(values, end - start), self._taken(start, end), strict=True):
-            part[...] = array[row][taken]
+        parts = self._layout.parts(values, end - start)
+        for part, view in zip(parts, self._views(row, start, end), strict=True):
+            part[...] = view
 
     def _write(self, row: int, start: int, end: int, values: Values) -> None:
-        for part, (array, taken) in zip(self._layout.parts(values, end - start), self._taken(start, end), strict=True):
-            array[row][taken] = part
+        parts = self._layout.parts(values, end - start)
+        for part, view in zip(parts, self._views(row, start, end), strict=True):
+            view[...] = part
 
-    def _taken(self, start: int, end: int) -> list[tuple[NDArray[Any], Any]]:
-        """Each array, and what of a row of it belongs to these positions."""
-        positions = (slice(None), slice(start, end))
+    def _views(self, row: int, start: int, end: int) -> list[Values]:
+        """Views of each array at these positions of a row, or at its state."""
         return [
-            (array, positions if tensor.kind == "kv" else ...)
+            array[row, :, start:end] if tensor.kind == "kv" else array[row]
             for tensor, array in zip(self.tensors, self.arrays, strict=True)
         ]
 

@@ -1,14 +1,16 @@
 """``llmc plan``: every stage that lies ahead, what is missing, and what would fit."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from llmc.bundle import Limits
-from llmc.optimize.plan.stages import Stage, refusal
+from llmc.runtime.bench.stages import Stage, refusal
 from llmc.runtime.host.machine import Available
-from llmc.runtime.kv.budget import Plan
+from llmc.runtime.kv.budget import MemoryEstimate
 
 MB = 1_000_000
 
@@ -89,9 +91,9 @@ def test_every_stage_that_does_not_fit_is_named(llmc, tiny_checkpoint: Path):
 def test_advice_that_differs_names_its_stages():
     limits = Limits(2048, 1, 128)
     plans = [
-        Plan("export", {"exporter": 3 * MB}, 2048, 1, limits, lambda context, batch: 3 * MB),
-        Plan("build", {"engine": 4 * MB}, 2048, 1, limits, lambda context, batch: 4 * MB),
-        Plan("run", {"cache": 2048 * 1000}, 2048, 1, limits, lambda context, batch: context * batch * 1000),
+        MemoryEstimate("export", {"exporter": 3 * MB}, 2048, 1, limits, lambda context, batch: 3 * MB),
+        MemoryEstimate("build", {"engine": 4 * MB}, 2048, 1, limits, lambda context, batch: 4 * MB),
+        MemoryEstimate("run", {"cache": 2048 * 1000}, 2048, 1, limits, lambda context, batch: context * batch * 1000),
     ]
     assert refusal([Stage(plan, plan.verdict(MB)) for plan in plans]) == (
         "to export it needs 3 MB, 2 MB are missing; to build it needs 4 MB, 3 MB are missing; "
@@ -135,6 +137,13 @@ def test_more_than_the_checkpoint_allows_is_named_by_its_option(llmc, tiny_expor
     built = llmc("build", tiny_export, "-o", tmp_path / "out", "--max-context", context)
     assert (built.code, list(tmp_path.iterdir())) == (2, [])
     assert f"max_context is {limit}; change --max-context, or max_context in the recipe" in built.err
+
+
+def test_a_bundle_is_planned_without_what_builds(tiny_bundle: Path):
+    code = "import sys; sys.modules['onnx_ir'] = None; from llmc.cli.main import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "plan", str(tiny_bundle), "--memory", "64GB", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert list(stages(ran.stdout)) == ["run"]
 
 
 def test_a_folder_of_something_else_is_refused(llmc, tmp_path: Path):

@@ -11,7 +11,7 @@ from doubles.machines import NO_GPU, ORIN, RTX_4090
 
 from llmc.errors import UsageError
 from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
-from llmc.optimize.plan.stages import ONE_MEMORY, Memories, memories
+from llmc.runtime.bench.stages import ONE_MEMORY, Memories, memories
 from llmc.runtime.host.machine import Available
 from llmc.runtime.host.probe import Probe
 

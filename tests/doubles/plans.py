@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from llmc.plans import EngineConfig, Profile
+from llmc.bundle import EngineConfig, Profile
 
 PLAN = EngineConfig(
     file="engine.plan",

@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime as ort
 from doubles.cuda import ALIGNMENT, FakeDriver, RuleBrokenError, array_at
 
-from llmc.plans import Profile
+from llmc.bundle import Profile
 
 Shape = tuple[int, ...]
 TYPES = {

@@ -1,4 +1,4 @@
-"""What TensorRT's session does with numbers alone: calls cut to the engine's profiles, candidates among -inf."""
+"""The part of TensorRT's session without a device: calls cut to the engine's profiles, candidates among -inf."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from llmc.runtime.sessions.tensorrt.engine import DECODE, PREFILL
 
 @dataclass(frozen=True)
 class Piece:
-    """What one call of the engine does of a batch.
+    """One call of the engine's share of a batch.
 
     Attributes:
         profile: of the engine.

@@ -29,7 +29,7 @@ ALIGNMENT = 256
 
 
 def required_config(folder: Path, manifest: Manifest) -> EngineConfig:
-    """What the bundle says of its engine.
+    """The config of the bundle's engine, which must have been built.
 
     Raises:
         BundleError: it has none.
@@ -145,7 +145,7 @@ class Engine:
 
     @property
     def records_itself(self) -> bool:
-        """Whether its contexts record CUDA graphs by themselves."""
+        """True where its contexts record CUDA graphs by themselves."""
         return self._kernels is not None
 
     def keep_kernels(self, file: Path) -> None:
@@ -153,7 +153,7 @@ class Engine:
         self._kernels = Kernels(self.library, self.native, file)
 
     def context_settings(self, *, repeats: bool) -> Any:
-        """What a context is made with: it works in memory that it is given; ``repeats`` tells that its calls have few
+        """Settings of a context that works in memory which it is given; ``repeats`` tells that its calls have few
         shapes, which come again."""
         strategy = self.library.ExecutionContextAllocationStrategy.USER_MANAGED
         return strategy if self._kernels is None else self._kernels.configured(strategy, repeats=repeats)
@@ -191,7 +191,7 @@ class Engine:
 
     @property
     def profiles(self) -> int:
-        """How many optimisation profiles the engine has."""
+        """Number of optimisation profiles."""
         return int(self.native.num_optimization_profiles)
 
     def largest(self, name: str, profile: int) -> Shape:
@@ -199,7 +199,7 @@ class Engine:
         return tuple(self.native.get_tensor_profile_shape(name, profile)[2])
 
     def aliased(self, folder: Path, presents: list[str]) -> bool:
-        """Whether the engine updates its cache in place, which it is asked and not assumed to do.
+        """Ask the engine if it updates its cache in place; that is not assumed.
 
         Raises:
             BundleError: it does so for some tensors only, or for other ones than it should.
@@ -222,7 +222,7 @@ class Engine:
 
 
 class Context:
-    """What runs calls of one profile of an engine. Shapes and addresses stay as they were last set.
+    """An execution context for calls of one profile of an engine. Shapes and addresses stay as they were last set.
 
     Args:
         memory, size: device memory to work in, which contexts that never run at the same time may share.
@@ -242,11 +242,11 @@ class Context:
             self._native.set_device_memory(memory, size)
 
     def has_run(self, shapes: Mapping[str, Shape]) -> bool:
-        """Whether the last run had these shapes: only then can it be recorded, for the first one takes memory."""
+        """True if the last run had these shapes: only then can it be recorded, for the first one takes memory."""
         return self._ran and all(self._shapes.get(name) == shape for name, shape in shapes.items())
 
     def can_be_recorded(self, stream: int) -> bool:
-        """Whether it does not do that by itself, and the library says so or cannot be asked: TensorRT-RTX can."""
+        """True if it does not record by itself and the library allows it; only TensorRT-RTX can be asked."""
         if self._records_itself:
             return False
         ask = getattr(self._native, "is_stream_capturable", None)
@@ -286,7 +286,7 @@ class Context:
         self._ran = True
 
     def _asked(self, doing: str, ask: Callable[..., Any], *arguments: Any) -> Any:
-        """What the library answers with, which is None or False where it failed."""
+        """The library's answer, which must not be None or False."""
         with self._log.collected() as messages:
             answer = ask(*arguments)
         if answer is None or answer is False:

@@ -20,12 +20,12 @@ KEPT_BYTES = 1_000_000_000
 
 
 def compiles_kernels(library: Any) -> bool:
-    """Whether the library compiles kernels while it runs, and can be told how."""
+    """True of a library that compiles kernels while it runs, and can be told how."""
     return hasattr(library, "CudaGraphStrategy")
 
 
 def kernels_file(*what: str) -> Path:
-    """Where kernels are kept for an engine, a library's version and a GPU, given by whatever tells them from others."""
+    """The file of kernels for an engine, a library's version and a GPU, given by whatever tells them from others."""
     return disk_cache.entry(KIND, hashlib.sha256("\n".join(what).encode()).hexdigest()[:32]) / FILE
 
 

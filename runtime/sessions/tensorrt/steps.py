@@ -160,7 +160,7 @@ class Steps:
         step.download(self._stream)
 
     def _may_record(self, step: Step) -> bool:
-        """Whether the step is short, and the very shapes have just been run: the library sets up a run only once."""
+        """True of a short step whose very shapes have just been run: the library sets up a run only once."""
         call, context = step.call, self._contexts[step.call.profile]
         if not self.records or call.sequence > RECORDED_TOKENS or not context.has_run(step.shapes):
             return False

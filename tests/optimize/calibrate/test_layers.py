@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doubles.grids import unpack_blocks, unpack_zero_points
 
 from llmc.errors import BuildError
 from llmc.export.streaming import StreamedDecoder
@@ -16,7 +17,7 @@ from llmc.optimize.calibrate.layers import STATE, calibrate, stored_config
 from llmc.optimize.calibrate.store import Calibrated, Store
 from llmc.optimize.lower.context import Float32, PerToken, QuantConfig, QuantConfigs, WeightOnly, quant_configs
 from llmc.optimize.progress import silent
-from llmc.optimize.quantize.grid import Grid, unpack_blocks, unpack_zero_points
+from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from doubles.grids import plain
 
 from llmc.errors import BuildError
 from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
@@ -19,15 +20,15 @@ CLIP_TOLERANCE = 0.95
 GRIDS = [Grid(4, 32), Grid(4), Grid(4, 32, False), Grid(8, 32), Grid(4, 32, positive=True), Grid(8, positive=True)]
 
 
-def plain(weights: np.ndarray, grid: Grid) -> np.ndarray:
-    """Weights rounded to nearest by :mod:`rtn`, in float64."""
-    return rtn.quantize(weights.astype(np.float32), grid, clip=False).dequantize().astype(np.float64)
+def nearest(weights: np.ndarray, grid: Grid) -> np.ndarray:
+    """Weights rounded to nearest, in float64."""
+    return plain(weights.astype(np.float32), grid).dequantize().astype(np.float64)
 
 
 def real_error(layer, grid: Grid, scales: np.ndarray) -> float:
     """Mean square of (X / s) Q(W s)^T - X W^T, from inputs and outputs."""
     x, weights = layer.x.double().numpy(), layer.weights.double().numpy()
-    got = (x / scales) @ plain((layer.weights * torch.from_numpy(scales).float()).numpy(), grid).T
+    got = (x / scales) @ nearest((layer.weights * torch.from_numpy(scales).float()).numpy(), grid).T
     return float(np.square(got - x @ weights.T).sum() / len(x))
 
 
@@ -60,9 +61,9 @@ def transcribed(layer, grid: Grid, steps: int) -> float:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_the_search_finds_the_least_error_on_its_way(layer, grid):
-    found = awq.search_scales([layer.weights], layer.statistics, [grid], steps=10)
+    found = awq.search_scales([layer.weights], layer.statistics, [grid])
     error = real_error(layer, grid, found.double().numpy())
-    assert error == pytest.approx(transcribed(layer, grid, 10), rel=ERROR_TOLERANCE)
+    assert error == pytest.approx(transcribed(layer, grid, awq.STEPS), rel=ERROR_TOLERANCE)
 
 
 def scaled_share(layer, scales: torch.Tensor) -> float:
@@ -81,7 +82,7 @@ def test_inverse_scales_exceed_the_tolerance(layer):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_scaling_never_does_worse_by_its_own_measure(layer, grid):
     both, grids = [layer.weights, layer.weights.flip(0) * 3], [grid, Grid(8, 32)]
-    found = awq.search_scales(both, layer.statistics, grids, steps=5)
+    found = awq.search_scales(both, layer.statistics, grids)
     assert found.shape == (96,)
     assert (found > 0).all()
     moment = layer.moment
@@ -188,5 +189,5 @@ def test_without_correlation_the_search_is_that_of_rounding_to_nearest(layer, gr
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_rounding_on_the_whole_range_is_that_of_rounding_to_nearest(layer, grid):
-    wanted = plain(layer.weights.numpy(), grid)
+    wanted = nearest(layer.weights.numpy(), grid)
     np.testing.assert_allclose(clip.rounded(layer.weights, grid), wanted, rtol=ERROR_TOLERANCE)

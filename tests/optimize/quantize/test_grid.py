@@ -3,6 +3,7 @@
 import numpy as np
 import onnx
 import pytest
+from doubles.grids import unpack_blocks, unpack_zero_points
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -12,8 +13,6 @@ from llmc.optimize.quantize.grid import (
     Quantized,
     pack_blocks,
     pack_zero_points,
-    unpack_blocks,
-    unpack_zero_points,
 )
 
 # MatMulNBits sums up to 300 products in float32 in an order of its own; by bits, as 8 give integers 16 times as large.

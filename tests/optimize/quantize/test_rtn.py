@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from doubles.grids import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -39,30 +40,6 @@ GRIDS = [*SYMMETRIC, *ASYMMETRIC, *POSITIVE]
 def squared_error(weights: np.ndarray, q: Quantized) -> np.ndarray:
     """Squared error [N] of each row in float64."""
     return np.square(weights.astype(np.float64) - q.dequantize().astype(np.float64)).sum(axis=1)
-
-
-def plain(weights: np.ndarray, grid: Grid) -> Quantized:
-    """Round to nearest on the whole range, group by group in float64.
-
-    A symmetric grid puts the extreme weight at the end of the grid, as GGML's Q4_0 and Q8_0 do.
-    """
-    shape = len(weights), grid.groups(weights.shape[1])
-    values, scales = np.zeros(weights.shape, np.int8), np.zeros(shape, np.float32)
-    zeros = np.zeros(shape, np.int8)
-    width = grid.width(weights.shape[1])
-    for row, group in np.ndindex(shape):
-        part = weights[row, group * width : (group + 1) * width].astype(np.float64)
-        low, high = min(part.min(), 0), max(part.max(), 0)
-        scale = part[np.abs(part).argmax()] / grid.low if grid.symmetric else (high - low) / (grid.high - grid.low)
-        if grid.positive:
-            scale = max(high / grid.high, low / grid.low, SMALLEST_SCALE)
-        if scale:
-            zero = 0 if grid.symmetric else np.clip(np.rint(grid.low - low / scale), grid.low, grid.high)
-            scales[row, group], zeros[row, group] = scale, zero
-            values[row, group * width : group * width + len(part)] = np.clip(
-                np.rint(part / scale) + zero, grid.low, grid.high
-            )
-    return Quantized(values, scales, grid, None if grid.symmetric else zeros)
 
 
 def normal(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
@@ -132,11 +109,10 @@ def test_the_search_is_close_to_the_best_scale(grid):
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("clipped", [True, False])
-def test_a_group_of_zeros_has_scale_0_or_the_smallest_above_it(grid, clipped):
+def test_a_group_of_zeros_has_scale_0_or_the_smallest_above_it(grid):
     weights = normal((3, 256))
     weights[1] = 0
-    q = rtn.quantize(weights, grid, clip=clipped)
+    q = rtn.quantize(weights, grid)
     assert not q.values[1].any()
     assert (q.scales[1] == (SMALLEST_SCALE if grid.positive else 0)).all()
     assert (np.abs(q.scales[[0, 2]]) > SMALLEST_SCALE).all()
@@ -150,16 +126,17 @@ def test_a_zero_stays_exactly_zero(grid):
 
 
 @settings(deadline=None, max_examples=200)
-@given(matrices, st.sampled_from(POSITIVE), st.sampled_from([-140, -100, 0, 100]), st.booleans())
-def test_all_scales_of_a_positive_grid_are_above_zero(weights, grid, exponent, clipped):
-    q = rtn.quantize(np.ldexp(weights, exponent), grid, clip=clipped)
+@given(matrices, st.sampled_from(POSITIVE), st.sampled_from([-140, -100, 0, 100]))
+def test_all_scales_of_a_positive_grid_are_above_zero(weights, grid, exponent):
+    q = rtn.quantize(np.ldexp(weights, exponent), grid)
     assert (q.scales > 0).all() and np.isfinite(q.scales).all()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("grid", POSITIVE, ids=str)
-def test_weights_of_one_sign_meet_the_end_of_their_side(grid, sign):
-    found = rtn.quantize(sign * np.abs(normal((4, 256))), grid, clip=False)
+def test_weights_of_one_sign_meet_the_end_of_their_side(grid, sign, monkeypatch):
+    monkeypatch.setattr(rtn, "CLIP_RATIOS", {4: (1.0,), 8: (1.0,)})
+    found = rtn.quantize(sign * np.abs(normal((4, 256))), grid)
     steps = sign * found.values.astype(int)
     assert (steps.min(), steps.max()) == (0, grid.high if sign > 0 else -grid.low)
 
@@ -195,12 +172,14 @@ def test_zero_points_come_with_asymmetric_grids_only(grid):
         assert (q.zero_points.dtype, q.zero_points.shape) == (np.int8, q.scales.shape)
 
 
-def test_without_clip_it_is_plain_rounding():
+def test_on_the_whole_range_it_is_plain_rounding(monkeypatch):
+    monkeypatch.setattr(rtn, "CLIP_RATIOS", {4: (1.0,), 8: (1.0,)})
     weights = normal((20, 300))
     for grid in GRIDS:
-        found, wanted = rtn.quantize(weights, grid, clip=False), plain(weights, grid)
+        found, wanted, width = rtn.quantize(weights, grid), plain(weights, grid), grid.width(300)
+        ranges = [rtn.whole_range(weights[:, start : start + width], grid)[0] for start in range(0, 300, width)]
         np.testing.assert_array_equal(found.values, wanted.values)
-        np.testing.assert_allclose(found.scales, wanted.scales, rtol=FLOAT32_SHARE)
+        np.testing.assert_allclose(np.concatenate(ranges, 1), wanted.scales, rtol=FLOAT32_SHARE)
         np.testing.assert_array_equal(found.zero_points, wanted.zero_points)
 
 

@@ -30,7 +30,7 @@ def transcribed(importance: np.ndarray) -> np.ndarray:
 @settings(deadline=None, max_examples=150)
 @given(matrices)
 def test_magnitudes_decide_and_of_equals_the_first_stays(weights):
-    got = sparsity.magnitude_mask(torch.from_numpy(weights))
+    got = sparsity.mask(torch.from_numpy(weights))
     assert got.dtype == torch.bool
     np.testing.assert_array_equal(got.numpy(), transcribed(np.abs(weights)))
 
@@ -39,12 +39,12 @@ def test_magnitudes_decide_and_of_equals_the_first_stays(weights):
 @given(matrices, st.data())
 def test_wanda_weighs_magnitudes_with_input_norms(weights, data):
     norms = data.draw(arrays.arrays(np.float32, weights.shape[1], elements=st.sampled_from([0.0, 0.5, 1.0, 4.0])))
-    got = sparsity.wanda_mask(torch.from_numpy(weights), torch.from_numpy(norms))
+    got = sparsity.mask(torch.from_numpy(weights), torch.from_numpy(norms))
     np.testing.assert_array_equal(got.numpy(), transcribed(np.abs(weights) * norms))
 
 
 def test_exactly_two_of_four_stay_and_the_tail_stays_whole():
-    mask = sparsity.magnitude_mask(torch.zeros(3, 11))
+    mask = sparsity.mask(torch.zeros(3, 11))
     assert (mask[:, :8].reshape(3, 2, 4).sum(-1) == 2).all()
     assert mask[:, 8:].all()
 
@@ -53,7 +53,7 @@ def wanda_share(norms_of) -> float:
     generator = torch.Generator().manual_seed(0)
     weights, x = torch.randn(32, 64, generator=generator), torch.randn(500, 64, generator=generator)
     x[:, ::2] *= 8
-    wanda, magnitude = sparsity.wanda_mask(weights, norms_of(x)), sparsity.magnitude_mask(weights)
+    wanda, magnitude = sparsity.mask(weights, norms_of(x)), sparsity.mask(weights)
     return float((x @ (weights * ~wanda).T).square().sum() / (x @ (weights * ~magnitude).T).square().sum())
 
 

@@ -166,6 +166,11 @@ def test_distances_are_relative_and_leave_constants_out(part):
     assert worst(logits * [[1.1], [1.0], [1.3]], logits) == pytest.approx(0.3, rel=CLOSE)
 
 
+def test_what_is_no_number_is_the_largest_distance(part):
+    assert part("correctness").largest([0.1, 0.3, 0.2]) == 0.3
+    assert np.isnan(part("correctness").largest([0.1, float("nan"), 0.2]))
+
+
 def test_what_differs_from_the_reference_is_a_problem(part):
     problems = part("correctness").mistakes
     assert problems({"trouble": None}, {"prefill": 0.01, "decode": 0.02}, 0.02) == []

@@ -29,7 +29,7 @@ from llmc.runtime.host.machine import Available
 from llmc.runtime.kv import host_cache
 from llmc.runtime.kv.budget import (
     CacheBudget,
-    Plan,
+    MemoryEstimate,
     check_growth,
     check_load,
     device_bytes,
@@ -77,7 +77,7 @@ def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
-def run(context: int, batch: int = 1) -> Plan:
+def run(context: int, batch: int = 1) -> MemoryEstimate:
     return plan_run(PLAN, LIMITS, context, batch)
 
 

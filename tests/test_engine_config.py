@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from doubles.plans import PLAN
 
-from llmc.plans import Profile, version
+from llmc.bundle import Profile, version
 
 
 def test_versions_compare_by_number():
