@@ -142,7 +142,7 @@ def missing(python: str | None, model: Path) -> str:
 
 
 def disturbed(found: dict[str, Any]) -> bool:
-    """Whether something else took CPU time in a round."""
+    """True if something else took CPU time in a round."""
     return found["other_cpus"] is not None and found["other_cpus"] > QUIET_CPUS
 
 
@@ -175,7 +175,7 @@ def cell(row: Row, reference: Row | None, phase: str, prompt: int) -> str:
 
 
 def footer(rows: Sequence[Row], new_tokens: int, machine: dict[str, Any]) -> str:
-    """What the tables show, and whether to quote it."""
+    """The lines below the tables: the measure, the machine, a doubt, and what did not run."""
     rounds = [found for row in rows for found in row.rounds]
     noisy = sum(map(disturbed, rounds))
     lines = [
