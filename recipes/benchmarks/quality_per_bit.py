@@ -129,9 +129,8 @@ def llamacpp(
     for scheme in schemes:
         model = task.folder / f"model-{scheme}.gguf"
         for phase in Phase:
-            flags = ("--phase", phase.value, "--threads", usable_threads())
-            line = run_script(python, "llamacpp_logits.py", model, task.folder / "windows.npy", output, *flags)
-            found = json.loads(line)
+            work = (model, task.folder / "windows.npy", output, phase.value, usable_threads())
+            found = json.loads(run_script(python, "llamacpp_logits.py", *work))
             if found["matrix_weights"] != task.matrix_weights:
                 raise RuntimeError(
                     f"{model.name} has {found['matrix_weights']} weights in matrices, the checkpoint "

@@ -316,7 +316,7 @@ def count_jobs() -> int:
 
 def main() -> None:
     """Print the figures, and the first mistakes; exit with 1 if there are any."""
-    report = run(
+    found = run(
         soak,
         __doc__,
         rounds=1,
@@ -326,7 +326,7 @@ def main() -> None:
         lookup=(False, "speculate by prompt lookup; with determinism strict"),
         seed=(0, "of what clients do"),
     )
-    sys.exit(not report.met)
+    sys.exit(not found.met)
 
 
 if __name__ == "__main__":
