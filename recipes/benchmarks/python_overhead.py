@@ -19,7 +19,7 @@ import numpy as np
 import onnxruntime
 
 from llmc.runtime import Model, SamplingParams, load
-from llmc.runtime.sampling import make_sampler
+from llmc.runtime.sampling import SamplingContext, make_sampler
 
 MICROSECONDS = 1e6
 PROMPT = list(range(10, 42))
@@ -65,7 +65,7 @@ def measure_sampler(sampling: dict[str, Any], vocabulary: int, sharpness: float)
     """Median seconds per call of a sampler on normal logits with standard deviation ``sharpness``."""
     generator = np.random.default_rng(0)
     logits = generator.standard_normal((8, vocabulary), np.float32) * np.float32(sharpness)
-    sampler = make_sampler(SamplingParams(**sampling), vocabulary, prompt_length=0)
+    sampler = make_sampler(SamplingContext(SamplingParams(**sampling), vocabulary, prompt_length=0))
     seconds: list[float] = []
     tokens: list[int] = []
     for position in range(SAMPLER_CALLS):

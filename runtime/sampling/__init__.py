@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmc.runtime.sampling.logprobs import TokenLogprobs, prompt_logprobs
     from llmc.runtime.sampling.masses import Logits
     from llmc.runtime.sampling.params import STEPS, SamplingParams
-    from llmc.runtime.sampling.processors import Guide, Processor, build_processors
+    from llmc.runtime.sampling.processors import Guide, Processor, SamplingContext, build_processors
     from llmc.runtime.sampling.samplers import Choice, GreedySampler, RandomSampler, Sampler, make_sampler
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Processor",
     "RandomSampler",
     "Sampler",
+    "SamplingContext",
     "SamplingParams",
     "TokenLogprobs",
     "build_processors",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.sampling import Sampler, SamplingParams, make_sampler, uniform
+from llmc.runtime.sampling import Sampler, SamplingContext, SamplingParams, make_sampler, uniform
 from llmc.runtime.sessions import Phase
 from llmc.runtime.speculation import Drafter, PromptLookup, Speculator, verify
 
@@ -58,7 +58,7 @@ def step(model: Model, sampler: Sampler, tokens: list[int], drafts: Sequence[int
 
 
 def random_sampler(seed: int, vocab_size: int = VOCAB) -> Sampler:
-    return make_sampler(SamplingParams(temperature=1.0, seed=seed), vocab_size, prompt_length=2)
+    return make_sampler(SamplingContext(SamplingParams(temperature=1.0, seed=seed), vocab_size, prompt_length=2))
 
 
 # --------------------------------------------------------------------------------------------------- the distribution
@@ -154,8 +154,8 @@ def test_who_stops_early_has_drawn_nothing_beyond():
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 def test_tokens_are_those_that_come_without_speculation(temperature: float, adversary: str):
     params = SamplingParams(temperature=temperature, top_p=0.95, seed=11)
-    wanted = plain(toy, make_sampler(params, VOCAB, prompt_length=2), [0, 1], 200)
-    sampler, tokens = make_sampler(params, VOCAB, prompt_length=2), [0, 1]
+    wanted = plain(toy, make_sampler(SamplingContext(params, VOCAB, prompt_length=2)), [0, 1], 200)
+    sampler, tokens = make_sampler(SamplingContext(params, VOCAB, prompt_length=2)), [0, 1]
     while len(tokens) < 202:
         tokens += step(toy, sampler, tokens, ADVERSARIES[adversary](tokens, len(tokens)))
     assert tokens[2:202] == wanted

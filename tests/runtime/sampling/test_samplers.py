@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.errors import RequestError
-from llmc.runtime.sampling import GreedySampler, RandomSampler, SamplingParams, make_sampler, uniform
+from llmc.runtime.sampling import GreedySampler, RandomSampler, SamplingContext, SamplingParams, make_sampler, uniform
 from llmc.runtime.sampling.masses import Masses
 
 # transformers works in float32 throughout, with a cumulative sum over the sorted vocabulary.
@@ -32,7 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def fast_sampler(params: SamplingParams, vocab_size: int) -> GreedySampler | RandomSampler:
-    sampler = make_sampler(params, vocab_size, prompt_length=0)
+    sampler = make_sampler(SamplingContext(params, vocab_size, prompt_length=0))
     assert isinstance(sampler, (GreedySampler, RandomSampler))
     return sampler
 

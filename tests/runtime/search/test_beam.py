@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmc.errors import ProcessorError, RequestError
-from llmc.runtime.sampling import SamplingParams, build_processors
+from llmc.runtime.sampling import SamplingContext, SamplingParams, build_processors
 from llmc.runtime.search import BeamSearch, Branch
 
 PROMPT = [1, 2]
@@ -161,7 +161,9 @@ def test_outputs_that_ended_before_everything_was_forbidden_are_kept(made_up, de
 
 
 def test_a_processor_that_fails_is_an_error_of_the_request(made_up, decode):
-    steps = build_processors(SamplingParams(), 20, len(PROMPT), processors=[lambda tokens, scores: scores * np.nan])
+    steps = build_processors(
+        SamplingContext(SamplingParams(), 20, len(PROMPT), processors=[lambda tokens, scores: scores * np.nan])
+    )
     search = BeamSearch(num_beams=2, max_tokens=2, processors=steps)
     with pytest.raises(ProcessorError, match="NaN"):
         decode(search, PROMPT, made_up(20))
