@@ -267,20 +267,15 @@ class ProcessedSampler(Sampler):
         self._own = np.empty(0, np.float32)
 
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
-        with borrowed(logits.size) if self._trusted else nullcontext(self._scratch(logits)) as scratch:
-            return self._choose(logits, tokens, self._run(logits, tokens, scratch))
-
-    def _scratch(self, logits: Logits) -> Logits:
-        if self._own.shape != logits.shape:
+        if not self._trusted and self._own.shape != logits.shape:
             self._own = np.empty_like(logits)
-        return self._own
-
-    def _choose(self, logits: Logits, tokens: Sequence[int], processed: Logits) -> Choice:
-        drawn_from = self._drawn_from(processed, tokens) if self._top is not None else None
-        token = self._sampler.choose(processed, len(tokens))
-        if self._guide is not None:
-            self._guide.accept(token)
-        return Choice(token, None if drawn_from is None else self._logprobs(logits, drawn_from, token))
+        with borrowed(logits.size) if self._trusted else nullcontext(self._own) as scratch:
+            processed = self._run(logits, tokens, scratch)
+            drawn_from = self._drawn_from(processed, tokens) if self._top is not None else None
+            token = self._sampler.choose(processed, len(tokens))
+            if self._guide is not None:
+                self._guide.accept(token)
+            return Choice(token, None if drawn_from is None else self._logprobs(logits, drawn_from, token))
 
     def _run(self, logits: Logits, tokens: Sequence[int], current: Logits) -> Logits:
         """The logits that the steps leave; they may work in ``current``."""

@@ -1,11 +1,10 @@
 """One sequence's speculation: its drafter, how much of it pays, and what it costs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.sessions.base import Phase
-from llmc.runtime.speculation.control import LENGTHS, TRIAL, DraftLength, Ledger
+from llmc.runtime.speculation.control import TRIAL, DraftLength
 from llmc.runtime.speculation.drafters import Drafter
 
 WATCH_SHARE = 0.005
@@ -24,29 +23,15 @@ class Speculator:
     Args:
         key: names the sequence to the drafter.
         costs: seconds of the session's calls; the drafter's are kept there too, under the name of its class.
-        phase, lengths, step, ledger: see :class:`DraftLength`.
+        control: chooses their number.
     """
 
-    def __init__(
-        self,
-        key: int,
-        drafter: Drafter,
-        costs: StepCosts,
-        phase: str = Phase.PREFILL,
-        lengths: Sequence[int] = LENGTHS,
-        step: Callable[[int], float | None] | None = None,
-        ledger: Ledger | None = None,
-    ) -> None:
+    def __init__(self, key: int, drafter: Drafter, costs: StepCosts, control: DraftLength) -> None:
         self._key = key
         self._drafter = drafter
         self._costs = costs
         self._name = type(drafter).__name__
-        self._longest = max(lengths, default=0)
-        self.control = DraftLength(costs, self._name, phase, lengths, step, ledger)
-        self.proposed = 0
-        """Drafts that were verified so far."""
-        self.accepted = 0
-        """Of these, the ones that the model agreed with."""
+        self.control = control
         self._length = 0
         self._spent = 0.0
         self._seconds: float | None = None
@@ -73,8 +58,6 @@ class Speculator:
         if not proposed:
             self.control.plain(rows)
             return
-        self.proposed += proposed
-        self.accepted += tokens - 1
         self.control.verified(proposed, tokens - 1, rows, self._seconds)
 
     def close(self) -> None:
@@ -86,7 +69,7 @@ class Speculator:
         found = list(self._drafter.propose(self._key, tokens, count))[:count]
         seconds = self._spent = perf_counter() - start
         # The drafter first reads what it has not seen; after the prompt or a long pause that is not the usual cost.
-        usual = self._length > 0 and len(tokens) - self._length <= self._longest + 1
+        usual = self._length > 0 and len(tokens) - self._length <= self.control.longest + 1
         self._length, self._seconds = len(tokens), seconds if usual else None
         if usual and found:
             self._costs.observe(self._name, 1, len(found), seconds)

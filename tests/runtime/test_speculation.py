@@ -13,7 +13,7 @@ import pytest
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sampling import Sampler, SamplingContext, SamplingParams, make_sampler, uniform
 from llmc.runtime.sessions import Phase
-from llmc.runtime.speculation import Drafter, PromptLookup, Speculator, verify
+from llmc.runtime.speculation import Drafter, DraftLength, PromptLookup, Speculator, verify
 
 VOCAB = 5
 SEQUENCES = 4000
@@ -201,15 +201,17 @@ def speculated(
     return tokens[len(prompt) :], lengths
 
 
+def speculator_of(key: int, drafter: Drafter, costs: StepCosts) -> Speculator:
+    return Speculator(key, drafter, costs, DraftLength(costs, type(drafter).__name__))
+
+
 def test_a_good_oracle_is_used_and_changes_no_token():
     wanted = plain(toy, random_sampler(5), [0, 1], 300)
     oracle, costs = Oracle([0, 1, *wanted]), StepCosts()
-    speculator = Speculator(3, oracle, costs)
+    speculator = speculator_of(3, oracle, costs)
     found, lengths = speculated(toy, random_sampler(5), [0, 1], 300, speculator, costs)
     assert found == wanted
     assert len(lengths) < 100
-    assert speculator.accepted == 300 - len(lengths)
-    assert sum(lengths) == speculator.proposed
     speculator.close()
     assert oracle.forgotten == [3]
 
@@ -217,10 +219,10 @@ def test_a_good_oracle_is_used_and_changes_no_token():
 def test_an_oracle_that_is_always_wrong_is_hardly_asked_and_changes_no_token():
     wanted = plain(toy, random_sampler(5), [0, 1], 300)
     costs = StepCosts()
-    speculator = Speculator(3, Oracle([0, 1, *wanted], wrong=1), costs)
+    speculator = speculator_of(3, Oracle([0, 1, *wanted], wrong=1), costs)
     found, lengths = speculated(toy, random_sampler(5), [0, 1], 300, speculator, costs)
     assert found == wanted
-    assert speculator.accepted == 0
+    assert len(lengths) == 300
     assert sum(length > 0 for length in lengths) < 10
 
 
@@ -228,7 +230,7 @@ def test_no_more_is_committed_than_there_is_room_for():
     wanted = plain(toy, random_sampler(5), [0, 1], 303)
     for count in range(1, 40):
         costs = StepCosts()
-        speculator = Speculator(0, Oracle([0, 1, *wanted], wrong=1000), costs)
+        speculator = speculator_of(0, Oracle([0, 1, *wanted], wrong=1000), costs)
         found, _ = speculated(toy, random_sampler(5), [0, 1], count, speculator, costs)
         assert found == wanted[:count]
 
@@ -237,7 +239,7 @@ def test_prompt_lookup_speeds_up_a_text_that_repeats_itself():
     sampler = random_sampler(1, 11)
     wanted = plain(repeating, sampler, [0, 1], 400)
     costs = StepCosts()
-    speculator = Speculator(0, PromptLookup(), costs)
+    speculator = speculator_of(0, PromptLookup(), costs)
     found, lengths = speculated(repeating, random_sampler(1, 11), [0, 1], 400, speculator, costs)
     assert found == wanted
     assert len(lengths) < 200
@@ -263,7 +265,7 @@ def asked(seconds: float, monkeypatch: pytest.MonkeyPatch) -> int:
     wanted = plain(toy, random_sampler(5), [0, 1], 300)
     drafter: Drafter = Slow([0, 1, *wanted], clock, seconds)
     costs = StepCosts()
-    speculated(toy, random_sampler(5), [0, 1], 300, Speculator(0, drafter, costs), costs)
+    speculated(toy, random_sampler(5), [0, 1], 300, speculator_of(0, drafter, costs), costs)
     assert isinstance(drafter, Slow)
     return len(drafter.asked)
 
