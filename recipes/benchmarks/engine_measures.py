@@ -26,7 +26,7 @@ from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host.machine import available_memory, resident_bytes
 from llmc.runtime.kv.prefix_cache import PrefixCache
-from llmc.runtime.speculation import Drafter
+from llmc.runtime.speculation.drafters import Drafter
 
 QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are in doubt
 FIRST_TOKEN, LAST_TOKEN = 10, 4000  # arbitrary tokens of prompts: no special ones, and known to every model

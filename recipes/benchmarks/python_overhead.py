@@ -19,7 +19,8 @@ import numpy as np
 import onnxruntime
 
 from llmc.runtime import Model, SamplingParams, load
-from llmc.runtime.sampling import SamplingContext, make_sampler
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 
 MICROSECONDS = 1e6
 PROMPT = list(range(10, 42))

@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from machine import this_machine
 
-from llmc.runtime.sampling import SamplingContext, SamplingParams, make_sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 
 VOCABULARY = 151_936  # of Qwen2.5
 CALLS = 1000

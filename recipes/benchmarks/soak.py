@@ -39,7 +39,7 @@ from llmc.runtime.host.machine import resident_bytes
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.model import prefix_key
-from llmc.runtime.speculation import PromptLookup
+from llmc.runtime.speculation.drafters import PromptLookup
 
 MAX_GROWTH = 0.05  # of the resident set
 CONTEXT = 512  # small, so that some requests overflow it

@@ -28,7 +28,8 @@ from engine_measures import Check, OtherLoad, Report, arguments, engine_on, prin
 from llmc.runtime import GenerationResult, Model, Request, SamplingParams, load
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.sessions import Batch, Phase
-from llmc.runtime.speculation import LENGTHS, Drafter, PromptLookup
+from llmc.runtime.speculation.control import LENGTHS
+from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 
 MIN_GAIN = {"int4": 1.5, "int8": 2.0}  # with the oracle, by precision
 MIN_ON_FREE_TEXT = 0.97

@@ -39,7 +39,9 @@ from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
 from llmc.runtime.runner.model_runner import ModelRunner, calls
 from llmc.runtime.sessions import Session
-from llmc.runtime.speculation import LENGTHS, Drafter, DraftLength, Ledger, Speculator
+from llmc.runtime.speculation.control import LENGTHS, DraftLength, Ledger
+from llmc.runtime.speculation.drafters import Drafter
+from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

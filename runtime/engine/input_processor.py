@@ -16,12 +16,16 @@ from llmc.runtime.api.results import Output
 from llmc.runtime.engine.sample_group import Sample, SampleGroup
 from llmc.runtime.engine.search_group import SearchGroup
 from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
-from llmc.runtime.guided import CompiledGrammar, GrammarGuide, Grammars
+from llmc.runtime.guided.grammars import Grammars
+from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
-from llmc.runtime.sampling import SamplingContext, SamplingParams, build_processors, make_sampler
-from llmc.runtime.search import BeamSearch, Contrastive, Hypothesis, Strategy
-from llmc.runtime.search.base import StopCriterion
-from llmc.runtime.speculation import Speculator
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext, build_processors
+from llmc.runtime.sampling.samplers import make_sampler
+from llmc.runtime.search.base import Hypothesis, StopCriterion, Strategy
+from llmc.runtime.search.beam import BeamSearch
+from llmc.runtime.search.contrastive import Contrastive
+from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.detokenizer import TextStream
 from llmc.runtime.text.tokenizer import Tokenizer
 

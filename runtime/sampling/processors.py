@@ -64,7 +64,7 @@ class SamplingContext:
         processors: the request's own, called in this order with (tokens so far, logits).
         guide: what the request's grammar allows, if it has one; it is told every token chosen.
         breakers: ids of the tokens that DRY's sequence breakers end with.
-        seed: of the draws; :func:`llmc.runtime.sampling.make_sampler` sets it.
+        seed: of the draws; :func:`llmc.runtime.sampling.samplers.make_sampler` sets it.
         branching: calls may be of different sequences, as beams are.
     """
 

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from llmc.errors import RequestError
-from llmc.runtime.sampling import Processor
 from llmc.runtime.sampling.masses import most_probable
+from llmc.runtime.sampling.processors import Processor
 from llmc.runtime.search.base import (
     Branch,
     Ending,

@@ -21,7 +21,9 @@ from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.kv.prefix_cache import PrefixCache
-from llmc.runtime.sampling import SamplingContext, SamplingParams, make_sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.sessions import Batch
 from llmc.runtime.text import tokenizer as llmc_tokenizer
 

@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.sampling import Sampler, SamplingContext, SamplingParams, make_sampler, uniform
+from llmc.runtime.sampling.draws import uniform
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import Sampler, make_sampler
 from llmc.runtime.sessions import Phase
-from llmc.runtime.speculation import Drafter, DraftLength, PromptLookup, Speculator, verify
+from llmc.runtime.speculation.control import DraftLength
+from llmc.runtime.speculation.drafters import Drafter, PromptLookup
+from llmc.runtime.speculation.speculator import Speculator, verify
 
 VOCAB = 5
 SEQUENCES = 4000

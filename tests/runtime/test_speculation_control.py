@@ -9,8 +9,7 @@ import pytest
 
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sessions import Phase
-from llmc.runtime.speculation import DraftLength, Ledger
-from llmc.runtime.speculation.control import LENGTHS
+from llmc.runtime.speculation.control import LENGTHS, DraftLength, Ledger
 
 # Share of the time without speculation that may be lost on text that nobody can guess: what issue 4 asks for.
 MOST_LOST = 0.03

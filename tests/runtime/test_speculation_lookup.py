@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.runtime.speculation import PromptLookup, drafters
+from llmc.runtime.speculation import drafters
+from llmc.runtime.speculation.drafters import PromptLookup
 
 # Few tokens, so that they recur.
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)

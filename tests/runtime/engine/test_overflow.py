@@ -7,7 +7,9 @@ import pytest
 
 from llmc.errors import RequestError
 from llmc.runtime.api.request import Request
-from llmc.runtime.sampling import SamplingContext, SamplingParams, make_sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 
 PATIENCE = 120
 CONTEXT = 32

@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.errors import RequestError, UsageError
-from llmc.runtime.sampling import SamplingContext, SamplingParams, TokenLogprobs, make_sampler, prompt_logprobs
-from llmc.runtime.sampling.logprobs import token_logprobs
+from llmc.runtime.sampling.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 
 # float32 exponentials of float32 differences, summed in float64, against float64 throughout.
 LOGPROB_TOLERANCE = 2e-6

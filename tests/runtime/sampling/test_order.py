@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.runtime.sampling import STEPS, SamplingParams, make_sampler
-from llmc.runtime.sampling.params import step_order
+from llmc.runtime.sampling.params import STEPS, SamplingParams, step_order
 from llmc.runtime.sampling.processors import BUILDERS, FILTERS, SamplingContext, build_steps
-from llmc.runtime.sampling.samplers import RandomSampler, SupportSampler
+from llmc.runtime.sampling.samplers import RandomSampler, SupportSampler, make_sampler
 
 SIZE = 400
 # A chi-square statistic more than 5 standard deviations above its mean: 3e-7 for a sampler that is right.

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from llmc.errors import GrammarError, ProcessorError, RequestError
-from llmc.runtime.sampling import SamplingContext, SamplingParams, build_processors, make_sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext, build_processors
+from llmc.runtime.sampling.samplers import make_sampler
 
 SIZE = 60
 EOS = (7, 9)

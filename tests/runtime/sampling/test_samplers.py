@@ -7,8 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.errors import RequestError
-from llmc.runtime.sampling import GreedySampler, RandomSampler, SamplingContext, SamplingParams, make_sampler, uniform
+from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.masses import Masses
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import GreedySampler, RandomSampler, make_sampler
 
 # transformers works in float32 throughout, with a cumulative sum over the sorted vocabulary.
 PROBABILITY_TOLERANCE = 2e-6

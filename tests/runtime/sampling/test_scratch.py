@@ -4,7 +4,9 @@ import threading
 
 import numpy as np
 
-from llmc.runtime.sampling import SamplingContext, SamplingParams, make_sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.sampling.scratch import borrowed, masses
 
 VOCABULARY = 1000

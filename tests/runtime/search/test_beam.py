@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from llmc.errors import ProcessorError, RequestError
-from llmc.runtime.sampling import SamplingContext, SamplingParams, build_processors
-from llmc.runtime.search import BeamSearch, Branch
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext, build_processors
+from llmc.runtime.search.base import Branch
+from llmc.runtime.search.beam import BeamSearch
 
 PROMPT = [1, 2]
 VOCABULARY, LENGTH, EOS = 4, 4, 0

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from llmc.errors import ProcessorError, RequestError
-from llmc.runtime.sampling import SamplingContext, SamplingParams, build_processors
-from llmc.runtime.search import Branch, Contrastive
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext, build_processors
+from llmc.runtime.search.base import Branch
+from llmc.runtime.search.contrastive import Contrastive
 
 PROMPT = [3, 1, 4]
 NEW_TOKENS = 6
