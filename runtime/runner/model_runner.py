@@ -34,7 +34,7 @@ CHUNK_WITH_ALL_LOGITS = 32
 
 
 class Scheduled(Feedable, Protocol):
-    """A sequence that decodes, with drafts to verify; ``needs`` as a :class:`~llmc.runtime.sampling.samplers.Sampler`'s."""
+    """A sequence that decodes, with drafts to verify; ``needs`` is its sampler's."""
 
     drafts: list[int]
     needs: int

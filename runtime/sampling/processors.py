@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from llmc.errors import GrammarError, ProcessorError, text_of
 from llmc.runtime.sampling import truncation
@@ -99,15 +98,41 @@ def build_processors(context: SamplingContext) -> list[Processor]:
 def _logit_bias(context: SamplingContext) -> Processor | None:
     if not context.params.logit_bias:
         return None
-    tokens, biases = (np.array(column) for column in zip(*context.params.logit_bias, strict=True))
-    return _Bias(tokens, biases.astype(np.float32))
+    biased, biases = (np.array(column) for column in zip(*context.params.logit_bias, strict=True))
+    added = biases.astype(np.float32)
+
+    def add(tokens: Sequence[int], logits: Logits) -> Logits:
+        logits[biased] += added
+        return logits
+
+    return add
 
 
 def _allowed_tokens(context: SamplingContext) -> Processor | None:
     params = context.params
     if params.allowed_tokens is None:
-        return _Ban(sorted(set(params.banned_tokens))) if params.banned_tokens else None
-    return _Allow(sorted(set(params.allowed_tokens) - set(params.banned_tokens)))
+        return _ban(params.banned_tokens) if params.banned_tokens else None
+    allowed = np.array(sorted(set(params.allowed_tokens) - set(params.banned_tokens)), np.int64)
+
+    def allow(tokens: Sequence[int], logits: Logits) -> Logits:
+        kept = logits[allowed]
+        logits.fill(-np.inf)
+        logits[allowed] = kept
+        return logits
+
+    return allow
+
+
+def _ban(tokens: Collection[int], until: int | None = None) -> Processor:
+    """Forbids tokens, for sequences shorter than ``until`` if that is given."""
+    banned = np.array(sorted(set(tokens)), np.int64)
+
+    def ban(tokens: Sequence[int], logits: Logits) -> Logits:
+        if until is None or len(tokens) < until:
+            logits[banned] = -np.inf
+        return logits
+
+    return ban
 
 
 def _min_tokens(context: SamplingContext) -> Processor | None:
@@ -115,7 +140,7 @@ def _min_tokens(context: SamplingContext) -> Processor | None:
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else context.eos_token_ids)}
     if not params.min_tokens or not ends:
         return None
-    return _Ban(sorted(ends), until=context.prompt_length + params.min_tokens)
+    return _ban(ends, until=context.prompt_length + params.min_tokens)
 
 
 def _repetition_penalty(context: SamplingContext) -> Processor | None:
@@ -150,11 +175,46 @@ def _no_repeat_ngram_size(context: SamplingContext) -> Processor | None:
 
 
 def _processors(context: SamplingContext) -> Processor | None:
-    return _Own(context.processors) if context.processors else None
+    """The request's own processors; whatever goes wrong in one is a ProcessorError."""
+    if not context.processors:
+        return None
+
+    def process(tokens: Sequence[int], logits: Logits) -> Logits:
+        if not _is_usable(logits):
+            return logits
+        frozen = tuple(tokens)  # not the engine's list
+        for processor in context.processors:
+            where = f"the logits processor {_name(processor)} at position {len(tokens)}"
+            lent = logits[:]  # whose shape, type and flags are the processor's own
+            try:
+                result = processor(frozen, lent)
+            except BaseException as error:  # SystemExit too ends the request, not the engine
+                raise ProcessorError(f"{where} raised {text_of(error)}; correct it") from error
+            _check_result(where, result, logits)
+            if result is not lent:
+                np.copyto(logits, result)  # later steps write into it
+        return logits
+
+    return process
 
 
 def _guide(context: SamplingContext) -> Processor | None:
-    return _Grammar(context.guide) if context.guide is not None else None
+    guide = context.guide
+    if guide is None:
+        return None
+
+    def mask(tokens: Sequence[int], logits: Logits) -> Logits:
+        if not _is_usable(logits):
+            return logits
+        masked = guide.mask(logits)
+        if masked.max() == -np.inf:
+            raise GrammarError(
+                f"the grammar leaves no token at position {len(tokens)} of those that the request's other settings "
+                "allow; loosen the grammar, min_tokens, allowed_tokens or banned_tokens"
+            )
+        return masked
+
+    return mask
 
 
 def _temperature(context: SamplingContext) -> Processor | None:
@@ -218,77 +278,6 @@ BUILDERS: dict[str, Builder] = {
 }
 # The steps that shape the distribution; greedy requests have no use for them.
 FILTERS = STEPS[STEPS.index("temperature") :]
-
-
-class _Bias:
-    def __init__(self, tokens: npt.NDArray[np.int64], biases: Logits) -> None:
-        self._tokens, self._biases = tokens, biases
-
-    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
-        logits[self._tokens] += self._biases
-        return logits
-
-
-class _Ban:
-    """Forbids tokens, for sequences shorter than ``until`` if that is given."""
-
-    def __init__(self, banned: Sequence[int], until: int | None = None) -> None:
-        self._banned, self._until = np.array(banned, np.int64), until
-
-    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
-        if self._until is None or len(tokens) < self._until:
-            logits[self._banned] = -np.inf
-        return logits
-
-
-class _Allow:
-    def __init__(self, allowed: Sequence[int]) -> None:
-        self._allowed = np.array(allowed, np.int64)
-
-    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
-        kept = logits[self._allowed]
-        logits.fill(-np.inf)
-        logits[self._allowed] = kept
-        return logits
-
-
-class _Own:
-    """The request's own processors; whatever goes wrong in one is a ProcessorError."""
-
-    def __init__(self, processors: Sequence[Processor]) -> None:
-        self._processors = processors
-
-    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
-        if not _is_usable(logits):
-            return logits
-        frozen = tuple(tokens)  # not the engine's list
-        for processor in self._processors:
-            where = f"the logits processor {_name(processor)} at position {len(tokens)}"
-            lent = logits[:]  # whose shape, type and flags are the processor's own
-            try:
-                result = processor(frozen, lent)
-            except BaseException as error:  # SystemExit too ends the request, not the engine
-                raise ProcessorError(f"{where} raised {text_of(error)}; correct it") from error
-            _check_result(where, result, logits)
-            if result is not lent:
-                np.copyto(logits, result)  # later steps write into it
-        return logits
-
-
-class _Grammar:
-    def __init__(self, guide: Guide) -> None:
-        self._guide = guide
-
-    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
-        if not _is_usable(logits):
-            return logits
-        masked = self._guide.mask(logits)
-        if masked.max() == -np.inf:
-            raise GrammarError(
-                f"the grammar leaves no token at position {len(tokens)} of those that the request's other settings "
-                "allow; loosen the grammar, min_tokens, allowed_tokens or banned_tokens"
-            )
-        return masked
 
 
 def _is_usable(logits: Logits) -> bool:
