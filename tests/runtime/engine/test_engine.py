@@ -26,6 +26,7 @@ from llmc.errors import (
 from llmc.runtime.api.request import Request
 from llmc.runtime.guided import CompiledGrammar
 from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 
 PATIENCE = 120  # seconds after which something that should happen counts as not happening
