@@ -30,6 +30,16 @@ def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     return {name: FileEntry((folder / name).stat().st_size, sha256_file(folder / name)) for name in names}
 
 
+def link(path: Path, target: Path) -> int:
+    """Hard-link a file, or copy it where that is impossible (another file system); return the bytes copied."""
+    try:
+        os.link(path.resolve(), target)  # resolved: in Hugging Face's cache, files are symbolic links
+        return 0
+    except OSError:
+        shutil.copyfile(path, target)
+        return path.stat().st_size
+
+
 @contextmanager
 def room(target: Path) -> Iterator[Path]:
     """Give an empty folder, hidden beside ``target``, and remove it when the block ends, however it ends.

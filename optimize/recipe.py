@@ -42,6 +42,7 @@ ACTIVATIONS = ("per-token", "static")
 SPARSITIES = ("none", "magnitude", "wanda")
 
 V = TypeVar("V")
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -202,8 +203,8 @@ def resolve(
     check_context("max_context", context, max_positions, "; change --max-context, or max_context in the recipe")
     limits = Limits(
         max_context=context,
-        max_batch=_between("max_batch", _or(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
-        prefill_chunk=min(context, _between("prefill_chunk", _or(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)),
+        max_batch=between("max_batch", _or(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
+        prefill_chunk=min(context, between("prefill_chunk", _or(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)),
     )
     recipe = Recipe(
         name=name,
@@ -216,7 +217,7 @@ def resolve(
         head=head,
         phases=phases,
         activations=_activations(request.activations, phases, stored, target),
-        smoothing=_between("smoothing", _or(request.smoothing, 0.0), 0.0, 1.0),
+        smoothing=between("smoothing", _or(request.smoothing, 0.0), 0.0, 1.0),
         sparsity=_one_of("sparsity", _or(request.sparsity, "none"), SPARSITIES),
         cache=_cache(request.cache, compute, target),
         layers=layers,
@@ -313,7 +314,7 @@ def _activations(asked: str | None, phases: str, stored: set[str], target: Capab
 
 def _budget(budget: Budget) -> Budget:
     for name, limit in _given(budget).items():
-        _between(f"budget: {name}", limit, 0.0, 1.0 if name == "min_agreement" else 1000.0)
+        between(f"budget: {name}", limit, 0.0, 1.0 if name == "min_agreement" else 1000.0)
     return budget
 
 
@@ -328,7 +329,12 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
-def _between(name: str, value: Any, low: Any, high: Any) -> Any:
+def between(name: str, value: N, low: N, high: N) -> N:
+    """The value called ``name``.
+
+    Raises:
+        UsageError: it is out of range.
+    """
     if not low <= value <= high:
         raise UsageError(f"{name} is {value}, expected {low} ... {high}")
     return value
