@@ -11,7 +11,7 @@ import click
 
 from llmc.bundle import CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
 from llmc.cli import output as show
-from llmc.cli.inspect import engine_of, engine_rows
+from llmc.cli.inspect import bundle_rows
 from llmc.cli.options import (
     EXISTING_FILE,
     EXISTING_FOLDER,
@@ -184,15 +184,9 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
 def print_report(report: BuildReport) -> None:
     """The bundle, its size, and its distance from the unquantized model."""
     manifest = report.manifest
-    recipe, limits, quality = manifest.recipe, manifest.limits, manifest.quality
     rows = [
         ("model", f"{manifest.source.name}, {show.amount(manifest.source.parameters)} parameters"),
-        ("target", f"{manifest.target.name}, {engine_of(manifest.target)}"),
-        ("recipe", show.recipe(recipe)),
-        *show.calibration_rows(recipe),
-        ("limits", f"{limits.max_context} tokens x {limits.max_batch}"),
-        *(engine_rows(manifest.engine) if manifest.engine is not None else ()),
-        *show.quality_rows(quality),
+        *bundle_rows(manifest),
         *((name, show.size(entry.size)) for name, entry in manifest.files.items()),
         ("total", show.size(report.size)),
         ("time", f"{report.seconds:.1f} s"),
@@ -207,34 +201,22 @@ def print_trials(report: AutoReport) -> None:
     """All that was tried, the fastest first, and what was kept."""
     from llmc.optimize.auto.search import NEW_TOKENS, PROMPT_TOKENS
 
-    columns = (
-        "candidate",
-        "verdict",
-        "threads",
-        "prefill",
-        "decode",
-        "both",
-        "memory",
-        "KL",
-        "agreement",
-        "perplexity",
-    )
     rows = [
-        (
-            trial.name,
-            "kept" if trial == report.chosen else trial.reason or "fits",
-            str(trial.threads),
-            f"{trial.prefill_tokens_per_s:.0f} tok/s",
-            f"{trial.decode_tokens_per_s:.0f} tok/s",
-            f"{trial.seconds:.2f} s",
-            show.size(trial.memory),
-            f"{trial.mean_kl:.4f}",
-            f"{trial.top1_agreement:.1%}",
-            f"{trial.perplexity_increase:+.2%}",
-        )
+        {
+            "candidate": trial.name,
+            "verdict": "kept" if trial == report.chosen else trial.reason or "fits",
+            "threads": str(trial.threads),
+            "prefill": f"{trial.prefill_tokens_per_s:.0f} tok/s",
+            "decode": f"{trial.decode_tokens_per_s:.0f} tok/s",
+            "both": f"{trial.seconds:.2f} s",
+            "memory": show.size(trial.memory),
+            "KL": f"{trial.mean_kl:.4f}",
+            "agreement": f"{trial.top1_agreement:.1%}",
+            "perplexity": f"{trial.perplexity_increase:+.2%}",
+        }
         for trial in sorted(report.trials, key=lambda trial: trial.seconds)
     ]
-    show.print_table(columns, rows, numbers=True)
+    show.print_table([*rows[0]], [[*row.values()] for row in rows], numbers=True)
     click.echo(
         f"both: {PROMPT_TOKENS} tokens of prompt and {NEW_TOKENS} new ones; KL, agreement, perplexity: of the worse of "
         f"prefill and decode, on {report.judged_on}"

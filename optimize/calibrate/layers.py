@@ -206,7 +206,8 @@ class _Layer:
         """SmoothQuant's scales [K], equal for all channels that stem from the same one."""
         weights = torch.cat([self._weight(name) for name in mapping.linears])
         absmax, rows = self._shared(mapping, statistics.absmax), self._shared(mapping, weights.abs().amax(0))
-        return self._spread(mapping, smoothquant.scales(absmax, rows, alpha=self.recipe.smoothing))
+        found = smoothquant.scales(absmax, rows, alpha=self.recipe.smoothing)
+        return found.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
 
     def _awq_scales(self, mapping: SmoothingMapping, statistics: InputStatistics) -> Tensor:
         grids = [config.grid for name in mapping.linears if isinstance(config := self.quant[name], WeightOnly)]
@@ -217,14 +218,7 @@ class _Layer:
 
     def _shared(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
         """The largest of the values [K] of each group of channels that stem from one."""
-        if mapping.repeats == 1:
-            return values
         return values.view(-1, mapping.repeats, mapping.run).amax(1).flatten()
-
-    def _spread(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
-        if mapping.repeats == 1:
-            return values
-        return values.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
 
     def _fold(self, mapping: SmoothingMapping, statistics: InputStatistics, scales: Tensor) -> InputStatistics:
         """Multiply the linears' columns by ``scales`` [K] and divide what precedes them: the layer stays the same."""

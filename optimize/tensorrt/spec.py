@@ -9,7 +9,7 @@ from typing import Any
 
 from llmc.bundle import EngineConfig, Limits, Profile, Recipe, version
 from llmc.errors import BuildError, GpuError, UsageError
-from llmc.optimize.recipe import between
+from llmc.optimize.recipe import between, either
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.abilities import FORMS, abilities
 from llmc.optimize.tensorrt.request import EngineRequest
@@ -79,6 +79,7 @@ def resolve_engine(
         wanted = (gpu.compute_capability,) if gpu is not None else ()
     elif library is not None and request.stripped and gpu is None:
         raise GpuError(f"{target.engine} leaves weights out of engines only beside a GPU; leave --stripped out")
+    effort = request.optimization_level
     config = EngineConfig(
         file="",
         form=form,
@@ -96,9 +97,8 @@ def resolve_engine(
         stripped=bool(request.stripped),
         verified="no",
         inspector="",
-        workspace=between("workspace", WORKSPACE if request.workspace is None else request.workspace, 1 << 20, 1 << 50),
-        optimization_level=request.optimization_level
-        and between("optimization_level", request.optimization_level, 0, 5),
+        workspace=between("workspace", either(request.workspace, WORKSPACE), 1 << 20, 1 << 50),
+        optimization_level=effort and between("optimization_level", effort, 0, 5),
     )
     return EngineSpec(library, library_version(library) if library is not None else "none", gpu, config)
 
