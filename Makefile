@@ -6,6 +6,8 @@ VENV ?= .venv
 #     make test PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 # or keep the wheel in a folder: make test PIP_FIND_LINKS=/path/to/wheels
 TORCH ?= torch==2.13.0
+# Processes that run tests; each takes a core and about 1.5 GB.
+JOBS ?= 2
 
 # Neither the engine nor the libraries call home.
 export ORT_DISABLE_TELEMETRY := 1
@@ -20,7 +22,7 @@ demo: $(READY)  ## export, build (int8, int4) and run the small model of recipes
 	$(BIN)/python recipes/tiny/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
 if TYPE_CHECKING:
     from llmc.runtime.bench.doctor import Diagnosis
     from llmc.runtime.host.jetson import Jetson
-    from llmc.runtime.host.probe import Device, Driver, Library
+    from llmc.runtime.host.probe_steps import Device, Driver, Library
 
 Rows = Iterator[tuple[str, str]]
 

@@ -166,7 +166,7 @@ class Model:
 
     @property
     def engine(self) -> Engine:
-        """What serves the requests; made when first asked for.
+        """The engine that serves the requests, made when first asked for.
 
         Raises:
             RequestError: the model is closed.
@@ -340,7 +340,7 @@ def prefix_key(manifest: Manifest) -> str:
 
 
 def make_drafter(model: Model, options: EngineOptions) -> Drafter | None:
-    """What guesses tokens: nothing, prompt lookup, or a second bundle with the same tokenizer."""
+    """The drafter that the options ask for: none, prompt lookup, or a second bundle with the same tokenizer."""
     if options.draft is None:
         return None
     if options.draft == "lookup":

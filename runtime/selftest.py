@@ -36,7 +36,7 @@ CACHE_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked. ``largest_difference`` is between logits here and when the bundle was built."""
+    """Counts of what was checked. ``largest_difference`` is between logits here and when the bundle was built."""
 
     files: int
     prompts: int
@@ -48,21 +48,9 @@ class VerifyReport:
 class Loaded(Protocol):
     """A loaded bundle as the self-test asks it; :class:`llmc.runtime.Model` is one."""
 
-    @property
-    def folder(self) -> Path:
-        """The bundle."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Its manifest."""
-
-    @property
-    def runner(self) -> SingleRunner:
-        """One sequence at a time."""
-
-    @property
-    def engine_version(self) -> str:
-        """Version of the engine library in use."""
+    folder: Path
+    manifest: Manifest
+    runner: SingleRunner
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationResult:
         """Complete a prompt."""
@@ -100,7 +88,7 @@ def replayed(
     try:
         return replay(model, progress, limit=limit)
     except BundleError as error:
-        entry = cached_entry(model.engine_version, model.manifest)
+        entry = cached_entry(model.runner.session.engine_version, model.manifest)
         if not entry.exists():
             raise
         disk_cache.remove(entry)
@@ -111,10 +99,15 @@ def replayed(
 
 def _key(model: Loaded) -> str:
     """A hash of the manifest, this machine, and the size and time of change of every file that is computed with."""
-    folders = [model.folder, cached_entry(model.engine_version, model.manifest)]
+    folders = [model.folder, cached_entry(model.runner.session.engine_version, model.manifest)]
     files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
     found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    parts = [asdict(model.manifest), environment(model.engine_version), model.runner.session.processor, found]
+    parts = [
+        asdict(model.manifest),
+        environment(model.runner.session.engine_version),
+        model.runner.session.processor,
+        found,
+    ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

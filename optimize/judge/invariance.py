@@ -1,4 +1,4 @@
-"""Which calls of a finished bundle compute the same bits for a token, whatever is computed beside it: measured.
+"""Invariance of a finished bundle, measured: calls that compute the same bits for a token, whatever is beside it.
 
 Kernels may round otherwise for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs, and its attention
 takes another product for a single token. What a runtime may rely on is therefore found by running the bundle.

@@ -117,6 +117,16 @@ class LoweringContext:
     contract: int = GRAPH_CONTRACT_VERSION
 
     @property
+    def array_type(self) -> np.dtype[np.generic]:
+        """The type of activations, for arrays."""
+        return ARRAY_TYPES[self.compute]
+
+    @property
+    def type(self) -> ir.DataType:
+        """The type of activations, for the graph."""
+        return ir.DataType.from_numpy(self.array_type)
+
+    @property
     def embedding(self) -> QuantConfig:
         """See :func:`embedding_config`."""
         return embedding_config(self.quant, self.geometry.tied_head)

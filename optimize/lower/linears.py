@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, vector
+from llmc.optimize.lower.raising import Linear, stored
+from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, sole_consumer, vector
 
 
 def replace_linears(graph: ir.Graph, context: LoweringContext, lowered: Callable[[Linear], ir.Value]) -> int:
@@ -18,6 +19,17 @@ def replace_linears(graph: ir.Graph, context: LoweringContext, lowered: Callable
         for _ in linear.weights:
             context.linear_done()
         count += len(linear.weights)
+    return count
+
+
+def replace_embedding(graph: ir.Graph, rows: Callable[[Emitter, ir.ExternalTensor], ir.Value]) -> int:
+    """Gather(table, ids) [-> Cast] of the embedding -> the rows [B, S, H] that ``rows`` emits for the table."""
+    count = 0
+    for gather in nodes_of(graph, "Gather"):
+        if gather.name == EMBEDDING:
+            cast, found = sole_consumer(gather.outputs[0]), rows(Emitter(gather), stored(gather.inputs[0]))
+            replace(gather if cast is None or cast.op_type != "Cast" else cast, found)
+            count += 1
     return count
 
 

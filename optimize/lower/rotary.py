@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 
-from llmc.optimize.lower.context import ARRAY_TYPES, LoweringContext
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import initializer
 
 
@@ -18,7 +18,7 @@ def rotary_tables(node: ir.Node, context: LoweringContext) -> tuple[ir.Value, ir
     assert node.graph is not None and inv_freq is not None and inv_freq.name and inv_freq.const_value is not None
     frequencies = inv_freq.const_value.numpy().astype(np.float32)
     angles = np.arange(context.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
-    dtype, rope = ARRAY_TYPES[context.compute], inv_freq.name.removesuffix(".inv_freq")
+    dtype, rope = context.array_type, inv_freq.name.removesuffix(".inv_freq")
     names = [f"{rope}.cos", f"{rope}.sin"]
     cos, sin = context.weights.add(
         names, lambda: [table(angles).astype(dtype) for table in (np.cos, np.sin)], frequencies.tobytes()

@@ -33,7 +33,7 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
         spec, graph, folder / ENGINE_FILE, profiles_of(config), inspector=folder / INSPECTOR_FILE, progress=progress
     )
     # In-place caches are what the native form is for: the parser must have kept every one of them.
-    wanted = 0 if config.form == "primitives" else 2 * geometry.layers
+    wanted = 0 if config.form == "primitives" else 2 * len(geometry.caches)
     if len(report.aliases) != wanted:
         raise BuildError(
             f"{spec.library.__name__} {spec.version} made {len(report.aliases)} in-place cache updates of the graph, "

@@ -13,7 +13,8 @@ from llmc.optimize.recipe import between, either
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.abilities import FORMS, abilities
 from llmc.optimize.tensorrt.request import EngineRequest
-from llmc.runtime.host.probe import Device, probe_driver
+from llmc.runtime.host.probe import probe_driver
+from llmc.runtime.host.probe_steps import Device
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 from llmc.runtime.sessions.tensorrt.library import library_version, load_library, make_builder
 

@@ -4,191 +4,121 @@
 * Latency: gaps between the tokens of some streams, before and while a long prompt is prefilled beside them.
 """
 
-import threading
+import argparse
+import itertools
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from engine_measures import (
+    LONGEST_WAIT,
     Check,
-    OtherLoad,
-    Report,
-    arguments,
-    engine_on,
+    Found,
     median_ratio,
+    opened,
     percentiles,
-    submitted,
+    run,
+    run_batch,
     tokens,
 )
 
-from llmc.runtime import Delta, Model, Request, SamplingParams, load
-from llmc.runtime.engine.engine import Engine
+from llmc.runtime import Engine, Request, SamplingParams
+from llmc.runtime.bench.client import Visit
 
 MIN_GAIN = {"int8": 3.0, "int4": 2.0}  # 8 requests together, by precision
 MAX_SLOWDOWN = 2.0  # 95th percentile of gaps beside a prefill
 SETTLED = 16  # tokens of each stream before its gaps count
 STREAM_PROMPT = 32
-LONGEST_WAIT = 600.0  # seconds
 
 
-def request(prompt: list[int], new_tokens: int, watch: "Watch | None" = None) -> Request:
+def request(prompt: list[int], new_tokens: int, visit: Visit | None = None) -> Request:
     """Greedy, and of exactly so many tokens."""
-    return Request(prompt, SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True), on_delta=watch)
+    params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    return Request(prompt, params, on_delta=visit and visit.note)
 
 
-# ------------------------------------------------------------------------------------------------------ throughput
+def measure_throughput(engine: Engine, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds for all requests, per round: both ways in turns, with other prompts every time; round 0 is untimed."""
+    seconds: dict[str, list[float]] = {"serial_s": [], "together_s": []}
+    for i in range(args.rounds + 1):
+        new_tokens = args.new_tokens if i else min(8, args.new_tokens)
+        requests = [request(tokens(args.prompt, 100 * i + salt), new_tokens) for salt in range(args.requests)]
+        for way, batches in (("serial_s", [[item] for item in requests]), ("together_s", [requests])):
+            started = time.perf_counter()
+            for batch in batches:
+                run_batch(engine, batch)
+            seconds[way].append(time.perf_counter() - started)
+    return {way: rounds[1:] for way, rounds in seconds.items()}
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """Seconds for all requests, per round."""
-
-    requests: int
-    prompt: int
-    new_tokens: int
-    serial_s: list[float]
-    together_s: list[float]
-
-    @property
-    def gain(self) -> float:
-        """Time one after another over time together."""
-        return median_ratio(self.serial_s, self.together_s)
+def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
+    """Gaps between tokens that came at ``times``, of those that overlap the time from ``start`` to ``end``."""
+    pairs = itertools.pairwise(times)
+    return [after - before for before, after in pairs if after > start and before < end]
 
 
-def run_serially(engine: Engine, requests: list[Request]) -> float:
-    """Seconds for one after another."""
-    started = time.perf_counter()
-    for item in requests:
-        engine.submit(item).result(LONGEST_WAIT)
-    return time.perf_counter() - started
+def measure_latency(engine: Engine, args: argparse.Namespace, salt: int) -> dict[str, Any]:
+    """Start streams, watch them on their own for a while, then submit the prompt.
 
-
-def run_together(engine: Engine, requests: list[Request]) -> float:
-    """Seconds for all at once."""
-    started = time.perf_counter()
-    for handle in submitted(engine, requests):
-        handle.result(LONGEST_WAIT)
-    return time.perf_counter() - started
-
-
-def measure_throughput(engine: Engine, count: int, prompt: int, new_tokens: int, rounds: int) -> Throughput:
-    """Both ways in turns, with other prompts every time."""
-    run_together(engine, [request(tokens(prompt, salt), min(8, new_tokens)) for salt in range(count)])
-    run_serially(engine, [request(tokens(prompt, 0), min(8, new_tokens))])
-    serial, together = [], []
-    for i in range(rounds):
-        requests = [request(tokens(prompt, 100 * (i + 1) + salt), new_tokens) for salt in range(count)]
-        serial.append(run_serially(engine, requests))
-        together.append(run_together(engine, requests))
-    return Throughput(count, prompt, new_tokens, serial, together)
-
-
-# --------------------------------------------------------------------------------------------------------- latency
-
-
-class Watch:
-    """When the tokens of one request came; ``reached`` is set at the ``count``-th."""
-
-    def __init__(self, count: int) -> None:
-        self.times: list[float] = []
-        self.reached = threading.Event()
-        self._count = count
-
-    def __call__(self, delta: Delta) -> None:
-        self.times += [time.perf_counter()] * len(delta.token_ids)
-        if len(self.times) >= self._count:
-            self.reached.set()
-
-    def gaps(self, start: float, end: float) -> list[float]:
-        """Gaps that overlap the time from ``start`` to ``end``."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return [after - before for before, after in pairs if after > start and before < end]
-
-
-@dataclass(frozen=True)
-class Episode:
-    """Gaps of all streams in milliseconds, before and beside a prefill; seconds until its first token."""
-
-    before: dict[str, float]
-    beside: dict[str, float]
-    ttft_s: float
-
-
-def measure_latency(engine: Engine, streams: int, prompt: list[int], quiet_tokens: int, salt: int) -> Episode:
-    """Start streams, watch them on their own for a while, then submit the prompt."""
-    watches = [Watch(SETTLED + quiet_tokens) for _ in range(streams)]
+    Gives the streams' gaps in milliseconds, before and beside the prefill, and the seconds until its first token.
+    """
+    streams, first = [Visit(0.0) for _ in range(args.streams)], Visit(0.0)
     room = engine.max_context - STREAM_PROMPT
-    handles = [engine.submit(request(tokens(STREAM_PROMPT, salt + i), room, w)) for i, w in enumerate(watches)]
-    for watch in watches:
-        if not watch.reached.wait(LONGEST_WAIT):
-            raise SystemExit("the streams came to a halt")
-    settled = max(watch.times[SETTLED] for watch in watches)
-    submitted = time.perf_counter()
-    first = Watch(1)
-    engine.submit(request(prompt, 1, first)).result(LONGEST_WAIT)
+    handles = [engine.submit(request(tokens(STREAM_PROMPT, salt + i), room, v)) for i, v in enumerate(streams)]
+    while any(len(stream.tokens) < SETTLED + args.quiet_tokens for stream in streams):
+        if any(handle.done for handle in handles):
+            raise SystemExit("a stream ended before it was watched; ask for fewer --quiet-tokens")
+        time.sleep(0.01)
+    settled = max(stream.tokens[SETTLED] for stream in streams)
+    submitted = time.monotonic()
+    engine.submit(request(tokens(args.long_prompt, salt - 1), 1, first)).result(LONGEST_WAIT)
     time.sleep(0.2)  # the last gap ends after the prompt's first token
-    unfinished = sum(handle.cancel() for handle in handles)
-    if unfinished < streams:
+    if sum(handle.cancel() for handle in handles) < len(handles):
         raise SystemExit(f"a stream ended before the prompt was fed: {room} tokens are too few; use fewer or shorter")
-    return Episode(
-        before=percentiles([gap for watch in watches for gap in watch.gaps(settled, submitted)]),
-        beside=percentiles([gap for watch in watches for gap in watch.gaps(submitted, first.times[0])]),
-        ttft_s=first.times[0] - submitted,
-    )
+    times = {"before": (settled, submitted), "beside": (submitted, first.tokens[0])}
+    found = {name: percentiles([gap for v in streams for gap in gaps(v.tokens, *span)]) for name, span in times.items()}
+    return {**found, "ttft_s": first.tokens[0] - submitted}
 
 
-def measure(model: Model, args: Any) -> Report:
+def measure(args: argparse.Namespace) -> Found:
     """Both measurements."""
-    load_meanwhile, report = OtherLoad(), Report.of(model)
-    with engine_on(model, determinism=args.determinism) as engine:
-        throughput = measure_throughput(engine, args.requests, args.prompt, args.new_tokens, args.rounds)
-        long = [tokens(args.long_prompt, salt) for salt in range(args.rounds + 1)]
-        alone = engine.submit(request(long[0], 1)).result(LONGEST_WAIT).timings.ttft_s  # warms up, too
-        episodes = [
-            measure_latency(engine, args.streams, prompt, args.quiet_tokens, 1000 * i)
-            for i, prompt in enumerate(long[1:])
-        ]
-    slowdown = median_ratio([e.beside["p95_ms"] for e in episodes], [e.before["p95_ms"] for e in episodes])
-    name = f"{args.requests} requests ({args.prompt} + {args.new_tokens} tokens) together, times faster"
-    report.checks = [
-        Check(name, throughput.gain, MIN_GAIN.get(report.precision, 1.0)),
-        Check(
-            f"p95 gap of {args.streams} streams beside a prefill of {args.long_prompt}, ratio",
-            slowdown,
-            MAX_SLOWDOWN,
-            True,
-        ),
+    with opened(args, determinism=args.determinism) as model:
+        throughput = measure_throughput(model.engine, args)
+        warm_up = request(tokens(args.long_prompt, 0), 1)
+        alone = model.engine.submit(warm_up).result(LONGEST_WAIT).timings.ttft_s
+        episodes = [measure_latency(model.engine, args, 1000 * (i + 1)) for i in range(args.rounds)]
+    gain = median_ratio(throughput["serial_s"], throughput["together_s"])
+    slowdown = median_ratio([e["beside"]["p95_ms"] for e in episodes], [e["before"]["p95_ms"] for e in episodes])
+    together = f"{args.requests} requests ({args.prompt} + {args.new_tokens} tokens) together, times faster"
+    beside = f"p95 gap of {args.streams} streams beside a prefill of {args.long_prompt}, ratio"
+    checks = [
+        Check(together, gain, MIN_GAIN.get(args.precision, 1.0)),
+        Check(beside, slowdown, MAX_SLOWDOWN, at_most=True),
     ]
-    report.details = {
-        "determinism": args.determinism,
-        "throughput": asdict(throughput),
-        "latency": [asdict(episode) for episode in episodes],
-        "long_prompt_alone_ttft_s": alone,
-    }
-    report.other_cpus = load_meanwhile.cpus()
-    return report
+    last = {name: episodes[-1][name] for name in ("before", "beside")}
+    gap_table = [
+        ("gaps", *last["before"]),
+        *((name, *(f"{v:.4g}" for v in row.values())) for name, row in last.items()),
+    ]
+    seconds = {**throughput, "long prompt alone": [alone], "beside the streams": [e["ttft_s"] for e in episodes]}
+    second_table = [("seconds", "last round"), *((name, f"{rounds[-1]:.2f}") for name, rounds in seconds.items())]
+    details = {"throughput": throughput, "latency": episodes, "long_prompt_alone_ttft_s": alone}
+    return Found(checks, {"determinism": args.determinism, **details}, (gap_table, second_table))
 
 
 def main() -> None:
     """Print the figures."""
-    parser = arguments(__doc__, rounds=3)
-    parser.add_argument("--requests", type=int, default=8, help="requests at once")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of their prompts")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens that each generates")
-    parser.add_argument("--streams", type=int, default=4, help="requests that stream beside the long prompt")
-    parser.add_argument("--long-prompt", type=int, default=2000, help="its tokens")
-    parser.add_argument("--quiet-tokens", type=int, default=200, help="tokens of each stream before it comes")
-    parser.add_argument("--determinism", default="fast", choices=["fast", "batch", "strict"])
-    args = parser.parse_args()
-    with load(args.bundle, threads=args.threads, self_test=False) as model:
-        report = measure(model, args)
-    report.write(args.json)
-    latency, together = report.details["latency"][-1], report.details["throughput"]
-    print(f"\nserial {together['serial_s'][-1]:.2f} s, together {together['together_s'][-1]:.2f} s")
-    for name in ("before", "beside"):
-        print(f"gaps {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in latency[name].items()))
-    alone = report.details["long_prompt_alone_ttft_s"]
-    print(f"time to first token of the long prompt: alone {alone:.2f} s, beside the streams {latency['ttft_s']:.2f} s")
+    run(
+        measure,
+        __doc__,
+        requests=(8, "requests at once"),
+        prompt=(128, "tokens of their prompts"),
+        new_tokens=(128, "tokens that each generates"),
+        streams=(4, "requests that stream beside the long prompt"),
+        long_prompt=(2000, "its tokens"),
+        quiet_tokens=(200, "tokens of each stream before it comes"),
+        determinism=("fast", "level: fast, batch or strict"),
+    )
 
 
 if __name__ == "__main__":

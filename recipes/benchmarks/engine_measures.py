@@ -1,35 +1,29 @@
-"""Common parts of the engine's benchmarks: arguments, an engine on a bundle, figures beside their targets, the JSON.
+"""Common parts of the engine's benchmarks: the command line, the bundle, figures beside their targets, the JSON.
 
-Everything is measured within one process on one loaded bundle, and what is compared takes turns, so ratios hold where
-absolute times do not. Nothing is timed before it ran once.
+Everything is measured within one process on one bundle, and what is compared takes turns, so ratios hold where absolute
+times do not. Nothing is timed before it ran once.
 """
 
 import argparse
 import json
 import resource
-import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from machine import Disturbance, this_machine
+from machine import QUIET_CPUS, Disturbance, provenance, table
 
-from llmc.runtime import Model, Request
-from llmc.runtime.api.handle import Handle
-from llmc.runtime.api.options import EngineOptions
-from llmc.runtime.engine.engine import Engine
-from llmc.runtime.host.machine import available_memory, resident_bytes
-from llmc.runtime.kv.prefix_cache import PrefixCache
-from llmc.runtime.speculation import Drafter
+from llmc.bundle import read_bundle
+from llmc.errors import LlmcError
+from llmc.runtime import Engine, Handle, Model, Request, load
+from llmc.runtime.host.machine import usable_threads
 
-QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are in doubt
 FIRST_TOKEN, LAST_TOKEN = 10, 4000  # arbitrary tokens of prompts: no special ones, and known to every model
+LONGEST_WAIT = 600.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -52,6 +46,14 @@ class Check:
         return self.name, f"{self.figure:.3g}", bound, "met" if self.met else "MISSED"
 
 
+class Found(NamedTuple):
+    """The findings of a script: figures beside targets, what else goes into the JSON file, what else is printed."""
+
+    checks: list[Check]
+    details: dict[str, Any]
+    tables: Sequence[Sequence[Sequence[str]]] = ()  # each with its head first
+
+
 @dataclass
 class Report:
     """Everything that is written to the JSON file. ``other_cpus``: CPUs busy with something else, None: not known."""
@@ -63,58 +65,61 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
     other_cpus: float | None = None
 
-    @classmethod
-    def of(cls, model: Model) -> "Report":
-        """An empty report on a loaded bundle."""
-        return cls(model.manifest.source.name, model.manifest.recipe.precision, model.threads)
+    @property
+    def met(self) -> bool:
+        """True if all figures reach their targets."""
+        return all(check.met for check in self.checks)
 
     def write(self, path: Path | None) -> None:
         """Print the table of checks, and write the JSON file where one is asked for."""
-        print_rows((f"{self.model}, {self.precision}", "figure", "target", ""), [check.row() for check in self.checks])
+        print(table((f"{self.model}, {self.precision}", "figure", "target", ""), *(c.row() for c in self.checks)))
         if self.other_cpus is not None and self.other_cpus > QUIET_CPUS:
             print(f"\nDISTURBED: {self.other_cpus} CPUs were busy with something else; do not quote.")
         if path is not None:
-            content = {
-                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "command": shlex.join(sys.argv),
-                "machine": asdict(this_machine()),
-                **asdict(self),
-                "met": all(check.met for check in self.checks),
-            }
+            content = {**provenance(), **asdict(self), "met": self.met}
             path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def arguments(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """A parser with what every script takes."""
+def run(
+    measure: Callable[[argparse.Namespace], Found], description: str | None, rounds: int = 3, **options: Any
+) -> Report:
+    """Read the command line, measure, print and write what was found.
+
+    Args:
+        measure: takes the arguments, of which ``precision`` is the bundle's.
+        description: for ``--help``.
+        rounds: timed rounds by default.
+        options: more options: of each the default (False for a flag, () for a list), and its line for ``--help``.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path, help="folder of a bundle, built with --max-batch 8")
-    parser.add_argument("--threads", type=int, help="threads for the model; default: as many as there are")
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds, default {rounds}; medians count")
+    parser.add_argument("--threads", type=int, default=usable_threads(), help="for the model; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds, default %(default)s; medians count")
     parser.add_argument("--json", type=Path, help="file for everything that was measured")
-    return parser
-
-
-@contextmanager
-def engine_on(
-    model: Model, *, prefixes: PrefixCache | None = None, drafter: Drafter | None = None, **options: Any
-) -> Iterator[Engine]:
-    """An engine on a model of which nobody asks anything else; without a prefix cache unless one is given."""
-    runner = model.runner
-    engine = Engine(
-        runner.session,
-        model.manifest,
-        model.tokenizer,
-        max_context=runner.max_context,
-        prefill_chunk=runner.prefill_chunk,
-        options=EngineOptions(**options),
-        memory=available_memory() + resident_bytes()[0],
-        prefixes=prefixes,
-        drafter=drafter,
-    )
+    for name, (default, text) in options.items():
+        kind = {"action": "store_true"} if default is False else {"type": type(default)}
+        kind = {"nargs": "+"} if default == () else kind
+        parser.add_argument(f"--{name.replace('_', '-')}", **kind, default=default, help=text)
+    args = parser.parse_args()
     try:
-        yield engine
-    finally:
-        engine.close()
+        manifest, meanwhile = read_bundle(args.bundle), Disturbance(resource.RUSAGE_SELF)
+        args.precision = manifest.recipe.precision
+        found = measure(args)
+    except LlmcError as error:
+        sys.exit(f"{parser.prog}: {error}")
+    other_cpus = meanwhile.cpus()
+    report = Report(manifest.source.name, args.precision, args.threads, found.checks, found.details, other_cpus)
+    report.write(args.json)
+    for rows in found.tables:
+        print(f"\n{table(*rows)}")
+    return report
+
+
+def opened(args: argparse.Namespace, **options: Any) -> Model:
+    """The bundle loaded, without a prefix cache unless ``options`` ask for one."""
+    if "prefix_cache_folder" not in options:
+        options["prefix_cache_bytes"] = 0
+    return load(args.bundle, threads=args.threads, self_test=False, **options)
 
 
 def submitted(engine: Engine, requests: Sequence[Request]) -> list[Handle]:
@@ -122,6 +127,12 @@ def submitted(engine: Engine, requests: Sequence[Request]) -> list[Handle]:
     handles: list[Handle] = []
     engine.call(lambda: handles.extend(engine.submit(request) for request in requests))
     return handles
+
+
+def run_batch(engine: Engine, requests: Sequence[Request]) -> None:
+    """All at once, to the end."""
+    for handle in submitted(engine, requests):
+        handle.result(LONGEST_WAIT)
 
 
 def tokens(length: int, salt: int) -> list[int]:
@@ -138,18 +149,3 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     """Median over rounds of the quotients within each round."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
-
-
-def print_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A Markdown table, numbers to the right."""
-    print("| " + " | ".join(head) + " |")
-    print("|---" + "|---:" * (len(head) - 1) + "|")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-
-
-class OtherLoad(Disturbance):
-    """Mean number of CPUs that were busy with something else than this process. Linux only, elsewhere None."""
-
-    def __init__(self) -> None:
-        super().__init__(resource.RUSAGE_SELF)

@@ -1,9 +1,9 @@
-"""Measure what a step of a full batch costs beside the model: choosing tokens, scheduling, filling the next call.
+"""Measure what a step costs beside the model: choosing tokens, detokenizing, scheduling, filling the next call.
 
 That is the time between two runs of ONNX Runtime while all rows decode, beside the runs themselves. Its parts: the
-session (binding inputs, reading outputs) and the rest (sampling, detokenizing, scheduling). Rows are greedy, or of
-mixed settings; their logits are the model's own, or those of the sampler's benchmark with a few candidates above a long
-tail, because random weights give flatter logits than trained ones.
+session (binding inputs, reading outputs) and the rest. Rows are greedy, or of mixed settings, or all of the settings
+that --settings names; their logits are the model's own, or those of the sampler's benchmark with a few candidates above
+a long tail, because random weights give flatter logits than trained ones.
 """
 
 import argparse
@@ -12,18 +12,18 @@ import itertools
 import pstats
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-from engine_measures import Check, OtherLoad, Report, arguments, engine_on, print_rows, submitted, tokens
-from python_overhead import engine_runs
+import onnxruntime
+from engine_measures import Check, Found, opened, run, run_batch, tokens
 from sampling import SETTINGS, peaked
 
-from llmc.runtime import Model, Request, SamplingParams, load
-from llmc.runtime.engine.engine import Engine
+from llmc.runtime import Engine, Request, SamplingParams
 from llmc.runtime.sessions import Batch
 
 MAX_SHARE = 0.1  # of the time inside ONNX Runtime
@@ -38,7 +38,6 @@ MIXED = (
     "top-p 0.95, 5 log-probabilities",
 )
 PEAKED_SETS = 4  # different logits, so that the caches see fresh ones
-LONGEST_WAIT = 600.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -73,22 +72,25 @@ class Overhead:
 @contextmanager
 def recorded_calls(session: Any, logits: list[np.ndarray] | None) -> Iterator[list[Call]]:
     """Every call inside the block; ``logits`` [rows, 1, V] take turns in the place of the model's."""
-    original, calls = session.run, []
-    with engine_runs() as runs:
+    inside, original = onnxruntime.InferenceSession.run_with_iobinding, session.run
+    calls: list[Call] = []
+    spans: list[tuple[float, float]] = []
 
-        def run(batch: Batch) -> np.ndarray:
-            entered = time.perf_counter()
-            found = original(batch)
-            calls.append(Call(*batch.input_ids.shape, entered, *runs[-1], time.perf_counter()))
-            if logits is None or not found.shape[1]:
-                return found
-            return logits[len(calls) % len(logits)][: len(found)]
+    def timed(*args: Any, **kwargs: Any) -> None:
+        started = time.perf_counter()
+        inside(*args, **kwargs)
+        spans.append((started, time.perf_counter()))
 
-        session.run = run
-        try:
-            yield calls
-        finally:
-            del session.run
+    def run(batch: Batch) -> np.ndarray:
+        entered = time.perf_counter()
+        found = original(batch)
+        calls.append(Call(*batch.input_ids.shape, entered, *spans[-1], time.perf_counter()))
+        if logits is None or not found.shape[1]:
+            return found
+        return logits[len(calls) % len(logits)][: len(found)]
+
+    with patch.object(onnxruntime.InferenceSession, "run_with_iobinding", timed), patch.object(session, "run", run):
+        yield calls
 
 
 def summarize(settings: str, logits: str, calls: list[Call], rows: int) -> Overhead:
@@ -100,18 +102,14 @@ def summarize(settings: str, logits: str, calls: list[Call], rows: int) -> Overh
     pairs = [pair for pair in itertools.pairwise(calls) if all((c.rows, c.tokens) == (rows, 1) for c in pair)]
     if not pairs:
         raise SystemExit(f"the batch never had {rows} rows; ask for more new tokens")
-    return Overhead(
-        settings,
-        logits,
-        len(pairs),
-        compute_ms=statistics.median(last.ended - last.started for _, last in pairs) * 1e3,
-        between_ms=statistics.median(last.started - first.ended for first, last in pairs) * 1e3,
-        session_ms=statistics.median(first.left - first.ended + last.started - last.entered for first, last in pairs)
-        * 1e3,
-    )
+    inside = [last.ended - last.started for _, last in pairs]
+    between = [last.started - first.ended for first, last in pairs]
+    session = [first.left - first.ended + last.started - last.entered for first, last in pairs]
+    medians = (statistics.median(seconds) * 1e3 for seconds in (inside, between, session))
+    return Overhead(settings, logits, len(pairs), *medians)
 
 
-def batch_of(names: tuple[str, ...], rows: int, prompt: int, new_tokens: int) -> list[Request]:
+def batch_of(names: Sequence[str], rows: int, prompt: int, new_tokens: int) -> list[Request]:
     """One request per row."""
     return [
         Request(
@@ -122,50 +120,9 @@ def batch_of(names: tuple[str, ...], rows: int, prompt: int, new_tokens: int) ->
     ]
 
 
-def run_batch(engine: Engine, requests: list[Request]) -> None:
-    """All at once, to the end."""
-    for handle in submitted(engine, requests):
-        handle.result(LONGEST_WAIT)
-
-
-def measure(model: Model, args: argparse.Namespace, profile: cProfile.Profile | None = None) -> Report:
-    """Greedy and mixed batches, on both kinds of logits, in turns over all rounds."""
-    meanwhile, report = OtherLoad(), Report.of(model)
-    generator, vocab = np.random.default_rng(0), model.manifest.geometry.vocab_size
-    prepared = [np.stack([peaked(generator, vocab) for _ in range(args.rows)])[:, None] for _ in range(PEAKED_SETS)]
-    batches = {"greedy": ("greedy",), "mixed": MIXED}
-    kinds = [(settings, logits) for settings in batches for logits in ("model's", "peaked")]
-    calls: dict[tuple[str, str], list[Call]] = {kind: [] for kind in kinds}
-    with engine_on(model, max_batch=args.rows) as engine:
-        run_batch(engine, batch_of(MIXED, args.rows, args.prompt, args.rows + 8))  # untimed
-        for _ in range(args.rounds):
-            for settings, logits in kinds:
-                requests = batch_of(batches[settings], args.rows, args.prompt, args.new_tokens)
-                with recorded_calls(model.runner.session, prepared if logits == "peaked" else None) as found:
-                    with profiled(engine, profile if (settings, logits) == ("mixed", "peaked") else None):
-                        run_batch(engine, requests)
-                calls[settings, logits] += found
-    found = [summarize(*kind, made, args.rows) for kind, made in calls.items()]
-    report.checks = [
-        Check(f"{item.settings}, {item.logits} logits: between calls / inside", item.share, MAX_SHARE, True)
-        for item in found
-    ]
-    report.details = {
-        "rows": args.rows,
-        "vocabulary": vocab,
-        "mixed": MIXED,
-        "kinds": [{**asdict(item), "share": item.share} for item in found],
-    }
-    report.other_cpus = meanwhile.cpus()
-    return report
-
-
 @contextmanager
-def profiled(engine: Engine, profile: cProfile.Profile | None) -> Iterator[None]:
+def profiled(engine: Engine, profile: cProfile.Profile) -> Iterator[None]:
     """Profile the engine's thread inside the block; helpers that sample are seen as waiting."""
-    if profile is None:
-        yield
-        return
     engine.call(profile.enable)
     try:
         yield
@@ -173,27 +130,55 @@ def profiled(engine: Engine, profile: cProfile.Profile | None) -> Iterator[None]
         engine.call(profile.disable)
 
 
+def measure(args: argparse.Namespace) -> Found:
+    """Batches of each kind, on both kinds of logits, in turns over all rounds; then one more under the profiler."""
+    batches = {name: (name,) for name in args.settings} or {"greedy": ("greedy",), "mixed": MIXED}
+    kinds = [(settings, logits) for settings in batches for logits in ("model's", "peaked")]
+    calls: dict[tuple[str, str], list[Call]] = {kind: [] for kind in kinds}
+    with opened(args, max_batch=args.rows) as model:
+        generator, vocab = np.random.default_rng(0), model.manifest.geometry.vocab_size
+        peaks = [np.stack([peaked(generator, vocab) for _ in range(args.rows)])[:, None] for _ in range(PEAKED_SETS)]
+        engine, session = model.engine, model.runner.session
+
+        def step(settings: str, logits: str) -> list[Call]:
+            with recorded_calls(session, peaks if logits == "peaked" else None) as found:
+                run_batch(engine, batch_of(batches[settings], args.rows, args.prompt, args.new_tokens))
+            return found
+
+        run_batch(engine, batch_of(MIXED, args.rows, args.prompt, args.rows + 8))  # untimed
+        for _ in range(args.rounds):
+            for kind in kinds:
+                calls[kind] += step(*kind)
+        if args.profile:
+            profile = cProfile.Profile()
+            with profiled(engine, profile):
+                step(*kinds[-1])
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    found = [summarize(*kind, made, args.rows) for kind, made in calls.items()]
+    checks = [
+        Check(f"{item.settings}, {item.logits} logits: between calls / inside", item.share, MAX_SHARE, at_most=True)
+        for item in found
+    ]
+    head = (f"{args.rows} rows, vocabulary {vocab}", "inside, ms", "between, ms", "session, ms")
+    rows = [
+        (f"{i.settings}, {i.logits}", *(f"{ms:.3f}" for ms in (i.compute_ms, i.between_ms, i.session_ms)))
+        for i in found
+    ]
+    kept = [{**asdict(item), "share": item.share} for item in found]
+    return Found(checks, {"rows": args.rows, "vocabulary": vocab, "mixed": MIXED, "kinds": kept}, [(head, *rows)])
+
+
 def main() -> None:
     """Print the figures."""
-    parser = arguments(__doc__, rounds=3)
-    parser.add_argument("--rows", type=int, default=8, help="requests in the batch")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of their prompts")
-    parser.add_argument("--new-tokens", type=int, default=48, help="tokens that each generates")
-    parser.add_argument("--profile", action="store_true", help="also profile the engine's thread, which disturbs")
-    args = parser.parse_args()
-    profile = cProfile.Profile() if args.profile else None
-    with load(args.bundle, threads=args.threads, self_test=False) as model:
-        report = measure(model, args, profile)
-    report.write(args.json)
-    head = (f"{args.rows} rows, vocabulary {report.details['vocabulary']}", "inside, ms", "between, ms", "session, ms")
-    rows = [
-        (f"{k['settings']}, {k['logits']}", *(f"{k[name]:.3f}" for name in ("compute_ms", "between_ms", "session_ms")))
-        for k in report.details["kinds"]
-    ]
-    print()
-    print_rows(head, rows)
-    if profile is not None:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    run(
+        measure,
+        __doc__,
+        rows=(8, "requests in the batch"),
+        prompt=(128, "tokens of their prompts"),
+        new_tokens=(48, "tokens that each generates"),
+        settings=((), "settings of sampling.py by name, in place of greedy and mixed"),
+        profile=(False, "profile the engine's thread on one more batch of the last kind"),
+    )
 
 
 if __name__ == "__main__":

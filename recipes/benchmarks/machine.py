@@ -1,48 +1,34 @@
-"""The machine that figures were measured on, and how busy everything else on it was."""
+"""The machine that figures were measured on, how busy everything else on it was, and the tables that show them."""
 
+import datetime
 import os
 import platform
 import resource
+import shlex
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-CPUINFO = Path("/proc/cpuinfo")
+from llmc.runtime.bench.doctor import this_machine
+
 STAT = Path("/proc/stat")
-# Those that decide which integer kernels run; x86 and Arm names.
-FEATURES = ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm", "sve")
 BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
+QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are in doubt
 
 
-@dataclass(frozen=True)
-class Machine:
-    """CPU model, its features that matter here, CPUs this process may use, bytes of memory, operating system."""
-
-    cpu: str
-    features: tuple[str, ...]
-    threads: int
-    memory_gb: float
-    system: str
+def provenance() -> dict[str, Any]:
+    """Origin of figures: the date in UTC, the command, the machine."""
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    machine = {**asdict(this_machine()), "system": platform.platform()}
+    return {"date": date, "command": shlex.join(sys.argv), "machine": machine}
 
 
-def this_machine() -> Machine:
-    """Describe this machine; what cannot be found out is empty."""
-    text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
-    lines = [line.partition(":") for line in text.splitlines()]
-    flags = next((value.split() for key, _, value in lines if key.strip() in ("flags", "Features")), [])
-    model = next((value.strip() for key, _, value in lines if key.strip() == "model name"), platform.processor())
-    return Machine(
-        cpu=model,
-        features=tuple(feature for feature in FEATURES if feature in flags),
-        threads=usable_cpus(),
-        memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        system=platform.platform(),
-    )
-
-
-def usable_cpus() -> int:
-    """Number of CPUs in this process's affinity mask, where the system has one."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def table(head: Sequence[str], *rows: Sequence[str]) -> str:
+    """A Markdown table, all but the first column to the right."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---", *["---:"] * (len(head) - 1)], *rows))
 
 
 class Disturbance:
@@ -55,7 +41,7 @@ class Disturbance:
         whose: ``resource.RUSAGE_CHILDREN``, of which only those that have ended count, or ``resource.RUSAGE_SELF``.
     """
 
-    def __init__(self, whose: int = resource.RUSAGE_CHILDREN) -> None:
+    def __init__(self, whose: int) -> None:
         self._whose = whose
         self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), _cpu_seconds(whose)
 

@@ -8,12 +8,11 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from machine import this_machine
+from machine import provenance, table
 
 from llmc.runtime.sampling import SamplingParams, make_sampler
 
@@ -54,25 +53,18 @@ def peaked(generator: np.random.Generator, vocabulary: int) -> npt.NDArray[np.fl
     return logits
 
 
-DISTRIBUTIONS = {"flat": flat, "peaked": peaked}
-
-
 def measure(sampling: dict[str, Any], rows: list[npt.NDArray[np.float32]], calls: int) -> dict[str, float]:
     """Median, 95th percentile and mean microseconds per call; the rows take turns, so the caches see fresh logits."""
     sampler = make_sampler(SamplingParams(seed=0, **sampling), rows[0].size, prompt_length=PROMPT)
     microseconds = []
     tokens = list(range(PROMPT))
     for position in range(-20, calls):  # the first ones warm up
-        logits = rows[position % len(rows)]
         started = time.perf_counter_ns()
-        tokens.append(sampler(logits, tokens).token)
+        tokens.append(sampler(rows[position % len(rows)], tokens).token)
         microseconds.append((time.perf_counter_ns() - started) / 1e3)
     timed = microseconds[20:]
-    return {
-        "median": statistics.median(timed),
-        "p95": statistics.quantiles(timed, n=20)[-1],
-        "mean": statistics.fmean(timed),
-    }
+    p95 = statistics.quantiles(timed, n=20)[-1]
+    return {"median": statistics.median(timed), "p95": p95, "mean": statistics.fmean(timed)}
 
 
 def main() -> None:
@@ -83,20 +75,17 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     generator = np.random.default_rng(0)
-    logits = {name: [make(generator, args.vocabulary) for _ in range(4)] for name, make in DISTRIBUTIONS.items()}
-    results = [
+    logits = {make.__name__: [make(generator, args.vocabulary) for _ in range(4)] for make in (flat, peaked)}
+    rows = [
         {"sampling": setting, "logits": name, **measure(sampling, rows, args.calls)}
         for setting, sampling in SETTINGS.items()
         for name, rows in logits.items()
     ]
     if args.json:
-        machine = asdict(this_machine())
-        print(json.dumps({"vocabulary": args.vocabulary, "machine": machine, "numpy": np.__version__, "rows": results}))
+        print(json.dumps({**provenance(), "vocabulary": args.vocabulary, "numpy": np.__version__, "rows": rows}))
         return
-    print(f"| sampler, vocabulary {args.vocabulary}, µs per token | logits | median | p95 | mean |")
-    print("|---|---|---:|---:|---:|")
-    for row in results:
-        print(f"| {row['sampling']} | {row['logits']} | {row['median']:.0f} | {row['p95']:.0f} | {row['mean']:.0f} |")
+    head = (f"sampler, vocabulary {args.vocabulary}, µs per token", "median", "p95", "mean")
+    print(table(head, *((f"{r['sampling']}; {r['logits']}", *(f"{r[k]:.0f}" for k in head[1:])) for r in rows)))
 
 
 if __name__ == "__main__":

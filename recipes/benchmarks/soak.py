@@ -15,35 +15,32 @@ That tokens do not depend on companions is promised from determinism "batch" on;
 import argparse
 import asyncio
 import collections
+import contextlib
 import gc
 import itertools
 import random
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_measures import Check, OtherLoad, Report, arguments, engine_on, tokens
+from engine_measures import Check, Found, opened, run, tokens
 from sampling import SETTINGS
 
 from llmc.errors import CancelledError, DeadlineError, ProcessorError, QueueFullError
-from llmc.runtime import Delta, GenerationResult, Handle, Model, Request, SamplingParams, load
-from llmc.runtime.engine.engine import Engine
+from llmc.runtime import Delta, Engine, GenerationResult, Handle, Request, SamplingParams
 from llmc.runtime.engine.sequence import RequestState
 from llmc.runtime.host.machine import resident_bytes
-from llmc.runtime.kv.prefix_cache import PrefixCache
-from llmc.runtime.kv.prefix_store import PrefixStore
-from llmc.runtime.model import prefix_key
-from llmc.runtime.speculation import PromptLookup
 
 MAX_GROWTH = 0.05  # of the resident set
 CONTEXT = 512  # small, so that some requests overflow it
-CLIENTS, EVENT_LOOPS = 12, 4  # threads that block, and threads with an event loop
+CLIENTS = 16  # threads
+WAYS = {"end": 34, "cancel": 11, "leave": 8, "deadline": 7, "wait": 15, "async": 20, "async, cancelled": 5}  # per cent
 QUEUE = 6  # places in the engine's queue
 PREFIX_BYTES, DISK_BYTES = 16 << 20, 64 << 20
 SHARED = (0, 40, 96, 200)  # tokens that prompts have in common
@@ -134,39 +131,37 @@ def make_case(number: int, kind: str) -> Case:
     return Case(kind, prompt, SamplingParams(**{"max_tokens": new_tokens, **draws, **KINDS[kind]}))
 
 
-def run_alone(engine: Engine, case: Case) -> Seen:
-    """The same request with nobody else there."""
-    seen = Seen()
-    read(engine.submit(case.request()), seen)
-    return seen
-
-
-def read(handle: Handle, seen: Seen, most: int | None = None) -> None:
-    """Read to the end, or cancel after ``most`` pieces and read what came meanwhile."""
+def follow(handle: Handle, seen: Seen, way: str, chance: random.Random) -> None:
+    """Do with a request what a client does that goes this way."""
     try:
-        for count, delta in enumerate(handle.events(LONGEST_WAIT), 1):
+        if way.startswith("async"):
+            patience = chance.random() * 0.05 if way.endswith("cancelled") else None
+            with contextlib.suppress(asyncio.TimeoutError):
+                asyncio.run(asyncio.wait_for(read_async(handle, seen), patience))
+            return
+        last = {"leave": chance.randrange(3), "wait": 0}.get(way)
+        cancels = chance.randint(1, 12) if way == "cancel" else None
+        for count, delta in enumerate(itertools.islice(handle.events(LONGEST_WAIT), last), 1):
             seen.note(delta)
-            if count == most:
+            if count == cancels:
                 handle.cancel()
-        seen.result = handle.result(LONGEST_WAIT)
+        if way != "leave":
+            seen.result = handle.result(LONGEST_WAIT)
     except Exception as error:  # noqa: BLE001  # judged later
         seen.fail(error)
 
 
 async def read_async(handle: Handle, seen: Seen) -> None:
-    """The same in an event loop."""
-    try:
-        async for delta in handle.events_async():
-            seen.note(delta)
-        seen.result = await handle
-    except Exception as error:  # noqa: BLE001  # judged later
-        seen.fail(error)
+    """Read to the end in an event loop."""
+    async for delta in handle.events_async():
+        seen.note(delta)
+    seen.result = await handle
 
 
 def mistakes(case: Case, expected: Seen, seen: Seen) -> Iterator[str]:
     """Mistakes in a client's view."""
     if case.kind in FAULTY or seen.result is None:
-        allowed = (ProcessorError, CancelledError, DeadlineError) if case.kind in FAULTY else _ABORTED
+        allowed = (CancelledError, DeadlineError, *((ProcessorError,) if case.kind in FAULTY else ()))
         if seen.error is not None and not issubclass(seen.error, allowed):
             yield f"failed with {seen.error.__name__}: {seen.message}"
         if case.kind in FAULTY and seen.result is not None:
@@ -183,9 +178,6 @@ def mistakes(case: Case, expected: Seen, seen: Seen) -> Iterator[str]:
             yield f"streamed {seen.tokens[ours.index]} {seen.text[ours.index]!r}, but gave {_shown(ours)}"
 
 
-_ABORTED = (CancelledError, DeadlineError)
-
-
 def _shown(output: Any) -> object:
     return output and (output.index, output.token_ids, output.text, output.finish_reason)
 
@@ -200,25 +192,19 @@ class Clients:
         self.count = count
         self.seed = seed
         self.outcomes: collections.Counter[str] = collections.Counter()
+        self.turned_away = 0
         self.wrong: list[str] = []
-        self.accepted = 0
         self.resident: list[tuple[int, int]] = []
         self._numbers = iter(range(count))
         self._lock = threading.Lock()
 
-    @property
-    def done(self) -> int:
-        """Requests that ended."""
-        return sum(n for outcome, n in self.outcomes.items() if outcome != "turned away")
-
     def run(self) -> None:
         """Start all, watch memory, and wait."""
-        threads = [threading.Thread(target=self._block) for _ in range(CLIENTS)]
-        threads += [threading.Thread(target=lambda: asyncio.run(self._await())) for _ in range(EVENT_LOOPS)]
+        threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            self.resident.append((self.done, resident_bytes()[0]))
+            self.resident.append((self.outcomes.total(), resident_bytes()[0]))
             time.sleep(0.1)
 
     def growth(self) -> float:
@@ -229,120 +215,85 @@ class Clients:
         )
         return statistics.median(last or [0]) / statistics.median(settled or last or [1]) - 1
 
-    def _next(self) -> int | None:
-        with self._lock:
-            return next(self._numbers, None)
-
-    def _block(self) -> None:
-        while (number := self._next()) is not None:
-            chance = random.Random(f"{self.seed} {number}")
-            which, seen = chance.randrange(len(self.cases)), Seen()
-            way = chance.choices(("end", "cancel", "leave", "deadline", "wait"), (45, 15, 10, 10, 20))[0]
-            handle = self._submit(self._request(which, chance, way))
-            if way == "leave":
-                self._leave(handle, seen, chance.randrange(3))
-            elif way == "wait":
-                try:
-                    seen.result = handle.result(LONGEST_WAIT)
-                except Exception as error:  # noqa: BLE001  # judged later
-                    seen.fail(error)
-            else:
-                read(handle, seen, chance.randint(1, 12) if way == "cancel" else None)
-            del handle
-            self._judge(number, which, way, seen)
-
-    async def _await(self) -> None:
-        while (number := self._next()) is not None:
-            chance = random.Random(f"{self.seed} {number}")
-            which, seen = chance.randrange(len(self.cases)), Seen()
-            task = asyncio.create_task(read_async(self._submit(self._request(which, chance, "end")), seen))
-            if chance.random() < 0.2:
-                await asyncio.sleep(chance.random() * 0.05)
-                task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            self._judge(number, which, "async", seen)
-
-    def _request(self, which: int, chance: random.Random, way: str) -> Request:
-        deadline = 0.001 + chance.random() * 0.2 if way == "deadline" else None
-        return self.cases[which].request(priority=chance.randint(-2, 2), deadline_s=deadline)
+    def _ask(self) -> None:
+        while True:
+            with self._lock:
+                number = next(self._numbers, None)
+            if number is None:
+                return
+            chance, seen = random.Random(f"{self.seed} {number}"), Seen()
+            which, way = chance.randrange(len(self.cases)), chance.choices(list(WAYS), WAYS.values())[0]
+            deadline = 0.001 + chance.random() * 0.2 if way == "deadline" else None
+            request = self.cases[which].request(priority=chance.randint(-2, 2), deadline_s=deadline)
+            follow(self._submit(request), seen, way, chance)
+            case, outcome = self.cases[which], "finished" if seen.result else "left"
+            wrong = [f"request {number} ({case.kind}, {way}) {m}" for m in mistakes(case, self.alone[which], seen)]
+            with self._lock:
+                self.outcomes[seen.error.__name__ if seen.error else outcome] += 1
+                self.wrong += wrong
 
     def _submit(self, request: Request) -> Handle:
         while True:
             try:
-                handle = self.engine.submit(request)
+                return self.engine.submit(request)
             except QueueFullError:
                 with self._lock:
-                    self.outcomes["turned away"] += 1
+                    self.turned_away += 1
                 time.sleep(0.01)
-            else:
-                with self._lock:
-                    self.accepted += 1
-                return handle
-
-    @staticmethod
-    def _leave(handle: Handle, seen: Seen, pieces: int) -> None:
-        try:
-            for delta in itertools.islice(handle.events(LONGEST_WAIT), pieces):
-                seen.note(delta)
-        except Exception as error:  # noqa: BLE001  # judged later
-            seen.fail(error)
-
-    def _judge(self, number: int, which: int, way: str, seen: Seen) -> None:
-        case = self.cases[which]
-        found = [f"request {number} ({case.kind}, {way}) {text}" for text in mistakes(case, self.alone[which], seen)]
-        outcome = seen.error.__name__ if seen.error else "left" if seen.result is None else "finished"
-        with self._lock:
-            self.outcomes[outcome] += 1
-            self.wrong += found
 
 
-def soak(model: Model, args: argparse.Namespace, folder: Path) -> Report:
+def soak(args: argparse.Namespace) -> Found:
     """Run everything alone, then all of it together."""
-    meanwhile, report = OtherLoad(), Report.of(model)
-    kinds = itertools.cycle(KINDS)
-    cases = [make_case(number, next(kinds)) for number in range(args.distinct)]
-    with engine_on(model, determinism=args.determinism) as engine:
-        alone = [run_alone(engine, case) for case in cases]
-    report.details["alone_mistakes"] = [
+    cases = [
+        make_case(number, kind) for number, kind in zip(range(args.distinct), itertools.cycle(KINDS), strict=False)
+    ]
+    alone = [Seen() for _ in cases]
+    level = {"max_context": CONTEXT, "determinism": args.determinism}
+    with opened(args, **level) as model:
+        for case, seen in zip(cases, alone, strict=True):
+            follow(model.engine.submit(case.request()), seen, "end", random.Random())
+    failed = [
         f"{case.kind}: {seen.message}" for case, seen in zip(cases, alone, strict=True)
         if (seen.error is not None) != (case.kind in FAULTY)
     ]  # fmt: skip
-    store = PrefixStore(folder, DISK_BYTES)
-    prefixes = PrefixCache(prefix_key(model.manifest), max_bytes=PREFIX_BYTES, store=store)
-    drafter = PromptLookup() if args.lookup else None
-    options = {"determinism": args.determinism, "max_queue": QUEUE}
+    kept = {"prefix_cache_bytes": PREFIX_BYTES, "prefix_cache_disk_bytes": DISK_BYTES, "max_queue": QUEUE}
     started = time.perf_counter()
-    with engine_on(model, prefixes=prefixes, drafter=drafter, **options) as engine:
-        clients = Clients(engine, cases, alone, args.requests, args.seed)
-        before = count_jobs()
-        clients.run()
-        report.details["seconds"] = time.perf_counter() - started
-        left = settle(engine, before)
-        snapshot = engine.metrics.snapshot()
-    store.close()
+    with tempfile.TemporaryDirectory() as folder:
+        draft = "lookup" if args.lookup else None
+        with opened(args, **level, **kept, prefix_cache_folder=folder, draft=draft) as model:
+            engine, before = model.engine, count_jobs()
+            clients = Clients(engine, cases, alone, args.requests, args.seed)
+            clients.run()
+            seconds = time.perf_counter() - started
+            left = settle(engine, before)
+            snapshot, prefixes = engine.metrics.snapshot(), vars(engine.prefixes.counters)
     ended = sum(snapshot.requests.values()) - snapshot.requests["refused"]
-    report.checks = [
-        Check("requests that ended", clients.done, args.requests),
-        Check("requests with wrong, lost or duplicated tokens", len(clients.wrong), 0, True),
-        Check("requests without an outcome in the engine's metrics", abs(clients.accepted - ended), 0, True),
-        Check("left in the engine: waiting, running, bytes in use, objects", left, 0, True),
-        Check("requests that failed when alone", len(report.details["alone_mistakes"]), 0, True),
-        Check("growth of the resident set", clients.growth(), MAX_GROWTH, True),
+    checks = [
+        Check("requests that ended", clients.outcomes.total(), args.requests),
+        Check("requests with wrong, lost or duplicated tokens", len(clients.wrong), 0, at_most=True),
+        Check("requests without an outcome in the engine's metrics", abs(args.requests - ended), 0, at_most=True),
+        Check("left in the engine: waiting, running, bytes in use, objects", left, 0, at_most=True),
+        Check("requests that failed when alone", len(failed), 0, at_most=True),
+        Check("growth of the resident set", clients.growth(), MAX_GROWTH, at_most=True),
     ]
-    report.details |= {
+    outcomes = {**clients.outcomes, "turned away": clients.turned_away}
+    details = {
         "determinism": args.determinism,
         "lookup": args.lookup,
         "kinds": list(KINDS),
-        "outcomes": dict(clients.outcomes),
+        "seconds": seconds,
+        "outcomes": outcomes,
+        "alone_mistakes": failed,
         "wrong": clients.wrong,
         "resident_bytes": clients.resident[:: max(1, len(clients.resident) // 200)],
         "summary": snapshot.summary(),
-        "prefixes": vars(prefixes.counters),
+        "prefixes": prefixes,
         "drafted": snapshot.draft_proposed,
         "accepted": snapshot.draft_accepted,
     }
-    report.other_cpus = meanwhile.cpus()
-    return report
+    counts = [("outcome", "requests"), *((name, str(count)) for name, count in outcomes.items())]
+    mistaken = [("mistakes",), *((text,) for text in (*failed[:SHOWN], *clients.wrong[:SHOWN]))]
+    return Found(checks, details, [counts, mistaken] if len(mistaken) > 1 else [counts])
 
 
 def settle(engine: Engine, jobs: int) -> int:
@@ -364,23 +315,18 @@ def count_jobs() -> int:
 
 
 def main() -> None:
-    """Print the figures, and the first mistakes."""
-    parser = arguments(__doc__, rounds=1)
-    parser.add_argument("--requests", type=int, default=10_000, help="requests in all")
-    parser.add_argument("--distinct", type=int, default=400, help="different ones among them")
-    parser.add_argument("--determinism", default="batch", choices=["fast", "batch", "strict"])
-    parser.add_argument("--lookup", action="store_true", help="speculate by prompt lookup; with determinism strict")
-    parser.add_argument("--seed", type=int, default=0, help="of what clients do")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        with load(args.bundle, threads=args.threads, self_test=False, max_context=CONTEXT) as model:
-            report = soak(model, args, Path(temporary))
-    report.write(args.json)
-    print(f"\n{report.details['seconds']:.0f} s; outcomes: {report.details['outcomes']}")
-    for text in (*report.details["alone_mistakes"][:SHOWN], *report.details["wrong"][:SHOWN]):
-        print(text)
-    if not all(check.met for check in report.checks):
-        raise SystemExit(1)
+    """Print the figures, and the first mistakes; exit with 1 if there are any."""
+    report = run(
+        soak,
+        __doc__,
+        rounds=1,
+        requests=(10_000, "requests in all"),
+        distinct=(400, "different ones among them"),
+        determinism=("batch", "level: fast, batch or strict"),
+        lookup=(False, "speculate by prompt lookup; with determinism strict"),
+        seed=(0, "of what clients do"),
+    )
+    sys.exit(not report.met)
 
 
 if __name__ == "__main__":

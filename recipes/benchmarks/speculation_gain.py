@@ -18,17 +18,19 @@ average with such an oracle, (1 - a^(k+1)) / (1 - a), over their time, beside th
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-from engine_measures import Check, OtherLoad, Report, arguments, engine_on, print_rows, tokens
+from engine_measures import LONGEST_WAIT, Check, Found, median_ratio, opened, run, tokens
 
-from llmc.runtime import GenerationResult, Model, Request, SamplingParams, load
-from llmc.runtime.engine.engine import Engine
+from llmc.runtime import Engine, GenerationResult, Model, Request, SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.speculation import LENGTHS, Drafter, PromptLookup
+from llmc.runtime.speculation.control import expected
 
 MIN_GAIN = {"int4": 1.5, "int8": 2.0}  # with the oracle, by precision
 MIN_ON_FREE_TEXT = 0.97
@@ -36,10 +38,23 @@ MIN_LOOKUP_GAIN = 1.0  # on text that repeats itself
 PASSAGE = 48  # tokens that are repeated
 FORCED = 1e4  # above every logit
 TIMED_CALLS = 9  # of each length and graph, of which the median counts
-LONGEST_WAIT = 600.0  # seconds
 
 
-class OracleDraft:
+class WrongDraft:
+    """Always proposes, and is wrong unless chance wills otherwise."""
+
+    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
+        """Tokens that have nothing to do with the text."""
+        return [(tokens[-1] + 7 * i) % 1000 + 1 for i in range(1, count + 1)]
+
+    def forget(self, key: int) -> None:
+        """It keeps nothing per sequence."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class OracleDraft(WrongDraft):
     """Knows how each sequence goes on, and is wrong about every token with a fixed probability.
 
     Args:
@@ -47,9 +62,6 @@ class OracleDraft:
         vocab_size: to be wrong within.
         seed: decides which tokens.
     """
-
-    name = "oracle"
-    free = True
 
     def __init__(self, wrong: float, vocab_size: int, seed: int = 0) -> None:
         self._wrong = wrong
@@ -59,41 +71,16 @@ class OracleDraft:
 
     def learn(self, prompt: Sequence[int], new: Sequence[int]) -> None:
         """Remember the continuation of ``prompt``."""
-        corrupted = [
-            (token + 1) % self._vocab_size if self._generator.random() < self._wrong else token for token in new
-        ]
-        self._whole[tuple(prompt)] = [*prompt, *corrupted]
+        wrong = self._generator.random(len(new)) < self._wrong
+        self._whole[tuple(prompt)] = [*prompt, *((np.array(new) + wrong) % self._vocab_size).tolist()]
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
         """The next tokens as it knows them."""
         whole = next((w for p, w in self._whole.items() if tuple(tokens[: len(p)]) == p), [])
         return whole[len(tokens) : len(tokens) + count]
 
-    def forget(self, key: int) -> None:
-        """It keeps nothing per sequence."""
 
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-class WrongDraft:
-    """Always proposes, and is wrong unless chance wills otherwise."""
-
-    name = "wrong"
-    free = False
-
-    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        """Tokens that have nothing to do with the text."""
-        return [(tokens[-1] + 7 * i) % 1000 + 1 for i in range(1, count + 1)]
-
-    def forget(self, key: int) -> None:
-        """It keeps nothing."""
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-@dataclass
+@dataclass(eq=False)
 class Pair:
     """Tokens per second of the same requests without drafts and with them, round by round.
 
@@ -108,24 +95,21 @@ class Pair:
 
     def add(self, speculates: bool, result: GenerationResult) -> None:
         """Note one run."""
-        rate = result.timings.decode_tokens_per_s
-        if not speculates:
-            self.plain.append(rate)
-            return
-        self.drafts.append(rate)
-        self.accepted += result.metrics.accepted
-        self.drafted += result.metrics.drafted
+        (self.drafts if speculates else self.plain).append(result.timings.decode_tokens_per_s)
+        if speculates:
+            self.accepted += result.metrics.accepted
+            self.drafted += result.metrics.drafted
 
     @property
     def gain(self) -> float:
         """Median over rounds of the rate with drafts over that without."""
-        return statistics.median(a / b for a, b in zip(self.drafts, self.plain, strict=True))
+        return median_ratio(self.drafts, self.plain)
 
-    def row(self) -> tuple[str, str, str, str, str]:
+    def row(self) -> tuple[str, ...]:
         """Cells of the table."""
         share = f"{self.accepted / self.drafted:.1%}" if self.drafted else "-"
         medians = (f"{statistics.median(rates):.1f}" for rates in (self.plain, self.drafts))
-        return self.name, *medians, str(self.drafted), share  # type: ignore[return-value]
+        return self.name, *medians, str(self.drafted), share
 
 
 def held_to(prompt: Sequence[int], new: Sequence[int]) -> Callable[[Sequence[int], np.ndarray], np.ndarray]:
@@ -154,36 +138,44 @@ def greedy(new_tokens: int, speculates: bool) -> SamplingParams:
     return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, speculate=speculates)
 
 
-def with_oracle(model: Model, args: argparse.Namespace) -> Pair:
+@contextmanager
+def speculating(args: argparse.Namespace, drafter: Drafter) -> Iterator[Engine]:
+    """An engine with a drafter that no option names."""
+    options = {"determinism": args.determinism, "max_draft_tokens": args.max_draft_tokens}
+    with patch("llmc.runtime.model.make_drafter", return_value=drafter), opened(args, **options) as model:
+        yield model.engine
+
+
+def with_oracle(args: argparse.Namespace, oracle: OracleDraft) -> Pair:
     """Drafts that are right four times in five."""
-    oracle = OracleDraft(args.wrong, model.manifest.geometry.vocab_size)
-    with opened(model, args, oracle) as engine:
-        requests = []
-        for i in range(args.rounds + 1):
-            prompt = tokens(args.prompt, i)
-            recorded = engine.submit(Request(prompt, greedy(args.new_tokens, False))).result(LONGEST_WAIT)
-            oracle.learn(prompt, recorded.token_ids)
-            requests.append((prompt, held_to(prompt, recorded.token_ids)))
+    prompts = [tokens(args.prompt, i) for i in range(args.rounds + 1)]
+    with speculating(args, oracle) as engine:
+        recorded = [
+            engine.submit(Request(prompt, greedy(args.new_tokens, False))).result(LONGEST_WAIT).token_ids
+            for prompt in prompts
+        ]
+        for prompt, new in zip(prompts, recorded, strict=True):
+            oracle.learn(prompt, new)
 
         def make(i: int, speculates: bool) -> Request:
-            prompt, force = requests[i]
-            return Request(prompt, greedy(args.new_tokens, speculates), logits_processors=(force,))
+            held = held_to(prompts[i], recorded[i])
+            return Request(prompts[i], greedy(args.new_tokens, speculates), logits_processors=(held,))
 
         return compare(engine, f"oracle, {1 - args.wrong:.0%} right", make, args.rounds)
 
 
-def with_lookup(model: Model, args: argparse.Namespace) -> Pair:
+def with_lookup(args: argparse.Namespace) -> Pair:
     """Prompt lookup where the text repeats itself."""
     copies = max(2, args.prompt // PASSAGE + 1)
 
     def make(i: int, speculates: bool) -> Request:
         return Request(tokens(PASSAGE, i) * copies, greedy(args.new_tokens, speculates))
 
-    with opened(model, args, PromptLookup()) as engine:
+    with speculating(args, PromptLookup()) as engine:
         return compare(engine, "prompt lookup, repetitive text", make, args.rounds)
 
 
-def on_free_text(model: Model, args: argparse.Namespace, name: str, drafter: Drafter) -> Pair:
+def on_free_text(args: argparse.Namespace, name: str, drafter: Drafter) -> Pair:
     """Sampled text that nobody can guess."""
 
     def make(i: int, speculates: bool) -> Request:
@@ -192,101 +184,70 @@ def on_free_text(model: Model, args: argparse.Namespace, name: str, drafter: Dra
         )
         return Request(tokens(args.prompt, 100 + i), params)
 
-    with opened(model, args, drafter) as engine:
+    with speculating(args, drafter) as engine:
         return compare(engine, f"{name}, free text", make, args.rounds)
 
 
-def opened(model: Model, args: argparse.Namespace, drafter: Drafter) -> Any:
-    """An engine that speculates."""
-    return engine_on(model, drafter=drafter, determinism=args.determinism, max_draft_tokens=args.max_draft_tokens)
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Milliseconds of a call with ``drafts`` + 1 tokens on either graph, and the best gain that they allow."""
-
-    drafts: int
-    decode_ms: float
-    prefill_ms: float
-    gain: float
-
-
-def verifications(model: Model, prompt: int, right: float) -> list[Verification]:
-    """Time calls of every draft length after ``prompt`` tokens; none at all comes first."""
+def verifications(model: Model, prompt: int, right: float) -> list[dict[str, float]]:
+    """Milliseconds of calls of every draft length on either graph, and the best gain that they allow; 0 comes first."""
     session = model.runner.session
     session.cache.reserve(1, prompt + LENGTHS[-1] + 1)
     model.runner.prefill(tokens(prompt, 0))
 
-    def seconds(phase: Phase, count: int) -> float:
-        every = np.arange(count)[None]
-        call = Batch(phase, np.array([tokens(count, 1)]), np.array([prompt]), every)
+    def milliseconds(phase: Phase, count: int) -> float:
+        call = Batch(phase, np.array([tokens(count, 1)]), np.array([prompt]), np.arange(count)[None])
         times = []
         for _ in range(TIMED_CALLS + 2):  # the first ones allocate
             started = time.perf_counter()
             session.run(call)
             times.append(time.perf_counter() - started)
-        return statistics.median(times[2:])
+        return statistics.median(times[2:]) * 1e3
 
-    single, rows = seconds(Phase.DECODE, 1), []
+    single, rows = milliseconds(Phase.DECODE, 1), []
     for drafts in (0, *LENGTHS):
-        both = seconds(Phase.DECODE, drafts + 1), seconds(Phase.PREFILL, drafts + 1)
-        gain = expected_tokens(right, drafts) * single / min(both)
-        rows.append(Verification(drafts, both[0] * 1e3, both[1] * 1e3, gain))
+        decode, prefill = (milliseconds(phase, drafts + 1) for phase in (Phase.DECODE, Phase.PREFILL))
+        gain = expected(drafts, right) * single / min(decode, prefill)
+        rows.append({"drafts": drafts, "decode_ms": decode, "prefill_ms": prefill, "gain": gain})
     return rows
 
 
-def expected_tokens(right: float, drafts: int) -> float:
-    """Tokens that a verification commits (Leviathan et al., https://arxiv.org/abs/2211.17192, equation 1)."""
-    return drafts + 1.0 if right >= 1.0 else (1.0 - right ** (drafts + 1)) / (1.0 - right)
-
-
-def measure(model: Model, args: argparse.Namespace) -> Report:
-    """All four comparisons."""
-    meanwhile, report = OtherLoad(), Report.of(model)
-    oracle, lookup = with_oracle(model, args), with_lookup(model, args)
-    free = [
-        on_free_text(model, args, "prompt lookup", PromptLookup()),
-        on_free_text(model, args, "always wrong", WrongDraft()),
-    ]
-    targets = [MIN_GAIN.get(report.precision, 1.0), MIN_LOOKUP_GAIN, MIN_ON_FREE_TEXT, MIN_ON_FREE_TEXT]
-    pairs = [oracle, lookup, *free]
-    report.checks = [
-        Check(f"{pair.name}: tokens per second, ratio", pair.gain, target)
-        for pair, target in zip(pairs, targets, strict=True)
-    ]
-    report.details = {
+def measure(args: argparse.Namespace) -> Found:
+    """All four comparisons, and the calls behind them."""
+    with opened(args) as model:
+        calls = verifications(model, args.prompt, 1 - args.wrong)
+        oracle = OracleDraft(args.wrong, model.manifest.geometry.vocab_size)
+    pairs = {
+        with_oracle(args, oracle): MIN_GAIN.get(args.precision, 1.0),
+        with_lookup(args): MIN_LOOKUP_GAIN,
+        on_free_text(args, "prompt lookup", PromptLookup()): MIN_ON_FREE_TEXT,
+        on_free_text(args, "always wrong", WrongDraft()): MIN_ON_FREE_TEXT,
+    }
+    checks = [Check(f"{pair.name}: tokens per second, ratio", pair.gain, target) for pair, target in pairs.items()]
+    details: dict[str, Any] = {
         "determinism": args.determinism,
         "max_draft_tokens": args.max_draft_tokens,
         "pairs": [{**asdict(pair), "gain": pair.gain} for pair in pairs],
-        "rows": [pair.row() for pair in pairs],
-        "verifications": [asdict(item) for item in verifications(model, args.prompt, 1 - args.wrong)],
+        "verifications": calls,
     }
-    report.other_cpus = meanwhile.cpus()
-    return report
+    rates = [("tokens per second", "without drafts", "with", "drafted", "accepted"), *(pair.row() for pair in pairs)]
+    head = ("drafts per call", "decode graph, ms", "prefill graph, ms", f"best gain at {1 - args.wrong:.0%}")
+    costs = [head, *((f"{drafts}", *(f"{v:.2f}" for v in rest)) for drafts, *rest in (c.values() for c in calls))]
+    return Found(checks, details, (rates, costs))
 
 
 def main() -> None:
     """Print the figures."""
-    parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of prompts")
-    parser.add_argument("--new-tokens", type=int, default=256, help="tokens to generate")
-    parser.add_argument("--free-tokens", type=int, default=512, help="tokens to generate of free text")
-    parser.add_argument("--wrong", type=float, default=0.2, help="probability that a token of the oracle is wrong")
-    parser.add_argument("--max-draft-tokens", type=int, default=7, help="the engine's option")
-    parser.add_argument("--determinism", default="fast", choices=["fast", "strict"])
-    args = parser.parse_args()
-    with load(args.bundle, threads=args.threads, self_test=False) as model:
-        report = measure(model, args)
-    report.write(args.json)
-    print()
-    print_rows(("tokens per second", "without drafts", "with", "drafted", "accepted"), report.details["rows"])
-    print()
-    head = ("drafts per call", "decode graph, ms", "prefill graph, ms", f"best gain at {1 - args.wrong:.0%}")
-    rows = [
-        (f"{v['drafts']}", f"{v['decode_ms']:.2f}", f"{v['prefill_ms']:.2f}", f"{v['gain']:.2f}")
-        for v in report.details["verifications"]
-    ]
-    print_rows(head, rows)
+    run(
+        measure,
+        __doc__,
+        rounds=5,
+        prompt=(128, "tokens of prompts"),
+        new_tokens=(256, "tokens to generate"),
+        free_tokens=(512, "tokens to generate of free text"),
+        wrong=(0.2, "probability that a token of the oracle is wrong"),
+        max_draft_tokens=(7, "the engine's option"),
+        determinism=("fast", "level: fast or strict"),
+    )
 
 
 if __name__ == "__main__":

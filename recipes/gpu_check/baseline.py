@@ -1,4 +1,4 @@
-"""What one would use instead: transformers on the GPU, decoding compiled on a static cache, prefill by torch's SDPA."""
+"""The alternative to llmc: transformers on the GPU, decoding compiled on a static cache, prefill by torch's SDPA."""
 
 import statistics
 from typing import Any

@@ -50,7 +50,7 @@ def reference(geometry: str, options: Options) -> dict[str, Any]:
 
 
 def disagreement(apart: float | None) -> list[str]:
-    """What is wrong with two references that are ``apart``; nothing where there is one alone."""
+    """The mistake in two references that are ``apart``, in words; nothing where there is one alone."""
     if apart is None or apart <= SAME_MODEL:
         return []
     return [f"the portable graph differs from transformers by {apart:.3g}, at most {SAME_MODEL} is expected"]
@@ -171,7 +171,7 @@ def compare(model: Any, cases: Sequence[Case]) -> dict[str, float]:
 
 
 def mistakes(golden: dict[str, Any], distances: dict[str, float], limit: float) -> list[str]:
-    """What is wrong, in words."""
+    """Mistakes, in words."""
     trouble = [golden["trouble"]] if golden["trouble"] else []
     return trouble + [
         f"{path}: logits are {distance:.3g} from the reference, at most {limit} is expected"
@@ -203,7 +203,7 @@ def determinism(target: str, geometry: str, precision: str, options: Options) ->
 
 
 def differences(apart: dict[str, float]) -> list[str]:
-    """What is beyond rounding, in words; what is within is a figure, and so are tokens, which near choices can swap."""
+    """Differences beyond rounding, in words; those within are figures, and so are tokens: near choices swap them."""
     return [
         f"{name}: logits are {distance:.3g} apart (relative), at most {ROUNDING} is expected"
         for name, distance in apart.items()

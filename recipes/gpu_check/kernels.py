@@ -1,4 +1,4 @@
-"""What engines are made of: kernels of ONNX Runtime by operator, layers of TensorRT's engines, and what RTX refuses."""
+"""Contents of engines: kernels of ONNX Runtime by operator, layers of TensorRT's engines, and what RTX refuses."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ from llmc.runtime.sessions.tensorrt import library
 POSITION, STEPS = 2000, 16
 # How layers are called that compute attention in one kernel, products of matrices, and those that only move data.
 LAYERS = {
-    "fused attention": re.compile(r"mha|attention", re.IGNORECASE),
+    "fused attention": re.compile(r"mha|flash|fused_?att", re.IGNORECASE),
     "products": re.compile(r"gemm|matmul|matrix_multiply|_fc_|xmma|cask", re.IGNORECASE),
     "slices and copies": re.compile(r"slice|copy|move|reformat|concat|shuffle", re.IGNORECASE),
 }
@@ -89,7 +89,7 @@ def by_operator(events: Iterable[dict[str, Any]], count: int) -> dict[str, dict[
 
 
 def layers(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
-    """What an engine was compiled to, by TensorRT's inspector: how many layers are of which kind."""
+    """Layers of an engine by TensorRT's inspector, counted by kind."""
     from llmc.optimize.tensorrt.inspector import inspect_engine
 
     models.check_here(target)
@@ -112,7 +112,7 @@ def digest(layers: list[Any]) -> dict[str, Any]:
 
 
 def refusal(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
-    """What TensorRT-RTX says of this GPU: a few tokens, or its refusal."""
+    """The answer of TensorRT-RTX on this GPU: a few tokens, or its refusal."""
     models.check_here(target)
     try:
         with models.opened(target, geometry, precision, options) as model:

@@ -1,4 +1,4 @@
-"""What the machine is, and what its driver does without any engine: memory, copies, recorded work."""
+"""The machine, and its driver without any engine: memory, copies, recorded work."""
 
 import ctypes
 import importlib.metadata
@@ -91,7 +91,7 @@ class Copies:
         return rates_of(run, int(2 * self.size * count))
 
     def read(self, size: int) -> Any:
-        """What lies at the beginning of the target."""
+        """The bytes at the beginning of the target."""
         self.gpu.copy(self.down, self.target, size, self.stream)
         self.gpu.synchronize(self.stream)
         return self.got[:size]

@@ -122,7 +122,7 @@ def now() -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What :func:`write` wrote; anything else is refused, with a :class:`RefusedError`."""
+    """Read what :func:`write` wrote; anything else is refused, with a :class:`RefusedError`."""
     if not os.path.isfile(path):  # a pipe would never end
         raise RefusedError(f"--out {path}: no file; name one that a run has written, or a new one to run steps")
     try:

@@ -1,4 +1,4 @@
-"""How fast a bundle is: first calls, single steps, answers alone and in a batch; with recorded steps and without."""
+"""Speed of a bundle: first calls, single steps, answers alone and in a batch; with recorded steps and without."""
 
 import contextlib
 import statistics
@@ -64,7 +64,7 @@ def without_graphs() -> Iterator[None]:
 
 
 def captures(session: Any) -> int | None:
-    """How many calls a session has recorded; None where it does not record."""
+    """Number of calls that a session has recorded; None where it does not record."""
     if hasattr(session, "_steps"):
         return sum(bool(step.graph) for step in session._steps._kept.values())
     return getattr(session, "_recordings", None)

@@ -67,7 +67,7 @@ def _signals_wait() -> Iterator[None]:
 
 
 def _is_over(pid: int) -> bool:
-    """Whether a child has ended; it stays a zombie, so its number and that of its group remain its own."""
+    """True once a child has ended; it stays a zombie, so its number and that of its group remain its own."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -80,7 +80,7 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
 
 
 def _content(file: Path) -> dict[str, Any] | None:
-    """What the step wrote, if that is what :func:`gpu_check.steps.work` writes; None for NaN and infinities."""
+    """The step's result, if that is what :func:`gpu_check.steps.work` writes; None for NaN and infinities."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(file.read_bytes(), parse_constant=lambda name: None)
         return found if isinstance(found, dict) and isinstance(found.get("result"), dict) else None

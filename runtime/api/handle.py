@@ -21,12 +21,12 @@ def mark_serving() -> None:
 
 
 def is_serving() -> bool:
-    """Whether this thread was marked."""
+    """True on a thread that was marked."""
     return getattr(_SERVING, "on", False)
 
 
 class OutputCollector:
-    """What passes from the engine's thread to whoever reads: pieces, then a result or an error."""
+    """A request's output on its way from the engine's thread to its reader: pieces, then a result or an error."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -38,7 +38,7 @@ class OutputCollector:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will be put in."""
+        """True once nothing more will be put in."""
         return self.result is not None or self.error is not None
 
     def put(self, delta: Delta) -> None:
@@ -125,7 +125,7 @@ class Handle:
         self._cancel = cancel
         self._cancelled = False
         self.owner: object = None
-        """What must live as long as someone reads: the model."""
+        """The model, which must live as long as someone reads."""
         self._outputs = outputs
         self._tokens: list[int] = []
         self._finalizer = None if keep else weakref.finalize(self, cancel)
@@ -134,7 +134,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the request ended, in whichever way."""
+        """True once the request ended, in whichever way."""
         return self._collector.ended
 
     @property

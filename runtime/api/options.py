@@ -1,4 +1,4 @@
-"""How an engine is set up."""
+"""Options of an engine."""
 
 import os
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ DECODE_STEPS_PER_CHUNK = 28
 
 
 class Determinism(str, Enum):
-    """What the tokens of a request may depend on, beside its prompt, its parameters and its seed.
+    """A promise of what a request's tokens depend on, beside its prompt, its parameters and its seed.
 
     FAST: on the requests that share its batches, on prefixes cached while tokens were generated, and on speculation. A
         request alone, without speculation, gives the same tokens every time. The fastest kernels run.
@@ -144,5 +144,5 @@ def row_limit(manifest: Manifest, options: EngineOptions) -> int:
 
 
 def in_pairs(manifest: Manifest, level: Determinism) -> bool:
-    """Whether batches must have an even number of rows."""
+    """True if batches must have an even number of rows."""
     return level is Determinism.BATCH and manifest.graphs["decode"].invariance.rows == 2

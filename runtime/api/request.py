@@ -1,4 +1,4 @@
-"""What a client asks of the engine."""
+"""Requests as clients make them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""Results of requests."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -134,7 +134,7 @@ class GenerationResult:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first output ended."""
+        """The reason why the first output ended."""
         return self.outputs[0].finish_reason
 
     @property

@@ -8,7 +8,8 @@ from llmc.bundle import Manifest, build_command, read_bundle, unbuilt, version
 from llmc.errors import LlmcError, text_of
 from llmc.runtime.host.jetson import Jetson
 from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
-from llmc.runtime.host.probe import Device, Probe
+from llmc.runtime.host.probe import Probe
+from llmc.runtime.host.probe_steps import Device
 from llmc.runtime.host.targets import ALL, NEEDS, REBUILD, RUN, Check, Facts, Outlook, Subject, issues, outlook, upgrade
 from llmc.runtime.kv.budget import check_load, next_capacity
 from llmc.runtime.sessions.onnxruntime.cpu import usable_graphs
@@ -180,7 +181,9 @@ CHECKS: tuple[Check[BundleFacts], ...] = (
 def _judged(folder: Path, manifest: Manifest, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
     target = manifest.target.name
     if target not in targets:
-        return BundleOutlook(folder, target, (f"its target {target!r} is unknown to this llmc",), "pip install -U llmc")
+        return BundleOutlook(
+            folder, target, (f"its target {target!r} is unknown to this llmc",), "pip install -U llmc-deploy"
+        )
     facts = BundleFacts(folder, manifest, probe)
     blocking = [issue for issue in targets[target].obstacles if RUN in issue.blocks]
     found = [*blocking, *issues(CHECKS, facts)]

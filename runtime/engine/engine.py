@@ -85,7 +85,8 @@ class Engine:
         self.prefixes = prefixes
         # A strict step feeds a dummy token after the last one, which wants a position of its own.
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
-        max_rows, rows = row_limit(manifest, options), Rows(session.cache)
+        max_rows = row_limit(manifest, options)
+        rows: Rows[Any] = Rows(session.cache)
         self._runner = ModelRunner(
             session,
             manifest,
@@ -262,7 +263,7 @@ class Engine:
             log.warning("what a lost GPU held could not be freed: %s", error)
 
     def _speculators(self, drafter: Drafter | None) -> Callable[[int], Speculator] | None:
-        """Makes what drafts for one sequence, named by a key; all of them share what they learn of costs."""
+        """A factory of speculators, each for the sequence of a key; they share the ledger and the measured costs."""
         if drafter is None:
             return None
         runner, ledger = self._runner, Ledger()
@@ -331,7 +332,7 @@ class Engine:
             start, every = sequence.cached, sequence.wants_every_logit
             logits = self._runner.prefill(sequence, every)
             if every:
-                self._outputs.prefilled(sequence, start, logits, self._runner.hidden)
+                self._outputs.prefilled(sequence, start, logits, self._runner.session.hidden)
             if self._scheduler.prefilled(sequence):
                 self._outputs.begin(sequence, logits[-1])
 
@@ -357,7 +358,7 @@ class Engine:
 
     @property
     def _busy(self) -> bool:
-        """Whether a request wants steps."""
+        """True while a request wants steps."""
         return any(not request.comparing for request in self._requests.values())
 
     def _receive(self) -> None:
@@ -452,7 +453,7 @@ class Engine:
         self._fail_all(named(reason), holders if torn else None)
 
     def _lose(self, error: BaseException) -> GpuError:
-        """From here on nothing can be run: no request is accepted, and the thread ends."""
+        """Note that nothing can be run any more: no request is accepted, and the thread ends."""
         lost = GpuError(f"the GPU was lost ({error}); load the bundle again in a new process", lost=True)
         with self._lock:
             self._lost, self._closing = lost, True
@@ -460,10 +461,10 @@ class Engine:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether it concerns everyone who holds a row."""
+    """True for an error that concerns everyone who holds a row."""
     return isinstance(error, TornError) or is_lost(error)
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether nothing in this process can use the GPU any more."""
+    """True for an error after which nothing in this process can use the GPU."""
     return isinstance(error, GpuError) and error.lost

@@ -178,7 +178,7 @@ class InputProcessor:
 
 
 def draws(params: SamplingParams) -> bool:
-    """Whether anything is left to chance."""
+    """True if anything is left to chance."""
     return params.num_beams == 1 and params.penalty_alpha is None and (params.temperature > 0 or params.mirostat > 0)
 
 

@@ -56,11 +56,10 @@ class Sample(Sequence):
 
     @property
     def slid(self) -> bool:
-        """Whether its row holds less than all of its tokens."""
+        """True once its row holds less than all of its tokens."""
         return self.context is not self.tokens
 
     def propose(self, room: int, rows: int) -> list[int]:
-        """See :class:`Sequence`."""
         self._rows = rows
         if self._speculate is None or self.slid:
             return []
@@ -102,7 +101,6 @@ class Sample(Sequence):
             self._speculator.committed(len(self.drafts), len(output.choices), self._rows)
 
     def close(self) -> None:
-        """See :class:`Sequence`."""
         if self._speculator is not None:
             self._speculator.close()
 
@@ -181,17 +179,16 @@ class SampleGroup(SequenceGroup[Sample]):
 
     @property
     def prompt_is_known(self) -> bool:
-        """Whether the logits after the prompt were kept for further samples."""
+        """True once the logits after the prompt are kept for further samples."""
         return self._first_logits is not None
 
     def sequence(self, index: int) -> Sample:
-        """See :class:`SequenceGroup`."""
         return self._make(self, index)
 
     def begin(self, slots: Slots, sequence: Sample, logits: Logits | None) -> bool:
         """Choose the first token; the first sample to come so far lets the others in."""
         if logits is not None:
-            slots.keep_prompt(sequence)
+            slots.keep_prefix(sequence, len(self.request.prompt))
             if self.draws > 1 and self._first_logits is None:
                 self._first_logits = logits.copy()
                 slots.invite(self, self.draws)

@@ -1,10 +1,10 @@
 """The order of work: admission in a fair order, rows of the cache, and what each step feeds and decodes."""
 
 import heapq
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,48 +20,40 @@ from llmc.runtime.runner.model_runner import ModelRunner
 ARRIVALS_PER_PRIORITY = 64
 
 
-@dataclass(order=True)
-class Waiting:
-    """An entry of the queue; the one with the smallest place goes first."""
-
-    place: tuple[int, int]
-    unit: Any = field(compare=False)
-
-
 class Queue:
     """Units that wait, by priority and arrival."""
 
     def __init__(self) -> None:
-        self._heap: list[Waiting] = []
-        self._arrivals = 0
+        self._heap: list[tuple[tuple[int, int], int, Any]] = []  # place, entry, unit
+        self._arrivals, self._entries = itertools.count(1), itertools.count()
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def push(self, unit: Any, priority: int) -> tuple[int, int]:
         """Let ``unit`` wait; its place lets others wait there too, with :meth:`again`."""
-        self._arrivals += 1
-        place = (self._arrivals + priority * ARRIVALS_PER_PRIORITY, self._arrivals)
+        arrival = next(self._arrivals)
+        place = (arrival + priority * ARRIVALS_PER_PRIORITY, arrival)
         self.again(place, unit)
         return place
 
     def again(self, place: tuple[int, int], unit: Any) -> None:
         """Let ``unit`` wait in a place that was given out: a further sample of a request that had its turn."""
-        heapq.heappush(self._heap, Waiting(place, unit))
+        heapq.heappush(self._heap, (place, next(self._entries), unit))
 
     def peek(self) -> Any | None:
         """The next one."""
-        return self._heap[0].unit if self._heap else None
+        return self._heap[0][-1] if self._heap else None
 
     def pop(self) -> Any:
         """Take the next one out."""
-        return heapq.heappop(self._heap).unit
+        return heapq.heappop(self._heap)[-1]
 
     def remove(self, where: Callable[[Any], bool]) -> list[Any]:
         """Take out everyone for whom ``where`` holds."""
-        gone = [waiting.unit for waiting in self._heap if where(waiting.unit)]
+        gone = [unit for *_, unit in self._heap if where(unit)]
         if gone:
-            self._heap = [waiting for waiting in self._heap if not where(waiting.unit)]
+            self._heap = [entry for entry in self._heap if not where(entry[-1])]
             heapq.heapify(self._heap)
         return gone
 
@@ -84,11 +76,11 @@ class ChunkedPrefill:
 
     @property
     def due(self) -> bool:
-        """Whether a further chunk goes before the first one of a new prompt."""
+        """True if a further chunk goes before the first one of a new prompt."""
         return self._steps >= max(1, self._spacing) and self._owed <= 0
 
     def allows(self, first_chunk: bool, decoding: bool) -> bool:
-        """Whether a chunk may be fed now."""
+        """True if a chunk may be fed now."""
         return first_chunk or not decoding or not self._spacing or self.due
 
     def fed(self, seconds: float, first_chunk: bool) -> None:
@@ -107,6 +99,8 @@ class ChunkedPrefill:
 class Scheduler:
     """Decides who gets a row, which prompt is fed next and who decodes; it sees no logits.
 
+    For groups it is :class:`llmc.runtime.engine.sequence.Slots`.
+
     Rows are packed: sequences that decode first, then those whose prompt is being fed.
 
     Args:
@@ -123,7 +117,7 @@ class Scheduler:
     def __init__(
         self,
         runner: ModelRunner,
-        rows: Rows,
+        rows: Rows[Sequence],
         *,
         max_rows: int,
         max_context: int,
@@ -144,7 +138,7 @@ class Scheduler:
         self._queue = Queue()
         self._chunks = ChunkedPrefill(options.decode_steps_per_chunk)
         self._most_drafts = options.max_draft_tokens
-        # What was generated in shared batches is worth what it was computed with: only FAST promises no more.
+        # Elsewhere no request may depend on what shared batches and verified drafts computed.
         self._remembers = options.determinism is Determinism.FAST
         self._cache_per_token = cache_per_token
         self._begun = 0.0
@@ -158,7 +152,7 @@ class Scheduler:
     @property
     def used_bytes(self) -> int:
         """Bytes of it that valid positions fill."""
-        return sum(sequence.cached for sequence in self._held()) * self._cache_per_token
+        return sum(sequence.cached for sequence in self._rows.held) * self._cache_per_token
 
     # ------------------------------------------------------------------------------------------ admission
 
@@ -167,7 +161,6 @@ class Scheduler:
         request.place = self._queue.push((request.group, 0), request.request.priority)
 
     def invite(self, group: SequenceGroup[Any], count: int) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         for index in range(1, count):
             self._queue.again(group.request.place, (group, index))
 
@@ -178,7 +171,7 @@ class Scheduler:
         """
         while (waiting := self._queue.peek()) is not None:
             group, index = waiting
-            held = self._held()
+            held = self._rows.held
             needed = len(held) + (1 if index else group.width)
             needed += sum(other.promised for other in {sequence.group for sequence in held})
             if needed > self.max_rows:
@@ -194,7 +187,7 @@ class Scheduler:
                 if not fits:
                     raise self._budget.refusal(positions, group.width)
                 begins = self._start(group.sequence(index))
-            if begins is not None:
+            if begins is not None:  # handed out where an error is not taken for one of admission
                 yield begins
 
     def _start(self, sequence: Sequence) -> Sequence | None:
@@ -232,7 +225,7 @@ class Scheduler:
 
     def next_prefill(self) -> Sequence | None:
         """The sequence whose next chunk is fed now: one not yet begun, or the oldest, if it is its time."""
-        feeding = self._held()[self._rows.decoding :]
+        feeding = self._rows.held[self._rows.decoding :]
         if not feeding:
             return None
         due = self._chunks.due
@@ -284,32 +277,24 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ rows
 
     def reserve(self, more: int, positions: int) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         self._runner.reserve(len(self._rows) + more, positions)
 
     def fork(self, parent: Sequence, child: Sequence, cached: int) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         self._rows.fork(parent, child, cached)
         child.group.sequences.append(child)
 
     def share(self, source: Sequence, target: Sequence, start: int, cached: int) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         self._rows.share(source, target, start, cached)
 
     def release(self, sequence: Sequence, remember: bool = False) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
         if remember and self._remembers:
-            self._keep_prefix(sequence, sequence.cached)
+            self.keep_prefix(sequence, sequence.cached)
         if sequence.row >= 0:
             self._rows.release(sequence)
         sequence.group.sequences.remove(sequence)
         sequence.close()
 
-    def keep_prompt(self, sequence: Sequence) -> None:
-        """See :class:`llmc.runtime.engine.sequence.Slots`."""
-        self._keep_prefix(sequence, len(sequence.request.prompt))
-
-    def _keep_prefix(self, sequence: Sequence, length: int) -> None:
+    def keep_prefix(self, sequence: Sequence, length: int) -> None:
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
             self._prefixes.insert(sequence.context[:length], read)
@@ -328,9 +313,5 @@ class Scheduler:
             sequence.row = -1
         return list(dict.fromkeys(sequence.request for sequence in held))
 
-    def _held(self) -> list[Sequence]:
-        """Those who hold a row, in the order of rows."""
-        return [item for row in range(len(self._rows)) if isinstance(item := self._rows.at(row), Sequence)]
-
     def _decoding(self) -> list[Sequence]:
-        return self._held()[: self._rows.decoding]
+        return list(self._rows.held[: self._rows.decoding])

@@ -42,20 +42,16 @@ class SearchGroup(SequenceGroup[SearchSequence]):
 
     @property
     def promised(self) -> int:
-        """See :class:`SequenceGroup`."""
         return self.width - len(self.sequences)
 
     @property
     def wants_prompt(self) -> bool:
-        """See :class:`SequenceGroup`."""
         return super().wants_prompt or self._strategy.prompt_chunk_outputs
 
     def sequence(self, index: int) -> SearchSequence:
-        """See :class:`SequenceGroup`."""
         return SearchSequence(self, list(self.request.prompt))
 
     def note_prompt(self, hidden: NDArray[np.float32] | None) -> None:
-        """See :class:`SequenceGroup`."""
         if hidden is not None:
             self._prompt_hidden.append(hidden.copy())
 

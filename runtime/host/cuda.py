@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
+from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, install_command, require, text_of
 
 log = logging.getLogger(__name__)
 
@@ -58,22 +58,21 @@ class DeviceInfo:
 
 
 class Driver:
-    """A GPU through the driver API, in the device's primary context, which libraries share. Any thread may call it.
+    """The first GPU through the driver API, in its primary context, which libraries share. Any thread may call it.
 
     Addresses, streams and graphs are integers; sizes are bytes.
 
     Args:
         api: the module ``cuda.bindings.driver``.
-        device: number of the GPU.
     """
 
-    def __init__(self, api: Any, device: int = 0) -> None:
+    def __init__(self, api: Any) -> None:
         self._api = api
         self._local = threading.local()
         self._lost: str | None = None
         self._context: Any = None
         self._start()
-        self._device = self._call("finding GPU " + str(device), "cuDeviceGet", device)
+        self._device = self._call("finding GPU 0", "cuDeviceGet", 0)
         self._info = self._describe()
         self._context = self._call("opening the GPU", "cuDevicePrimaryCtxRetain", self._device)
         try:
@@ -258,35 +257,31 @@ class Driver:
         return "no memory is left" if int(code) else f"{int(values[0]) // MB} of {int(values[1]) // MB} MB are free"
 
 
-def open_driver(device: int = 0) -> Driver:
-    """The GPU number ``device`` of those that are visible.
+def open_driver() -> Driver:
+    """The first of the GPUs that are visible.
 
     Raises:
         MissingExtraError: cuda-bindings is not installed.
-        GpuError: it is broken, there is no driver, one that is too old, or no such device; with what to do.
+        GpuError: it is broken, there is no driver, one that is too old, or no GPU; with what to do.
     """
-    return Driver(_import_bindings(), device)
-
-
-def _import_bindings() -> Any:
     try:
         api = require("cuda.bindings.driver", "gpu")
     except MissingExtraError as error:
         raise MissingExtraError(
             "cuda-bindings is not installed; it is in the extras 'tensorrt', 'tensorrt-rtx' and 'gpu': "
-            "pip install '.[tensorrt]' in llmc's folder"
+            + install_command("tensorrt")
         ) from error
     except Exception as error:  # a broken installation raises anything
         raise _broken_bindings(text_of(error)) from error
     if not hasattr(api, "cuInit"):
         raise _broken_bindings("it has no cuInit")
-    return api
+    return Driver(api)
 
 
 def _broken_bindings(why: str) -> GpuError:
     return GpuError(
         f"cuda-bindings is installed and cannot be loaded ({why}): pip uninstall cuda-bindings, then "
-        "pip install '.[tensorrt]' in llmc's folder"
+        + install_command("tensorrt")
     )
 
 

@@ -132,8 +132,11 @@ def published(path: Path) -> Iterator[Path]:
     try:
         yield staging
         sync_all(staging)
-        with suppress(FileExistsError):
-            _move(staging, path)
+        try:
+            staging.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
         sync(path.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -250,15 +253,6 @@ def _temporary() -> Path:
     folder = tempfile.mkdtemp(prefix="llmc-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
-
-
-def _move(staging: Path, path: Path) -> None:
-    try:
-        staging.rename(path)
-    except OSError:
-        if not path.is_dir():
-            raise
-        raise FileExistsError(path) from None
 
 
 def _children(folder: Path) -> list[Path]:

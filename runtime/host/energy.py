@@ -17,14 +17,13 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
-
-from llmc.errors import UsageError
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -46,131 +45,57 @@ class Joules:
 
     Attributes:
         total: joules, above 0.
-        seconds: the time.
         sources: joules by source; they add up to the total.
     """
 
     total: float
-    seconds: float
     sources: Mapping[str, float]
 
 
-class Source(Protocol):
-    """Something that energy can be read from."""
-
-    name: str
-    interval_s: float
-
-    def read(self) -> float:
-        """Joules since the source was opened; raises SourceError."""
-
-    def close(self) -> None:
-        """Let go of a driver."""
-
-
 class EnergyMeter:
-    """Measures the machine's energy from start to stop; also a context manager, with the result in ``joules``.
+    """A context manager that measures the machine's energy; afterwards ``joules`` has it.
+
+    ``joules`` is None where the machine exposes none, a source failed, or no counter has moved. All sources must have
+    answered: a part of the energy would look like a saving.
 
     A thread reads the sources now and then, because power must be sampled and counters wrap around; it is a few dozen
-    microseconds per second at most, and ends with stop. A meter may be started again.
-
-    Args:
-        powercap: folder of the powercap zones.
-        hwmon: folder of the hardware monitors.
-        nvml: ask for NVIDIA GPUs.
-        power_interval_s: seconds between two samples of power.
+    microseconds per second at most, and ends with the block. A meter may be used again.
     """
 
-    def __init__(
-        self,
-        powercap: Path = POWERCAP,
-        hwmon: Path = HWMON,
-        nvml: bool = True,
-        power_interval_s: float = POWER_INTERVAL_S,
-    ) -> None:
+    def __init__(self) -> None:
         self.joules: Joules | None = None
-        self._powercap, self._hwmon, self._nvml = powercap, hwmon, nvml
-        self._power_interval_s = power_interval_s
         self._lock = threading.Lock()
         self._sources: list[Source] = []
         self._failed = False
-        self._began: float | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Names of the sources in use; none before start, and none on a machine that exposes nothing."""
-        return tuple(source.name for source in self._sources)
-
-    def start(self) -> "EnergyMeter":
-        """Open the sources and begin; where there is none, the result will be None.
-
-        Raises:
-            UsageError: it has been started already.
-        """
-        if self._began is not None:
-            raise UsageError("the energy meter runs already; stop it before it is started again")
-        self._sources = self._open()
+    def __enter__(self) -> "EnergyMeter":
+        self._sources = _present()
         self._failed, self.joules = False, None
-        self._began = time.monotonic()
         if self._sources:
             self._stopping.clear()
             self._thread = threading.Thread(target=self._watch, name="llmc-energy", daemon=True)
             self._thread.start()
         return self
 
-    def read(self) -> Joules | None:
-        """Energy since start; None where the machine exposes none, a source failed, or no counter has moved yet.
-
-        All sources must have answered: a part of the energy would look like a saving.
-
-        Raises:
-            UsageError: the meter has not been started.
-        """
-        if self._began is None:
-            raise UsageError("the energy meter does not run; start it first")
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         with self._lock:
             values = self._read()
-            seconds = time.monotonic() - self._began
-        if not values or min(values.values()) <= 0:
-            return None
-        return Joules(sum(values.values()), seconds, values)
-
-    def stop(self) -> Joules | None:
-        """End the measurement: as :meth:`read`, and the sources are closed.
-
-        Raises:
-            UsageError: the meter has not been started.
-        """
-        self.joules = self.read()
+        if values and min(values.values()) > 0:
+            self.joules = Joules(sum(values.values()), values)
         if self._thread is not None:
             self._stopping.set()
             self._thread.join()
             self._thread = None
         for source in self._sources:
             source.close()
-        self._sources, self._began = [], None
-        return self.joules
-
-    def __enter__(self) -> "EnergyMeter":
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def _open(self) -> list[Source]:
-        board = _opened("ina3221", lambda: Ina3221(self._hwmon, self._power_interval_s))
-        if board is not None:
-            return [board]
-        packages = _opened("rapl", lambda: Rapl(self._powercap))
-        gpus = _opened("nvml", Nvml) if self._nvml else None
-        return [source for source in (packages, gpus) if source is not None]
+        self._sources = []
 
     def _read(self) -> dict[str, float]:
-        """Joules by source since start; empty for good once one of them has failed."""
+        """Joules by source since the start; empty for good once one of them has failed."""
         if self._failed:
             return {}
         try:
@@ -185,6 +110,9 @@ class EnergyMeter:
         while not self._stopping.wait(interval):
             with self._lock:
                 self._read()
+
+
+# -------------------------------------------------------------------------------------------------------------- sources
 
 
 class Counter:
@@ -218,7 +146,47 @@ class Counter:
         return self._sum
 
 
-class Rapl:
+class Rail:
+    """Joules of a rail, from millivolts and milliamperes, integrated by the trapezoidal rule."""
+
+    def __init__(self, volts: Path, amperes: Path) -> None:
+        self._volts, self._amperes = volts, amperes
+        self._joules = 0.0
+        self._at, self._watts = time.monotonic(), self._power()
+
+    def advance(self) -> float:
+        """Joules since it was made; every call is a sample."""
+        at, watts = time.monotonic(), self._power()
+        self._joules += (at - self._at) * (watts + self._watts) / 2
+        self._at, self._watts = at, watts
+        return self._joules
+
+    def _power(self) -> float:
+        return _number(self._volts) * _number(self._amperes) / 1e6
+
+
+@dataclass(frozen=True)
+class Source:
+    """Something that energy can be read from.
+
+    Attributes:
+        interval_s: between two reads at most.
+        parts: what it adds up, ``per_joule`` units to a joule.
+        close: lets go of a driver.
+    """
+
+    name: str
+    interval_s: float
+    parts: Sequence[Counter | Rail]
+    per_joule: float
+    close: Callable[[], None] = lambda: None
+
+    def read(self) -> float:
+        """Joules since the source was opened; raises SourceError."""
+        return sum(part.advance() for part in self.parts) / self.per_joule
+
+
+def rapl() -> Source:
     """CPU packages through powercap: top-level zones named ``package-*``, in microjoules.
 
     Not counted: subzones (core and uncore lie within the package, dram is not on every machine), ``psys``, which holds
@@ -227,121 +195,78 @@ class Rapl:
     Raises:
         SourceError: there is no package, or one cannot be read.
     """
-
-    name = "rapl"
-    interval_s = COUNTER_INTERVAL_S
-
-    def __init__(self, powercap: Path) -> None:
-        zones = [path for path in sorted(_entries(powercap)) if re.fullmatch(r"intel-rapl:\d+", path.name)]
-        packages = [zone for zone in zones if _text(zone / "name").startswith("package")]
-        if not packages:
-            raise SourceError(f"no CPU package in {powercap}")
-        self._counters = [
-            Counter(partial(_number, zone / "energy_uj"), _number(zone / "max_energy_range_uj")) for zone in packages
-        ]
-
-    def read(self) -> float:
-        """Joules of all packages since they were opened."""
-        return sum(counter.advance() for counter in self._counters) / 1e6
-
-    def close(self) -> None:
-        """Files are opened for each read only."""
+    zones = [path for path in sorted(_entries(POWERCAP)) if re.fullmatch(r"intel-rapl:\d+", path.name)]
+    packages = [zone for zone in zones if _text(zone / "name").startswith("package")]
+    if not packages:
+        raise SourceError(f"no CPU package in {POWERCAP}")
+    counters = [
+        Counter(partial(_number, zone / "energy_uj"), _number(zone / "max_energy_range_uj")) for zone in packages
+    ]
+    return Source("rapl", COUNTER_INTERVAL_S, counters, 1e6)
 
 
-class Ina3221:
-    """Power of the rail that feeds a Jetson module, integrated by the trapezoidal rule.
+def ina3221() -> Source:
+    """The rail that feeds a Jetson module.
 
     A board without such a rail is not measured: the sum of some of its rails would be less than what it draws.
 
     Raises:
         SourceError: there is no such rail, or it cannot be read.
     """
-
-    name = "ina3221"
-
-    def __init__(self, hwmon: Path, interval_s: float = POWER_INTERVAL_S) -> None:
-        self.interval_s = interval_s
-        self._volts, self._amperes = self._rail(hwmon)
-        self._joules = 0.0
-        self._at, self._watts = time.monotonic(), self._power()
-
-    def read(self) -> float:
-        """Joules since it was opened; every call is a sample."""
-        at, watts = time.monotonic(), self._power()
-        self._joules += (at - self._at) * (watts + self._watts) / 2
-        self._at, self._watts = at, watts
-        return self._joules
-
-    def close(self) -> None:
-        """Files are opened for each read only."""
-
-    def _power(self) -> float:
-        """Watts now, from millivolts and milliamperes."""
-        return _number(self._volts) * _number(self._amperes) / 1e6
-
-    @staticmethod
-    def _rail(hwmon: Path) -> tuple[Path, Path]:
-        for monitor in sorted(_entries(hwmon)):
-            if not (monitor / "name").exists() or _text(monitor / "name") != "ina3221":
-                continue
-            for label in sorted(monitor.glob("in*_label")):
-                if _text(label) == INPUT_RAIL:
-                    channel = label.name[len("in") : -len("_label")]
-                    return monitor / f"in{channel}_input", monitor / f"curr{channel}_input"
-        raise SourceError(f"no rail {INPUT_RAIL} in {hwmon}")
+    for monitor in sorted(_entries(HWMON)):
+        if not (monitor / "name").exists() or _text(monitor / "name") != "ina3221":
+            continue
+        for label in sorted(monitor.glob("in*_label")):
+            if _text(label) == INPUT_RAIL:
+                channel = label.name[len("in") : -len("_label")]
+                rail = Rail(monitor / f"in{channel}_input", monitor / f"curr{channel}_input")
+                return Source("ina3221", POWER_INTERVAL_S, [rail], 1)
+    raise SourceError(f"no rail {INPUT_RAIL} in {HWMON}")
 
 
-class Nvml:
+def nvml() -> Source:
     """NVIDIA GPUs of this machine through pynvml, in millijoules since their driver was loaded; Volta and later.
 
     Raises:
         SourceError: no module, no driver, no GPU, or one that does not count its energy.
     """
+    try:
+        library: Any = importlib.import_module("pynvml")
+    except ImportError as error:
+        raise SourceError(f"pynvml is not installed: {error}") from error
 
-    name = "nvml"
-    interval_s = COUNTER_INTERVAL_S
-
-    def __init__(self) -> None:
+    def call(function: str, *args: object) -> Any:
         try:
-            self._nvml: Any = importlib.import_module("pynvml")
-        except ImportError as error:
-            raise SourceError(f"pynvml is not installed: {error}") from error
-        self._call("nvmlInit")
-        try:
-            handles = [self._call("nvmlDeviceGetHandleByIndex", i) for i in range(self._call("nvmlDeviceGetCount"))]
-            if not handles:
-                raise SourceError("no NVIDIA GPU")
-            read = "nvmlDeviceGetTotalEnergyConsumption"
-            self._counters = [Counter(partial(self._call, read, handle), None) for handle in handles]
-        except SourceError:
-            self.close()
-            raise
-
-    def read(self) -> float:
-        """Joules of all GPUs since they were opened."""
-        return sum(counter.advance() for counter in self._counters) / 1e3
-
-    def close(self) -> None:
-        """Let go of the driver; one that is gone already is no error."""
-        try:
-            self._call("nvmlShutdown")
-        except SourceError as error:
-            log.debug("closing NVML: %s", error)
-
-    def _call(self, function: str, *args: object) -> Any:
-        try:
-            return getattr(self._nvml, function)(*args)
-        except (self._nvml.NVMLError, AttributeError) as error:
+            return getattr(library, function)(*args)
+        except (library.NVMLError, AttributeError) as error:
             raise SourceError(f"{function}: {error}") from error
 
+    def close() -> None:
+        with suppress(SourceError):  # a driver that is gone already is no error
+            call("nvmlShutdown")
 
-def _opened(name: str, make: Callable[[], Source]) -> Source | None:
-    """The source, or None where the machine has none or does not let it be read; the log tells which."""
+    call("nvmlInit")
     try:
-        return make()
-    except SourceError as error:
-        log.debug("no energy from %s: %s", name, error)
-        return None
+        handles = [call("nvmlDeviceGetHandleByIndex", i) for i in range(call("nvmlDeviceGetCount"))]
+        if not handles:
+            raise SourceError("no NVIDIA GPU")
+        counters = [Counter(partial(call, "nvmlDeviceGetTotalEnergyConsumption", handle), None) for handle in handles]
+    except SourceError:
+        close()
+        raise
+    return Source("nvml", COUNTER_INTERVAL_S, counters, 1e3, close)
+
+
+def _present() -> list[Source]:
+    """The sources that the machine lets us read; a Jetson's rail holds all others. The log tells why one is absent."""
+    found: list[Source] = []
+    for make in (ina3221, rapl, nvml):
+        if not found or found[0].name != "ina3221":
+            try:
+                found.append(make())
+            except SourceError as error:
+                log.debug("no energy from %s: %s", make.__name__, error)
+    return found
 
 
 def _entries(folder: Path) -> list[Path]:

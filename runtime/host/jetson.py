@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmc.runtime.host.machine import kilobytes
+
 ROOT = Path("/")
 
 
@@ -75,8 +77,8 @@ def read_jetson(root: Path = ROOT) -> Jetson | None:
         jetpack=jetpack_of(l4t),
         power_mode=_power_mode(root, modes),
         power_modes=modes,
-        memory=_meminfo(root, "MemTotal"),
-        swap=_meminfo(root, "SwapTotal"),
+        memory=kilobytes(root / "proc/meminfo", "MemTotal"),
+        swap=kilobytes(root / "proc/meminfo", "SwapTotal"),
         gpu_clock=_number(gpu / "cur_freq"),
         gpu_clock_max=_number(gpu / "max_freq"),
         cpu_clock=_number(cpu / "scaling_cur_freq", 1000),
@@ -115,15 +117,10 @@ def _power_mode(root: Path, modes: tuple[PowerMode, ...]) -> PowerMode | None:
 
 
 def _gpu_folder(root: Path) -> Path:
-    """Where the GPU's clock is: named after its address and its architecture (17000000.gpu, gpu-gpc-0)."""
+    """The folder of the GPU's clock: named after its address and its architecture (17000000.gpu, gpu-gpc-0)."""
     folder = root / "sys/class/devfreq"
     names = ("*gpu*", "*ga10b*", "*gv11b*")
     return next((path for name in names for path in sorted(folder.glob(name))), folder / "none")
-
-
-def _meminfo(root: Path, key: str) -> int | None:
-    match = re.search(rf"^{key}:\s+(\d+) kB", _text(root / "proc/meminfo"), re.M)
-    return int(match[1]) * 1024 if match else None
 
 
 def _number(path: Path, unit: int = 1) -> int | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from llmc.bundle import Graph, Manifest
 
 CGROUP = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
 # Linux's names of the instructions that multiply uint8 by int8 and accumulate in 32 bits without saturating.
 VNNI_FLAGS = {"avx512_vnni", "avx_vnni"}
 
@@ -45,7 +46,7 @@ def cpu_features() -> frozenset[str]:
     """Features that bundles ask for, as far as this CPU has them: ``vnni``."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
-    return frozenset({"vnni"}) if VNNI_FLAGS & _cpu_flags() else frozenset()
+    return frozenset({"vnni"}) if VNNI_FLAGS.intersection(_value(CPUINFO, "flags").split()) else frozenset()
 
 
 def computable(manifest: Manifest) -> dict[str, Graph]:
@@ -56,27 +57,25 @@ def computable(manifest: Manifest) -> dict[str, Graph]:
 
 def cpu_model() -> str:
     """The processor's name, for reports."""
-    for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _value(CPUINFO, "model name") or platform.processor() or platform.machine()
 
 
 def resident_bytes() -> tuple[int, int]:
     """Resident set size of this process now and at its peak, in bytes."""
-    values = {key: int(rest.split()[0]) * 1024 for key, _, rest in _status() if key in ("VmRSS", "VmHWM")}
-    return values.get("VmRSS", 0), values.get("VmHWM", 0)
+    status = Path("/proc/self/status")
+    return kilobytes(status, "VmRSS") or 0, kilobytes(status, "VmHWM") or 0
 
 
-def _status() -> list[tuple[str, str, str]]:
-    return [line.partition(":") for line in _lines(Path("/proc/self/status"))]
+def kilobytes(path: Path, name: str) -> int | None:
+    """The bytes of the line ``name: 123 kB`` in a file of the kernel's; None where there is none."""
+    value = _value(path, name)
+    return int(value.split()[0]) * 1024 if value else None
 
 
-def _cpu_flags() -> set[str]:
-    for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith("flags"):
-            return set(line.partition(":")[2].split())
-    return set()
+def _value(path: Path, name: str) -> str:
+    """The text behind ``name:`` in the first such line of a file."""
+    lines = (line.partition(":") for line in _lines(path))
+    return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 
 
 def _cpu_quota() -> float | None:
@@ -87,10 +86,7 @@ def _cpu_quota() -> float | None:
 
 
 def _meminfo_available() -> int:
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62
+    return kilobytes(Path("/proc/meminfo"), "MemAvailable") or 1 << 62
 
 
 def _cgroup_available() -> int | None:

@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple, TypeVar, cast
 
 from llmc.errors import BundleError
 from llmc.runtime.host.jetson import ROOT, Jetson, read_jetson
+from llmc.runtime.host.probe_steps import Driver, Library
 from llmc.strict import decode
 
 # A first use of a GPU takes seconds on a small machine: libraries of hundreds of megabytes are read.
@@ -39,51 +40,6 @@ STEP_CODE = (
 LIBRARIES = ("cuda-bindings", "onnxruntime", "tensorrt", "tensorrt-rtx")
 # What building needs beside an engine, what exporting needs beside that, and what all bundles need.
 PACKAGES = ("numpy", "tokenizers", "onnx", "onnx-ir", "ml_dtypes", "torch", "safetensors", "transformers")
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU as the CUDA driver describes it; bytes, and ``free_memory`` only of the first one.
-
-    ``integrated`` tells that its memory is the machine's, as on a Jetson.
-    """
-
-    index: int
-    name: str
-    compute_capability: str
-    total_memory: int
-    free_memory: int | None
-    integrated: bool
-
-
-@dataclass(frozen=True)
-class Driver:
-    """The CUDA driver: the CUDA ``version`` that it serves, and its GPUs. For ``state`` see :class:`Library`."""
-
-    state: str
-    problem: str
-    version: str = ""
-    devices: tuple[Device, ...] = ()
-
-
-@dataclass(frozen=True)
-class Library:
-    """An engine's library, or the Python side of the driver.
-
-    Attributes:
-        state: ok, missing (not installed), failed (raised an error), crashed (ended its process) or hung.
-        problem: what went wrong, in the library's words where it has any; an ok library may have one too.
-        version: its own.
-        cuda: major version of the CUDA that it was built for, empty if unknown or none.
-        abilities: what it can do here: ``initialised`` (cuda-bindings), the providers and ``cuda`` where that one can
-            be loaded (onnxruntime), ``native``, ``runtime`` and ``builder`` (tensorrt, tensorrt-rtx).
-    """
-
-    state: str
-    problem: str
-    version: str = ""
-    cuda: str = ""
-    abilities: tuple[str, ...] = ()
 
 
 Found = TypeVar("Found", Driver, Library)

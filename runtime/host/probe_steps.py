@@ -1,8 +1,8 @@
 """The steps of a probe, each in a process of its own that may crash or hang without harm to whoever asked.
 
 Runs as a script, ``python probe_steps.py STEP`` or ``python probe_steps.py import MODULE``, and writes one JSON object:
-``state`` (ok, missing or failed), a ``problem`` in words, and what the step found. It imports only the standard library
-and what it examines, so that it starts fast and nothing but the examined library can go wrong.
+the fields of a :class:`Driver` or a :class:`Library`. It imports only the standard library and what it examines, so it
+starts fast, and nothing but the examined library can go wrong.
 """
 
 import ctypes
@@ -13,9 +13,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
-
-Found = dict[str, Any]
 
 DRIVER_LIBRARY = "libcuda.so.1"
 # Of cuda.h: CUdevice_attribute.
@@ -27,6 +27,51 @@ IDENTITY = bytes.fromhex(
     "08073a390a120a017812017922084964656e746974793a001201675a0f0a0178120a0a08080112040a02080162"
     "0f0a0179120a0a08080112040a02080142040a00100d"
 )
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU as the CUDA driver describes it; bytes, and ``free_memory`` only of the first one.
+
+    ``integrated`` tells that its memory is the machine's, as on a Jetson.
+    """
+
+    index: int
+    name: str
+    compute_capability: str
+    total_memory: int
+    free_memory: int | None
+    integrated: bool
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The CUDA driver: the CUDA ``version`` that it serves, and its GPUs. For ``state`` see :class:`Library`."""
+
+    state: str
+    problem: str
+    version: str = ""
+    devices: tuple[Device, ...] = ()
+
+
+@dataclass(frozen=True)
+class Library:
+    """An engine's library, or the Python side of the driver.
+
+    Attributes:
+        state: ok, missing (not installed), failed (raised an error), crashed (ended its process) or hung.
+        problem: what went wrong, in the library's words where it has any; an ok library may have one too.
+        version: its own.
+        cuda: major version of the CUDA that it was built for, empty if unknown or none.
+        abilities: what it can do here: ``initialised`` (cuda-bindings), the providers and ``cuda`` where that one can
+            be loaded (onnxruntime), ``native``, ``runtime`` and ``builder`` (tensorrt, tensorrt-rtx).
+    """
+
+    state: str
+    problem: str
+    version: str = ""
+    cuda: str = ""
+    abilities: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------------- the CUDA driver
@@ -45,7 +90,9 @@ class Calls:
     def __call__(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code:
-            raise DriverError(f"{name}: {self._name(code)} ({code})")
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(text))
+            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
 
     def number(self, name: str, *arguments: Any) -> int:
         """The int that a function writes where its first argument points."""
@@ -53,32 +100,29 @@ class Calls:
         self(name, ctypes.byref(value), *arguments)
         return value.value
 
-    def _name(self, code: int) -> str:
-        text = ctypes.c_char_p()
-        self._library.cuGetErrorName(code, ctypes.byref(text))
-        return (text.value or b"unknown error").decode()
 
-
-def driver(load: Callable[[str], Any] = ctypes.CDLL) -> Found:
+def driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
     """The CUDA version that the driver serves, and its GPUs."""
     try:
         call = Calls(load(DRIVER_LIBRARY))
     except OSError as error:
-        return {"state": "missing", "problem": str(error)}
-    found: Found = {"version": "", "devices": []}
+        return Driver("missing", str(error))
+    found = Driver("ok", "")
     try:
         version = call.number("cuDriverGetVersion")
-        found["version"] = f"{version // 1000}.{version % 1000 // 10}"
+        found = replace(found, version=f"{version // 1000}.{version % 1000 // 10}")
         call("cuInit", 0)
-        found["devices"] = [_device(call, index) for index in range(call.number("cuDeviceGetCount"))]
-        if found["devices"]:
-            found["devices"][0]["free_memory"] = _free_memory(call)
+        devices = tuple(_device(call, index) for index in range(call.number("cuDeviceGetCount")))
+        found = replace(found, devices=devices)
+        if devices:
+            first = replace(devices[0], free_memory=_free_memory(call))
+            found = replace(found, devices=(first, *devices[1:]))
     except DriverError as error:
-        return {"state": "failed", "problem": str(error), **found}
-    return {"state": "ok", "problem": "", **found}
+        return replace(found, state="failed", problem=str(error))
+    return found
 
 
-def _device(call: Calls, index: int) -> Found:
+def _device(call: Calls, index: int) -> Device:
     device, name, size = call.number("cuDeviceGet", index), ctypes.create_string_buffer(256), ctypes.c_size_t()
     call("cuDeviceGetName", name, 256, device)
     call("cuDeviceTotalMem_v2", ctypes.byref(size), device)
@@ -86,14 +130,7 @@ def _device(call: Calls, index: int) -> Found:
         call.number("cuDeviceGetAttribute", attribute, device)
         for attribute in (COMPUTE_MAJOR, COMPUTE_MINOR, INTEGRATED)
     )
-    return {
-        "index": index,
-        "name": name.value.decode(),
-        "compute_capability": f"{major}.{minor}",
-        "total_memory": size.value,
-        "free_memory": None,
-        "integrated": bool(integrated),
-    }
+    return Device(index, name.value.decode(), f"{major}.{minor}", size.value, None, bool(integrated))
 
 
 def _free_memory(call: Calls) -> int:
@@ -112,21 +149,19 @@ def _free_memory(call: Calls) -> int:
 # ------------------------------------------------------------------------------------------------------------ libraries
 
 
-def cuda_bindings() -> Found:
+def cuda_bindings() -> Library:
     """The Python side of the driver; its major version must be the driver's."""
     bindings = importlib.import_module("cuda.bindings.driver")
     version = importlib.metadata.version("cuda-bindings")
-    found: Found = {"version": version, "cuda": version.partition(".")[0], "abilities": []}
     try:
         code = bindings.cuInit(0)[0]
+        problem = f"cuInit: {getattr(code, 'name', code)}" if int(code) else ""
     except (OSError, RuntimeError) as error:
-        return {"state": "ok", "problem": _first_line(error), **found}
-    if int(code):
-        return {"state": "ok", "problem": f"cuInit: {getattr(code, 'name', code)}", **found}
-    return {"state": "ok", "problem": "", **found, "abilities": ["initialised"]}
+        problem = _first_line(error)
+    return Library("ok", problem, version, version.partition(".")[0], () if problem else ("initialised",))
 
 
-def onnxruntime() -> Found:
+def onnxruntime() -> Library:
     """ONNX Runtime: its providers, and whether CUDA's can be loaded (``cuda``)."""
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     library = importlib.import_module("onnxruntime")
@@ -137,7 +172,7 @@ def onnxruntime() -> Found:
         providers += [] if loads else ["cuda"]
         problem = problem or loads
     cuda = str(getattr(library, "cuda_version", "") or "").partition(".")[0]
-    return {"state": "ok", "problem": problem, "version": library.__version__, "cuda": cuda, "abilities": providers}
+    return Library("ok", problem, library.__version__, cuda, tuple(providers))
 
 
 def _loads_provider(library: Any, provider: str) -> str:
@@ -152,7 +187,7 @@ def _loads_provider(library: Any, provider: str) -> str:
     return "" if provider in session.get_providers() else f"{provider} cannot be loaded; its reason is on stderr"
 
 
-def tensorrt(name: str = "tensorrt") -> Found:
+def tensorrt(name: str) -> Library:
     """TensorRT or TensorRT-RTX: ``native`` if the API has what that form is made of, ``runtime`` and ``builder`` if
     these can be made here."""
     library = importlib.import_module(name)
@@ -167,18 +202,8 @@ def tensorrt(name: str = "tensorrt") -> Found:
         except (RuntimeError, TypeError) as error:  # what pybind11 makes of a null pointer
             problems.append(f"{make}: {_first_line(error)}")
     built_for = [found[-2:] for found in _installed(f"{name.replace('_', '[-_]')}[-_]cu1[0-9]")]
-    return {
-        "state": "ok",
-        "problem": "; ".join(problems),
-        "version": library.__version__,
-        "cuda": built_for[0] if built_for else "",
-        "abilities": abilities,
-    }
-
-
-def tensorrt_rtx() -> Found:
-    """:func:`tensorrt` of TensorRT-RTX."""
-    return tensorrt("tensorrt_rtx")
+    cuda = built_for[0] if built_for else ""
+    return Library("ok", "; ".join(problems), library.__version__, cuda, tuple(abilities))
 
 
 def _installed(pattern: str) -> list[str]:
@@ -190,25 +215,25 @@ def _installed(pattern: str) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------- a step
 
 EXAMINED = ("cuda", "cuda.bindings", "cuda.bindings.driver", "onnxruntime", "tensorrt", "tensorrt_rtx")
-STEPS: dict[str, Callable[[], Found]] = {
+STEPS: dict[str, Callable[[], Driver | Library]] = {
     "driver": driver,
     "cuda-bindings": cuda_bindings,
     "onnxruntime": onnxruntime,
-    "tensorrt": tensorrt,
-    "tensorrt-rtx": tensorrt_rtx,
+    "tensorrt": partial(tensorrt, "tensorrt"),
+    "tensorrt-rtx": partial(tensorrt, "tensorrt_rtx"),
 }
 
 
-def imported(name: str) -> Found:
+def imported(name: str) -> Library:
     """Import a module, and nothing else."""
     importlib.import_module(name)
-    return {"state": "ok", "problem": ""}
+    return Library("ok", "")
 
 
-def take(step: Callable[[], Found]) -> Found:
+def take(step: Callable[[], Driver | Library]) -> dict[str, Any]:
     """Take a step; an exception is a finding too."""
     try:
-        return step()
+        return asdict(step())
     except ModuleNotFoundError as error:
         absent = error.name in EXAMINED
         return {"state": "missing" if absent else "failed", "problem": _first_line(error)}
@@ -224,7 +249,7 @@ def main(name: str, module: str = "") -> None:
     """Take the step ``name``, or import ``module``, and write what it finds; what libraries print goes to stderr."""
     result = os.dup(1)
     os.dup2(2, 1)
-    text = json.dumps(take(STEPS[name] if name != "import" else lambda: imported(module)))
+    text = json.dumps(take(STEPS.get(name, partial(imported, module))))
     with os.fdopen(result, "w", encoding="utf-8") as file:
         file.write(text)
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from llmc.bundle import version
-from llmc.runtime.host.probe import Library, Probe
+from llmc.errors import install_command
+from llmc.runtime.host.probe import Probe
+from llmc.runtime.host.probe_steps import Library
 
 # Running, compiling (which --rebuild does too), and judging, which a build from an export does beside.
 RUN, BUILD, JUDGE = "run", "build", "judge"
@@ -186,7 +188,7 @@ def _install(f: Facts) -> str:
         return NO_WHEEL
     if f.target == "cuda" and f.python == OLD_PYTHON:
         return f"use Python 3.11 or newer: onnxruntime-gpu {f.needs.minimum} has no wheel for 3.10"
-    return f"pip install '.[{f.needs.extra}]' in llmc's folder"
+    return install_command(f.needs.extra)
 
 
 def _install_tensorrt(f: Facts) -> str:
@@ -314,7 +316,7 @@ CHECKS: tuple[Check[Facts], ...] = (
     Check(DEVICE, lambda f: f.capability and not f.needs.supports(f.capability),
           "{f.name} does not list compute capability {f.capability} ({f.device.name})", "{f.needs.instead}"),
     Check(BINDINGS, lambda f: f.bindings.state == "missing",
-          "cuda-bindings is not installed", "pip install '.[{f.needs.extra}]' in llmc's folder"),
+          "cuda-bindings is not installed", lambda f: install_command(f.needs.extra)),
     Check(BINDINGS, lambda f: f.bindings.state == "ok" and f.too_new(f.bindings),
           "cuda-bindings {f.bindings.version} is for CUDA {f.bindings.cuda}, the driver serves CUDA {f.driver.version}",
           "pip install 'cuda-bindings<{f.bindings.cuda}'"),
@@ -326,7 +328,7 @@ CHECKS: tuple[Check[Facts], ...] = (
     Check(BUILDER, lambda f: f.lacks("builder"),
           "{f.name} {f.library.version} cannot make a builder here: {f.reason}", SEE_GPU),
     Check(PACKAGES, lambda f: f.lacking,
-          "building needs {f.lacking}", "pip install '.[build]' in llmc's folder, which brings no torch"),
+          "building needs {f.lacking}", lambda f: f"{install_command('build')}, which brings no torch"),
     Check(JUDGES, lambda f: not f.judges,
           f"an export is built beside ONNX Runtime {JUDGE_MINIMUM} or newer, which judges; {{f.judge_words}}",
           _get_judge),

@@ -42,7 +42,7 @@ def device_bytes(manifest: Manifest, positions: int, rows: int) -> int:
 
 @dataclass(frozen=True)
 class _Share:
-    """What of one memory may be taken, and what so many positions in so many rows take; ``what`` names it."""
+    """A memory's bytes that may be taken, and those that positions in rows take; ``what`` names it."""
 
     needed: Callable[[int, int], int]
     limit: int
@@ -50,7 +50,7 @@ class _Share:
 
 
 class CacheBudget:
-    """Whether the cache may have so many rows and positions, in the bytes that may be taken.
+    """The rows and positions that a cache may have, in the bytes that may be taken.
 
     Args:
         manifest: of the bundle; its plans say what rows take of the process's memory and of the GPU's.
@@ -66,11 +66,11 @@ class CacheBudget:
             self._shares.append(_Share(partial(device_bytes, manifest), device_memory, "MB of the GPU's memory"))
 
     def fits(self, positions: int, rows: int) -> bool:
-        """Whether ``rows`` rows of ``positions`` positions fit."""
+        """Tell whether ``rows`` rows of ``positions`` positions fit."""
         return self._lacking(positions, rows) is None
 
     def refusal(self, positions: int, rows: int) -> ResourceError:
-        """What to say to a request that does not fit even alone."""
+        """The error for a request that does not fit even alone."""
         share = self._lacking(positions, rows) or self._shares[0]
         return ResourceError(
             f"the request may grow to {positions} positions in {rows} row(s), for which "
@@ -84,7 +84,7 @@ class CacheBudget:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a plan fits into ``available`` bytes.
+    """The answer whether a plan fits into ``available`` bytes.
 
     Attributes:
         missing: bytes that lack, 0 where it fits.
@@ -99,13 +99,13 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is missing."""
+        """True where nothing is missing."""
         return self.missing == 0
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of one stage at its peak: resident bytes by name, pages of mapped files included.
+    """The memory of one stage at its peak: resident bytes by name, pages of mapped files included.
 
     Attributes:
         stage: export, build, run or :data:`GPU`.
@@ -127,7 +127,7 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
     def verdict(self, available: int) -> Verdict:
-        """What ``available`` bytes allow."""
+        """The verdict for ``available`` bytes."""
         context = largest(self.limits.max_context, lambda n: self.needed(n, self.batch), available)
         batch = largest(self.limits.max_batch, lambda n: self.needed(self.context, n), available)
         return Verdict(available, max(0, self.total - available), context, batch)
@@ -144,7 +144,7 @@ class MemoryEstimate:
 
 
 def describe(plan: MemoryEstimate, verdict: Verdict) -> str:
-    """Why a plan does not fit, and what would, in one sentence."""
+    """The reason why a plan does not fit, and what would fit, in one sentence."""
     parts = ", ".join(f"{size // MB} {name}" for name, size in plan.parts.items() if size >= MB)
     return (
         f"to {plan.stage} it needs {_rounded_up(plan.total)} MB ({parts}), {verdict.available // MB} MB are available, "
@@ -193,7 +193,7 @@ def plan_load(manifest: Manifest, context: int | None = None, batch: int = 1) ->
 
 
 def plan_device(plan: DeviceMemory, limits: Limits, context: int | None = None, batch: int = 1) -> MemoryEstimate:
-    """What a bundle takes of its GPU's memory, with ``context`` (default: the longest) positions in each row."""
+    """The GPU's memory that a bundle takes, with ``context`` (default: the longest) positions in each row."""
     context = limits.max_context if context is None else context
     return MemoryEstimate(GPU, plan.parts(context, batch), context, batch, limits, plan.total)
 
@@ -245,5 +245,5 @@ def check_growth(
 
 
 def memory_to_use(memory: int | None) -> Available:
-    """What a plan is held against: ``memory`` bytes if given, else what the machine or the cgroup leaves."""
+    """The memory that a plan is held against: ``memory`` bytes if given, else what the machine or the cgroup leaves."""
     return memory_here() if memory is None else Available(memory, "--memory")

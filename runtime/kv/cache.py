@@ -57,7 +57,7 @@ def tensors_of(caches: Sequence[Cache]) -> tuple[CacheTensor, ...]:
 
 
 class Layout:
-    """Where the contents of a row lie in one array: tensor after tensor, of each its positions head by head, or its
+    """Layout of a row's contents in one array: tensor after tensor, of each its positions head by head, or its
     state."""
 
     def __init__(self, tensors: Sequence[CacheTensor]) -> None:
@@ -93,7 +93,7 @@ class Layout:
 
 
 class KVCache(ABC):
-    """What a model keeps of the tokens before, ``rows`` times ``capacity`` positions of it.
+    """Keys, values and states of the tokens before: ``rows`` times ``capacity`` positions.
 
     Entries of kind ``state`` hold what a row came to after its last token, and no earlier position: such a row goes on
     from there or begins anew, and is copied, read and written as a whole.

@@ -45,7 +45,7 @@ _LEAD = struct.Struct(f"<8sII{DIGEST_BYTES}s")
 
 
 def root_hash(key: str, adapter: str = "") -> bytes:
-    """Where the chains of one model begin; the key names everything that cached values depend on."""
+    """The beginning of one model's chains; the key names everything that cached values depend on."""
     return _digest(json.dumps([key, adapter]).encode())
 
 
@@ -70,7 +70,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Description:
-    """What a file says about its blocks."""
+    """The description of a file's blocks."""
 
     kind: str
     key: bytes
@@ -93,7 +93,7 @@ class Description:
 
     @classmethod
     def decoded(cls, text: bytes) -> "Description":
-        """What :meth:`encoded` wrote.
+        """The description that :meth:`encoded` wrote.
 
         Raises:
             ValueError: it contradicts itself; KeyError, TypeError or ArithmeticError: it is not what was written.
@@ -141,7 +141,7 @@ class CacheFile:
     offset: int  # of the first block
 
     def count(self, wanted: Sequence[bytes], position: int, max_bytes: int) -> int:
-        """How many blocks from ``position`` on are the wanted ones, in order, and take at most ``max_bytes``."""
+        """Number of blocks from ``position`` on that are the wanted ones, in order, in at most ``max_bytes``."""
         mine = self.description.hashes[position : position + max_bytes // self.description.block_bytes]
         return next(
             (i for i, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), min(len(mine), len(wanted))

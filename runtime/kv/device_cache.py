@@ -58,11 +58,11 @@ class DeviceCache(KVCache):
         return len(self._blocks) * self._places(self.rows, self._capacity)[-1]
 
     def address(self, tensor: int, row: int) -> int:
-        """Where a row of a tensor begins, in its buffer."""
+        """Address at which a row of a tensor begins, in its buffer."""
         return self._address(tensor, row, self._side[row])
 
     def other_address(self, tensor: int, row: int) -> int:
-        """Where the engine shall write the row: the other buffer, or the same where it updates in place."""
+        """Address to which the engine shall write the row: the other buffer, or the same where it updates in place."""
         return self._address(tensor, row, (self._side[row] + 1) % len(self._blocks))
 
     def _address(self, tensor: int, row: int, side: int) -> int:
@@ -99,7 +99,7 @@ class DeviceCache(KVCache):
         return prod(self.tensors[tensor].shape) * positions * self._itemsize
 
     def _places(self, rows: int, capacity: int) -> list[int]:
-        """Where each tensor begins in a block, and where the block ends."""
+        """Offsets at which each tensor begins in a block, and at which the block ends."""
         starts = [0]
         for tensor in range(len(self.tensors)):
             size = rows * self._row_size(tensor, capacity)

@@ -67,7 +67,7 @@ class HostCache(KVCache):
             view[...] = part
 
     def _views(self, row: int, start: int, end: int) -> list[Values]:
-        """What of each array belongs to these positions of a row."""
+        """Views of each array at these positions of a row, or at its state."""
         return [
             array[row, :, start:end] if tensor.kind == "kv" else array[row]
             for tensor, array in zip(self.tensors, self.arrays, strict=True)

@@ -25,7 +25,7 @@ Read = Callable[[int, int], Sequence[NDArray[Any]]]
 
 @dataclass(frozen=True)
 class PrefixCounters:
-    """What the cache did so far, and holds now.
+    """Counts of the cache so far, and its size now.
 
     Attributes:
         hits: matches that found something.
@@ -196,7 +196,7 @@ class PrefixCache:
         return path
 
     def _room(self) -> int:
-        """How many blocks fit once all that is not pinned is evicted; as many as there are bytes before the first."""
+        """Blocks that fit once all that is not pinned is evicted; as many as there are bytes before the first one."""
         return (self.max_bytes - self._pinned) // max(1, self._block_bytes)
 
     def _load(self, root: bytes, hashes: Sequence[bytes]) -> list[_Node]:

@@ -1,8 +1,8 @@
-"""Which sequence holds which row of the cache."""
+"""Rows of the cache, and the sequences that hold them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from llmc.runtime.kv.cache import KVCache
 
@@ -11,20 +11,23 @@ class TornError(Exception):
     """Positions could not be moved between rows, for the reason that is its cause: nobody knows what the rows hold."""
 
 
-class Held(Protocol):
-    """What holds a row: ``cached`` positions of it are filled."""
+class Slot(Protocol):
+    """A place in the cache: a row, of which ``cached`` positions are filled."""
 
     row: int
     cached: int
 
 
-class Rows:
+_S = TypeVar("_S", bound=Slot)
+
+
+class Rows(Generic[_S]):
     """Rows of the cache, packed: sequences that decode first, so that one call serves them all, then those whose prompt
     is being fed. Whoever leaves a gap is followed by the last one, whose positions are copied."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._order: list[Held] = []
+        self._order: list[_S] = []
         self._decoding = 0
 
     def __len__(self) -> int:
@@ -32,35 +35,40 @@ class Rows:
 
     @property
     def decoding(self) -> int:
-        """How many rows decode: 0 ... decoding - 1."""
+        """Number of rows that decode: 0 ... decoding - 1."""
         return self._decoding
 
-    def at(self, row: int) -> Held | None:
-        """Who holds ``row``."""
+    @property
+    def held(self) -> Sequence[_S]:
+        """The slots in the order of rows."""
+        return self._order
+
+    def at(self, row: int) -> _S | None:
+        """The slot that has ``row``, None if it is free."""
         return self._order[row] if row < len(self._order) else None
 
-    def admit(self, held: Held) -> None:
+    def admit(self, slot: _S) -> None:
         """Take the row after all others."""
-        held.row = len(self._order)
-        self._order.append(held)
+        slot.row = len(self._order)
+        self._order.append(slot)
 
-    def promote(self, held: Held) -> None:
+    def promote(self, slot: _S) -> None:
         """From feeding to decoding."""
-        self._swap(held, self._decoding)
+        self._swap(slot, self._decoding)
         self._decoding += 1
 
-    def demote(self, held: Held) -> None:
+    def demote(self, slot: _S) -> None:
         """From decoding to feeding; what it had cached is gone."""
-        held.cached = 0
+        slot.cached = 0
         self._decoding -= 1
-        self._swap(held, self._decoding)
+        self._swap(slot, self._decoding)
 
-    def can_fork(self, parent: Held, cached: int) -> bool:
-        """Whether a row with the first ``cached`` positions of ``parent`` can be had: all of them, or any if the cache
-        can go back."""
+    def can_fork(self, parent: _S, cached: int) -> bool:
+        """Tell whether a row with the first ``cached`` positions of ``parent`` can be had: all of them, or any if the
+        cache can go back."""
         return cached == parent.cached or self._cache.can_rewind
 
-    def fork(self, parent: Held, child: Held, cached: int) -> None:
+    def fork(self, parent: _S, child: _S, cached: int) -> None:
         """Give ``child`` a decoding row with the first ``cached`` positions of ``parent``, which decodes."""
         assert parent.row < self._decoding and cached <= parent.cached
         child.cached = 0
@@ -68,56 +76,56 @@ class Rows:
         self.promote(child)
         self.share(parent, child, 0, cached)
 
-    def share(self, source: Held, target: Held, start: int, cached: int) -> None:
+    def share(self, source: _S, target: _S, start: int, cached: int) -> None:
         """Make ``target`` equal to ``source`` up to ``cached`` positions; they are known to agree before ``start``."""
         if start < cached or not self._cache.can_rewind:
             with moving():
                 self._cache.copy(source.row, target.row, start, cached)
         target.cached = cached
 
-    def release(self, held: Held) -> None:
+    def release(self, slot: _S) -> None:
         """Free a row."""
-        gap = held.row
-        assert self._order[gap] is held
+        gap = slot.row
+        assert self._order[gap] is slot
         if gap < self._decoding:
             self._decoding -= 1
             gap = self._move(self._decoding, gap)
         self._move(len(self._order) - 1, gap)
         self._order.pop()
-        held.row = -1
+        slot.row = -1
 
     def clear(self) -> None:
         """Free every row."""
-        for held in self._order:
-            held.row = -1
+        for slot in self._order:
+            slot.row = -1
         self._order.clear()
         self._decoding = 0
 
     def _move(self, source: int, target: int) -> int:
         """Put who is at ``source`` to ``target``, and say which row that leaves free."""
         if source != target:
-            held = self._order[source]
+            slot = self._order[source]
             with moving():
-                self._cache.copy(source, target, 0, held.cached)
-            self._order[target], held.row = held, target
+                self._cache.copy(source, target, 0, slot.cached)
+            self._order[target], slot.row = slot, target
         return source
 
-    def _swap(self, held: Held, row: int) -> None:
+    def _swap(self, slot: _S, row: int) -> None:
         other = self._order[row]
-        if other is held:
+        if other is slot:
             return
-        here = held.row
+        here = slot.row
         with moving():
-            kept = self._cache.read(here, 0, held.cached)
+            kept = self._cache.read(here, 0, slot.cached)
             self._cache.copy(row, here, 0, other.cached)
-            self._cache.write(row, 0, held.cached, kept)
-        self._order[here], self._order[row] = other, held
-        held.row, other.row = row, here
+            self._cache.write(row, 0, slot.cached, kept)
+        self._order[here], self._order[row] = other, slot
+        slot.row, other.row = row, here
 
 
 @contextmanager
 def moving() -> Iterator[None]:
-    """What goes wrong inside may have left one sequence's positions in another one's row.
+    """A context in which an error may have left one sequence's positions in another one's row.
 
     Raises:
         TornError: from whatever was raised.

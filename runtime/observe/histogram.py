@@ -1,28 +1,41 @@
 """Counts by bucket, and the quantiles that they allow to estimate."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from llmc.errors import UsageError
 
 
-@dataclass(frozen=True)
-class HistogramSnapshot:
-    """Counts of observations by bucket, at one moment.
+@dataclass
+class Histogram:
+    """Counts of observations by bucket. Not thread-safe: whoever owns it holds the lock, and gives copies away.
 
     Attributes:
-        bounds: upper bounds of the buckets, included, ascending; one more bucket above the last is open.
+        bounds: upper bounds of the buckets, included, strictly ascending; one more bucket above the last is open.
         counts: observations in each bucket, ``len(bounds) + 1`` of them, not accumulated.
         sum: of all observations.
         max: largest observation, 0 where there is none.
     """
 
     bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum: float
-    max: float
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+    max: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = list(self.counts) or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count ``value``, at least 0."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+        if value > self.max:
+            self.max = value
+
+    def copy(self) -> "Histogram":
+        """The counts of this moment."""
+        return replace(self)
 
     @property
     def count(self) -> int:
@@ -62,35 +75,3 @@ class HistogramSnapshot:
         upper = min(self.bounds[index], self.max) if index < len(self.bounds) else self.max
         below = cumulative[index - 1] if index else 0
         return lower + max(0.0, upper - lower) * (rank - below) / self.counts[index]
-
-
-class Histogram:
-    """Counts observations into fixed buckets. Not thread-safe: whoever owns it holds the lock.
-
-    Args:
-        bounds: upper bounds of the buckets, included, strictly ascending.
-
-    Raises:
-        UsageError: the bounds do not ascend, or there is none.
-    """
-
-    __slots__ = ("_bounds", "_counts", "_max", "_sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        if not bounds or any(low >= high for low, high in pairwise(bounds)):
-            raise UsageError(f"bounds of a histogram are {tuple(bounds)}; expected numbers that ascend strictly")
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        self._max = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count ``value``, at least 0, once or ``times`` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-        if value > self._max:
-            self._max = value
-
-    def snapshot(self) -> HistogramSnapshot:
-        """Copy of the counts."""
-        return HistogramSnapshot(self._bounds, tuple(self._counts), self._sum, self._max)

@@ -8,21 +8,26 @@ begin at 10 ms, where a small model on an edge device has long ended its step.
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 
-from llmc.runtime.observe.histogram import Histogram, HistogramSnapshot
-from llmc.runtime.sessions import Phase
+from llmc.runtime.observe.histogram import Histogram
 
 # Upper bounds in seconds: six per decade from 0.1 ms to 1,000 s, so that a quantile is known within a third or better.
 _DIGITS = ("1", "1.5", "2", "3", "5", "7")
 SECONDS_BUCKETS = (*(float(f"{digit}e{exponent}") for exponent in range(-4, 3) for digit in _DIGITS), 1000.0)
 # Upper bounds in rows of a call: every size that small batches have, then powers of two.
 BATCH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0)
-# Outcomes that are always listed, with 0 where none had it; another one is listed once it happened.
+# Phases of calls, and outcomes, that are always listed, with 0 where none had it; another one once it happened.
+PHASES = ("prefill", "decode")
 OUTCOMES = ("stop", "length", "cancelled", "deadline", "refused", "error")
+
+
+# Histograms of seconds by the names of the snapshot's fields.
+_SECONDS = ("ttft", "tpot", "itl", "e2e", "queue")
 
 
 @dataclass(frozen=True)
@@ -67,68 +72,60 @@ class RequestMetrics:
         return self.accepted / self.drafted if self.drafted else None
 
 
+class Metric(NamedTuple):
+    """The statement of a field: its name for Prometheus behind ``llmc_``, its meaning, and the label of its parts."""
+
+    name: str
+    meaning: str
+    label: str = ""
+
+
 @dataclass(frozen=True)
 class Gauges:
-    """Levels at one moment.
+    """Levels at one moment, each with its meaning."""
 
-    Attributes:
-        waiting: requests in the queue.
-        running: requests that hold a place in the batch.
-        kv_reserved_bytes: memory that the KV cache has taken.
-        kv_used_bytes: of it, what valid positions fill.
-        prefix_cache_bytes: memory that the prefix cache holds.
-    """
-
-    waiting: int = 0
-    running: int = 0
-    kv_reserved_bytes: int = 0
-    kv_used_bytes: int = 0
-    prefix_cache_bytes: int = 0
+    waiting: Annotated[int, Metric("num_requests_waiting", "Requests in the queue.")] = 0
+    running: Annotated[int, Metric("num_requests_running", "Requests that hold a place in the batch.")] = 0
+    kv_reserved_bytes: Annotated[int, Metric("kv_cache_reserved_bytes", "Memory taken by the KV cache.")] = 0
+    kv_used_bytes: Annotated[
+        int, Metric("kv_cache_used_bytes", "Memory of the KV cache that valid positions fill.")
+    ] = 0
+    prefix_cache_bytes: Annotated[int, Metric("prefix_cache_bytes", "Memory held by the prefix cache.")] = 0
 
 
 @dataclass(frozen=True)
 class EngineSnapshot:
     """Everything that an engine counted since it was made, at one moment; counters never fall.
 
-    Attributes:
-        uptime_s: seconds since the counting began.
-        requests: requests that ended, by outcome; all of OUTCOMES are there.
-        prompt_tokens: of all admitted requests.
-        output_tokens: generated so far.
-        prefix_hit_tokens: prompt tokens taken from the prefix cache.
-        prefix_miss_tokens: prompt tokens that had to be computed.
-        draft_proposed: tokens proposed by speculation.
-        draft_accepted: of these, those that the model agreed with.
-        overflows: contexts that were cut, as their requests' policy allows.
-        energy_joules: None where the machine exposes no energy.
-        ttft: time to first token, seconds.
-        tpot: mean time per output token of each finished request, seconds.
-        itl: inter-token latency, seconds.
-        e2e: from submission to the end of each request, seconds.
-        queue: from submission to admission, seconds.
-        step: duration of the calls of the session by phase, seconds.
-        batch_size: rows of each call.
-        gauges: as the engine set them last.
+    Each field has its meaning beside it. Of ``requests`` all OUTCOMES are there; ``energy_joules`` is None until the
+    application counts some; ``gauges`` are as the engine set them last; ``uptime_s`` seconds have passed.
     """
 
     uptime_s: float
-    requests: dict[str, int]
-    prompt_tokens: int
-    output_tokens: int
-    prefix_hit_tokens: int
-    prefix_miss_tokens: int
-    draft_proposed: int
-    draft_accepted: int
-    overflows: int
-    energy_joules: float | None
-    ttft: HistogramSnapshot
-    tpot: HistogramSnapshot
-    itl: HistogramSnapshot
-    e2e: HistogramSnapshot
-    queue: HistogramSnapshot
-    step: dict[str, HistogramSnapshot]
-    batch_size: HistogramSnapshot
     gauges: Gauges
+    requests: Annotated[dict[str, int], Metric("requests", "Requests that ended, by outcome.", "outcome")]
+    prompt_tokens: Annotated[int, Metric("prompt_tokens", "Prompt tokens of admitted requests.")]
+    output_tokens: Annotated[int, Metric("generation_tokens", "Tokens generated.")]
+    prefix_hit_tokens: Annotated[int, Metric("prefix_cache_hit_tokens", "Prompt tokens taken from the prefix cache.")]
+    prefix_miss_tokens: Annotated[int, Metric("prefix_cache_miss_tokens", "Prompt tokens that had to be computed.")]
+    draft_proposed: Annotated[int, Metric("spec_decode_draft_tokens", "Tokens proposed by speculation.")]
+    draft_accepted: Annotated[int, Metric("spec_decode_accepted_tokens", "Proposed tokens that the model agreed with.")]
+    overflows: Annotated[int, Metric("context_overflows", "Contexts that were cut, as their requests' policy allows.")]
+    energy_joules: Annotated[float | None, Metric("energy_joules", "Energy used.")]
+    ttft: Annotated[Histogram, Metric("time_to_first_token_seconds", "Time from submission to the first token.")]
+    tpot: Annotated[
+        Histogram,
+        Metric("request_time_per_output_token_seconds", "Mean time between the tokens of a finished request."),
+    ]
+    itl: Annotated[
+        Histogram, Metric("inter_token_latency_seconds", "Time between two tokens of a request; 0 within one step.")
+    ]
+    e2e: Annotated[Histogram, Metric("e2e_request_latency_seconds", "Time from submission to the end of a request.")]
+    queue: Annotated[Histogram, Metric("request_queue_time_seconds", "Time from submission to admission.")]
+    batch_size: Annotated[Histogram, Metric("step_batch_size", "Rows of a call of the session.")]
+    step: Annotated[
+        dict[str, Histogram], Metric("step_duration_seconds", "Duration of a call of the session, by phase.", "phase")
+    ]
 
     @property
     def prefix_hit_rate(self) -> float | None:
@@ -155,32 +152,20 @@ class EngineSnapshot:
             "draft_acceptance": self.draft_acceptance,
             "joules_per_token": self.joules_per_token,
         }
-        for name in ("ttft", "tpot", "itl", "e2e", "queue"):
-            histogram: HistogramSnapshot = getattr(self, name)
+        for name in _SECONDS:
+            histogram: Histogram = getattr(self, name)
             values |= {f"{name}_p{percent}_s": histogram.quantile(percent / 100) for percent in (50, 95, 99)}
         return values
 
 
-@dataclass
-class _Counters:
-    """The numbers that only grow; EngineMetrics holds the lock."""
-
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prefix_miss_tokens: int = 0
-    draft_proposed: int = 0
-    draft_accepted: int = 0
-    overflows: int = 0
-    energy_joules: float | None = None
-    requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+_COUNTERS = [name for name, kind in get_type_hints(EngineSnapshot).items() if kind is int]
 
 
 class EngineMetrics:
     """Counters, histograms and gauges of one engine.
 
     Requests are recorded through the timelines that :meth:`timeline` gives out; what belongs to no request is recorded
-    here. Every method may be called from any thread, and takes well under two microseconds.
+    here. Every method may be called from any thread, and takes a few microseconds at most.
 
     Args:
         clock: seconds that never go back; the default is ``time.monotonic``.
@@ -191,14 +176,12 @@ class EngineMetrics:
         self.gauges = Gauges()  # replaced whole, so a reader never sees half of it
         self._began = clock()
         self._lock = threading.Lock()
-        self._counters = _Counters()
-        self._ttft = Histogram(SECONDS_BUCKETS)
-        self._tpot = Histogram(SECONDS_BUCKETS)
-        self._itl = Histogram(SECONDS_BUCKETS)
-        self._e2e = Histogram(SECONDS_BUCKETS)
-        self._queue = Histogram(SECONDS_BUCKETS)
+        self._counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self._requests = dict.fromkeys(OUTCOMES, 0)
+        self._joules: float | None = None
+        self._histograms = {name: Histogram(SECONDS_BUCKETS) for name in _SECONDS}
         self._batch_size = Histogram(BATCH_BUCKETS)
-        self._step = {phase.value: Histogram(SECONDS_BUCKETS) for phase in Phase}
+        self._step = {phase: Histogram(SECONDS_BUCKETS) for phase in PHASES}
 
     def timeline(self, prompt_tokens: int) -> "RequestTimeline":
         """A request enters the queue now; whatever its timeline records is counted here too."""
@@ -206,75 +189,50 @@ class EngineMetrics:
 
     def refuse(self) -> None:
         """A request was turned away before it could wait: the queue is full, or it can never fit."""
-        with self._lock:
-            self._counters.requests["refused"] += 1
+        self.count({}, "refused")
 
     def step(self, phase: str, seconds: float, rows: int) -> None:
-        """A call of the session ended: its phase (of :class:`Phase`, or another name), duration and rows."""
+        """A call of the session ended: its phase (of :data:`PHASES`), duration and rows."""
         with self._lock:
-            histogram = self._step.get(phase)
-            if histogram is None:
-                histogram = self._step[phase] = Histogram(SECONDS_BUCKETS)
-            histogram.observe(seconds)
+            self._step[phase].observe(seconds)
             self._batch_size.observe(rows)
 
     def add_energy(self, joules: float) -> None:
         """Energy was used; without a single call the total stays None, which is not 0."""
         with self._lock:
-            self._counters.energy_joules = (self._counters.energy_joules or 0.0) + joules
+            self._joules = (self._joules or 0.0) + joules
+
+    def count(self, added: Mapping[str, int], outcome: str = "", **seconds: Iterable[float]) -> None:
+        """Count an event of a request in one step, so that no reader sees half of it.
+
+        Args:
+            added: to counters, by name.
+            outcome: of the request, if it ended.
+            **seconds: observations by the name of their histogram.
+        """
+        with self._lock:
+            for name, number in added.items():
+                self._counters[name] += number
+            for name, values in seconds.items():
+                for value in values:
+                    self._histograms[name].observe(value)
+            if outcome:
+                self._requests[outcome] = self._requests.get(outcome, 0) + 1
 
     def snapshot(self) -> EngineSnapshot:
         """All numbers of one moment: no event is counted in one and missing in another."""
         with self._lock:
-            counters = {**vars(self._counters), "requests": dict(self._counters.requests)}
+            histograms = {name: histogram.copy() for name, histogram in self._histograms.items()}
+            counted: dict[str, Any] = {**self._counters, **histograms}
             return EngineSnapshot(
-                **counters,
                 uptime_s=self.clock() - self._began,
-                ttft=self._ttft.snapshot(),
-                tpot=self._tpot.snapshot(),
-                itl=self._itl.snapshot(),
-                e2e=self._e2e.snapshot(),
-                queue=self._queue.snapshot(),
-                step={phase: histogram.snapshot() for phase, histogram in self._step.items()},
-                batch_size=self._batch_size.snapshot(),
                 gauges=self.gauges,
+                requests=dict(self._requests),
+                energy_joules=self._joules,
+                batch_size=self._batch_size.copy(),
+                step={phase: histogram.copy() for phase, histogram in self._step.items()},
+                **counted,
             )
-
-    # What follows is called by timelines.
-
-    def _admitted(self, queue_s: float, prompt_tokens: int, hits: int) -> None:
-        with self._lock:
-            self._counters.prompt_tokens += prompt_tokens
-            self._counters.prefix_hit_tokens += hits
-            self._counters.prefix_miss_tokens += prompt_tokens - hits
-            self._queue.observe(queue_s)
-
-    def _tokens(self, count: int, ttft_s: float | None, gap_s: float | None) -> None:
-        with self._lock:
-            self._counters.output_tokens += count
-            if ttft_s is not None:
-                self._ttft.observe(ttft_s)
-            if gap_s is not None:
-                self._itl.observe(gap_s)
-            if count > 1:
-                self._itl.observe(0.0, count - 1)
-
-    def _drafted(self, proposed: int, accepted: int) -> None:
-        with self._lock:
-            self._counters.draft_proposed += proposed
-            self._counters.draft_accepted += accepted
-
-    def _overflowed(self) -> None:
-        with self._lock:
-            self._counters.overflows += 1
-
-    def _finished(self, outcome: str, e2e_s: float, tpot_s: float | None) -> None:
-        with self._lock:
-            requests = self._counters.requests
-            requests[outcome] = requests.get(outcome, 0) + 1
-            self._e2e.observe(e2e_s)
-            if tpot_s is not None:
-                self._tpot.observe(tpot_s)
 
 
 class RequestTimeline:
@@ -309,15 +267,23 @@ class RequestTimeline:
         """Moment when the first token was committed; None before."""
         return self._times[0] if self._times else None
 
-    def token_times(self) -> list[float]:
-        """Moments when the tokens so far were committed."""
-        return self._times.tolist()
+    @property
+    def output_tokens(self) -> int:
+        """Tokens committed so far."""
+        return len(self._times)
 
     def admit(self, cached_tokens: int = 0, now: float | None = None) -> None:
         """The request gets a place; ``cached_tokens`` of its prompt came from the prefix cache."""
         self.admitted = self._clock() if now is None else now
         self.cached_tokens = cached_tokens
-        self._engine._admitted(self.admitted - self.queued, self.prompt_tokens, cached_tokens)
+        self._engine.count(
+            {
+                "prompt_tokens": self.prompt_tokens,
+                "prefix_hit_tokens": cached_tokens,
+                "prefix_miss_tokens": self.prompt_tokens - cached_tokens,
+            },
+            queue=(self.admitted - self.queued,),
+        )
 
     def token(self, count: int = 1, now: float | None = None, output: int = 0) -> None:
         """A step committed ``count`` tokens, at least 1, to one of the request's outputs.
@@ -326,26 +292,22 @@ class RequestTimeline:
         """
         at = self._clock() if now is None else now
         since, self._latest[output] = self._latest.get(output), at
-        ttft_s = None if self._times else at - self.queued
-        gap_s = None if since is None else at - since
-        if gap_s is not None:
-            self._gaps.append(gap_s)
-        self._times.append(at)
-        for _ in range(count - 1):
-            self._times.append(at)
-            self._gaps.append(0.0)
-        self._engine._tokens(count, ttft_s, gap_s)
+        gaps = [0.0] * (count - 1) if since is None else [at - since] + [0.0] * (count - 1)
+        first = () if self._times else (at - self.queued,)
+        self._times.extend([at] * count)
+        self._gaps.extend(gaps)
+        self._engine.count({"output_tokens": count}, ttft=first, itl=gaps)
 
     def draft(self, proposed: int, accepted: int) -> None:
         """Speculation proposed tokens, and the model agreed with ``accepted`` of them."""
         self.drafted += proposed
         self.accepted += accepted
-        self._engine._drafted(proposed, accepted)
+        self._engine.count({"draft_proposed": proposed, "draft_accepted": accepted})
 
     def overflow(self) -> None:
         """The context was cut, as the request's policy allows."""
         self.overflows += 1
-        self._engine._overflowed()
+        self._engine.count({"overflows": 1})
 
     def finish(self, reason: str, now: float | None = None) -> None:
         """The request ended for ``reason``, one of OUTCOMES or a word of its own; only the first call counts."""
@@ -353,7 +315,8 @@ class RequestTimeline:
             return
         self.ended = self._clock() if now is None else now
         self.finish_reason = reason
-        self._engine._finished(reason, self.ended - self.queued, _mean(self._gaps.tolist()))
+        tpot = _mean(self._gaps)
+        self._engine.count({}, reason, e2e=(self.ended - self.queued,), tpot=() if tpot is None else (tpot,))
 
     def metrics(self) -> RequestMetrics:
         """The request's figures so far."""
@@ -369,7 +332,7 @@ class RequestTimeline:
             e2e_s=None if self.ended is None else self.ended - self.queued,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
-            output_tokens=len(self._times),
+            output_tokens=self.output_tokens,
             drafted=self.drafted,
             accepted=self.accepted,
             overflows=self.overflows,

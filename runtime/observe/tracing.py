@@ -9,15 +9,15 @@ configures none, and sends nothing anywhere.
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmc.runtime.observe.metrics import RequestTimeline
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Tracer
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 
@@ -32,16 +32,14 @@ _OPERATION = "text_completion"  # a request brings its chat as text
 # ---------------------------------------------------------------------------------------------------------------- logs
 
 
-def event(logger: logging.Logger, name: str, /, *, level: int = logging.INFO, **fields: object) -> None:
-    """Log an event by name with its data; costs one comparison where the level is off.
+def event(logger: logging.Logger, name: str, /, **fields: object) -> None:
+    """Log an event by name with its data, at the level INFO; costs one comparison where that is off.
 
     Args:
         name: what happened, in a word or two; becomes the message.
-        level: of the logging module.
         **fields: data, for JsonFormatter to write beside the message; other formatters leave it out.
     """
-    if logger.isEnabledFor(level):
-        logger.log(level, name, extra={_FIELDS: fields}, stacklevel=2)
+    logger.info(name, extra={_FIELDS: fields}, stacklevel=2)
 
 
 class JsonFormatter(logging.Formatter):
@@ -118,11 +116,25 @@ def record_spans(timeline: RequestTimeline, *, model: str, parent: "Context | No
     tracer = _tracer()
     if tracer is None or timeline.ended is None:
         return False
-    span = _start(tracer, f"{_OPERATION} {model}", timeline, timeline.queued, parent, _attributes(timeline, model))
-    _children(tracer, span, timeline)
+    from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+    def unix_ns(at: float) -> int:
+        return timeline.queued_unix_ns + round((at - timeline.queued) * _NANOSECONDS)
+
+    # The kind stays INTERNAL, the convention's for a model that runs in the caller's process.
+    span = tracer.start_span(
+        f"{_OPERATION} {model}", parent, attributes=_attributes(timeline, model), start_time=unix_ns(timeline.queued)
+    )
+    starts = (("queue", timeline.queued), ("prefill", timeline.admitted), ("decode", timeline.first_token))
+    marks = [(name, at) for name, at in starts if at is not None]
+    ends = [*(at for _, at in marks[1:]), timeline.ended]
+    for (name, start), end in zip(marks, ends, strict=True):
+        child = tracer.start_span(name, set_span_in_context(span), start_time=unix_ns(start))
+        child.end(unix_ns(end))
     if timeline.finish_reason not in _SUCCESSES:
-        _fail(span, str(timeline.finish_reason))
-    span.end(_unix_ns(timeline, timeline.ended))
+        span.set_attribute("error.type", str(timeline.finish_reason))
+        span.set_status(Status(StatusCode.ERROR, timeline.finish_reason))
+    span.end(unix_ns(timeline.ended))
     return True
 
 
@@ -155,38 +167,3 @@ def _attributes(timeline: RequestTimeline, model: str) -> dict[str, AttributeVal
         "llmc.context_overflows": metrics.overflows or None,
     }
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _children(tracer: "Tracer", span: "Span", timeline: RequestTimeline) -> None:
-    from opentelemetry.trace import set_span_in_context
-
-    context = set_span_in_context(span)
-    starts = (("queue", timeline.queued), ("prefill", timeline.admitted), ("decode", timeline.first_token))
-    marks = [(name, at) for name, at in starts if at is not None]
-    ends = [*(at for _, at in marks[1:]), timeline.ended]
-    for (name, start), end in zip(marks, ends, strict=True):
-        assert end is not None
-        _start(tracer, name, timeline, start, context, {}).end(_unix_ns(timeline, end))
-
-
-def _start(
-    tracer: "Tracer",
-    name: str,
-    timeline: RequestTimeline,
-    at: float,
-    context: "Context | None",
-    attributes: Mapping[str, Any],
-) -> "Span":
-    # INTERNAL is the convention's kind for a model that runs in the caller's process.
-    return tracer.start_span(name, context=context, attributes=attributes, start_time=_unix_ns(timeline, at))
-
-
-def _fail(span: "Span", reason: str) -> None:
-    from opentelemetry.trace import Status, StatusCode
-
-    span.set_attribute("error.type", reason)
-    span.set_status(Status(StatusCode.ERROR, reason))
-
-
-def _unix_ns(timeline: RequestTimeline, at: float) -> int:
-    return timeline.queued_unix_ns + round((at - timeline.queued) * _NANOSECONDS)

@@ -1,4 +1,4 @@
-"""What a session's calls cost, learnt while it runs: seconds by the shape of a call."""
+"""Costs of a session's calls, learnt while it runs: seconds by the shape of a call."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -34,7 +34,7 @@ class StepCosts:
         return None if known is None else known.predict(rows, tokens)
 
     def count(self, phase: str, rows: int, tokens: int) -> int:
-        """How many calls of this shape were seen, up to 5. The first may have paid for what later ones reuse."""
+        """Number of calls of this shape that were seen, up to 5. The first may have paid for what later ones reuse."""
         known = self._phases.get(phase)
         return 0 if known is None else known.count(rows, tokens)
 

@@ -1,4 +1,4 @@
-"""How steps become calls of the session, and what each way of calling promises.
+"""Steps as calls of the session, in shapes that keep what a level of determinism promises.
 
 Kernels choose other code for other shapes, and other code rounds otherwise; a quantized activation then flips to its
 neighbour, and logits change by about a hundredth of their spread. Measured on ONNX Runtime 1.31 (x86-64): tokens of one
@@ -10,7 +10,8 @@ unpacked in pairs of rows, the odd last row differs from the paired ones.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from itertools import groupby
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class ModelRunner:
         self,
         session: Session,
         manifest: Manifest,
-        rows: Rows,
+        rows: Rows[Any],
         level: Determinism,
         *,
         max_context: int,
@@ -106,11 +107,6 @@ class ModelRunner:
         self._policy = Policy.of(level, session, manifest, max_rows)
         self._strict = level is Determinism.STRICT
         self._candidates = 0 if manifest.engine is None else manifest.engine.candidates
-
-    @property
-    def hidden(self) -> Floats | None:
-        """Hidden states [B, O, H] of the last call, overwritten by the next one; None if unknown."""
-        return self.session.hidden
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make room for so many rows and positions, and for the dummies that the policy adds.
@@ -135,24 +131,21 @@ class ModelRunner:
             return self._verify(call[0], call[0].drafts)[None], None
         if self._policy.row_by_row:
             return self._one_by_one(call)
-        ids = [[sequence.context[sequence.cached]] for sequence in call]
+        new = [[sequence.context[sequence.cached]] for sequence in call]
         past = [sequence.cached for sequence in call]
         if self._policy.in_pairs and len(call) % 2:
             # Nothing that counts is overwritten: the neighbour's next position is written again before it is read.
             neighbour = self._rows.at(call[-1].row + 1)
-            ids.append([0])
+            new.append([0])
             past.append(0 if neighbour is None else neighbour.cached)
         # The largest logits are enough only where these decide every sequence's token.
         few = all(0 < sequence.needs < self._candidates for sequence in call)
-        indices = np.zeros((len(ids), 1), np.int64)
+        ids, lengths, indices = np.array(new, np.int64), np.array(past, np.int64), np.zeros((len(new), 1), np.int64)
         wanted = self._candidates if few else 0
-        phase = self.phase(len(call))
-        logits = self._run(
-            Batch(phase, np.array(ids, np.int64), np.array(past, np.int64), indices, call[0].row, wanted)
-        )
+        logits = self._run(Batch(self.phase(len(call)), ids, lengths, indices, call[0].row, wanted))
         if few and not all(suffice(row, sequence.needs) for row, sequence in zip(logits[:, 0], call, strict=False)):
             logits = self.session.full_logits()
-        hidden = self.hidden
+        hidden = self.session.hidden
         return logits, None if hidden is None else hidden[:, 0]
 
     @property
@@ -175,7 +168,7 @@ class ModelRunner:
         logits, states = [], []
         for sequence in call:  # copies, for the next call overwrites them
             logits.append(self._verify(sequence, ())[:1].copy())
-            states += [] if self.hidden is None else [self.hidden[0, 0].copy()]
+            states += [] if self.session.hidden is None else [self.session.hidden[0, 0].copy()]
         return np.stack(logits), np.stack(states) if states else None
 
     def _verify(self, sequence: Scheduled, drafts: Sequence[int]) -> Floats:
@@ -199,14 +192,6 @@ class ModelRunner:
 
 def calls(sequences: Sequence[_S]) -> Iterator[list[_S]]:
     """Sequences that can share a call: in rows side by side, none with drafts; those with drafts are alone."""
-    group: list[_S] = []
-    for sequence in sequences:
-        if sequence.drafts:
-            if group:
-                yield group
-            yield [sequence]
-            group = []
-        else:
-            group.append(sequence)
-    if group:
-        yield group
+    for drafted, neighbours in groupby(sequences, lambda sequence: bool(sequence.drafts)):
+        group = list(neighbours)
+        yield from [[sequence] for sequence in group] if drafted else [group]

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import RequestError
+from llmc.runtime.kv.rows import Slot
 from llmc.runtime.sessions import Batch, Phase, Session
 
 Floats = NDArray[np.float32]
@@ -16,11 +17,8 @@ Floats = NDArray[np.float32]
 ATTENTION_TILE = 64
 
 
-class Feedable(Protocol):
+class Feedable(Slot, Protocol):
     """A sequence as the runner sees it: of ``context`` the first ``cached`` tokens are in the row."""
-
-    cached: int
-    row: int
 
     @property
     def context(self) -> Sequence[int]:

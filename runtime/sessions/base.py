@@ -1,4 +1,4 @@
-"""What the generation loop asks of an engine, and what engines say alike."""
+"""The seam to an engine: a session runs calls on a KV cache."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from llmc.runtime.kv.cache import KVCache
 
 
 class Phase(str, Enum):
-    """Which graph a call belongs to; a bundle may serve both with one."""
+    """The graph that a call belongs to; a bundle may serve both with one."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -49,11 +49,11 @@ class Session(Protocol):
 
     @property
     def processor(self) -> str:
-        """What computes, by name: results hold for it and not for another."""
+        """Name of the CPU or GPU: results hold for it and not for another."""
 
     @property
     def substitutes(self) -> bool:
-        """Whether a phase runs on the other phase's graph, because this machine cannot run its own."""
+        """True where a phase runs on the other phase's graph, because this machine cannot run its own."""
 
     @property
     def cache(self) -> KVCache:
@@ -61,7 +61,7 @@ class Session(Protocol):
 
     @property
     def hidden(self) -> NDArray[np.float32] | None:
-        """What the head read in the last call, float32 [B, O, hidden], reused as logits are; None if unknown."""
+        """The head's input in the last call, float32 [B, O, hidden], reused as logits are; None if unknown."""
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab]; the next call may reuse the array, so copy what must outlive it."""
@@ -71,6 +71,14 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free the engine and the cache."""
+
+
+def run_row_by_row(session: Session, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Logits and hidden states of a batch, by a call of each row alone."""
+    logits, hidden = zip(
+        *((session.run(row).copy(), np.array(session.hidden)) for row in row_by_row(batch)), strict=True
+    )
+    return np.concatenate(logits), np.concatenate(hidden)
 
 
 def row_by_row(batch: Batch) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""How many tokens to draft: as many as pay, none where none pay, and a look now and then whether that has changed."""
+"""The number of tokens to draft: as many as pay, or none, and a look now and then whether that has changed."""
 
 from collections.abc import Callable, Sequence
 
@@ -40,7 +40,7 @@ REMEASURE = 64
 
 
 class Ledger:
-    """What drafting has lost (above 0) or won (below) in all sequences of an engine, in tokens' worth of time.
+    """Losses (above 0) or winnings (below) of drafting in all sequences of an engine, in tokens' worth of time.
 
     Shared by their :class:`DraftLength`, it keeps many short requests from each paying for a trial of its own: while it
     is above 0 no sequence begins one.
@@ -51,7 +51,7 @@ class Ledger:
 
     @property
     def credit(self) -> float:
-        """What was won and not lost again."""
+        """Winnings that were not lost again."""
         return max(0.0, -self.debt)
 
     def book(self, lost: float) -> None:
@@ -123,7 +123,7 @@ class DraftLength:
 
     @property
     def active(self) -> bool:
-        """Whether drafts are wanted now, on trial or because they pay."""
+        """True while drafts are wanted, on trial or because they pay."""
         return self._wait <= 0
 
     def length(self, rows: int = 1) -> int:
@@ -209,7 +209,7 @@ class DraftLength:
         return self._best(self._lengths[-1], rows)[1] > bar
 
     def _hopeless(self, rows: int) -> bool:
-        """Whether no length would pay even if everything were accepted."""
+        """True if no length would pay even if everything were accepted."""
         return self._best(self._lengths[-1], rows, 1.0)[1] < 1.0
 
     def _best(self, proposed: int, rows: int, acceptance: float | None = None) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""What guesses the next tokens: the protocol, and prompt lookup, which needs no second model."""
+"""Drafters, which guess the next tokens: the protocol, and prompt lookup, which needs no second model."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -71,7 +71,7 @@ class PromptLookup:
 
 
 class _Index:
-    """Where each n-gram of one sequence ended last, of those that something follows."""
+    """The last end of each n-gram of one sequence, of those that something follows."""
 
     def __init__(self) -> None:
         self.after: dict[tuple[int, ...], int] = {}

@@ -23,27 +23,17 @@ STEPS = 2
 
 
 class Loaded(Protocol):
-    """What the drafter asks of a loaded bundle; :class:`llmc.runtime.Model` has it."""
+    """A loaded bundle as the drafter asks it; :class:`llmc.runtime.Model` is one."""
 
-    @property
-    def folder(self) -> Path:
-        """The bundle."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Its manifest."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Its tokenizer."""
+    folder: Path
+    manifest: Manifest
+    tokenizer: Tokenizer
 
 
 class DraftModel(Loaded, Protocol):
-    """And of the one that drafts."""
+    """The one that drafts."""
 
-    @property
-    def runner(self) -> SingleRunner:
-        """What its session is reached by."""
+    runner: SingleRunner
 
     def close(self) -> None:
         """Free it."""

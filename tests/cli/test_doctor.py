@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from doubles.machines import H200, NO_GPU, ORIN
 
-from llmc.runtime.host.probe import Driver, Library, Probe
+from llmc.runtime.host.probe import Probe
+from llmc.runtime.host.probe_steps import Driver, Library
 
 # With six processes of its own, each of which imports a library; a busy machine takes several times the quiet second.
 PATIENCE_S = 120

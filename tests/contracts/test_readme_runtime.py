@@ -178,3 +178,34 @@ def test_every_error_of_a_request_has_a_row(readme: str):
     }
     assert family <= raised
     assert all(issubclass(getattr(errors, name), errors.LlmcError) for name in raised)
+
+
+def map_of(root: Path) -> dict[str, str]:
+    """File of the runtime -> the first paragraph of its docstring; of the packages only the outermost counts."""
+    files = [path for path in (root / "runtime").rglob("*.py") if path.name != "__init__.py"]
+    files.append(root / "runtime" / "__init__.py")
+    return {
+        path.relative_to(root / "runtime").as_posix(): " ".join(
+            (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].split()
+        )
+        for path in files
+    }
+
+
+def test_the_map_lists_every_file_in_its_own_words(root: Path, readme: str):
+    listed = {row["file"].strip("`"): row["what it is"] for row in rows_of(readme, "file")}
+    assert listed == map_of(root)
+
+
+def test_the_map_names_the_rooms_in_the_order_of_the_import_contract(root: Path, readme: str):
+    project = (root / "pyproject.toml").read_text(encoding="utf-8")
+    layers = re.search(r'containers = \["llmc.runtime"\]\nlayers = \[(.*?)\n\]', project, re.S)
+    text = readme.partition("below it in this list: ")[2].partition(".\n\n")[0]
+    assert layers and re.findall(r"\w+", text.replace(".py", "").replace(" and ", " ")) == re.findall(r"\w+", layers[1])
+
+
+def test_the_life_of_a_request_has_eight_steps_that_name_files(root: Path, readme: str):
+    steps = re.findall(r"^\d\. (.+(?:\n   .+)*)", readme.partition("The life of a request")[2], re.M)[:8]
+    assert len(steps) == 8
+    named = {name for step in steps for name in re.findall(r"`([\w/]+\.py)`", step)}
+    assert named and [name for name in named if not (root / "runtime" / name).is_file()] == []

@@ -27,6 +27,21 @@ def test_every_module_says_what_it_is():
     assert names([path for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)]) == []
 
 
+QUESTIONS = ("What", "Whether", "Who", "How", "Where", "Which", "Why")
+
+
+def test_docstrings_name_a_thing_or_tell_what_to_do_and_ask_nothing():
+    """A noun phrase or an imperative is understood at one reading; "Whether it is so" is half a sentence."""
+    asking = []
+    for path in [*PRODUCT, *(path for path in MODULES if path.relative_to(ROOT).parts[0] == "recipes")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = (ast.get_docstring(node) or "-").split()[0]
+                if first.rstrip(",:'s") in QUESTIONS:
+                    asking.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}")
+    assert asking == []
+
+
 def code_mentions(path: Path, word: str) -> list[str]:
     """Names and strings of a module that contain ``word``; comments and docstrings are left out."""
     text = path.read_text(encoding="utf-8")

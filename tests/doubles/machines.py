@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmc.runtime.host.jetson import JETPACKS, Jetson, PowerMode
-from llmc.runtime.host.probe import Device, Driver, Library, Probe
+from llmc.runtime.host.probe import Probe
+from llmc.runtime.host.probe_steps import Device, Driver, Library
 
 GB = 10**9
 PACKAGES = {"numpy": "2.4.6", "tokenizers": "0.23.3", "onnx": "1.23.2", "onnx-ir": "1.1.0", "ml_dtypes": "0.6.0"}

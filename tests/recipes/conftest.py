@@ -52,9 +52,9 @@ def write_character_tokenizer(folder: Path, vocab_size: int) -> None:
     )
 
 
-@pytest.fixture(scope="session", params=CASE_OF_FAMILY)
+@pytest.fixture(scope="session")
 def family_export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export of random weights that can read text, for each family in turn."""
+    """An export of random weights that can read text, of the family that the test names."""
     import torch
 
     from llmc.export import export

@@ -88,38 +88,28 @@ def test_prompts_differ_by_salt_and_hold_no_special_tokens(script):
 
 
 def test_load_of_others_leaves_out_our_own(script, monkeypatch, tmp_path):
-    measures = script("engine_measures")
-    machine = sys.modules[measures.Disturbance.__module__]
+    machine, whose = script("machine"), resource.RUSAGE_SELF
     monkeypatch.setattr(machine, "STAT", tmp_path / "stat")
-    seconds, clock = {resource.RUSAGE_SELF: iter((100.0, 104.0))}, itertools.count(0, 10)
+    seconds, clock = {whose: iter((100.0, 104.0))}, itertools.count(0, 10)
     monkeypatch.setattr(machine, "_cpu_seconds", lambda whose: next(seconds[whose]))
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
     (tmp_path / "stat").write_text("cpu 1000 0 0 5000 0 0 0 0 0 0\n")
-    load = measures.OtherLoad()
+    load = machine.Disturbance(whose)
     (tmp_path / "stat").write_text("cpu 1500 0 400 9000 0 0 0 0 0 0\n")  # 9 s busy at 100 ticks a second
     assert load.cpus() == pytest.approx(0.5)  # (9 - 4) s in 10 s
     (tmp_path / "stat").unlink()
     monkeypatch.setattr(machine, "_cpu_seconds", lambda whose: 0.0)
-    assert measures.OtherLoad().cpus() is None
+    assert machine.Disturbance(whose).cpus() is None
 
 
 # ------------------------------------------------------------------------------------------------------ concurrency
 
 
 def test_gaps_count_where_they_overlap_the_time_asked_for(script):
-    watch = script("engine_concurrency").Watch(3)
-    watch.times = [0.0, 1.0, 3.0, 6.0, 10.0]
-    assert watch.gaps(1.0, 6.0) == [2.0, 3.0]
-    assert watch.gaps(1.5, 6.5) == [2.0, 3.0, 4.0]
-    assert watch.gaps(11.0, 12.0) == []
-
-
-def test_a_watch_counts_tokens_not_pieces(script):
-    watch = script("engine_concurrency").Watch(3)
-    watch(Delta(0, "a", (1, 2)))
-    assert not watch.reached.is_set()
-    watch(Delta(0, "b", (3,)))
-    assert watch.reached.is_set() and len(watch.times) == 3
+    gaps, times = script("engine_concurrency").gaps, [0.0, 1.0, 3.0, 6.0, 10.0]
+    assert gaps(times, 1.0, 6.0) == [2.0, 3.0]
+    assert gaps(times, 1.5, 6.5) == [2.0, 3.0, 4.0]
+    assert gaps(times, 11.0, 12.0) == []
 
 
 def test_concurrency_runs_and_divides_serial_by_together(run_script, tiny_bundle, monkeypatch):
@@ -178,6 +168,12 @@ def test_overhead_runs_with_every_setting(run_script, tiny_bundle):
     assert all(k["steps"] > 2 and 0 < k["session_ms"] < k["between_ms"] for k in kinds)
 
 
+def test_overhead_of_one_row_is_measured_by_setting(run_script, tiny_bundle):
+    names = ["greedy", "temperature 0.8, top-p 0.95"]
+    report = run_script("engine_overhead", tiny_bundle, "--rows", "1", "--new-tokens", "8", "--settings", *names)
+    assert [(k["settings"], k["steps"]) for k in report["details"]["kinds"][::2]] == [(name, 6) for name in names]
+
+
 # ----------------------------------------------------------------------------------------------------------- prefix
 
 
@@ -220,7 +216,7 @@ def test_expected_tokens_are_the_sum_over_all_outcomes(script, right):
         accepted = next((i for i, good in enumerate(outcome) if not good), 5)
         probability = np.prod([right if good else 1 - right for good in outcome])
         expected += float(probability) * (accepted + 1)
-    assert script("speculation_gain").expected_tokens(right, 5) == pytest.approx(expected, rel=CLOSE)
+    assert script("speculation_gain").expected(5, right) == pytest.approx(expected, rel=CLOSE)
 
 
 def test_a_pair_divides_within_rounds_and_counts_drafts_of_its_own_runs(script):
@@ -307,15 +303,14 @@ def test_cases_are_the_same_for_the_same_number(script):
     assert make_case(3, "3 beams").params.seed is None
 
 
-def test_the_soak_comes_to_its_end_on_the_small_model(script, tiny_bundle, tmp_path):
+def test_the_soak_comes_to_its_end_on_the_small_model(script, tiny_bundle):
     soak = script("soak")
-    args = argparse.Namespace(determinism="batch", lookup=False, requests=60, distinct=len(soak.KINDS), seed=1)
-    with load(tiny_bundle, threads=1, self_test=False, max_context=soak.CONTEXT) as model:
-        report = soak.soak(model, args, tmp_path)
-    missed = [check.name for check in report.checks[:-1] if not check.met]  # so few requests say nothing on memory
-    assert (missed, report.details["wrong"], report.details["alone_mistakes"]) == ([], [], [])
-    outcomes = report.details["outcomes"]
-    assert sum(count for outcome, count in outcomes.items() if outcome != "turned away") == 60
+    sizes = {"requests": 60, "distinct": len(soak.KINDS), "seed": 1}
+    args = argparse.Namespace(bundle=tiny_bundle, threads=1, determinism="batch", lookup=False, **sizes)
+    checks, details, _ = soak.soak(args)
+    missed = [check.name for check in checks[:-1] if not check.met]  # so few requests say nothing on memory
+    assert (missed, details["wrong"], details["alone_mistakes"]) == ([], [], [])
+    assert sum(count for outcome, count in details["outcomes"].items() if outcome != "turned away") == 60
 
 
 def test_what_holds_an_output_to_recorded_tokens_overrides_the_model(script, tiny_bundle):

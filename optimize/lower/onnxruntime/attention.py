@@ -20,6 +20,7 @@ from llmc.optimize.lower.rewrite import (
     MICROSOFT,
     Emitter,
     constant,
+    graph_input,
     nodes_of,
     replace,
     scalar,
@@ -117,11 +118,6 @@ def check_head_sizes(geometry: Geometry) -> None:
                 f"{attention.name} has a head_dim of {attention.head_dim}, and ONNX Runtime attends to heads whose "
                 f"head_dim is a multiple of {HEAD_MULTIPLE}; build for cuda with --fp32, or for tensorrt"
             )
-
-
-def graph_input(graph: ir.Graph, name: str) -> ir.Value:
-    """The graph's input called ``name``."""
-    return next(value for value in graph.inputs if value.name == name)
 
 
 def counted_tokens(graph: ir.Graph) -> ir.Value:

@@ -17,11 +17,10 @@ from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import (
     counted_tokens,
-    graph_input,
     group_query_attention,
     token_positions,
 )
-from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, nodes_of, replace, scalar, vector
+from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, graph_input, nodes_of, replace, scalar, vector
 from llmc.optimize.lower.rotary import rotary_tables
 
 MASKED = float(np.finfo(np.float32).min)
@@ -123,7 +122,7 @@ def _written(
 
 
 def _mask(emit: Emitter, shared: _Shared, window: int) -> ir.Value:
-    """Which cache slots a position sees, bool [B, 1, 1, S, C]: all up to its own, or the last ``window`` of those."""
+    """Cache slots that a position sees, bool [B, 1, 1, S, C]: all up to its own, or the last ``window`` of those."""
     if window not in shared.masks:
         mask = emit("LessOrEqual", shared.slots, shared.columns)
         if window:

@@ -10,7 +10,6 @@ from llmc.optimize.lower.onnxruntime.linears import (
     float16_weight,
     float32_weight,
     float_linear,
-    float_type,
     with_bias,
 )
 from llmc.optimize.lower.raising import Linear
@@ -52,4 +51,4 @@ def _blocked_linear(linear: Linear, grid: Grid, context: LoweringContext) -> ir.
         bits=grid.bits,
         block_size=grid.block,
     )
-    return with_bias(emit, output, linear, context, float_type(context.compute))
+    return with_bias(emit, output, linear, context, context.type)

@@ -4,12 +4,8 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import graph_input
 from llmc.optimize.lower.onnxruntime.cuda_attention import sequence_lengths
-from llmc.optimize.lower.onnxruntime.linears import float_type
-from llmc.optimize.lower.rewrite import Emitter, nodes_of, replace, scalar, vector
-
-FOR_THE_HOST = ("logits", "hidden_states")
+from llmc.optimize.lower.rewrite import Emitter, graph_input, nodes_of, replace, scalar, vector, widen_outputs
 
 
 def gather_logit_rows(graph: ir.Graph, context: LoweringContext) -> int:
@@ -35,20 +31,7 @@ def float32_outputs(graph: ir.Graph, context: LoweringContext) -> int:
     if context.compute == "float32":
         return 0
     _forget_types(graph)
-    for i, value in enumerate(graph.outputs):
-        if value.name in FOR_THE_HOST:
-            graph.outputs[i] = _as_float32(graph, value, context.compute)
-    return len(FOR_THE_HOST)
-
-
-def _as_float32(graph: ir.Graph, value: ir.Value, compute: str) -> ir.Value:
-    cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
-    [output] = cast.outputs
-    cast.name, output.name = f"{value.name}.Cast", value.name
-    output.type, output.shape = ir.TensorType(ir.DataType.FLOAT), value.shape
-    value.name, value.type = f"{value.name}.{compute}", ir.TensorType(float_type(compute))
-    graph.append(cast)
-    return output
+    return widen_outputs(graph, context.type)
 
 
 def _forget_types(graph: ir.Graph) -> None:

@@ -4,38 +4,31 @@ import math
 
 import onnx_ir as ir
 
-from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
-from llmc.optimize.lower.onnxruntime.linears import blocked, converted, float16_weight, float32_weight, float_type
-from llmc.optimize.lower.raising import stored
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, nodes_of, replace, sizes, sole_consumer, vector
+from llmc.optimize.lower.linears import replace_embedding
+from llmc.optimize.lower.onnxruntime.linears import blocked, converted, float16_weight, float32_weight
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, sizes, vector
 from llmc.optimize.quantize.grid import Grid
 
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
     """Gather(embedding, ids) -> a gather of rows that are then converted."""
-    count = 0
-    for gather in nodes_of(graph, "Gather"):
-        if gather.name != EMBEDDING:
-            continue
-        table = stored(gather.inputs[0])
-        match context.embedding:
-            case WeightOnly(grid):
-                rows = _blocked_rows(Emitter(gather), (table,), grid, context)
-            case Float16():
-                rows = _float_rows(Emitter(gather), float16_weight(table.name or "", (table,), context), context)
-            case _:
-                rows = _float_rows(Emitter(gather), float32_weight(table.name or "", (table,), context), context)
-        cast = sole_consumer(gather.outputs[0])
-        replace(gather if cast is None or cast.op_type != "Cast" else cast, rows)
-        count += 1
-    return count
+    return replace_embedding(graph, lambda emit, table: _rows(emit, table, context))
+
+
+def _rows(emit: Emitter, table: ir.ExternalTensor, context: LoweringContext) -> ir.Value:
+    match context.embedding:
+        case WeightOnly(grid):
+            return _blocked_rows(emit, (table,), grid, context)
+        case Float16():
+            return _float_rows(emit, float16_weight(table.name or "", (table,), context), context)
+    return _float_rows(emit, float32_weight(table.name or "", (table,), context), context)
 
 
 def _float_rows(emit: Emitter, table: ir.ExternalTensor, context: LoweringContext) -> ir.Value:
     """Rows [B, S, H] of a matrix, converted after they were read."""
     rows = emit("Gather", initializer(emit.graph, table), emit.anchor.inputs[1], axis=0)
-    return converted(emit, rows, table.dtype, float_type(context.compute))
+    return converted(emit, rows, table.dtype, context.type)
 
 
 def _blocked_rows(emit: Emitter, table: tuple[ir.ExternalTensor], grid: Grid, context: LoweringContext) -> ir.Value:

@@ -18,18 +18,13 @@ def float_linear(linear: Linear, stored: ir.ExternalTensor, context: LoweringCon
     Of float16 weights in a float32 graph the engine makes float32 when it loads them: half the file, no less memory.
     """
     emit = Emitter(linear.node)
-    x, activations = linear.node.inputs[0], float_type(context.compute)
+    x, activations = linear.node.inputs[0], context.type
     assert x is not None
     arithmetic = stored.dtype if stored.dtype == activations else ir.DataType.FLOAT
     weight = converted(emit, initializer(emit.graph, stored), stored.dtype, arithmetic)
     x = converted(emit, x, activations, arithmetic)
     output = with_bias(emit, emit("FusedMatMul", x, weight, domain=MICROSOFT, transB=1), linear, context, arithmetic)
     return converted(emit, output, arithmetic, activations)
-
-
-def float_type(name: str) -> ir.DataType:
-    """The type that recipes call ``name``: float32, float16 or bfloat16."""
-    return ir.DataType.FLOAT if name == "float32" else ir.DataType[name.upper()]
 
 
 def converted(emit: Emitter, value: ir.Value, before: ir.DataType, after: ir.DataType) -> ir.Value:

@@ -7,10 +7,9 @@ arithmetic, see :mod:`.words`.
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import Computed, LoweringContext, Static, WeightOnly
-from llmc.optimize.lower.raising import stored
-from llmc.optimize.lower.rewrite import Emitter, initializer, nodes_of, replace, sizes, sole_consumer, vector
+from llmc.optimize.lower.linears import replace_embedding
+from llmc.optimize.lower.rewrite import Emitter, initializer, sizes, vector
 from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.lower.tensorrt.words import packed_table, unpack_words
 from llmc.optimize.quantize.grid import Grid
@@ -18,22 +17,17 @@ from llmc.optimize.quantize.grid import Grid
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
     """Gather(embedding, ids) -> a gather of rows in the compute type, or of packed ones that are then unpacked."""
-    count = 0
-    for gather in nodes_of(graph, "Gather"):
-        if gather.name != EMBEDDING:
-            continue
-        emit, table = Emitter(gather), stored(gather.inputs[0])
-        match context.embedding:
-            case Computed():
-                rows = emit("Gather", initializer(graph, weights.float_rows(table, context)), gather.inputs[1], axis=0)
-            case WeightOnly(grid) | Static(grid):
-                rows = _unpacked_rows(emit, table, grid, context)
-            case config:
-                raise BuildError(f"{gather.name}: TensorRT gathers no rows stored as {config}; build with another head")
-        cast = sole_consumer(gather.outputs[0])
-        replace(gather if cast is None or cast.op_type != "Cast" else cast, rows)
-        count += 1
-    return count
+    return replace_embedding(graph, lambda emit, table: _rows(emit, table, context))
+
+
+def _rows(emit: Emitter, table: ir.ExternalTensor, context: LoweringContext) -> ir.Value:
+    match context.embedding:
+        case Computed():
+            rows = initializer(emit.graph, weights.float_rows(table, context))
+            return emit("Gather", rows, emit.anchor.inputs[1], axis=0)
+        case WeightOnly(grid) | Static(grid):
+            return _unpacked_rows(emit, table, grid, context)
+    raise BuildError(f"{emit.name}: TensorRT gathers no rows stored as {context.embedding}; build with another head")
 
 
 def _unpacked_rows(emit: Emitter, table: ir.ExternalTensor, grid: Grid, context: LoweringContext) -> ir.Value:
@@ -51,7 +45,7 @@ def _unpacked_rows(emit: Emitter, table: ir.ExternalTensor, grid: Grid, context:
         rows = emit("Mul", rows, scales)
     if hidden % (32 // grid.bits):
         rows = emit("Slice", rows, vector(graph, [0]), vector(graph, [hidden]), vector(graph, [-1]))
-    return rows if context.compute == "float32" else emit("Cast", rows, to=weights.compute_type(context))
+    return rows if context.compute == "float32" else emit("Cast", rows, to=context.type)
 
 
 def _grid(grid: Grid, hidden: int, name: str) -> Grid:

@@ -5,7 +5,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import ARRAY_TYPES, Computed, Float8, LoweringContext, QuantConfig, Static, WeightOnly
+from llmc.optimize.lower.context import Computed, Float8, LoweringContext, QuantConfig, Static, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import Emitter, constant, initializer
@@ -78,7 +78,7 @@ def _rounded_input(linear: Linear, x: ir.Value, config: Static | Float8, context
         scale, zero = static.activation_scale(largest) * static.LARGEST / weights.LARGEST_FLOAT8, _FLOAT8_ZERO
     else:
         scale, zero = static.activation_scale(largest), _INT8_ZERO
-    held = weights.stored_scales(np.array(scale, np.float32), ARRAY_TYPES[context.compute])
+    held = weights.stored_scales(np.array(scale, np.float32), context.array_type)
     scale_value = constant(emit.graph, f"{emit.name}.scale", held)
     zero_value = constant(emit.graph, f"const.{zero.dtype.name}.zero", zero)
     rounded = emit("QuantizeLinear", x, scale_value, zero_value)

@@ -8,13 +8,12 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.inventory import Attention
-from llmc.optimize.lower.context import ARRAY_TYPES, LoweringContext
+from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import stored
-from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, scalar, vector
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, graph_input, nodes_of, replace, scalar, vector
 from llmc.optimize.lower.rotary import rotary_tables
 from llmc.optimize.lower.tensorrt.attention import heads, merged
-from llmc.optimize.lower.tensorrt.slots import Slots, graph_input
-from llmc.optimize.lower.tensorrt.weights import compute_type
+from llmc.optimize.lower.tensorrt.slots import Slots
 
 # Softmax makes 0 of it in float32, and unlike -inf it can never turn into NaN.
 MASKED = float(np.finfo(np.float32).min)
@@ -123,7 +122,7 @@ def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
 
 def _scalar(graph: ir.Graph, value: float, context: LoweringContext) -> ir.Value:
     """A shared constant of shape [] in the compute type."""
-    return constant(graph, f"const.{context.compute}.{value}", np.array(value, ARRAY_TYPES[context.compute]))
+    return constant(graph, f"const.{context.compute}.{value}", np.array(value, context.array_type))
 
 
 def _wide(emit: Emitter, value: ir.Value, context: LoweringContext) -> ir.Value:
@@ -131,4 +130,4 @@ def _wide(emit: Emitter, value: ir.Value, context: LoweringContext) -> ir.Value:
 
 
 def _narrow(emit: Emitter, value: ir.Value, context: LoweringContext) -> ir.Value:
-    return value if context.compute == "float32" else emit("Cast", value, to=compute_type(context))
+    return value if context.compute == "float32" else emit("Cast", value, to=context.type)

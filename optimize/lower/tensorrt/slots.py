@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmc.optimize.lower.rewrite import Emitter, scalar, vector
+from llmc.optimize.lower.rewrite import Emitter, graph_input, scalar, vector
 
 CACHE_SLOTS = "cache_slots"
 
@@ -50,11 +50,6 @@ class Slots:
         }
         made = {(window, n): _mask(emit, cache_slots, columns[n], window) for window, n in sorted(set(masks))}
         return cls(cache_slots, past_lengths, positions, made)
-
-
-def graph_input(graph: ir.Graph, name: str) -> ir.Value:
-    """The input called ``name``."""
-    return next(value for value in graph.inputs if value.name == name)
 
 
 def _add_input(graph: ir.Graph, dim: str) -> ir.Value:

@@ -28,11 +28,6 @@ INT4_BLOCKS = (128, 64, 32)
 TABLE = f"{EMBEDDING}.weight"
 
 
-def compute_type(context: LoweringContext) -> ir.DataType:
-    """The type of the graph's activations."""
-    return ir.DataType.from_numpy(ARRAY_TYPES[context.compute])
-
-
 def narrowed(values: Float, compute: str, name: str) -> Array:
     """Values in the compute type, rounded to nearest.
 
@@ -53,7 +48,7 @@ def float_rows(tensor: ir.ExternalTensor, context: LoweringContext) -> ir.Extern
     """A matrix [N, K] in the compute type."""
 
     def make() -> list[Array]:
-        found = np.empty(sizes(tensor), ARRAY_TYPES[context.compute])
+        found = np.empty(sizes(tensor), context.array_type)
 
         def fill(span: tuple[int, int]) -> None:
             found[slice(*span)] = narrowed(context.calibrated.rows(tensor, *span), context.compute, tensor.name or "")
@@ -68,7 +63,7 @@ def float_columns(linear: Linear, context: LoweringContext) -> ir.ExternalTensor
     """A linear's weights [K, N] in the compute type."""
 
     def make() -> list[Array]:
-        found = np.empty((linear.inputs, linear.outputs), ARRAY_TYPES[context.compute])
+        found = np.empty((linear.inputs, linear.outputs), context.array_type)
 
         def fill(tensor: ir.ExternalTensor, span: tuple[int, int], columns: slice) -> None:
             found[:, columns] = narrowed(
@@ -83,7 +78,7 @@ def float_columns(linear: Linear, context: LoweringContext) -> ir.ExternalTensor
 
 def float8_columns(linear: Linear, context: LoweringContext) -> list[ir.ExternalTensor]:
     """A linear's weights float8 e4m3 [K, N] and their scales [N] in the compute type."""
-    dtype = ARRAY_TYPES[context.compute]
+    dtype = context.array_type
 
     def make() -> list[Array]:
         values = np.empty((linear.inputs, linear.outputs), ml_dtypes.float8_e4m3fn)
@@ -138,7 +133,7 @@ def integer_columns(linear: Linear, grid: Grid, context: LoweringContext) -> lis
             f"{linear.module}: TensorRT packs int4 weights in pairs of outputs, and there are {linear.outputs}; "
             'store it otherwise: layers = {"' + linear.module + '" = "int8"}'
         )
-    dtype = ARRAY_TYPES[context.compute]
+    dtype = context.array_type
     kind = np.dtype(np.int8 if grid.bits == 8 else ml_dtypes.int4)
 
     def make() -> list[Array]:

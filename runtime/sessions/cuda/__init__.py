@@ -1,1 +1,1 @@
-"""What sessions on a GPU have in common."""
+"""The common half of sessions on a GPU."""

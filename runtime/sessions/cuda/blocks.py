@@ -31,7 +31,7 @@ class Part:
 
     @property
     def end(self) -> int:
-        """Where it ends."""
+        """The offset after its last byte."""
         return self.offset + int(np.prod(self.shape)) * self.dtype.itemsize
 
 
@@ -45,7 +45,7 @@ def lay_out(arrays: Arrays) -> dict[str, Part]:
 
 
 def inputs_of(rows: int, sequence: int, outputs: int) -> dict[str, Part]:
-    """Where the inputs of a call lie."""
+    """Offsets of a call's inputs."""
     return lay_out(
         {
             "input_ids": ((rows, sequence), INT64),
@@ -56,7 +56,7 @@ def inputs_of(rows: int, sequence: int, outputs: int) -> dict[str, Part]:
 
 
 def outputs_of(rows: int, outputs: int, hidden: int, vocab: int, candidates: int) -> dict[str, Part]:
-    """Where the outputs of a call lie; all logits come last, because they may be left where they are."""
+    """Offsets of a call's outputs; all logits come last, because they may be left where they are."""
     selected: Arrays = {
         "values": ((rows * outputs, candidates), FLOAT),
         "indices": ((rows * outputs, candidates), INT64),

@@ -1,4 +1,4 @@
-"""Whether a GPU's memory suffices, before anything is loaded into it."""
+"""The check of a GPU's memory before anything is loaded into it."""
 
 from pathlib import Path
 
@@ -6,9 +6,7 @@ from llmc.bundle import DeviceMemory
 from llmc.errors import ResourceError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.host.machine import available_memory
-from llmc.runtime.kv.budget import largest
-
-MB = 1_000_000
+from llmc.runtime.kv.budget import MB, largest
 
 
 def check_memory(folder: Path, driver: Driver, memory: DeviceMemory | None, positions: int) -> int | None:

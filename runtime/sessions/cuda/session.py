@@ -1,4 +1,4 @@
-"""What sessions on a GPU have in common: the driver, the cache, and what is said once the GPU's context is lost."""
+"""The common half of sessions on a GPU: the driver, the cache, and what is said once the GPU's context is lost."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -89,7 +89,7 @@ class DeviceSession(ABC):
         return block
 
     def _outputs_of(self, rows: int, outputs: int, candidates: int = 0) -> dict[str, Part]:
-        """Where the outputs of a call lie."""
+        """Offsets of a call's outputs."""
         return outputs_of(rows, outputs, self._geometry.hidden_size, self._geometry.vocab_size, candidates)
 
     def _later(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -121,7 +121,7 @@ class DeviceSession(ABC):
             raise
 
     def _translated(self, doing: str) -> AbstractContextManager[None]:
-        """What turns the engine's own exceptions into ours; ``doing`` is for the message."""
+        """Turn the engine's own exceptions into ours; ``doing`` is for the message."""
         return nullcontext()
 
     # ------------------------------------------------------------------------------------------------ the seam
@@ -133,7 +133,7 @@ class DeviceSession(ABC):
 
     @property
     def hidden(self) -> NDArray[np.float32]:
-        """What the head read in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
+        """The head's input in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
         return self._hidden
 
     @abstractmethod

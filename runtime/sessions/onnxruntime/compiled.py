@@ -49,7 +49,7 @@ PAGE, LINE = 4096, 64
 
 @dataclass(frozen=True)
 class Place:
-    """Where compiled graphs lie: ``files`` by the plain graph's name; ``entry`` is None for those of the bundle."""
+    """Place of compiled graphs: ``files`` by the plain graph's name; ``entry`` is None for those of the bundle."""
 
     files: dict[str, Path]
     entry: Path | None
@@ -89,7 +89,7 @@ def compile_bundle(runtime: Any, folder: Path, graphs: Iterable[str]) -> Compile
 
 
 def find(runtime: Any, folder: Path, manifest: Manifest, graphs: Iterable[str]) -> Place | None:
-    """Where compiled forms of the bundle's ``graphs`` are, made now if need be; None where the plain ones must do."""
+    """Find compiled forms of the bundle's ``graphs``, made now if need be; None where the plain ones must do."""
     if manifest.compiled is None:
         return None
     _cache_bytes()  # refused before any work
@@ -101,7 +101,7 @@ def find(runtime: Any, folder: Path, manifest: Manifest, graphs: Iterable[str]) 
 
 
 def cached_entry(version: str, manifest: Manifest) -> Path:
-    """Where the cache holds the bundle's graphs for this machine and engine ``version``, if it does."""
+    """The cache's entry with the bundle's graphs for this machine and engine ``version``, if it has one."""
     names = sorted({graph.file for graph in manifest.graphs.values()})
     return disk_cache.entry(KIND, _key(environment(version), manifest, names))
 

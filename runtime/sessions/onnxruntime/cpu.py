@@ -19,17 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import Manifest
+from llmc.bundle import Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import computable, cpu_model
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
-from llmc.runtime.sessions.base import (
-    Batch,
-    Phase,
-    row_by_row,
-)
+from llmc.runtime.sessions.base import Batch, Phase, run_row_by_row
 from llmc.runtime.sessions.onnxruntime import compiled
 from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
 
@@ -71,7 +67,7 @@ class OnnxRuntimeSession:
 
     @property
     def hidden(self) -> NDArray[np.float32]:
-        """What the head read in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
+        """The head's input in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
         return self._hidden
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -79,7 +75,8 @@ class OnnxRuntimeSession:
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if rows > 1 and sequence > 1:
-            return self._run_row_by_row(batch)
+            self._logits, self._hidden = run_row_by_row(self, batch)
+            return self._logits
         binding = self._binding(batch)
         binding.input_ids[:] = batch.input_ids
         binding.past_lengths[:] = batch.past_lengths
@@ -92,11 +89,6 @@ class OnnxRuntimeSession:
 
     def full_logits(self) -> NDArray[np.float32]:
         """All logits of the last call: this engine never leaves any out."""
-        return self._logits
-
-    def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        parts = [(self.run(row).copy(), self._hidden.copy()) for row in row_by_row(batch)]
-        self._logits, self._hidden = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return self._logits
 
     def close(self) -> None:
@@ -151,7 +143,7 @@ def check_cache_type(manifest: Manifest) -> None:
 
 
 class _Bound:
-    """What is bound to the cache as it lies now: short calls by shape, the last long one, and their shared outputs."""
+    """Bindings to the cache as it lies now: short calls by shape, the last long one, and their shared outputs."""
 
     def __init__(self) -> None:
         self.clear()
@@ -255,16 +247,12 @@ def import_onnxruntime(minimum: str) -> Any:
         BundleError: it is older than ``minimum``.
     """
     runtime = require("onnxruntime", "cpu")
-    if _version(runtime.__version__) < _version(minimum):
+    if version(runtime.__version__) < version(minimum):
         raise BundleError(
             f"onnxruntime {runtime.__version__} is too old, {minimum} or newer is needed: pip install -U onnxruntime "
             "(there is no newer one than 1.23 for Python 3.10)"
         )
     return runtime
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def usable_graphs(manifest: Manifest) -> dict[Phase, str]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import GpuError
 from llmc.runtime.host.cuda import Driver, open_driver
-from llmc.runtime.sessions.base import Batch, row_by_row
+from llmc.runtime.sessions.base import Batch, run_row_by_row
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import (
@@ -145,15 +145,11 @@ class CudaSession(DeviceSession):
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if rows > 1 and sequence > 1:  # attention's kernels take several tokens of one row, or one of each
-            return self._run_row_by_row(batch)
+            self._logits, self._hidden = run_row_by_row(self, batch)
+            return self._logits
         with self._guarded("running the model"):
             self._run(batch)
         self.cache.computed(batch.first_row, ends)
-        return self._logits
-
-    def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        parts = [(self.run(row).copy(), self._hidden.copy()) for row in row_by_row(batch)]
-        self._logits, self._hidden = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return self._logits
 
     def _run(self, batch: Batch) -> None:

@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 
 from llmc.bundle import version
-from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, require, text_of
+from llmc.errors import (
+    BundleError,
+    GpuError,
+    LlmcError,
+    MissingExtraError,
+    ResourceError,
+    install_command,
+    require,
+    text_of,
+)
 from llmc.runtime.host.cuda import EMULATE, STICKY
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
@@ -35,13 +44,16 @@ NAMES = ("__version__", "InferenceSession", "get_available_providers")
 NOT_RECORDED = -1  # the number of a recording that is none
 # What ONNX Runtime may compute on the host: shapes, which it has there.
 HOST_OPERATORS = frozenset({"Shape", "Cast", "Squeeze", "Range", "Expand"})
-INSTALL = (
-    "in llmc's folder run: pip uninstall onnxruntime onnxruntime-gpu, then pip install '.[gpu]' (the two packages "
-    "overwrite each other; on Jetson take onnxruntime-gpu from NVIDIA's index)"
-)
 # How ONNX Runtime words what CUDA and cuBLAS return, and memory that its arena does not get.
 FAILURE = re.compile(r"CUDA failure (\d+)|CUBLAS failure|CUDA error|CUDNN failure", re.IGNORECASE)
 NO_MEMORY = ("Failed to allocate memory", "out of memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def _reinstall() -> str:
+    return (
+        f"pip uninstall onnxruntime onnxruntime-gpu, then {install_command('gpu')} (the two packages overwrite each "
+        "other; on Jetson take onnxruntime-gpu from NVIDIA's index)"
+    )
 
 
 def import_onnxruntime_gpu(minimum: str) -> Any:
@@ -66,7 +78,7 @@ def import_onnxruntime_gpu(minimum: str) -> Any:
 
 
 def _broken(why: str) -> GpuError:
-    return GpuError(f"onnxruntime is installed and cannot be loaded ({why}); {INSTALL}")
+    return GpuError(f"onnxruntime is installed and cannot be loaded ({why}); {_reinstall()}")
 
 
 def check_provider(runtime: Any, minimum: str) -> None:
@@ -78,7 +90,8 @@ def check_provider(runtime: Any, minimum: str) -> None:
     """
     if PROVIDER not in runtime.get_available_providers():
         raise MissingExtraError(
-            f"onnxruntime {runtime.__version__} is the package for CPUs, it has no {PROVIDER}; {INSTALL}; {EMULATE}"
+            f"onnxruntime {runtime.__version__} is the package for CPUs, it has no {PROVIDER}; {_reinstall()}; "
+            f"{EMULATE}"
         )
     if version(runtime.__version__) < version(minimum):
         raise BundleError(

@@ -1,4 +1,4 @@
-"""Where an ONNX file says that its weights lie, read and changed without the onnx library.
+"""Places of weights as an ONNX file names them, read and changed without the onnx library.
 
 A protobuf message is a row of fields: a varint key (number << 3 | wire type), and a value that starts with its length
 or has a size by type (https://protobuf.dev/programming-guides/encoding). Only ``ModelProto.graph.initializer[]

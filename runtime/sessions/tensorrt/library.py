@@ -8,15 +8,15 @@ import hashlib
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llmc.errors import GpuError, MissingExtraError, UsageError, require, text_of
+from llmc.errors import GpuError, MissingExtraError, UsageError, install_command, require, text_of
 from llmc.runtime.host.disk_cache import entry, published
 from llmc.runtime.host.probe import IMPORT_TIMEOUT_S, try_import
 
@@ -27,17 +27,16 @@ log = logging.getLogger(__name__)
 class _Library:
     module: str
     minimum: tuple[int, int]
-    install: str
+    install: Callable[[], str]
 
 
-_RTX_INSTALL = "pip install '.[tensorrt-rtx]' in llmc's folder"
 _INSTALL = (
     "on a Jetson it comes with JetPack (apt install python3-libnvinfer, and a virtual environment made with "
     "--system-site-packages); elsewhere pip install --extra-index-url https://pypi.nvidia.com tensorrt-cu13"
 )
 LIBRARIES = {
-    "tensorrt": _Library("tensorrt", (10, 3), _INSTALL),  # JetPack 6.2's
-    "tensorrt-rtx": _Library("tensorrt_rtx", (1, 7), _RTX_INSTALL),
+    "tensorrt": _Library("tensorrt", (10, 3), lambda: _INSTALL),  # JetPack 6.2's
+    "tensorrt-rtx": _Library("tensorrt_rtx", (1, 7), partial(install_command, "tensorrt-rtx")),
 }
 # What every version has; the remains of a broken installation do not.
 NAMES = ("Builder", "Runtime", "OnnxParser", "ILogger", "Logger", "HardwareCompatibilityLevel", "DataType")
@@ -119,7 +118,7 @@ def load_library(engine: str) -> Any:
         raise _broken(wanted, f"{_place(library)} has no __version__")
     if _numbers(found) < wanted.minimum:
         needed = ".".join(map(str, wanted.minimum))
-        raise GpuError(f"{wanted.module} {found} is installed, llmc needs {needed} or later: {wanted.install}")
+        raise GpuError(f"{wanted.module} {found} is installed, llmc needs {needed} or later: {wanted.install()}")
     lacking = [name for name in NAMES if not hasattr(library, name)]
     if lacking:
         raise _broken(wanted, f"{_place(library)} has no {', '.join(lacking)}")
@@ -135,7 +134,7 @@ def _imported(wanted: _Library, engine: str) -> Any:
         if hollow is not None and getattr(hollow, "__file__", None) is None:  # a folder, taken for a package
             raise _broken(wanted, f"{_place(hollow)} holds no code") from error
         raise MissingExtraError(
-            f"{wanted.module} is not installed: {wanted.install}; without it llmc verify, run and eval --emulate "
+            f"{wanted.module} is not installed: {wanted.install()}; without it llmc verify, run and eval --emulate "
             "compute on the CPU, and llmc build of an export --deferred leaves the engine to a machine that has it"
         ) from error
     except Exception as error:  # a broken installation raises anything
@@ -145,7 +144,7 @@ def _imported(wanted: _Library, engine: str) -> Any:
 def _broken(wanted: _Library, why: str) -> GpuError:
     return GpuError(
         f"{wanted.module} is installed and cannot be loaded ({why}): uninstall all packages of that library, remove "
-        f"the folder {wanted.module} if one is left, then install it: {wanted.install}"
+        f"the folder {wanted.module} if one is left, then install it: {wanted.install()}"
     )
 
 

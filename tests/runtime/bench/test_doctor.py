@@ -14,7 +14,8 @@ from llmc.optimize.targets import TARGETS
 from llmc.publish import file_entries
 from llmc.runtime.bench.doctor import Diagnosis, Machine, diagnose, this_machine
 from llmc.runtime.host.machine import Available
-from llmc.runtime.host.probe import Driver, Library, Probe
+from llmc.runtime.host.probe import Probe
+from llmc.runtime.host.probe_steps import Driver, Library
 from llmc.runtime.host.targets import NEEDS, Outlook, outlook
 
 MACHINE = Machine("A processor", ("vnni",), 4, Available(16 * GB, "machine"))
@@ -150,7 +151,7 @@ def test_cuda_bindings_that_cannot_start_are_an_obstacle():
     broken = with_library(H200, "cuda-bindings", Library("ok", "cuInit: CUDA_ERROR_UNKNOWN", "13.5.0", "13", ()))
     assert "cuda-bindings cannot be used: cuInit: CUDA_ERROR_UNKNOWN" in found(outlook("tensorrt", broken))
     absent = with_library(H200, "cuda-bindings", MISSING)
-    assert "cuda-bindings is not installed: pip install '.[tensorrt-rtx]'" in found(outlook("tensorrt-rtx", absent))
+    assert "cuda-bindings is not installed: pip install 'tensorrt-rtx>=" in found(outlook("tensorrt-rtx", absent))
 
 
 # ------------------------------------------------------------------------------------------------------------ libraries
@@ -158,8 +159,9 @@ def test_cuda_bindings_that_cannot_start_are_an_obstacle():
 
 def test_the_package_without_cuda_is_to_be_exchanged():
     given = outlook("cuda", with_library(H200, "onnxruntime", NO_GPU.libraries["onnxruntime"]))
-    assert "onnxruntime 1.31.1 is the package without CUDA: pip uninstall -y onnxruntime; pip install '.[gpu]'" in (
-        found(given)
+    assert (
+        "onnxruntime 1.31.1 is the package without CUDA: pip uninstall -y onnxruntime; pip install 'onnxruntime-gpu>="
+        in (found(given))
     )
     assert given.state == "can build, not run"
 
@@ -187,9 +189,9 @@ def test_python_3_10_has_no_onnxruntime_for_cuda():
 @pytest.mark.parametrize(
     ("target", "library", "command"),
     [
-        ("cpu", "onnxruntime", "pip install '.[cpu]'"),
-        ("cuda", "onnxruntime", "pip install '.[gpu]'"),
-        ("tensorrt-rtx", "tensorrt-rtx", "pip install '.[tensorrt-rtx]'"),
+        ("cpu", "onnxruntime", "pip install 'onnxruntime>="),
+        ("cuda", "onnxruntime", "pip install 'onnxruntime-gpu>="),
+        ("tensorrt-rtx", "tensorrt-rtx", "pip install 'tensorrt-rtx>="),
         ("tensorrt", "tensorrt", "tensorrt-cu13"),
     ],
 )
@@ -235,27 +237,27 @@ def test_a_driver_that_is_too_old_explains_why_nothing_can_be_made():
 def test_building_needs_packages_that_running_does_not():
     bare = replace(H200, packages={"numpy": "2.4.6", "tokenizers": "0.23.3"})
     assert set(states(bare).values()) == {"can run, not build", "not possible"}
-    assert "building needs onnx, onnx-ir, ml_dtypes: pip install '.[build]'" in found(outlook("cpu", bare))
+    assert "building needs onnx, onnx-ir, ml_dtypes: pip install 'onnx>=" in found(outlook("cpu", bare))
 
 
 @pytest.mark.parametrize("target", ["cpu", "tensorrt", "tensorrt-rtx"])
 def test_what_judges_is_installed_where_it_can_be(target: str):
     bare = with_library(NO_GPU, "onnxruntime", MISSING)
-    assert "which judges; none is installed: pip install '.[cpu]' in llmc's folder" in found(outlook(target, bare))
+    assert "which judges; none is installed: pip install 'onnxruntime>=" in found(outlook(target, bare))
     old = replace(bare, python="3.10.12")
     assert "which judges; none is installed: pip" not in found(outlook(target, old))
 
 
 def test_what_judges_and_has_cuda_stays_the_package_with_cuda():
     bare = with_library(H200, "onnxruntime", MISSING)
-    assert "none is installed: pip install '.[gpu]' in llmc's folder" in found(outlook("cuda", bare))
+    assert "none is installed: pip install 'onnxruntime-gpu>=" in found(outlook("cuda", bare))
     old = with_library(H200, "onnxruntime", replace(H200.libraries["onnxruntime"], version="1.27.0"))
     assert "which judges; 1.27.0 is installed: pip install -U onnxruntime-gpu" in found(outlook("tensorrt", old))
 
 
 def test_what_judges_is_installed_again_where_it_is_broken():
     broken = with_library(NO_GPU, "onnxruntime", Library("failed", "no attribute"))
-    expected = "which judges; the one installed failed: uninstall it, then pip install '.[cpu]'"
+    expected = "which judges; the one installed failed: uninstall it, then pip install 'onnxruntime>="
     assert expected in found(outlook("tensorrt", broken))
 
 
@@ -470,4 +472,4 @@ def test_a_bundle_that_cannot_run_here_can_be_emulated(folder: Path, manifest: b
 def test_a_target_of_a_later_llmc_is_named(folder: Path, manifest: bundle.Manifest):
     target = bundle.Target("npu", "npu", "1.0", "1.0")
     reasons, remedy = judged(write(folder, manifest, target=target))
-    assert (reasons, remedy) == ("its target 'npu' is unknown to this llmc", "pip install -U llmc")
+    assert (reasons, remedy) == ("its target 'npu' is unknown to this llmc", "pip install -U llmc-deploy")

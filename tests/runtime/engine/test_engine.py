@@ -24,6 +24,7 @@ from llmc.errors import (
     UsageError,
 )
 from llmc.runtime.api.request import Request
+from llmc.runtime.guided import CompiledGrammar
 from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 
@@ -266,6 +267,26 @@ def test_requests_that_do_not_fit_side_by_side_go_one_after_another(
     handles = [engine.submit(ask(prompt)) for prompt in (PROMPT, *OTHERS)]
     assert [tokens(handle) for handle in handles] == [alone(prompt, SAMPLED) for prompt in (PROMPT, *OTHERS)]
     assert session.cache.rows == 2
+
+
+def test_grammars_are_compiled_where_they_are_submitted_and_never_again(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Not even those that others pushed out of the cache of grammars while their requests waited."""
+    threads: list[str] = []
+
+    class Noting(CompiledGrammar):
+        def __init__(self, *arguments: Any) -> None:
+            threads.append(threading.current_thread().name)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("llmc.runtime.guided.grammars.CompiledGrammar", Noting)
+    monkeypatch.setattr("llmc.runtime.guided.grammars._MOST_GRAMMARS", 1)
+    engine = make_engine(max_batch=1)
+    asked = [SamplingParams(max_tokens=3, seed=i, n=2, choice=(f"answer {i}", "no")) for i in range(3)]
+    handles = [engine.submit(ask(params=params)) for params in asked]
+    assert all(len(handle.result(PATIENCE).outputs) == 2 for handle in handles)
+    assert threads == [threading.current_thread().name] * 3
 
 
 # --------------------------------------------------------------------------------------------------- cancel, deadline

@@ -10,9 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from llmc.errors import UsageError
 from llmc.runtime.host import energy
-from llmc.runtime.host.energy import Counter, EnergyMeter, Ina3221, Joules, Nvml, Rapl, SourceError
+from llmc.runtime.host.energy import Counter, EnergyMeter, Joules, SourceError, ina3221, nvml, rapl
 
 RANGE_UJ = 262_143_328_850  # of a desktop's package
 EXACT = 1e-9  # joules; differences of whole microjoules
@@ -29,6 +28,17 @@ def zone(powercap: Path, folder: str, name: str, energy_uj: int) -> Path:
 
 def count(path: Path, energy_uj: int) -> None:
     (path / "energy_uj").write_text(f"{energy_uj}\n")
+
+
+POWERCAP, HWMON = energy.POWERCAP, energy.HWMON
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of ``tmp_path``, of which a part may be missing; power is sampled all the time."""
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path / "powercap")
+    monkeypatch.setattr(energy, "HWMON", tmp_path / "hwmon")
+    monkeypatch.setattr(energy, "POWER_INTERVAL_S", 0.001)
 
 
 @pytest.fixture
@@ -110,9 +120,9 @@ def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
-def meter(tmp_path: Path) -> EnergyMeter:
-    """On the machine of ``tmp_path``, of which a part may be missing; power is sampled all the time."""
-    return EnergyMeter(tmp_path / "powercap", tmp_path / "hwmon", power_interval_s=0.001)
+def sources(measured: EnergyMeter) -> tuple[str, ...]:
+    """Names of the sources in use."""
+    return tuple(source.name for source in measured._sources)
 
 
 # ------------------------------------------------------------------------------------------------------------- counters
@@ -135,8 +145,8 @@ def test_a_counter_without_a_limit_must_not_go_back():
 
 
 def test_packages_are_counted_once(powercap: Path, tmp_path: Path):
-    with meter(tmp_path) as measured:
-        assert measured.sources == ("rapl",)
+    with EnergyMeter() as measured:
+        assert sources(measured) == ("rapl",)
         count(powercap / "intel-rapl:0", 3_500_000)
         count(powercap / "intel-rapl:1", 5_000_250)
         for other in ("intel-rapl:0:0", "intel-rapl:0:1", "intel-rapl:2", "intel-rapl-mmio:0"):
@@ -148,7 +158,7 @@ def test_packages_are_counted_once(powercap: Path, tmp_path: Path):
 
 def test_a_package_that_is_counted_twice_is_noticed(powercap: Path, tmp_path: Path):
     (powercap / "intel-rapl:2" / "name").write_text("package-0-again\n")
-    with meter(tmp_path) as measured:
+    with EnergyMeter() as measured:
         count(powercap / "intel-rapl:0", 2_000_000)
         count(powercap / "intel-rapl:2", 1_000_100)
     assert measured.joules.total != pytest.approx(1.0, abs=EXACT)
@@ -156,7 +166,7 @@ def test_a_package_that_is_counted_twice_is_noticed(powercap: Path, tmp_path: Pa
 
 def test_a_package_that_wraps_around_goes_on(powercap: Path, tmp_path: Path):
     count(powercap / "intel-rapl:0", RANGE_UJ - 400_000)
-    with meter(tmp_path) as measured:
+    with EnergyMeter() as measured:
         count(powercap / "intel-rapl:0", 600_000)
     assert measured.joules.total == pytest.approx(1.0, abs=EXACT)
 
@@ -164,9 +174,9 @@ def test_a_package_that_wraps_around_goes_on(powercap: Path, tmp_path: Path):
 def test_a_package_that_wraps_around_twice_is_followed_by_the_thread(
     powercap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Rapl, "interval_s", 0.001)
+    monkeypatch.setattr(energy, "COUNTER_INTERVAL_S", 0.001)
     package = powercap / "intel-rapl:0"
-    with meter(tmp_path) as measured:
+    with EnergyMeter() as measured:
         for energy_uj in (RANGE_UJ - 1_000_000, 1_000_000, RANGE_UJ - 1_000_000, 1_000_000):
             staged, before = tmp_path / "staged", _reads(measured)
             staged.write_text(f"{energy_uj}\n")
@@ -179,7 +189,7 @@ def test_a_package_that_wraps_around_twice_is_followed_by_the_thread(
 def _reads(measured: EnergyMeter) -> float:
     """What the thread has counted so far, without counting."""
     (source,) = measured._sources
-    return sum(counter._sum for counter in source._counters)
+    return sum(counter._sum for counter in source.parts)
 
 
 def test_a_counter_that_root_alone_may_read_is_absent(
@@ -193,8 +203,8 @@ def test_a_counter_that_root_alone_may_read_is_absent(
         return read_text(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", guarded)  # a mode of 0400 does not stop root, who may run the tests
-    with caplog.at_level(logging.DEBUG), meter(tmp_path) as measured:
-        assert measured.sources == ()
+    with caplog.at_level(logging.DEBUG), EnergyMeter() as measured:
+        assert sources(measured) == ()
     assert measured.joules is None
     assert "Permission denied" in caplog.text
 
@@ -207,30 +217,29 @@ def test_a_broken_package_makes_all_packages_absent(powercap: Path, file: str, c
     if content is not None:
         path.write_bytes(content)
     if file == "name" and content is not None and content.isascii():  # then it is no package, as psys is none
-        assert len(Rapl(powercap)._counters) == 1
+        assert len(rapl().parts) == 1
         return
     with pytest.raises(SourceError, match=file):
-        Rapl(powercap)
+        rapl()
 
 
 def test_a_source_that_breaks_while_it_is_measured_leaves_no_result(
     powercap: Path, tmp_path: Path, install: Callable[..., FakeNvml], caplog: pytest.LogCaptureFixture
 ):
     driver = install(0)
-    with meter(tmp_path) as measured:
+    with EnergyMeter() as measured:
         count(powercap / "intel-rapl:0", 9_000_000)
         driver.millijoules = [None]
-        assert measured.read() is None
+        assert measured._read() == {}
         driver.millijoules = [50]  # what it counted meanwhile is unknown
-        assert measured.read() is None
     assert measured.joules is None
     assert caplog.text.count("energy is not measured any more") == 1
     assert "Not Supported" in caplog.text
 
 
 def test_a_counter_that_stands_still_is_no_zero(powercap: Path, tmp_path: Path):
-    with meter(tmp_path) as measured:
-        assert measured.sources == ("rapl",)
+    with EnergyMeter() as measured:
+        assert sources(measured) == ("rapl",)
     assert measured.joules is None
 
 
@@ -240,7 +249,7 @@ def test_a_counter_that_stands_still_is_no_zero(powercap: Path, tmp_path: Path):
 def test_the_input_rail_is_integrated_over_time(hwmon: Path, monkeypatch: pytest.MonkeyPatch):
     now = iter([0.0, 1.0, 3.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    rail = Ina3221(hwmon)
+    rail = ina3221()
     (hwmon / "hwmon1" / "curr2_input").write_text("1000\n")
     assert rail.read() == pytest.approx((15 + 5) / 2, abs=EXACT)  # from 5 V * 3 A to 5 V * 1 A in a second
     assert rail.read() == pytest.approx(10 + 5 * 2, abs=EXACT)
@@ -250,8 +259,8 @@ def test_a_jetson_is_measured_by_its_input_rail_alone(
     hwmon: Path, powercap: Path, tmp_path: Path, install: Callable[..., FakeNvml]
 ):
     install(7)
-    with meter(tmp_path) as measured:
-        assert measured.sources == ("ina3221",)
+    with EnergyMeter() as measured:
+        assert sources(measured) == ("ina3221",)
         time.sleep(0.02)
     assert measured.joules.total >= 15.0 * 0.02  # watts for the time slept, at the least
 
@@ -259,12 +268,12 @@ def test_a_jetson_is_measured_by_its_input_rail_alone(
 def test_power_is_sampled_between_start_and_stop(hwmon: Path, tmp_path: Path):
     rail, staged = hwmon / "hwmon1" / "curr2_input", tmp_path / "staged"
     rail.write_text("0\n")
-    with meter(tmp_path) as measured:
-        (source,) = measured._sources
+    with EnergyMeter() as measured:
+        ((part,),) = (source.parts for source in measured._sources)
         for milliamperes, seen in ((300_000, 1500.0), (0, 0.0)):
             staged.write_text(f"{milliamperes}\n")
             staged.replace(rail)  # whole, for the thread reads meanwhile
-            while source._watts != seen:
+            while part._watts != seen:
                 time.sleep(0.001)
     assert measured.joules.total > 1  # 1,500 W for two intervals of a millisecond; the ends alone would say nothing
 
@@ -272,15 +281,15 @@ def test_power_is_sampled_between_start_and_stop(hwmon: Path, tmp_path: Path):
 def test_a_board_without_an_input_rail_is_absent(hwmon: Path):
     (hwmon / "hwmon1" / "in2_label").write_text("VDD_GPU\n")
     with pytest.raises(SourceError, match="no rail VDD_IN"):
-        Ina3221(hwmon)
+        ina3221()
 
 
 @pytest.mark.parametrize("content", ["", "broken\n", None])
 def test_a_broken_rail_is_absent(hwmon: Path, tmp_path: Path, content: str | None):
     path = hwmon / "hwmon1" / "curr2_input"
     path.unlink() if content is None else path.write_text(content)
-    with meter(tmp_path) as measured:
-        assert measured.sources == ()
+    with EnergyMeter() as measured:
+        assert sources(measured) == ()
     assert measured.joules is None
 
 
@@ -289,8 +298,8 @@ def test_a_broken_rail_is_absent(hwmon: Path, tmp_path: Path, content: str | Non
 
 def test_all_gpus_count_and_the_driver_is_let_go(tmp_path: Path, install: Callable[..., FakeNvml]):
     driver = install(1_000, 70_000)
-    with meter(tmp_path) as measured:
-        assert (measured.sources, driver.open) == (("nvml",), 1)
+    with EnergyMeter() as measured:
+        assert (sources(measured), driver.open) == (("nvml",), 1)
         driver.millijoules = [3_500, 70_500]
     assert measured.joules.sources == {"nvml": pytest.approx(3.0, abs=EXACT)}
     assert driver.open == 0
@@ -298,7 +307,7 @@ def test_all_gpus_count_and_the_driver_is_let_go(tmp_path: Path, install: Callab
 
 def test_packages_and_gpus_add_up(powercap: Path, tmp_path: Path, install: Callable[..., FakeNvml]):
     driver = install(0)
-    with meter(tmp_path) as measured:
+    with EnergyMeter() as measured:
         driver.millijoules = [2_000]
         count(powercap / "intel-rapl:1", 6_000_000)
     assert measured.joules.sources == {"rapl": pytest.approx(1.0), "nvml": pytest.approx(2.0)}
@@ -309,7 +318,7 @@ def test_packages_and_gpus_add_up(powercap: Path, tmp_path: Path, install: Calla
 def test_gpus_that_do_not_count_are_absent(install: Callable[..., FakeNvml], millijoules: tuple[int | None, ...]):
     driver = install(*millijoules)
     with pytest.raises(SourceError):
-        Nvml()
+        nvml()
     assert driver.open == 0
 
 
@@ -321,7 +330,7 @@ def test_a_driver_that_cannot_be_loaded_is_absent(install: Callable[..., FakeNvm
 
     monkeypatch.setattr(driver, "nvmlInit", fail)
     with pytest.raises(SourceError, match="Driver Not Loaded"):
-        Nvml()
+        nvml()
 
 
 def test_a_driver_that_fails_to_close_does_not_cost_the_result(
@@ -333,28 +342,22 @@ def test_a_driver_that_fails_to_close_does_not_cost_the_result(
         raise driver.NVMLError("Uninitialized")
 
     monkeypatch.setattr(driver, "nvmlShutdown", fail)
-    with meter(tmp_path) as measured:
+    with EnergyMeter() as measured:
         driver.millijoules = [1_000]
     assert measured.joules.total == 1.0
-
-
-def test_gpus_may_be_left_out(powercap: Path, tmp_path: Path, install: Callable[..., FakeNvml]):
-    install(0)
-    with EnergyMeter(powercap, tmp_path / "hwmon", nvml=False) as measured:
-        assert measured.sources == ("rapl",)
 
 
 # ---------------------------------------------------------------------------------------------------------------- meter
 
 
 def test_a_machine_that_exposes_nothing_has_no_result_and_no_thread(tmp_path: Path):
-    with meter(tmp_path) as measured:
-        assert (measured.sources, measured.read(), watching()) == ((), None, [])
+    with EnergyMeter() as measured:
+        assert (sources(measured), watching()) == ((), [])
     assert measured.joules is None
 
 
 def test_the_thread_ends_with_the_measurement(powercap: Path, tmp_path: Path):
-    with meter(tmp_path):
+    with EnergyMeter():
         assert len(watching()) == 1
     assert watching() == []
 
@@ -364,40 +367,27 @@ def watching() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "llmc-energy"]
 
 
-def test_energy_so_far_can_be_read_and_the_next_measurement_begins_anew(powercap: Path, tmp_path: Path):
-    measured = meter(tmp_path).start()
-    count(powercap / "intel-rapl:0", 2_000_000)
-    assert measured.read().total == pytest.approx(1.0, abs=EXACT)
-    count(powercap / "intel-rapl:0", 4_000_000)
-    assert measured.stop().total == pytest.approx(3.0, abs=EXACT)
-    measured.start()
-    assert measured.joules is None
-    count(powercap / "intel-rapl:0", 4_500_000)
-    assert measured.stop().total == pytest.approx(0.5, abs=EXACT)
+def test_the_next_measurement_begins_anew(powercap: Path):
+    measured = EnergyMeter()
+    with measured:
+        count(powercap / "intel-rapl:0", 4_000_000)
+    assert measured.joules.total == pytest.approx(3.0, abs=EXACT)
+    with measured:
+        assert measured.joules is None
+        count(powercap / "intel-rapl:0", 4_500_000)
+    assert measured.joules.total == pytest.approx(0.5, abs=EXACT)
 
 
 def test_an_error_in_the_measured_block_passes_and_the_meter_stops(powercap: Path, tmp_path: Path):
-    measured = meter(tmp_path)
+    measured = EnergyMeter()
     with pytest.raises(ZeroDivisionError), measured:
         _ = 1 / 0
-    assert measured.sources == ()
-
-
-def test_a_meter_out_of_turn_is_refused(tmp_path: Path):
-    measured = meter(tmp_path)
-    with pytest.raises(UsageError, match="start it first"):
-        measured.stop()
-    with pytest.raises(UsageError, match="start it first"):
-        measured.read()
-    measured.start()
-    with pytest.raises(UsageError, match="runs already"):
-        measured.start()
-    measured.stop()
+    assert sources(measured) == ()
 
 
 def test_the_default_machine_is_this_one():
-    assert str(energy.POWERCAP) == "/sys/class/powercap"
-    assert str(energy.HWMON) == "/sys/class/hwmon"
+    assert str(POWERCAP) == "/sys/class/powercap"
+    assert str(HWMON) == "/sys/class/hwmon"
     with EnergyMeter() as measured:
         pass
     assert measured.joules is None or isinstance(measured.joules, Joules)

@@ -16,14 +16,13 @@ from llmc.runtime.host import probe_steps
 from llmc.runtime.host.jetson import jetpack_of, read_jetson
 from llmc.runtime.host.probe import (
     LIBRARIES,
-    Driver,
-    Library,
     probe,
     probe_driver,
     run_steps,
     step_commands,
     try_import,
 )
+from llmc.runtime.host.probe_steps import Device, Driver, Library
 
 # A step that hangs is given this long; the machine may be busy, so nothing is asserted about steps that answer.
 SHORT_S = 0.5
@@ -254,46 +253,32 @@ ORIN_GPU = ("Orin", (8, 7), 8_000_000_000, True)
 def test_the_driver_tells_its_version_and_gpus():
     library = FakeCuda([ORIN_GPU, ("NVIDIA H200", (9, 0), 150_000_000_000, False)])
     found = probe_steps.driver(lambda name: library)
-    assert (found["state"], found["version"]) == ("ok", "12.6")
-    assert found["devices"] == [
-        {
-            "index": 0,
-            "name": "Orin",
-            "compute_capability": "8.7",
-            "total_memory": 8_000_000_000,
-            "free_memory": 4_000_000_000,
-            "integrated": True,
-        },
-        {
-            "index": 1,
-            "name": "NVIDIA H200",
-            "compute_capability": "9.0",
-            "total_memory": 150_000_000_000,
-            "free_memory": None,
-            "integrated": False,
-        },
-    ]
+    assert (found.state, found.version) == ("ok", "12.6")
+    assert found.devices == (
+        Device(0, "Orin", "8.7", 8_000_000_000, 4_000_000_000, True),
+        Device(1, "NVIDIA H200", "9.0", 150_000_000_000, None, False),
+    )
     assert library.released == 1
 
 
 def test_a_driver_without_a_gpu_says_which_call_failed():
     found = probe_steps.driver(lambda name: FakeCuda([], {"cuInit": 100}))
-    assert (found["state"], found["problem"]) == ("failed", "cuInit: CUDA_ERROR_NO_DEVICE (100)")
-    assert found["version"] == "12.6"
+    assert (found.state, found.problem) == ("failed", "cuInit: CUDA_ERROR_NO_DEVICE (100)")
+    assert found.version == "12.6"
 
 
 def test_a_full_gpu_is_named_with_its_error_and_its_context_is_given_back():
     library = FakeCuda([ORIN_GPU], {"cuMemGetInfo_v2": 2})
     found = probe_steps.driver(lambda name: library)
-    assert (found["state"], found["problem"]) == ("failed", "cuMemGetInfo_v2: CUDA_ERROR_OUT_OF_MEMORY (2)")
-    assert (found["devices"][0]["name"], library.released) == ("Orin", 1)
+    assert (found.state, found.problem) == ("failed", "cuMemGetInfo_v2: CUDA_ERROR_OUT_OF_MEMORY (2)")
+    assert (found.devices[0].name, library.released) == ("Orin", 1)
 
 
 def test_without_libcuda_the_driver_is_missing():
     def load(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
-    assert probe_steps.driver(load)["state"] == "missing"
+    assert probe_steps.driver(load).state == "missing"
 
 
 TENSORRT = """

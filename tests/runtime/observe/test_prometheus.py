@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmc.errors import MissingExtraError
-from llmc.runtime.observe.histogram import HistogramSnapshot
+from llmc.runtime.observe.histogram import Histogram
 from llmc.runtime.observe.metrics import EngineMetrics, EngineSnapshot, Gauges
 from llmc.runtime.observe.prometheus import CONTENT_TYPE, EngineCollector, exposition
 
@@ -67,7 +67,7 @@ def histogram(family: Metric, *labels: str) -> tuple[tuple[float, ...], tuple[in
     return tuple(buckets), tuple(buckets.values()), values(family, "_count")[labels], values(family, "_sum")[labels]
 
 
-def expected(snapshot: HistogramSnapshot) -> tuple[tuple[float, ...], tuple[int, ...], float, float]:
+def expected(snapshot: Histogram) -> tuple[tuple[float, ...], tuple[int, ...], float, float]:
     return (*snapshot.bounds, float("inf")), snapshot.cumulative, snapshot.count, snapshot.sum
 
 

@@ -131,7 +131,8 @@ def test_an_exception_keeps_its_traceback(logger: logging.Logger, lines: Lines):
 
 
 def test_a_level_that_is_off_logs_nothing(logger: logging.Logger, lines: Lines):
-    event(logger, "detail", level=logging.DEBUG)
+    logger.setLevel(logging.WARNING)
+    event(logger, "detail")
     assert lines.lines == []
 
 

@@ -123,6 +123,10 @@ def test_many_rows_run_on_the_graph_of_prefill_where_that_is_faster_and_only_if_
     assert runner.phase(most) is Phase.DECODE
 
 
+def test_metrics_list_every_phase_from_the_start():
+    assert {phase.value for phase in Phase} == EngineMetrics().snapshot().step.keys()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 17])
 def test_chunks_are_even_and_no_single_token_is_left(size: int):
     for total in range(2, 60):

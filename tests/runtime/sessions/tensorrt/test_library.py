@@ -13,7 +13,7 @@ import pytest
 from doubles.recorded import VERSIONS, RecordedLibrary, replaced
 
 from llmc.errors import GpuError, MissingExtraError, UsageError
-from llmc.runtime.host.probe import Library
+from llmc.runtime.host.probe_steps import Library
 from llmc.runtime.sessions.tensorrt import library as engine_library
 from llmc.runtime.sessions.tensorrt.library import (
     Log,
@@ -66,7 +66,7 @@ def test_an_engine_without_a_library_is_refused():
     ("engine", "module", "advice"),
     [
         ("tensorrt", "tensorrt", r"on a Jetson it comes with JetPack .*elsewhere pip install --extra-index-url"),
-        ("tensorrt-rtx", "tensorrt_rtx", r"pip install '\.\[tensorrt-rtx\]' in llmc's folder"),
+        ("tensorrt-rtx", "tensorrt_rtx", r"pip install 'tensorrt-rtx>=1.7' 'cuda-bindings"),
     ],
 )
 def test_a_missing_library_says_what_to_install(engine: str, module: str, advice: str, monkeypatch: pytest.MonkeyPatch):
