@@ -25,7 +25,6 @@ from llmc.errors import (
 )
 from llmc.runtime.api.request import Request
 from llmc.runtime.guided import CompiledGrammar
-from llmc.runtime.sampling import SamplingParams
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 
