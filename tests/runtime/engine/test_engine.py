@@ -24,7 +24,7 @@ from llmc.errors import (
     UsageError,
 )
 from llmc.runtime.api.request import Request
-from llmc.runtime.guided import CompiledGrammar
+from llmc.runtime.guided.grammars import CompiledGrammar
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 
