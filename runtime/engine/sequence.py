@@ -15,7 +15,10 @@ from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
 from llmc.runtime.observe.metrics import RequestTimeline
 from llmc.runtime.observe.tracing import current_context
-from llmc.runtime.sampling import Choice, Logits, SamplingParams, TokenLogprobs
+from llmc.runtime.sampling.logprobs import TokenLogprobs
+from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.samplers import Choice
 
 # Tokens at the start of the context that stay when the window slides: attention rests on them.
 # Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453

@@ -45,7 +45,6 @@ class OnnxRuntimeSession:
         self._runtime = import_onnxruntime(manifest.target.engine_minimum)
         self._geometry = manifest.geometry
         check_cache_type(manifest)
-        self._multi_row_prefill = all(graph.multi_row_prefill for graph in manifest.graphs.values())
         names = usable_graphs(manifest)
         self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
         files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
@@ -75,7 +74,7 @@ class OnnxRuntimeSession:
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
-        if rows > 1 and sequence > 1 and not self._multi_row_prefill:
+        if rows > 1 and sequence > 1:
             self._logits, self._hidden = run_row_by_row(self, batch)
             return self._logits
         binding = self._binding(batch)
