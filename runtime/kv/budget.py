@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmc.bundle import DeviceMemory, EngineConfig, Limits, Manifest, MemoryPlan
 from llmc.errors import ResourceError
-from llmc.runtime.host.machine import Available, available_memory, memory_here, resident_bytes
+from llmc.runtime.host.machine import available_memory, resident_bytes
 
 FIRST_STEP = 256
 LARGE_STEP = 1024
@@ -242,8 +242,3 @@ def check_growth(
             f"memory, {limit // MB} MB may be taken; free memory of the GPU, or use shorter prompts, fewer new tokens "
             "or fewer requests at once"
         )
-
-
-def memory_to_use(memory: int | None) -> Available:
-    """The memory that a plan is held against: ``memory`` bytes if given, else what the machine or the cgroup leaves."""
-    return memory_here() if memory is None else Available(memory, "--memory")

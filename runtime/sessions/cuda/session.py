@@ -1,24 +1,22 @@
 """The common half of sessions on a GPU: the driver, the cache, and what is said once the GPU's context is lost."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from llmc.bundle import DeviceMemory, Manifest
 from llmc.errors import GpuError, LlmcError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.kv.device_cache import DeviceCache
+from llmc.runtime.sessions.base import Session
 from llmc.runtime.sessions.cuda.blocks import Block, Part, outputs_of
 from llmc.runtime.sessions.cuda.memory import check_memory
 
 
-class DeviceSession(ABC):
-    """The half of a :class:`llmc.runtime.sessions.base.Session` that is the same for every engine on a GPU.
+class DeviceSession(Session):
+    """The half of a session that is the same for every engine on a GPU.
 
     An engine's session loads its model within :meth:`_loading`, where it calls :meth:`_begin` before it takes memory,
     and :meth:`_make_cache`; it runs calls within :meth:`_guarded`, and leaves what they give in ``_logits`` and
@@ -30,10 +28,10 @@ class DeviceSession(ABC):
         driver: the GPU. It is closed with the session.
     """
 
-    substitutes = False  # one graph or engine serves both phases
     cache: DeviceCache
 
     def __init__(self, folder: Path, manifest: Manifest, driver: Driver) -> None:
+        super().__init__(manifest.geometry)
         self._folder = folder
         self._manifest = manifest
         self._geometry = manifest.geometry
@@ -41,8 +39,6 @@ class DeviceSession(ABC):
         self._driver = driver
         self._stream = 0  # none yet
         self._device_memory: int | None = None
-        self._logits: NDArray[np.float32] = np.empty((0, 0, self._geometry.vocab_size), np.float32)
-        self._hidden: NDArray[np.float32] = np.empty((0, 0, self._geometry.hidden_size), np.float32)
         self._lost: str | None = None
         self._resources = ExitStack()
         self._later(driver.close)
@@ -130,11 +126,6 @@ class DeviceSession(ABC):
     def processor(self) -> str:
         """The GPU's name, its compute capability and its driver's CUDA version."""
         return str(self._driver.device)
-
-    @property
-    def hidden(self) -> NDArray[np.float32]:
-        """The head's input in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
-        return self._hidden
 
     @abstractmethod
     def _forget_addresses(self) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import GpuError
 from llmc.runtime.host.cuda import Driver, open_driver
-from llmc.runtime.sessions.base import Batch, run_row_by_row
+from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import (
@@ -145,8 +145,7 @@ class CudaSession(DeviceSession):
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if rows > 1 and sequence > 1:  # attention's kernels take several tokens of one row, or one of each
-            self._logits, self._hidden = run_row_by_row(self, batch)
-            return self._logits
+            return self._run_row_by_row(batch)
         with self._guarded("running the model"):
             self._run(batch)
         self.cache.computed(batch.first_row, ends)
@@ -164,10 +163,6 @@ class CudaSession(DeviceSession):
             self._driver.synchronize(self._stream)
             found = [binding.outputs[name][:, :wanted] for name in ("logits", "hidden_states")]
             self._logits, self._hidden = found if blocks is self._blocks else [array.copy() for array in found]
-
-    def full_logits(self) -> NDArray[np.float32]:
-        """All logits of the last call, float32 [B, O, vocab]: this session always has them."""
-        return self._logits
 
     # ------------------------------------------------------------------------------------------------- bindings
 
