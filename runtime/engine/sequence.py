@@ -13,6 +13,7 @@ from llmc.errors import LlmcError, ProcessorError, text_of
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
+from llmc.runtime.kv.rows import Slot
 from llmc.runtime.observe.metrics import RequestTimeline
 from llmc.runtime.observe.tracing import current_context
 from llmc.runtime.sampling import Choice, Logits, SamplingParams, TokenLogprobs
@@ -28,29 +29,21 @@ _KEYS, _NUMBERS = itertools.count(), itertools.count()
 _S = TypeVar("_S", bound="Sequence")
 
 
-class Sequence(ABC):
-    """Tokens of which a prefix lies in a row of the cache.
+class Sequence(Slot, ABC):
+    """A sequence of a request's.
 
     Attributes:
         key: names it to drafters.
-        context: the tokens that the row holds or will hold, in order.
-        cached: how many of them are in the row. A sequence that decodes has all but the last.
-        row: its row, -1 without one.
         reused: tokens that were in the row before the first chunk: the prefix cache's.
-        drafts: guesses at its next tokens, to be verified in this step.
-        needs: how many of the largest logits decide its next token, 0 for all of them.
     """
 
-    needs = 0
+    context: list[int]
 
     def __init__(self, group: "SequenceGroup[Any]", context: list[int]) -> None:
+        super().__init__(context)
         self.key = next(_KEYS)
         self.group = group
-        self.context = context
-        self.cached = 0
-        self.row = -1
         self.reused = 0
-        self.drafts: list[int] = []
 
     @property
     def request(self) -> "RequestState":
