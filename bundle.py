@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,22 +118,18 @@ class Quality:
     @property
     def mean_kl(self) -> float | None:
         """The larger mean KL."""
-        return self._worst(max, [phase.mean_kl for phase in self.phases.values()])
+        return max((phase.mean_kl for phase in self.phases.values() if phase.mean_kl is not None), default=None)
 
     @property
     def p99_kl(self) -> float | None:
         """The larger 99th percentile of KL."""
-        return self._worst(max, [phase.p99_kl for phase in self.phases.values()])
+        return max((phase.p99_kl for phase in self.phases.values() if phase.p99_kl is not None), default=None)
 
     @property
     def top1_agreement(self) -> float | None:
         """The smaller agreement."""
-        return self._worst(min, [phase.top1_agreement for phase in self.phases.values()])
-
-    @staticmethod
-    def _worst(choose: Callable[[list[float]], float], values: list[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return choose(known) if known else None
+        known = (phase.top1_agreement for phase in self.phases.values())
+        return min((agreement for agreement in known if agreement is not None), default=None)
 
 
 AMPERE = (8, 0)
@@ -316,14 +312,12 @@ class ExportManifest:
 
 @dataclass(frozen=True)
 class Graph:
-    """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong.
-    ``multi_row_prefill`` tells whether several rows may be fed more than one token each in one call."""
+    """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong."""
 
     file: str
     weight_bytes: int
     step_weight_bytes: int
     cpu_features: tuple[str, ...]
-    multi_row_prefill: bool
     invariance: Invariance = NOTHING_KNOWN
 
 
@@ -452,12 +446,12 @@ class MemoryPlan:
 
     engine: int
     tokenizer: int
-    weights: int
-    embedding: int
-    workspace: int
-    workspace_per_token: int
-    cache_per_token: int
     logits: int
+    weights: int = 0
+    embedding: int = 0
+    workspace: int = 0
+    workspace_per_token: int = 0
+    cache_per_token: int = 0
 
     def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
         """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``batch`` rows."""

@@ -9,9 +9,11 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, FileEntry, sha256_file
 from llmc.errors import ResourceError, UsageError
@@ -28,6 +30,16 @@ LOCK, NEW, OLD = "lock", "new", "old"
 def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Size and SHA-256 of each named file of ``folder``."""
     return {name: FileEntry((folder / name).stat().st_size, sha256_file(folder / name)) for name in names}
+
+
+def link(path: Path, target: Path) -> int:
+    """Hard-link a file, or copy it where that is impossible (another file system); return the bytes copied."""
+    try:
+        os.link(path.resolve(), target)  # resolved: in Hugging Face's cache, files are symbolic links
+        return 0
+    except OSError:
+        shutil.copyfile(path, target)
+        return path.stat().st_size
 
 
 @contextmanager
@@ -84,6 +96,29 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
             sync_all(staging)
             refuse_to_overwrite(target, force)  # it may have appeared meanwhile
             _swap(staging, place, target)
+
+
+@contextmanager
+def replaced(path: Path, prefix: str) -> Iterator[BinaryIO]:
+    """Give a file to write, which takes the place of ``path``, synced, when the block ends without an error.
+
+    Until then it lies beside it under a name that begins with ``prefix``. Only its owner may read it.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    descriptor, staging = tempfile.mkstemp(prefix=prefix, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(staging)
+        raise
+    sync(path.parent)
 
 
 def refuse_to_overwrite(target: Path, force: bool) -> None:

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.cli.options import ENGINE_NAMES, EngineOption, take
+from llmc.cli.options import ENGINE_NAMES, engine_option, take
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
     from llmc.runtime import GenerationResult
 
 LOADING = ("threads", "max_context", "memory", "self_test", "emulate")
-max_context_option = click.option(
-    "--max-context", type=int, cls=EngineOption, help="Longest sequence in tokens.  [default: the bundle's]"
+max_context_option = engine_option(
+    "--max-context", type=int, help="Longest sequence in tokens.  [default: the bundle's]"
 )
 self_test_option = click.option(
     "--self-test/--no-self-test",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,7 @@ if TYPE_CHECKING:
 REPEATS = 3
 
 
-class LoadOption(SectionOption):
-    """An option of the load test."""
-
-    section = "Under load (with --concurrency or --rate)"
+load_option = partial(click.option, cls=SectionOption, section="Under load (with --concurrency or --rate)")
 
 
 @click.command("bench", cls=SectionCommand)
@@ -46,15 +44,11 @@ class LoadOption(SectionOption):
 @threads_option
 @json_option
 @debug_option
-@click.option("--concurrency", cls=LoadOption, type=int, help="Rows that run at once.  [default: the bundle's]")
-@click.option(
-    "--rate", cls=LoadOption, type=float, help="Requests per second that arrive.  [default: all arrive at once]"
-)
-@click.option(
-    "--max-queue", cls=LoadOption, type=int, help="Requests that may wait; one more is rejected.  [default: 256]"
-)
-@click.option("--requests", cls=LoadOption, type=int, help="How many arrive.  [default: 64]")
-@click.option("--seed", cls=LoadOption, type=int, help="Of the arrivals and the prompts.  [default: 0]")
+@load_option("--concurrency", type=int, help="Rows that run at once.  [default: the bundle's]")
+@load_option("--rate", type=float, help="Requests per second that arrive.  [default: all arrive at once]")
+@load_option("--max-queue", type=int, help="Requests that may wait; one more is rejected.  [default: 256]")
+@load_option("--requests", type=int, help="How many arrive.  [default: 64]")
+@load_option("--seed", type=int, help="Of the arrivals and the prompts.  [default: 0]")
 @draft_option
 @determinism_option
 def bench_command(

@@ -11,7 +11,7 @@ import click
 
 from llmc.bundle import CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
 from llmc.cli import output as show
-from llmc.cli.inspect import engine_of, engine_rows
+from llmc.cli.inspect import bundle_rows
 from llmc.cli.options import (
     EXISTING_FILE,
     EXISTING_FOLDER,
@@ -21,6 +21,8 @@ from llmc.cli.options import (
     force_option,
     json_option,
     memory_option,
+    precision_options,
+    take_precision,
 )
 from llmc.cli.stopping import cleanly_stopped
 from llmc.errors import require
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from llmc.optimize.build import BuildReport
     from llmc.optimize.calibrate.request import CalibrationRequest
 
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
 # What --rebuild looks at.
 REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_compatible", "stripped", "deferred")
@@ -41,12 +42,7 @@ ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_com
 @click.argument("source", type=EXISTING_FOLDER)
 @click.option("-o", "--output", type=NEW_FOLDER, help="Folder to write; with --rebuild by default SOURCE itself.")
 @click.option("--target", default="cpu", help="What it will run on: cpu, cuda, tensorrt or tensorrt-rtx.")
-@click.option("--fp32", is_flag=True, help="Keep the weights in full precision.")
-@click.option("--fp16", is_flag=True, help="Weights in 16 bits; CPUs compute in full precision, GPUs in 16 bits.")
-@click.option("--bf16", is_flag=True, help="Weights and arithmetic in bfloat16, for TensorRT.")
-@click.option("--int8", is_flag=True, help="8-bit weights.  [default]")
-@click.option("--int4", is_flag=True, help="4-bit weights.")
-@click.option("--fp8", is_flag=True, help="Weights in float8 (e4m3), for TensorRT on GPUs from Ada and Hopper on.")
+@precision_options
 @click.option("--max-context", type=int, help="Longest sequence.  [default: the model's, at most 32768; TensorRT 4096]")
 @click.option("--max-batch", type=int, help="Sequences at a time.  [default: 8]")
 @click.option("--recipe", help="TOML file that says how weights are compiled, or the name of one that comes with llmc.")
@@ -100,7 +96,7 @@ def build_command(
     from llmc.optimize.tensorrt.request import EngineRequest
 
     limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
-    precision = chosen_precision(tuple(choices.pop(name) for name in PRECISIONS))
+    precision = take_precision(choices)
     engine = EngineRequest(**{name: choices.pop(name) for name in ENGINE})
     calibration = calibration_request(choices.pop("calibration"), choices.pop("samples"), choices.pop("length"))
     if plot is not None and not search:
@@ -169,14 +165,6 @@ def calibration_request(text: Path | None, samples: int | None, length: int | No
     return CalibrationRequest(decoder, text, samples, length)
 
 
-def chosen_precision(flags: tuple[bool, ...]) -> str | None:
-    """The one precision that was asked for, None for the default."""
-    chosen = [name for name, flag in zip(PRECISIONS, flags, strict=True) if flag]
-    if len(chosen) > 1:
-        raise click.UsageError(f"--{chosen[0]} and --{chosen[1]} contradict each other: give one of them")
-    return chosen[0] if chosen else None
-
-
 @contextmanager
 def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path]:
     """``source`` if it is an export, else an export of it for as long as the block runs, near ``output``."""
@@ -196,15 +184,9 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
 def print_report(report: BuildReport) -> None:
     """The bundle, its size, and its distance from the unquantized model."""
     manifest = report.manifest
-    recipe, limits, quality = manifest.recipe, manifest.limits, manifest.quality
     rows = [
         ("model", f"{manifest.source.name}, {show.amount(manifest.source.parameters)} parameters"),
-        ("target", f"{manifest.target.name}, {engine_of(manifest.target)}"),
-        ("recipe", show.recipe(recipe)),
-        *show.calibration_rows(recipe),
-        ("limits", f"{limits.max_context} tokens x {limits.max_batch}"),
-        *(engine_rows(manifest.engine) if manifest.engine is not None else ()),
-        *show.quality_rows(quality),
+        *bundle_rows(manifest),
         *((name, show.size(entry.size)) for name, entry in manifest.files.items()),
         ("total", show.size(report.size)),
         ("time", f"{report.seconds:.1f} s"),
@@ -219,34 +201,22 @@ def print_trials(report: AutoReport) -> None:
     """All that was tried, the fastest first, and what was kept."""
     from llmc.optimize.auto.search import NEW_TOKENS, PROMPT_TOKENS
 
-    columns = (
-        "candidate",
-        "verdict",
-        "threads",
-        "prefill",
-        "decode",
-        "both",
-        "memory",
-        "KL",
-        "agreement",
-        "perplexity",
-    )
     rows = [
-        (
-            trial.name,
-            "kept" if trial == report.chosen else trial.reason or "fits",
-            str(trial.threads),
-            f"{trial.prefill_tokens_per_s:.0f} tok/s",
-            f"{trial.decode_tokens_per_s:.0f} tok/s",
-            f"{trial.seconds:.2f} s",
-            show.size(trial.memory),
-            f"{trial.mean_kl:.4f}",
-            f"{trial.top1_agreement:.1%}",
-            f"{trial.perplexity_increase:+.2%}",
-        )
+        {
+            "candidate": trial.name,
+            "verdict": "kept" if trial == report.chosen else trial.reason or "fits",
+            "threads": str(trial.threads),
+            "prefill": f"{trial.prefill_tokens_per_s:.0f} tok/s",
+            "decode": f"{trial.decode_tokens_per_s:.0f} tok/s",
+            "both": f"{trial.seconds:.2f} s",
+            "memory": show.size(trial.memory),
+            "KL": f"{trial.mean_kl:.4f}",
+            "agreement": f"{trial.top1_agreement:.1%}",
+            "perplexity": f"{trial.perplexity_increase:+.2%}",
+        }
         for trial in sorted(report.trials, key=lambda trial: trial.seconds)
     ]
-    show.print_table(columns, rows, numbers=True)
+    show.print_table([*rows[0]], [[*row.values()] for row in rows], numbers=True)
     click.echo(
         f"both: {PROMPT_TOKENS} tokens of prompt and {NEW_TOKENS} new ones; KL, agreement, perplexity: of the worse of "
         f"prefill and decode, on {report.judged_on}"

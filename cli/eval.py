@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -83,7 +83,8 @@ def eval_command(
     if substitutes:
         click.echo("this CPU cannot run one of the graphs, so both paths ran on the other", err=True)
     if as_json:
-        show.print_json(report(bundle, found.quality, errors))
+        # The figures of the worse path at the top, those of each path below ``phases``.
+        show.print_json({"bundle": bundle, **show.as_dict(found.quality), "layers": errors})
     else:
         print_report(bundle, found.quality, errors)
         if plot is not None:
@@ -105,11 +106,6 @@ def check_layers(bundle: Path, reference: Path | None) -> None:
             f"--layers and --plot compare layers in float32, {bundle} computes in {compute}; leave them out, or build "
             "it with a budget (--max-kl), which says which layers lose the most"
         )
-
-
-def report(bundle: Path, quality: Quality, errors: tuple[LayerError, ...]) -> dict[str, Any]:
-    """The figures as JSON: those of the worse path at the top, those of each path below ``phases``."""
-    return {"bundle": bundle, **show.as_dict(quality), "layers": errors}
 
 
 def print_report(bundle: Path, quality: Quality, errors: tuple[LayerError, ...]) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,39 +70,37 @@ emulate_option = click.option(
 bundle_argument = click.argument("bundle", type=EXISTING_FOLDER)
 
 
-ENGINE_SECTION = "The engine"
-
-
 class SectionOption(click.Option):
-    """An option that ``--help`` lists under a heading of its own."""
+    """An option that ``--help`` lists under the heading ``section``."""
 
-    section = ""
-
-
-class EngineOption(SectionOption):
-    """An option of the engine."""
-
-    section = ENGINE_SECTION
+    def __init__(self, *names: Any, section: str, **attributes: Any) -> None:
+        super().__init__(*names, **attributes)
+        self.section = section
 
 
-draft_option = click.option(
-    "--draft", cls=EngineOption, help="Guess tokens: 'lookup', or a bundle with the same tokenizer."
-)
-determinism_option = click.option(
+ENGINE_SECTION = "The engine"
+engine_option = partial(click.option, cls=SectionOption, section=ENGINE_SECTION)
+
+draft_option = engine_option("--draft", help="Guess tokens: 'lookup', or a bundle with the same tokenizer.")
+determinism_option = engine_option(
     "--determinism",
-    cls=EngineOption,
     type=click.Choice(["fast", "batch", "strict"]),
     help="batch: tokens depend on no other request; strict: nor on speculation.  [default: fast]",
 )
-max_batch_option = click.option(
-    "--max-batch",
-    cls=EngineOption,
-    type=click.IntRange(min=1),
-    help="Rows that run at once.  [default: the bundle's]",
+max_batch_option = engine_option(
+    "--max-batch", type=click.IntRange(min=1), help="Rows that run at once.  [default: the bundle's]"
 )
-prefix_cache_option = click.option(
-    "--prefix-cache-folder", cls=EngineOption, type=NEW_FOLDER, help="Keep prefixes of prompts here, across runs."
+prefix_cache_option = engine_option(
+    "--prefix-cache-folder", type=NEW_FOLDER, help="Keep prefixes of prompts here, across runs."
 )
+PRECISIONS = {
+    "fp32": "Keep the weights in full precision.",
+    "fp16": "Weights in 16 bits; CPUs compute in full precision, GPUs in 16 bits.",
+    "bf16": "Weights and arithmetic in bfloat16, for TensorRT.",
+    "int8": "8-bit weights.  [default]",
+    "int4": "4-bit weights.",
+    "fp8": "Weights in float8 (e4m3), for TensorRT on GPUs from Ada and Hopper on.",
+}
 
 
 def flag(name: str) -> str:
@@ -114,6 +113,21 @@ def engine_options(command: Command) -> Command:
     for option in (prefix_cache_option, max_batch_option, determinism_option, draft_option):  # the last one is on top
         command = option(command)
     return command
+
+
+def precision_options(command: Command) -> Command:
+    """Add a flag for each of :data:`PRECISIONS`."""
+    for name in reversed(PRECISIONS):
+        command = click.option(f"--{name}", is_flag=True, help=PRECISIONS[name])(command)
+    return command
+
+
+def take_precision(options: dict[str, Any]) -> str | None:
+    """Remove the flags of :data:`PRECISIONS`, and return the one that was given, None for the default."""
+    chosen = [name for name in PRECISIONS if options.pop(name)]
+    if len(chosen) > 1:
+        raise click.UsageError(f"--{chosen[0]} and --{chosen[1]} contradict each other: give one of them")
+    return chosen[0] if chosen else None
 
 
 ENGINE_NAMES = frozenset({"draft", "determinism", "max_batch", "prefix_cache_folder"})

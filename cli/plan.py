@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, read_bundle, read_export
+from llmc.bundle import read_bundle, read_export
 from llmc.cli import output as show
-from llmc.cli.build import PRECISIONS, chosen_precision
-from llmc.cli.options import EXISTING_FOLDER, SectionCommand, debug_option, json_option, memory_option, size
+from llmc.cli.options import (
+    EXISTING_FOLDER,
+    SectionCommand,
+    debug_option,
+    json_option,
+    memory_option,
+    precision_options,
+    size,
+    take_precision,
+)
 from llmc.errors import LlmcError, MissingExtraError, ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -26,14 +34,9 @@ UNKNOWN = "not known whether it fits"
 @click.argument("path", type=EXISTING_FOLDER)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
-@click.option("--target", default="cpu", help="MemoryEstimate a build for cpu, cuda, tensorrt or tensorrt-rtx.")
-@click.option("--fp32", is_flag=True, help="MemoryEstimate a build in full precision.")
-@click.option("--fp16", is_flag=True, help="MemoryEstimate a build in 16 bits.")
-@click.option("--bf16", is_flag=True, help="MemoryEstimate a build in bfloat16.")
-@click.option("--int8", is_flag=True, help="MemoryEstimate a build with 8-bit weights.  [default]")
-@click.option("--int4", is_flag=True, help="MemoryEstimate a build with 4-bit weights.")
-@click.option("--fp8", is_flag=True, help="MemoryEstimate a build with weights in float8.")
-@click.option("--recipe", help="MemoryEstimate a build by this TOML file, or by a recipe that comes with llmc.")
+@click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
+@precision_options
+@click.option("--recipe", help="Plan a build by this TOML file, or by a recipe that comes with llmc.")
 @memory_option
 @click.option("--gpu-memory", type=size, help="Memory that the GPU has, as 8GB.  [default: what it says]")
 @click.option(
@@ -53,7 +56,7 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
     """
     from llmc.runtime.bench.stages import refusal
 
-    precision = chosen_precision(tuple(asked.pop(name) for name in PRECISIONS))
+    precision = take_precision(asked)
     ahead = _ahead(path, _geometry(path), precision=precision, **asked)
     if as_json:
         machine = ahead.memories.machine
@@ -115,19 +118,17 @@ def _geometry(path: Path) -> Geometry | None:
     Raises:
         LlmcError: the folder is none of llmc's, or broken.
     """
-    from llmc.cli.summary import refuse_others
+    from llmc.cli.summary import kind_of
 
-    refuse_others(path)
-    if (path / BUNDLE_MANIFEST).exists():
-        return None
-    if (path / EXPORT_MANIFEST).exists():
-        return read_export(path).geometry
-    from llmc.export.sources.checkpoint import read_checkpoint
+    kind = kind_of(path)
+    if kind == "checkpoint":
+        from llmc.export.sources.checkpoint import read_checkpoint
 
-    return read_checkpoint(path).geometry
+        return read_checkpoint(path).geometry
+    return read_export(path).geometry if kind == "export" else None
 
 
-def check_export(checkpoint: Path, memory: int | None = None) -> None:
+def check_export(checkpoint: Path) -> None:
     """Refuse to export where memory does not suffice. A broken checkpoint is the exporter's to report.
 
     Raises:
@@ -141,7 +142,7 @@ def check_export(checkpoint: Path, memory: int | None = None) -> None:
         plan = export_plan(read_checkpoint(checkpoint).geometry)
     except LlmcError:
         return
-    if problem := refusal([Stage(plan, plan.verdict(usable_memory(0, memory)))]):
+    if problem := refusal([Stage(plan, plan.verdict(usable_memory(0)))]):
         raise ResourceError(f"{checkpoint}: {problem}")
 
 

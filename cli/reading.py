@@ -50,7 +50,7 @@ def read_stdin(limit: int) -> str:
     """
     if sys.stdin is None:
         return ""
-    return _decoded(_bounded(sys.stdin.buffer.read(limit + 1), limit, "the prompt"), "the prompt")
+    return _text(sys.stdin.buffer.read(limit + 1), limit, "the prompt")
 
 
 def stdin_lines(limit: int) -> Iterator[str]:
@@ -60,19 +60,15 @@ def stdin_lines(limit: int) -> Iterator[str]:
         UsageError: one has more than ``limit`` bytes, or is not UTF-8.
     """
     while sys.stdin is not None and (line := sys.stdin.buffer.readline(limit + 1)):
-        yield _decoded(_bounded(line, limit, "a line"), "a line").rstrip("\r\n")
+        yield _text(line, limit, "a line").rstrip("\r\n")
 
 
-def _bounded(data: bytes, limit: int, what: str) -> bytes:
+def _text(data: bytes, limit: int, what: str) -> str:
     if len(data) > limit:
         raise UsageError(
             f"{what} on stdin has more than {limit:,} bytes, which is more than this bundle's context can hold; "
             "give less, also where --on-overflow leaves some of it out"
         )
-    return data
-
-
-def _decoded(data: bytes, what: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

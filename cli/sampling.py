@@ -103,18 +103,18 @@ def sampling_options(command: Command) -> Command:
     for name, stated in PARAMETERS.items():
         sections.setdefault(COMMON if stated.common else stated.section, []).append(name)
     for section, listed in reversed(sections.items()):
-        kind = type("SectionOption", (SectionOption,), {"section": section})
         for name in reversed(listed):
-            command = _option(name, PARAMETERS[name], kind)(command)
+            command = _option(name, PARAMETERS[name], section)(command)
     return command
 
 
-def _option(name: str, stated: Parameter, kind: type[SectionOption]) -> Callable[[Command], Command]:
+def _option(name: str, stated: Parameter, section: str) -> Callable[[Command], Command]:
     values = stated.range
     return click.option(
         flag(name) + (f"/--no-{name.replace('_', '-')}" if values.kind == "flag" else ""),
         name,
-        cls=kind,
+        cls=SectionOption,
+        section=section,
         type=one_of(values.choices) if values.choices else grammar if name == "grammar" else _KINDS[values.kind][0],
         metavar=f"[{'|'.join(map(str, values.choices)).lower()}]" if values.choices else None,
         default=None,

@@ -2,12 +2,11 @@
 
 import json
 import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from llmc.cli.reading import read_text
 from llmc.errors import UsageError
+from llmc.publish import replaced
 
 Message = dict[str, str]
 
@@ -132,7 +131,8 @@ def write_messages(path: Path, model: str, messages: list[Message]) -> None:
     """
     content = {"format": FORMAT, "version": VERSION, "model": model, "messages": messages}
     try:
-        _publish(path, json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+        with replaced(path, f".{path.name}-") as file:
+            file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file") from error
     except UnicodeEncodeError as error:
@@ -141,17 +141,3 @@ def write_messages(path: Path, model: str, messages: list[Message]) -> None:
         ) from error
     except ValueError as error:
         raise UsageError(f"{path} cannot be written ({error}); choose another file") from error
-
-
-def _publish(path: Path, data: bytes) -> None:
-    number, staging = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(staging)
-        raise

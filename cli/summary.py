@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmc import bundle
-from llmc.bundle import Geometry, Manifest, Source
+from llmc.bundle import CONFIG_FILE, Geometry, Manifest, Source
 from llmc.errors import BundleError, UsageError
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.safetensors import DTYPE_NAMES, Shard, read_shards
 from llmc.runtime.kv.budget import plan_load, rounded_up
-
-CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -58,23 +56,29 @@ def summarize(path: Path, context: int | None = None, batch: int = 1) -> Summary
         BundleError, CheckpointError: the folder is none of these, or broken.
         UsageError: ``context`` or ``batch`` is beyond what it can run with.
     """
-    refuse_others(path)
-    if (path / bundle.BUNDLE_MANIFEST).exists():
+    kind = kind_of(path)
+    if kind == "bundle":
         return _of_bundle(path, context, batch)
-    return (_of_export if (path / bundle.EXPORT_MANIFEST).exists() else _of_checkpoint)(path, context, batch)
+    if kind == "export":
+        return _unbuilt(kind, path, bundle.read_export(path), read_shards(path), context, batch)
+    checkpoint = read_checkpoint(path)
+    return _unbuilt(kind, path, checkpoint, list(checkpoint.shards), context, batch)
 
 
-def refuse_others(path: Path) -> None:
-    """Refuse a folder that is neither a bundle, nor an export, nor a checkpoint.
+def kind_of(path: Path) -> str:
+    """Bundle, export or checkpoint.
 
     Raises:
-        BundleError: with the files that tell.
+        BundleError: the folder is none of them; with the files that tell.
     """
-    if not any((path / name).exists() for name in (bundle.BUNDLE_MANIFEST, bundle.EXPORT_MANIFEST, CONFIG_FILE)):
-        raise BundleError(
-            f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
-            f"{CONFIG_FILE} (a Hugging Face checkpoint) is here"
-        )
+    kinds = {bundle.BUNDLE_MANIFEST: "bundle", bundle.EXPORT_MANIFEST: "export", CONFIG_FILE: "checkpoint"}
+    for name, kind in kinds.items():
+        if (path / name).exists():
+            return kind
+    raise BundleError(
+        f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
+        f"{CONFIG_FILE} (a Hugging Face checkpoint) is here"
+    )
 
 
 def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
@@ -94,16 +98,6 @@ def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
     return Summary(
         "bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest, manifest.notes, device
     )
-
-
-def _of_export(path: Path, context: int | None, batch: int) -> Summary:
-    manifest = bundle.read_export(path)
-    return _unbuilt("export", path, manifest, read_shards(path), context, batch)
-
-
-def _of_checkpoint(path: Path, context: int | None, batch: int) -> Summary:
-    found = read_checkpoint(path)
-    return _unbuilt("checkpoint", path, found, list(found.shards), context, batch)
 
 
 def _unbuilt(

@@ -47,10 +47,7 @@ from llmc.optimize.judge.invariance import measured
 from llmc.optimize.judge.overflow import check_range
 from llmc.optimize.lower.context import (
     LoweringContext,
-    PerToken,
-    QuantConfig,
     QuantConfigs,
-    Static,
     check_patterns,
     quant_configs,
 )
@@ -223,8 +220,11 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs = _compile(order, folder, weights)
     _copy_tokenizer(order.source, folder)
-    compiled = _precompile(order, graphs, folder) if order.compiled and not order.target.has_gpu else None
-    engine = None
+    compiled = engine = None
+    if order.compiled and not order.target.has_gpu:
+        order.progress("compiling the graphs for this machine")
+        runtime = import_onnxruntime(order.target.caches[order.recipe.cache])
+        compiled = compile_bundle(runtime, folder, [graph.file for graph in graphs.values()])
     if order.engine is not None:
         from llmc.optimize.tensorrt.engine import compile_engine
 
@@ -284,33 +284,20 @@ def _describe(graph: ir.Graph, name: str, stored: QuantConfigs, target: Capabili
         if value.const_value is not None and not all("Gather" in node.op_type for node, _ in value.uses())
     }
     tables = sum(size for name, size in sizes.items() if name.startswith("rotary_emb."))
-    integers = any(isinstance(form, PerToken | Static) for form in _used(graph, stored))
+    integers = stored.w8a8 is not None and any(node.op_type == "MatMulIntegerToFloat" for node in graph)
     features = target.w8a8_features.get(platform.machine(), ()) if integers else ()
     return Graph(
         file=name,
         weight_bytes=sum(sizes.values()),
         step_weight_bytes=sum(sizes.values()) - tables,
         cpu_features=features,
-        multi_row_prefill=target.multi_row_prefill,
     )
-
-
-def _used(graph: ir.Graph, stored: QuantConfigs) -> list[QuantConfig]:
-    """QuantConfigs with integer activations, if the graph has any product of them."""
-    return [stored.w8a8] if stored.w8a8 and any(node.op_type == "MatMulIntegerToFloat" for node in graph) else []
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-def _precompile(order: _Order, graphs: dict[str, Graph], folder: Path) -> Compiled:
-    """The graphs as this machine's engine runs them, beside the plain ones."""
-    order.progress("compiling the graphs for this machine")
-    runtime = import_onnxruntime(order.target.caches[order.recipe.cache])
-    return compile_bundle(runtime, folder, [graph.file for graph in graphs.values()])
 
 
 def _manifest(

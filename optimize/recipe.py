@@ -42,6 +42,7 @@ ACTIVATIONS = ("per-token", "static")
 SPARSITIES = ("none", "magnitude", "wanda")
 
 V = TypeVar("V")
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ def resolve(
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.
     """
-    precision = _one_of("precision", _or(request.precision, "int8"), target.precisions)
-    head = _one_of("head", _or(request.head, precision), target.precisions)
+    precision = _one_of("precision", either(request.precision, "int8"), target.precisions)
+    head = _one_of("head", either(request.head, precision), target.precisions)
     layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
     stored = {precision, head, *layers.values()}
     _refuse_integer_keys(request, precision, stored)
@@ -198,26 +199,26 @@ def resolve(
     if request.engine is not None and _given(request.engine) and not target.makes_engine:
         raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
     longest = min(max_positions, ENGINE_CONTEXT if target.makes_engine else DEFAULT_CONTEXT)
-    context = _or(request.max_context, longest)
+    context = either(request.max_context, longest)
     check_context("max_context", context, max_positions, "; change --max-context, or max_context in the recipe")
     limits = Limits(
         max_context=context,
-        max_batch=_between("max_batch", _or(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
-        prefill_chunk=min(context, _between("prefill_chunk", _or(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)),
+        max_batch=between("max_batch", either(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
+        prefill_chunk=min(context, between("prefill_chunk", either(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)),
     )
     recipe = Recipe(
         name=name,
         precision=precision,
         scheme=_one_of(
-            "scheme", _or(request.scheme, "gptq" if calibrated and not stored.isdisjoint(BITS) else "rtn"), SCHEMES
+            "scheme", either(request.scheme, "gptq" if calibrated and not stored.isdisjoint(BITS) else "rtn"), SCHEMES
         ),
         block_size=_block_size(request.block_size, stored, target),
         symmetric=_symmetric(request.symmetric, target),
         head=head,
         phases=phases,
         activations=_activations(request.activations, phases, stored, target),
-        smoothing=_between("smoothing", _or(request.smoothing, 0.0), 0.0, 1.0),
-        sparsity=_one_of("sparsity", _or(request.sparsity, "none"), SPARSITIES),
+        smoothing=between("smoothing", either(request.smoothing, 0.0), 0.0, 1.0),
+        sparsity=_one_of("sparsity", either(request.sparsity, "none"), SPARSITIES),
         cache=_cache(request.cache, compute, target),
         layers=layers,
         threads=None,
@@ -243,7 +244,7 @@ def _phases(asked: str | None, target: Capabilities, *, integers: bool) -> str:
     allowed = target.phases if integers or "shared" not in target.phases else ("shared",)
     if asked is not None and asked not in allowed and target.has_gpu:
         raise UsageError(f"phases is {asked!r}, the target {target.name} has {allowed[0]!r} only; leave it out")
-    return str(_one_of("phases", _or(asked, allowed[0]), allowed))
+    return str(_one_of("phases", either(asked, allowed[0]), allowed))
 
 
 def _compute(asked: str | None, precision: str, target: Capabilities) -> str:
@@ -251,12 +252,12 @@ def _compute(asked: str | None, precision: str, target: Capabilities) -> str:
     follows = COMPUTED.get(precision) if len(target.computes) > 1 else None
     if asked is not None and follows is not None and asked != follows:
         raise UsageError(f"compute is {asked!r}, but {precision} computes in {follows}; leave one of them out")
-    return str(_one_of("compute", _or(asked, follows or target.computes[0]), target.computes))
+    return str(_one_of("compute", either(asked, follows or target.computes[0]), target.computes))
 
 
 def _cache(asked: str | None, compute: str, target: Capabilities) -> str:
     allowed = (compute,) if target.has_gpu else tuple(target.caches)
-    return str(_one_of("cache", _or(asked, compute), allowed))
+    return str(_one_of("cache", either(asked, compute), allowed))
 
 
 def _block_size(asked: int | None, stored: set[str], target: Capabilities) -> int:
@@ -266,13 +267,13 @@ def _block_size(asked: int | None, stored: set[str], target: Capabilities) -> in
         if asked is not None:
             raise UsageError(f"block_size is {asked}, but nothing here is stored in blocks; leave it out")
         return 0
-    return int(_one_of("block_size", _or(asked, DEFAULT_BLOCK), BLOCKS))
+    return int(_one_of("block_size", either(asked, DEFAULT_BLOCK), BLOCKS))
 
 
 def _symmetric(asked: bool | None, target: Capabilities) -> bool:
     if asked is False and not target.asymmetric:
         raise UsageError(f"symmetric is false, but {target.engine} has no zero points; leave it out")
-    return _or(asked, True)
+    return either(asked, True)
 
 
 def needs_calibration(recipe: Recipe) -> str | None:
@@ -305,7 +306,7 @@ def _activations(asked: str | None, phases: str, stored: set[str], target: Capab
                 f"activations is {asked!r}, but only the prefill graph of split phases quantizes activations"
             )
         return "none"
-    found = str(_one_of("activations", _or(asked, target.activations[0]), target.activations))
+    found = str(_one_of("activations", either(asked, target.activations[0]), target.activations))
     if phases == "single" and found == "static" and stored.isdisjoint(("int8", "fp8")):
         raise UsageError("activations is 'static', which goes with int8 or fp8 weights, and there are none")
     return found
@@ -313,11 +314,11 @@ def _activations(asked: str | None, phases: str, stored: set[str], target: Capab
 
 def _budget(budget: Budget) -> Budget:
     for name, limit in _given(budget).items():
-        _between(f"budget: {name}", limit, 0.0, 1.0 if name == "min_agreement" else 1000.0)
+        between(f"budget: {name}", limit, 0.0, 1.0 if name == "min_agreement" else 1000.0)
     return budget
 
 
-def _or(value: V | None, default: V) -> V:
+def either(value: V | None, default: V) -> V:
     """Only None leaves the choice to us: 0 and "" are values, and wrong ones."""
     return default if value is None else value
 
@@ -328,7 +329,12 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
-def _between(name: str, value: Any, low: Any, high: Any) -> Any:
+def between(name: str, value: N, low: N, high: N) -> N:
+    """The value called ``name``.
+
+    Raises:
+        UsageError: it is out of range.
+    """
     if not low <= value <= high:
         raise UsageError(f"{name} is {value}, expected {low} ... {high}")
     return value

@@ -14,7 +14,6 @@ class Capabilities:
     ``computes``: types of activations, the first one the default.
     ``phases``: how the two phases may share graphs, the first one the default for integers.
     ``activations``: how activations may be quantized, the first one the default.
-    ``multi_row_prefill``: attention takes more than one new token in several rows at once.
     ``w8a8_features``: CPU features without which the engine's uint8 x int8 product saturates, by machine.
     ``has_gpu``: bundles run on a GPU.
     """
@@ -26,7 +25,6 @@ class Capabilities:
     ir_version: int
     precisions: tuple[str, ...]
     caches: dict[str, str]
-    multi_row_prefill: bool
     w8a8_features: dict[str, tuple[str, ...]]
     computes: tuple[str, ...] = ("float32",)
     phases: tuple[str, ...] = ("split", "shared")
@@ -49,7 +47,6 @@ def _tensorrt(name: str, minimum: str, opset: int, precisions: tuple[str, ...]) 
         ir_version=11,
         precisions=precisions,
         caches=dict.fromkeys(("float16", "bfloat16", "float32"), minimum),
-        multi_row_prefill=False,  # the prefill profile has one row: activations of several would only take memory
         w8a8_features={},
         computes=("float16", "bfloat16", "float32"),
         phases=("single",),
@@ -68,7 +65,6 @@ TARGETS = {
         precisions=("fp32", "fp16", "int8", "int4"),
         # The oldest version that was tried with each; 1.23 refuses an int8 cache.
         caches={"float32": "1.23", "int8": "1.31", "int8-channel": "1.31"},
-        multi_row_prefill=False,
         # vpmaddubsw saturates at 16 bits; vpdpbusd accumulates in 32. Arm's dot products accumulate in 32 bits always.
         w8a8_features={"x86_64": ("vnni",), "aarch64": ()},
         has_gpu=False,
@@ -81,7 +77,6 @@ TARGETS = {
         ir_version=10,
         precisions=("fp16", "int8", "int4", "fp32"),
         caches={"float16": "1.28", "float32": "1.28"},
-        multi_row_prefill=False,
         w8a8_features={},
         computes=("float16", "float32"),
         phases=("shared",),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
     from llmc.runtime.engine.engine import Engine
     from llmc.runtime.model import Model, load
-    from llmc.runtime.sampling import SamplingParams
+    from llmc.runtime.sampling.params import SamplingParams
 
 __all__ = [
     "Delta",

@@ -23,10 +23,11 @@ from llmc.runtime.kv.budget import check_load
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.runner.prefill import SingleRunner
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.selftest import VerifyReport, check_once, replayed
 from llmc.runtime.sessions import emulated, open_session
-from llmc.runtime.speculation import Drafter, ModelDrafter, PromptLookup
+from llmc.runtime.speculation.drafters import Drafter, PromptLookup
+from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -192,7 +193,7 @@ class Model:
         """Complete ``prompt`` (text, or token ids taken as they are).
 
         Args:
-            sampling: fields of :class:`llmc.runtime.sampling.SamplingParams`, where what is left out comes from the
+            sampling: fields of :class:`llmc.runtime.SamplingParams`, where what is left out comes from the
                 checkpoint's generation defaults, and those of :class:`llmc.runtime.api.request.Request`.
 
         Raises:
@@ -219,7 +220,7 @@ class Model:
         """A request with the checkpoint's generation defaults for what ``arguments`` leave out.
 
         Args:
-            arguments: fields of :class:`llmc.runtime.sampling.SamplingParams` and of
+            arguments: fields of :class:`llmc.runtime.SamplingParams` and of
                 :class:`llmc.runtime.api.request.Request`.
 
         Raises:

@@ -85,7 +85,7 @@ def manifest() -> bundle.Manifest:
             logits=30,
         ),
         cache="float32",
-        graphs={"decode": bundle.Graph("decode.onnx", 1000, 900, ("vnni",), False)},
+        graphs={"decode": bundle.Graph("decode.onnx", 1000, 900, ("vnni",))},
         compiled=bundle.Compiled("e" * 32, {"decode.onnx": "decode.onnx"}),
         quality=bundle.Quality(
             text="golden prompts",

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,25 +11,15 @@ from llmc.errors import UsageError, require
 from llmc.optimize.judge.layers import LayerError
 from llmc.optimize.judge.quality import Double
 
+if TYPE_CHECKING:
+    from llmc.optimize.auto.search import Trial
+
 INCHES, DPI = (12.0, 4.5), 120
 COLOURS = {"prefill": "tab:blue", "decode": "tab:orange"}
 # Rounding of float64 makes KL of equal distributions a little more or less than zero; on a log axis it needs a floor.
 SMALLEST_DRAWN_KL = 1e-5
 SMALLEST_KL = 1e-12
 BINS = 60
-
-
-class Candidate(Protocol):
-    """A candidate that :func:`pareto` can draw."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def mean_kl(self) -> float: ...
-    @property
-    def seconds(self) -> float: ...
 
 
 def quality(path: Path, errors: Sequence[LayerError], divergences: Mapping[str, Double], title: str) -> None:
@@ -47,7 +37,7 @@ def quality(path: Path, errors: Sequence[LayerError], divergences: Mapping[str, 
     _save(figure, path)
 
 
-def pareto(path: Path, candidates: Sequence[Candidate], chosen: Candidate) -> None:
+def pareto(path: Path, candidates: Sequence["Trial"], chosen: "Trial") -> None:
     """Draw what candidates cost in KL against the time that they take, the front of the best, and the one chosen.
 
     Raises:
@@ -74,14 +64,14 @@ def pareto(path: Path, candidates: Sequence[Candidate], chosen: Candidate) -> No
     _save(figure, path)
 
 
-def _drawn(candidate: Candidate) -> float:
+def _drawn(candidate: "Trial") -> float:
     """Mean KL as it is drawn: below this nobody tells bundles apart, and fp32's 1e-12 would flatten all the others."""
     return max(candidate.mean_kl, SMALLEST_DRAWN_KL)
 
 
-def front(candidates: Sequence[Candidate]) -> list[Candidate]:
+def front(candidates: Sequence["Trial"]) -> list["Trial"]:
     """Candidates that no other beats in both time and KL, the fastest first."""
-    best: list[Candidate] = []
+    best: list[Trial] = []
     for candidate in sorted(candidates, key=lambda c: (c.seconds, c.mean_kl)):
         if not best or candidate.mean_kl < best[-1].mean_kl:
             best.append(candidate)

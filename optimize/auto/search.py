@@ -237,13 +237,9 @@ def _measure(
             make(candidate, room / target.name)
         manifest = read_bundle(target)
     rows = candidate.max_batch or 1  # a bundle may serve more rows than are asked for
-    return [_timed(name, folder, manifest, threads, rows, progress) for threads in _thread_counts()]
-
-
-def _thread_counts() -> list[int]:
-    """All usable threads, and half of them: more than memory can feed is waste, and leaves nothing to others."""
     most = usable_threads()
-    return sorted({most, max(1, most // 2)}, reverse=True)
+    counts = sorted({most, max(1, most // 2)}, reverse=True)  # more than memory can feed is waste
+    return [_timed(name, folder, manifest, threads, rows, progress) for threads in counts]
 
 
 def _timed(name: str, folder: Path, manifest: Manifest, threads: int, rows: int, progress: Progress) -> Trial:

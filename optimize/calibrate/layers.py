@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from llmc.bundle import Geometry, Recipe
-from llmc.errors import BuildError
 from llmc.inventory import HEAD
 from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.calibrate.store import Store, grid_name, layer_part
@@ -195,7 +194,8 @@ class _Layer:
         def watch(accumulator: Accumulator) -> Any:
             return lambda _module, inputs: accumulator.update(inputs[0])
 
-        hooks = [self._linear(mapping.linears[0]).register_forward_pre_hook(watch(a)) for mapping, a in watched.items()]
+        firsts = {self.module.get_submodule(mapping.linears[0]): a for mapping, a in watched.items()}
+        hooks = [linear.register_forward_pre_hook(watch(a)) for linear, a in firsts.items()]
         for batch in _batches(hidden):
             self.source.run(self.module, batch.to(self.source.device))
         for hook in hooks:
@@ -206,7 +206,8 @@ class _Layer:
         """SmoothQuant's scales [K], equal for all channels that stem from the same one."""
         weights = torch.cat([self._weight(name) for name in mapping.linears])
         absmax, rows = self._shared(mapping, statistics.absmax), self._shared(mapping, weights.abs().amax(0))
-        return self._spread(mapping, smoothquant.scales(absmax, [rows[None]], alpha=self.recipe.smoothing))
+        found = smoothquant.scales(absmax, rows, alpha=self.recipe.smoothing)
+        return found.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
 
     def _awq_scales(self, mapping: SmoothingMapping, statistics: InputStatistics) -> Tensor:
         grids = [config.grid for name in mapping.linears if isinstance(config := self.quant[name], WeightOnly)]
@@ -217,14 +218,7 @@ class _Layer:
 
     def _shared(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
         """The largest of the values [K] of each group of channels that stem from one."""
-        if mapping.repeats == 1:
-            return values
         return values.view(-1, mapping.repeats, mapping.run).amax(1).flatten()
-
-    def _spread(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
-        if mapping.repeats == 1:
-            return values
-        return values.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
 
     def _fold(self, mapping: SmoothingMapping, statistics: InputStatistics, scales: Tensor) -> InputStatistics:
         """Multiply the linears' columns by ``scales`` [K] and divide what precedes them: the layer stays the same."""
@@ -276,9 +270,6 @@ class _Layer:
         self.arrays |= {f"cache:{part}": found.cpu().numpy() for part, found in ranges.items()}
         return hidden
 
-    def _linear(self, name: str) -> nn.Module:
-        return self.module.get_submodule(name)
-
     def _weight(self, name: str) -> Tensor:
         return self.module.get_parameter(f"{name}.weight")
 
@@ -290,8 +281,7 @@ def quantize(
     if scheme == "rtn":
         return rtn.quantize((weights if mask is None else weights * mask).cpu().numpy(), grid)
     moment = statistics.second_moment
-    if moment is None:
-        raise BuildError(f"scheme {scheme} needs second moments of the inputs, calibration did not collect them")
+    assert moment is not None, f"calibration collects second moments for {scheme}"
     if scheme == "awq":
         return awq.quantize(weights, moment, grid, mask=mask)
     return gptq.quantize(weights, moment, grid, mask=mask)

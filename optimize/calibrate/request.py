@@ -86,9 +86,12 @@ def calibrated_weights(
         raise UsageError(f"{wish} needs calibration; give build(..., calibration=CalibrationRequest(...))")
     torch = require("torch", "export")
     from llmc.optimize.calibrate.layers import calibrate
+    from llmc.optimize.calibrate.text import read_samples
     from llmc.runtime.host import disk_cache
 
-    samples = _read(source, export, request)
+    geometry, (count, length) = export.geometry, request.windows
+    check_windows(request, geometry.max_positions)
+    samples = read_samples(request.text, source, samples=count, length=length, vocab_size=geometry.vocab_size)
     used = Calibration(samples.name, samples.sha256, samples.default, len(samples.ids), samples.ids.shape[1])
     folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
     decoder = request.decoder(source, "cuda" if torch.cuda.is_available() else "cpu")
@@ -121,20 +124,6 @@ def check_windows(request: CalibrationRequest, longest: int) -> None:
     for name, value, highest in (("samples", samples, 100_000), ("length", length, longest)):
         if not 2 <= value <= highest:
             raise UsageError(f"calibration {name} is {value}, expected 2 ... {highest}")
-
-
-def _read(source: Path, export: ExportManifest, request: CalibrationRequest) -> "CalibrationSamples":
-    from llmc.optimize.calibrate.text import read_samples
-
-    check_windows(request, export.geometry.max_positions)
-    samples, length = request.windows
-    return read_samples(
-        request.text,
-        source,
-        samples=samples,
-        length=length,
-        vocab_size=export.geometry.vocab_size,
-    )
 
 
 def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "CalibrationSamples") -> str:

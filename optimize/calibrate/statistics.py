@@ -19,14 +19,12 @@ class InputStatistics:
         mean_square: its diagonal, float32 [K].
         absmax: largest magnitude of each channel, float32 [K].
         mean_abs: mean magnitude of each channel, float32 [K].
-        tokens: rows that were seen.
     """
 
     second_moment: Tensor | None
     mean_square: Tensor
     absmax: Tensor
     mean_abs: Tensor
-    tokens: int
 
     @property
     def norms(self) -> Tensor:
@@ -77,4 +75,4 @@ class Accumulator:
     def finish(self) -> InputStatistics:
         """The statistics of all that was added; at least one row must have been."""
         square, mean = ((total / self._tokens).float() for total in (self._square, self._sum))
-        return InputStatistics(self._moment, square, self._absmax, mean, self._tokens)
+        return InputStatistics(self._moment, square, self._absmax, mean)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import BuildError
@@ -33,23 +32,17 @@ def check_range(folder: Path, manifest: Manifest, prompts: Sequence[Sequence[int
     found: dict[str, None] = {}
     for prompt in prompts:
         values = session.run(names, _feeds(manifest, model.graph, prompt))
-        found |= {name: None for name, value in zip(names, values, strict=True) if _beyond(value)}
+        halves = ((name, value) for name, value in zip(names, values, strict=True) if value.dtype == np.float16)
+        found |= {name: None for name, value in halves if not np.isfinite(value).all()}
     if found:
+        remedy = "build with --bf16 or --fp32, or for integers with compute = 'bfloat16' in the recipe"
+        if manifest.engine is None:
+            remedy = "build with --fp32, or for TensorRT with --bf16"
         nodes = ", ".join(name.removesuffix(".0") for name in list(found)[:SHOWN])
         raise BuildError(
             f"float16 overflows in {len(found)} values of this model, beginning with {nodes}: a GPU would compute "
-            f"infinities; {_remedy(manifest)}"
+            f"infinities; {remedy}"
         )
-
-
-def _remedy(manifest: Manifest) -> str:
-    if manifest.engine is None:
-        return "build with --fp32, or for TensorRT with --bf16"
-    return "build with --bf16 or --fp32, or for integers with compute = 'bfloat16' in the recipe"
-
-
-def _beyond(value: NDArray[Any]) -> bool:
-    return value.dtype == np.float16 and not np.isfinite(value).all()
 
 
 def _expose(graph: ir.Graph) -> list[str]:

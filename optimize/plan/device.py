@@ -40,11 +40,6 @@ def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
     return MemoryPlan(
         engine=INTERPRETER + HOST,
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
-        weights=0,
-        embedding=0,
-        workspace=0,
-        workspace_per_token=0,
-        cache_per_token=0,
         logits=LOGITS_COPIES * 4 * geometry.vocab_size,
     )
 

@@ -12,7 +12,6 @@ from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     PerToken,
     QuantConfig,
-    QuantConfigs,
     Static,
     WeightOnly,
     embedding_config,
@@ -92,10 +91,6 @@ def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[st
     }
 
 
-def _embedding_bytes(geometry: Geometry, stored: QuantConfigs) -> int:
-    return stored_bytes(geometry.linear[HEAD], embedding_config(stored, geometry.tied_head))
-
-
 def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int) -> MemoryPlan:
     """Memory that loading and running a bundle takes; ``tokenizer_bytes`` is the size of tokenizer.json.
 
@@ -104,12 +99,13 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     """
     graphs = quant_configs(recipe)
     chunk = min(limits.prefill_chunk, limits.max_context)
+    head, tied = geometry.linear[HEAD], geometry.tied_head
     tables = {item.rope: item.head_dim for item in geometry.attentions if item.rope is not None}
     return MemoryPlan(
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
-        embedding=sum(_embedding_bytes(geometry, stored) for stored in graphs.values()),
+        embedding=sum(stored_bytes(head, embedding_config(stored, tied)) for stored in graphs.values()),
         workspace=chunk * (WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size) * 4,
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
         workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
@@ -196,7 +192,7 @@ def _judging(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_bytes
     """The finished bundle, loaded, beside what quantizing left, and the reference or its logits, which take turns."""
     plan = memory_plan(geometry, limits, recipe, tokenizer_bytes)
     run = plan.parts(min(limits.max_context, tokens))
-    layer = REFERENCE_COPIES * 4 * max(sum(linear.size for linear in layer) for layer in _layers(geometry))
+    layer = REFERENCE_COPIES * 4 * _largest_layer(geometry)
     return {
         **run,
         "engine": run["engine"] + BUILDER,
@@ -205,9 +201,9 @@ def _judging(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_bytes
     }
 
 
-def _layers(geometry: Geometry) -> list[list[Linear]]:
-    """The linears of each layer."""
-    return [[linear for linear in geometry.linears if linear.layer == index] for index in range(geometry.layers)]
+def _largest_layer(geometry: Geometry) -> int:
+    layers = range(geometry.layers)
+    return max(sum(linear.size for linear in geometry.linears if linear.layer == index) for index in layers)
 
 
 def _calibrating(geometry: Geometry, recipe: Recipe, samples: int, length: int) -> dict[str, int]:
@@ -218,7 +214,7 @@ def _calibrating(geometry: Geometry, recipe: Recipe, samples: int, length: int) 
     inverse = GPTQ_MATRICES * 4 * max(inputs for _, inputs in read) ** 2
     return {
         "engine": INTERPRETER + BUILDER + TORCH,
-        "layer": 2 * 4 * max(sum(linear.size for linear in layer) for layer in _layers(geometry)),
+        "layer": 2 * 4 * _largest_layer(geometry),
         "second moments": 4 * moments + inverse if recipe.scheme != "rtn" else 0,
         "activations": 2 * 4 * samples * length * geometry.hidden_size,
     }

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmc.errors import BuildError
 from llmc.optimize.calibrate.statistics import InputStatistics
 from llmc.optimize.quantize import clip
 from llmc.optimize.quantize.grid import Grid, Quantized
@@ -35,13 +34,9 @@ def search_scales(weights: Sequence[Tensor], statistics: InputStatistics, grids:
         weights: matrices [N_i, K], to be multiplied by the scales.
         statistics: of the activation, which is to be divided by them.
         grids: the grid of each matrix.
-
-    Raises:
-        BuildError: second moments were not collected.
     """
     moment = statistics.second_moment
-    if moment is None:
-        raise BuildError("AWQ needs the second moments of a layer's inputs; calibrate with moments")
+    assert moment is not None, "AWQ's statistics have second moments"
     best = torch.ones_like(statistics.mean_abs)
     least = output_error(weights, moment, grids, best)
     for scales in _candidates(weights, statistics, grids):
@@ -88,7 +83,5 @@ def quantize(weights: Tensor, second_moment: Tensor, grid: Grid, *, mask: Tensor
     Raises:
         BuildError: the second moment is not finite.
     """
-    if not torch.isfinite(second_moment).all():
-        raise BuildError("the second moment of a layer's inputs is not finite; calibrate with another text")
     kept = weights.float() if mask is None else weights.float() * mask
     return clip.quantized(*clip.search(kept, second_moment.float(), grid), grid)

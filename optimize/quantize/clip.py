@@ -12,6 +12,7 @@ Source: AWQ searches the clip of a group by the error of its output (Lin et al. 
 import torch
 from torch import Tensor
 
+from llmc.errors import BuildError
 from llmc.optimize.quantize.grid import SMALLEST_SCALE, Grid, Quantized
 from llmc.optimize.quantize.rtn import CLIP_RATIOS
 
@@ -30,7 +31,12 @@ def search(weights: Tensor, second_moment: Tensor, grid: Grid) -> tuple[Tensor, 
     Returns:
         Steps q - z float32 [N, K], scales [N, groups] and zero points [N, groups], 0 on a symmetric grid. The scale of
         zeros is 0, on a positive grid the smallest normal number.
+
+    Raises:
+        BuildError: the second moment is not finite.
     """
+    if not torch.isfinite(second_moment).all():
+        raise BuildError("the second moment of a layer's inputs is not finite; calibrate with another text")
     width = grid.width(weights.shape[1])
     starts = range(0, weights.shape[1], width)
     floor = FLOOR * second_moment.diagonal().mean()

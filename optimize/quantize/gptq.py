@@ -42,9 +42,9 @@ def quantize(weights: Tensor, second_moment: Tensor, grid: Grid, *, mask: Tensor
         BuildError: the second moment is not finite or cannot be factorized.
     """
     weights, moment = weights.float(), second_moment.float()
+    _, scales, zeros = clip.search(weights if mask is None else weights * mask, moment, grid)
     order = moment.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(moment[order][:, order])
-    _, scales, zeros = clip.search(weights if mask is None else weights * mask, moment, grid)
     layer = _Layer(weights, scales, zeros, grid, mask, order, factor)
     return clip.quantized(layer.steps(), scales, zeros, grid)
 
@@ -56,10 +56,8 @@ def inverse_factor(moment: Tensor, damping: float = DAMPING) -> Tensor:
     part that float32 would suffer from, is never formed.
 
     Raises:
-        BuildError: H is not finite, or no damping makes it positive definite.
+        BuildError: no damping makes it positive definite.
     """
-    if not torch.isfinite(moment).all():
-        raise BuildError("the second moment of a layer's inputs is not finite; calibrate with another text")
     reversed_moment = moment.flip(0, 1)
     diagonal = reversed_moment.diagonal()
     diagonal[diagonal == 0] = 1  # channels never seen

@@ -8,8 +8,6 @@ an outlier channel of X comes near the others, and alpha says how much of the ra
 takes 1 / s, so inference does nothing more than before. Source: Xiao et al. 2022, arXiv:2211.10438, equation 4.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,25 +17,22 @@ from llmc.errors import BuildError
 LARGEST_SCALE = 1e4
 
 
-def scales(activation_absmax: Tensor, weights: Sequence[Tensor], *, alpha: float = 0.5) -> Tensor:
+def scales(activation_absmax: Tensor, weight_absmax: Tensor, *, alpha: float) -> Tensor:
     """Positive scales [K]: activations are to be divided by them, weights multiplied.
 
     A channel whose activations or weights are all zero keeps scale 1.
 
     Args:
         activation_absmax: largest magnitude of each input channel, [K].
-        weights: all matrices [N_i, K] that read the activation.
+        weight_absmax: largest magnitude of each column of all matrices that read the activation, [K].
         alpha: share of the range that moves, 0 ... 1; the paper takes 0.5, and 0.75 where outliers are large.
 
     Raises:
-        BuildError: a range is NaN, infinite or negative, or alpha is out of range.
+        BuildError: a range is NaN, infinite or negative.
     """
-    if not 0 <= alpha <= 1:
-        raise BuildError(f"smoothing is {alpha}, expected 0 ... 1; 0.5 serves most models")
-    absmax = activation_absmax.float()
+    absmax, largest = activation_absmax.float(), weight_absmax.float()
     if not (torch.isfinite(absmax) & (absmax >= 0)).all():
         raise BuildError("an activation's range is NaN, infinite or negative; calibrate again with another text")
-    largest = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
     found = absmax.pow(alpha) / largest.pow(1 - alpha)
     alive = (absmax > 0) & (largest > 0)
     return torch.where(alive, found, 1.0).clamp(1 / LARGEST_SCALE, LARGEST_SCALE)

@@ -32,7 +32,13 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
     report = build_engine(
         spec, graph, folder / ENGINE_FILE, profiles_of(config), inspector=folder / INSPECTOR_FILE, progress=progress
     )
-    _check_layers(len(report.aliases), spec, geometry)
+    # In-place caches are what the native form is for: the parser must have kept every one of them.
+    wanted = 0 if config.form == "primitives" else 2 * len(geometry.caches)
+    if len(report.aliases) != wanted:
+        raise BuildError(
+            f"{spec.library.__name__} {spec.version} made {len(report.aliases)} in-place cache updates of the graph, "
+            f"{wanted} are expected; build with form = 'primitives', and report this"
+        )
     candidates = min(CANDIDATES, geometry.vocab_size)
     build_select(spec, folder / SELECT_FILE, vocab_size=geometry.vocab_size, candidates=candidates, progress=progress)
     return replace(config, file=ENGINE_FILE, select=SELECT_FILE, candidates=candidates, inspector=INSPECTOR_FILE)
@@ -55,13 +61,3 @@ def profiles_of(config: EngineConfig) -> tuple[Ranges, Ranges]:
         }
 
     return ranges(config.decode, 1), ranges(config.prefill, config.prefill.batch)
-
-
-def _check_layers(aliased: int, spec: EngineSpec, geometry: Geometry) -> None:
-    """In-place caches are what the native form is for: the parser must have kept every one of them."""
-    wanted = 0 if spec.config.form == "primitives" else 2 * len(geometry.caches)
-    if aliased != wanted:
-        raise BuildError(
-            f"{spec.library.__name__} {spec.version} made {aliased} in-place cache updates of the graph, {wanted} are "
-            "expected; build with form = 'primitives', and report this"
-        )

@@ -4,7 +4,7 @@ import contextlib
 import json
 import mmap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,10 @@ from llmc.optimize.tensorrt.network import Network, Ranges
 from llmc.runtime.sessions.tensorrt.library import library_version, logger, made
 
 
-@dataclass(frozen=True)
-class Engine:
-    """An engine by the library's inspector: its layers, inputs and outputs, and bytes for activations."""
+def inspect_engine(library: Any, path: Path) -> dict[str, Any] | None:
+    """An engine's layers, its inputs and outputs, and bytes for activations, by the library's inspector.
 
-    layers: list[Any]
-    tensors: list[Any]
-    device_memory: int
-
-
-def inspect_engine(library: Any, path: Path) -> Engine | None:
-    """Load an engine and ask about it; None where it cannot be loaded, for want of a GPU or for another one.
-
-    Not run on a GPU yet.
+    None where it cannot be loaded, for want of a GPU or for another one. Not run on a GPU yet.
     """
     with logger(library).collected(), path.open("rb") as file, contextlib.suppress(GpuError):
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -36,16 +27,17 @@ def inspect_engine(library: Any, path: Path) -> Engine | None:
     return None
 
 
-def _described(library: Any, engine: Any) -> Engine:
+def _described(library: Any, engine: Any) -> dict[str, Any]:
     text = engine.create_engine_inspector().get_engine_information(library.LayerInformationFormat.JSON)
     found = json.loads(text)
     tensors = found.get("I/O Tensors", found.get("Bindings", []))  # renamed in 11
     memory = getattr(engine, "device_memory_size_v2", None)
-    return Engine(found.get("Layers", []), tensors, int(memory if memory is not None else engine.device_memory_size))
+    size = int(memory if memory is not None else engine.device_memory_size)
+    return {"layers": found.get("Layers", []), "tensors": tensors, "device_memory": size}
 
 
 def write_inspector(
-    path: Path, library: Any, network: Network, profiles: Sequence[Ranges], engine: Engine | None
+    path: Path, library: Any, network: Network, profiles: Sequence[Ranges], engine: dict[str, Any] | None
 ) -> None:
     """Write the summary: library, inputs and outputs, profiles, layers in short, and the engine's own where known."""
     layers = network.summary()
@@ -57,7 +49,7 @@ def write_inspector(
         "aliases": network.aliases(),
         "profiles": [dict(ranges) for ranges in profiles],
         "layers": [asdict(layer) for layer in layers],
-        "engine": asdict(engine) if engine else None,
+        "engine": engine,
     }
     path.write_text(_lines(summary), encoding="utf-8")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper
 
-from llmc.errors import UsageError
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.tensorrt.builder import EngineReport, build_engine
 from llmc.optimize.tensorrt.spec import EngineSpec
@@ -18,14 +17,8 @@ OPSET, IR_VERSION = 17, 8
 
 
 def select_graph(vocab_size: int, candidates: int) -> onnx.ModelProto:
-    """``logits`` float32 [rows, vocab] -> ``values`` float32 and ``indices`` int64 [rows, candidates], largest first.
-
-    Raises:
-        UsageError: more candidates than tokens, or than TensorRT finds.
-    """
-    most = min(vocab_size, CANDIDATES_AT_MOST)
-    if not 1 <= candidates <= most:
-        raise UsageError(f"candidates is {candidates}; expected 1 ... {most}")
+    """``logits`` float32 [rows, vocab] -> the largest: ``values`` float32 and ``indices`` int64 [rows, candidates]."""
+    assert 1 <= candidates <= min(vocab_size, CANDIDATES_AT_MOST)
     k = helper.make_tensor("candidates", TensorProto.INT64, [1], [candidates])
     node = helper.make_node("TopK", ["logits", "candidates"], ["values", "indices"], name="select", axis=1)
     graph = helper.make_graph(
@@ -47,7 +40,6 @@ def build_select(
     """Build the engine of :func:`select_graph` for as many rows as a decode step has, with one profile.
 
     Raises:
-        UsageError: as :func:`select_graph`.
         LlmcError: as :func:`llmc.optimize.tensorrt.builder.build_engine`.
     """
     graph, rows = output.with_name(f".{output.name}.onnx"), spec.config.decode.batch

@@ -5,10 +5,11 @@ The library is found once and handed on, so every version of TensorRT and Tensor
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from llmc.bundle import EngineConfig, Limits, Profile, Recipe, version
 from llmc.errors import BuildError, GpuError, UsageError
+from llmc.optimize.recipe import between, either
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.abilities import FORMS, abilities
 from llmc.optimize.tensorrt.request import EngineRequest
@@ -16,8 +17,6 @@ from llmc.runtime.host.probe import probe_driver
 from llmc.runtime.host.probe_steps import Device
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 from llmc.runtime.sessions.tensorrt.library import library_version, load_library, made
-
-T = TypeVar("T")
 
 # The first bucket, and the largest of what follows: each doubles, so at most half of what attention looks at is empty.
 FIRST_BUCKET = 256
@@ -81,6 +80,7 @@ def resolve_engine(
         wanted = (gpu.compute_capability,) if gpu is not None else ()
     elif library is not None and request.stripped and gpu is None:
         raise GpuError(f"{target.engine} leaves weights out of engines only beside a GPU; leave --stripped out")
+    effort = request.optimization_level
     config = EngineConfig(
         file="",
         form=form,
@@ -98,8 +98,8 @@ def resolve_engine(
         stripped=bool(request.stripped),
         verified="no",
         inspector="",
-        workspace=_between("workspace", request.workspace, 1 << 20, 1 << 50, WORKSPACE),
-        optimization_level=_between("optimization_level", request.optimization_level, 0, 5, None),
+        workspace=between("workspace", either(request.workspace, WORKSPACE), 1 << 20, 1 << 50),
+        optimization_level=effort and between("optimization_level", effort, 0, 5),
     )
     return EngineSpec(library, library_version(library) if library is not None else "none", gpu, config)
 
@@ -131,14 +131,6 @@ def _hardware_compatibility(asked: str | None, library: Any, target: Capabilitie
             f"hardware_compatibility is {level!r}, expected one of {', '.join(possible)} for {target.engine} here"
         )
     return level
-
-
-def _between(name: str, value: int | None, low: int, high: int, default: T) -> int | T:
-    if value is None:
-        return default
-    if not low <= value <= high:
-        raise UsageError(f"{name} is {value}, expected {low} ... {high}")
-    return value
 
 
 def bucket_sizes(max_context: int) -> tuple[int, ...]:

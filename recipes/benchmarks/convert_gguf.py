@@ -4,9 +4,6 @@ Needs llama-cpp-python, gguf, torch and safetensors: run it with the interpreter
 decoders (llama, qwen2, qwen3) and refuses a tensor it does not know.
 """
 
-# Lives in another interpreter than the one that type-checks:
-# mypy: disable-error-code=import-not-found
-
 import argparse
 import ctypes
 import json

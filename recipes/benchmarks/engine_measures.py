@@ -19,7 +19,9 @@ from machine import QUIET_CPUS, Disturbance, provenance, table
 
 from llmc.bundle import read_bundle
 from llmc.errors import LlmcError
-from llmc.runtime import Engine, Handle, Model, Request, load
+from llmc.runtime import Model, Request, load
+from llmc.runtime.api.handle import Handle
+from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host.machine import usable_threads
 
 FIRST_TOKEN, LAST_TOKEN = 10, 4000  # arbitrary tokens of prompts: no special ones, and known to every model

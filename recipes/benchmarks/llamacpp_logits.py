@@ -1,10 +1,7 @@
-"""Write llama.cpp's logits of given windows of tokens, for quality.py. Needs llama-cpp-python and gguf.
+"""Write llama.cpp's logits of given windows of tokens, for quality_per_bit.py. Needs llama-cpp-python and gguf.
 
 One line of JSON on standard output says what the file really holds: bits per weight, and the types of its matrices.
 """
-
-# Lives in another interpreter than the one that type-checks:
-# mypy: disable-error-code=import-not-found
 
 import argparse
 import collections
@@ -14,26 +11,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import llama_cpp
 import numpy as np
 
 SILENT = llama_cpp.llama_log_callback(lambda level, text, data: None)  # global, for ctypes does not hold it
 
 
-def open_context(path: Path, length: int, threads: int) -> tuple[Any, int]:
-    """A context that holds one window, and the size of the vocabulary."""
+def open_context(path: Path, threads: int, **sizes: int) -> tuple[Any, int]:
+    """A context of a GGUF file, and the size of the vocabulary; ``sizes``: n_ctx, n_batch and n_ubatch in tokens."""
     llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
     if not model:
         raise SystemExit(f"{path}: llama.cpp cannot load it; write it with convert_gguf.py")
     parameters = llama_cpp.llama_context_default_params()
-    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = length
-    parameters.n_threads = parameters.n_threads_batch = threads
+    for name, value in {**sizes, "n_threads": threads, "n_threads_batch": threads}.items():
+        setattr(parameters, name, value)
     context = llama_cpp.llama_init_from_model(model, parameters)
     if not context:
-        raise SystemExit(f"{path}: llama.cpp cannot make a context of {length} tokens")
+        raise SystemExit(f"{path}: llama.cpp cannot make a context of {sizes['n_ctx']} tokens")
     return context, llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
 
@@ -54,6 +50,8 @@ def window_logits(context: Any, vocabulary: int, tokens: list[int], step: int) -
 
 def description(path: Path) -> dict[str, Any]:
     """Contents of the matrices: bits per weight with scales, their types, those of embedding and head by name."""
+    import gguf
+
     matrices = [tensor for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1]
     weights = sum(int(tensor.n_elements) for tensor in matrices)
     types = collections.Counter(tensor.tensor_type.name for tensor in matrices)
@@ -79,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     windows = np.load(args.windows)
     count, length = windows.shape
-    context, vocabulary = open_context(args.model, length, args.threads)
+    context, vocabulary = open_context(args.model, args.threads, n_ctx=length, n_batch=length, n_ubatch=length)
     step = length if args.phase == "prefill" else 1
     output = np.lib.format.open_memmap(args.output, "w+", np.float32, (count, length, vocabulary))
     for row, tokens in zip(output, windows.tolist(), strict=True):

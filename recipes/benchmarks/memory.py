@@ -7,11 +7,14 @@ the embedding leaves some of its pages on disk, so it takes up to the plan's par
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from llmc.bundle import TOKENIZER_FILE, read_bundle, read_export
 from llmc.optimize.plan.memory import plan_build
@@ -25,7 +28,7 @@ PROMPT_TOKENS, NEW_TOKENS = 512, 64
 STRIDE = 7919
 
 
-def run(bundle: Path) -> None:
+def run(bundle: str) -> None:
     """Load and run; what a bundle's plan is for."""
     from llmc.runtime import load
 
@@ -37,35 +40,29 @@ def run(bundle: Path) -> None:
             model.runner.step(ids[position], position)
 
 
-def build(export: Path, output: Path, precision: str) -> None:
+def build(export: str, output: str, precision: str) -> None:
     """Build; what a build's plan is for."""
     from llmc.optimize.build import build as make
 
-    make(export, output, precision=precision, force=True)
+    make(Path(export), Path(output), precision=precision, force=True)
 
 
 def peak(*arguments: object) -> int:
     """Peak resident bytes of this script run with ``arguments`` in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, *map(str, arguments)], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return int(done.stdout.splitlines()[-1])
+    command = [sys.executable, __file__, *map(str, arguments)]
+    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
 
 
-def measure(export: Path, precision: str, folder: Path) -> list[dict[str, object]]:
-    """Estimate and measured peak of building and of running one bundle."""
-    manifest = read_export(export)
-    recipe, limits = resolve(
-        Request(precision=precision), capabilities("cpu"), manifest.geometry.max_positions, "default"
-    )
+def measure(export: Path, precision: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Estimate and measured peak of building and of running one bundle, in bytes."""
+    manifest, bundle = read_export(export), folder / f"{export.name}-{precision}"
+    wanted = Request(precision=precision)
+    recipe, limits = resolve(wanted, capabilities("cpu"), manifest.geometry.max_positions, "default")
+    named = {"model": manifest.source.name, "precision": precision}
     planned = plan_build(manifest.geometry, recipe, limits, (export / TOKENIZER_FILE).stat().st_size).total
-    bundle = folder / f"{export.name}-{precision}"
-    rows = [("build", planned, peak("--build", export, bundle, precision))]
-    rows += [("run", plan_load(read_bundle(bundle), PROMPT_TOKENS + NEW_TOKENS).total, peak("--run", bundle))]
-    return [
-        {"model": manifest.source.name, "precision": precision, "stage": stage, "estimate": wanted, "measured": found}
-        for stage, wanted, found in rows
-    ]
+    yield {**named, "stage": "build", "estimate": planned, "measured": peak("--build", export, bundle, precision)}
+    planned = plan_load(read_bundle(bundle), PROMPT_TOKENS + NEW_TOKENS).total
+    yield {**named, "stage": "run", "estimate": planned, "measured": peak("--run", bundle)}
 
 
 def main() -> None:
@@ -75,21 +72,17 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["int4", "int8"])
     parser.add_argument("--keep", type=Path, help="keep the bundles here")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
-    rows: list[dict[str, object]] = []
+    args = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        for export in arguments.exports:
-            for precision in arguments.precisions:
-                for row in measure(export, precision, arguments.keep or Path(temporary)):
-                    estimate, measured = int(str(row["estimate"])), int(str(row["measured"]))
-                    rows.append(row)
-                    print(
-                        f"{row['model']:24} {precision:5} {row['stage']:6} estimate {estimate / 1e6:7.0f} MB  "
-                        f"measured {measured / 1e6:7.0f} MB  ratio {estimate / measured:.3f}",
-                        flush=True,
-                    )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        for export, precision in itertools.product(args.exports, args.precisions):
+            for row in measure(export, precision, args.keep or Path(temporary)):
+                rows.append(row)
+                ratio = row["estimate"] / row["measured"]
+                mb = f"estimate {row['estimate'] / 1e6:7.0f} MB  measured {row['measured'] / 1e6:7.0f} MB"
+                print(f"{row['model']:24} {precision:5} {row['stage']:6} {mb}  ratio {ratio:.3f}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
@@ -97,6 +90,5 @@ if __name__ == "__main__":
     if work is None:
         main()
     else:
-        paths = [Path(argument) for argument in sys.argv[2:4]]
-        work(*paths, *sys.argv[4:])  # type: ignore[operator]
+        work(*sys.argv[2:])
         print(resident_bytes()[1])  # ru_maxrss would begin with what the parent had when it forked

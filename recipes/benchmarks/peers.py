@@ -6,19 +6,22 @@ not run, and the table says so. All use as many threads as this process may use 
 """
 
 import argparse
-import datetime
 import json
 import os
-import shlex
+import resource
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import Disturbance, this_machine, usable_cpus
-from report import Results, Round, Row, table
+from machine import QUIET_CPUS, Disturbance, provenance, table
+from runners import RUNNERS, lengths, positive
+
+from llmc.errors import BundleError
+from llmc.runtime.host.machine import usable_threads
+from llmc.strict import decode
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,13 +29,9 @@ else:
     import tomli as tomllib
 
 HERE = Path(__file__).resolve().parent
-RUNNERS = {
-    "llmc": "llmc_runner.py",
-    "llamacpp": "llamacpp_runner.py",
-    "openvino": "openvino_runner.py",
-    "genai": "genai_runner.py",
-}
 ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
+PHASES = (("prefill_tok_s", "prefill {}"), ("decode_tok_s", "decode after {}"))
+NOT_RUN = "not run"
 
 
 @dataclass(frozen=True)
@@ -42,140 +41,176 @@ class Entry:
     name: str
     group: str
     runner: str
-    model: Path
-    python: Path | None
-
-    def missing(self) -> str:
-        """The reason why the system cannot run, or nothing."""
-        if self.python is None:
-            return f"not run: no interpreter for {self.runner}"
-        absent = [str(path) for path in (self.python, self.model) if not path.exists()]
-        return f"not run: {', '.join(absent)} not found" if absent else ""
+    model: str
 
 
 @dataclass(frozen=True)
-class Work:
-    """The work of every system in every round, in tokens; ``timeout_s`` limits one process, in seconds."""
+class Systems:
+    """The TOML file: the interpreter of each runner, and the systems."""
 
-    prompts: tuple[int, ...]
-    new_tokens: int
-    timeout_s: float
+    python: dict[str, str]
+    system: tuple[Entry, ...]
 
 
-def read_entries(path: Path) -> list[Entry]:
-    """Read the TOML file: a table ``python`` (runner -> interpreter) and an array of tables ``system``.
+@dataclass
+class Row:
+    """A system with all its rounds. ``trouble`` says why there are none, or why there are fewer than asked for.
+
+    A round is the JSON line of its runner, and ``other_cpus``, those busy with something else meanwhile (None: not
+    known): systems suffer from it very unequally.
+    """
+
+    entry: Entry
+    trouble: str
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """It ran and broke, as opposed to never being set up."""
+        return bool(self.trouble) and not self.trouble.startswith(NOT_RUN)
+
+    def best(self, phase: str, prompt: int) -> float | None:
+        """Highest rate of all rounds, in tokens per second."""
+        results = [result for r in self.rounds for result in r["results"] if result["prompt"] == prompt]
+        return max((float(result[phase]) for result in results), default=None)
+
+
+def read_systems(path: Path) -> Systems:
+    """Read the TOML file; llmc's interpreter is by default the one that runs this script.
 
     Raises:
         ValueError: it is no TOML, or says something that is not understood.
     """
     with path.open("rb") as file:
-        document = tomllib.load(file)
-    pythons = {runner: path.parent / python for runner, python in document.get("python", {}).items()}
-    # No interpreter is asked for if llmc is installed where this script runs.
-    pythons.setdefault("llmc", Path(sys.executable))
-    entries = [_read_entry(path, system, pythons) for system in document.get("system", [])]
-    unknown = pythons.keys() - RUNNERS.keys()
-    if unknown or not entries:
-        found = f"unknown runners {sorted(unknown)} in [python]" if unknown else "no [[system]]"
-        raise ValueError(f"{path}: {found}; see systems.example.toml")
-    return entries
+        document = {"python": {}, "system": [], **tomllib.load(file)}
+    try:
+        found: Systems = decode(Systems, document)
+    except BundleError as error:
+        raise ValueError(f"{path}: {error}; see systems.example.toml") from error
+    unknown = (found.python.keys() | {entry.runner for entry in found.system}) - RUNNERS.keys()
+    if unknown or not found.system:
+        problem = f"unknown runners {sorted(unknown)}, expected {', '.join(RUNNERS)}" if unknown else "no [[system]]"
+        raise ValueError(f"{path}: {problem}; see systems.example.toml")
+    pythons = {runner: str(path.parent / python) for runner, python in found.python.items()}
+    return Systems({"llmc": sys.executable, **pythons}, found.system)
 
 
-def _read_entry(path: Path, system: dict[str, Any], pythons: dict[str, Path]) -> Entry:
-    if system.keys() != {"name", "group", "runner", "model"} or system["runner"] not in RUNNERS:
-        raise ValueError(
-            f"{path}: [[system]] {system} is not understood; expected name, group, model and runner "
-            f"(one of {', '.join(RUNNERS)})"
-        )
-    runner = system["runner"]
-    return Entry(system["name"], system["group"], runner, path.parent / system["model"], pythons.get(runner))
-
-
-def run_once(entry: Entry, work: Work) -> Round:
-    """Run one system in a process of its own.
+def run_script(python: str | Path, script: str, *arguments: object, timeout_s: float | None = None) -> str:
+    """Run one of these scripts in another interpreter, and return the last line it prints; a library may print, too.
 
     Raises:
         RuntimeError: it failed, or took longer than the limit.
     """
-    script = HERE / RUNNERS[entry.runner]
-    command = [str(entry.python), str(script), str(entry.model), "--prompts", *map(str, work.prompts)]
-    command += ["--new-tokens", str(work.new_tokens), "--threads", str(usable_cpus())]
-    disturbance = Disturbance()
+    command = [str(python), str(HERE / script), *map(str, arguments)]
     try:
         done = subprocess.run(
-            command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=work.timeout_s, check=True
+            command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s, check=True
         )
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"failed: no result after {work.timeout_s:.0f} s") from error
+        raise RuntimeError(f"{script} failed: no result after {timeout_s:.0f} s") from error
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip() or "no message").splitlines()[-1]
-        raise RuntimeError(f"failed with exit code {error.returncode}: {last}") from error
-    # A library may print, too; the report is the last line.
-    return Round(json.loads(done.stdout.splitlines()[-1]), disturbance.cpus())
+        raise RuntimeError(f"{script} failed with exit code {error.returncode}: {last}") from error
+    return (done.stdout.splitlines() or [""])[-1]
 
 
-def run_all(entries: Sequence[Entry], work: Work, rounds: int) -> list[Row]:
-    """Run all systems in turn, ``rounds`` times. One that fails is not tried again."""
-    trouble = {entry: entry.missing() for entry in entries}
-    done: dict[Entry, list[Round]] = {entry: [] for entry in entries}
-    for number in range(1, rounds + 1):
-        for entry in entries:
-            if trouble[entry]:
-                continue
+def run_all(systems: Systems, folder: Path, args: argparse.Namespace) -> list[Row]:
+    """Run all systems in turn, several times. One that fails is not tried again."""
+    rows = [Row(entry, missing(systems.python.get(entry.runner), folder / entry.model)) for entry in systems.system]
+    work = ["--prompts", *args.prompts, "--new-tokens", args.new_tokens, "--threads", usable_threads()]
+    for number in range(1, args.rounds + 1):
+        for row in (row for row in rows if not row.trouble):
+            entry, disturbance = row.entry, Disturbance(resource.RUSAGE_CHILDREN)
+            command = (systems.python[entry.runner], "runners.py", entry.runner, folder / entry.model, *work)
             try:
-                done[entry].append(run_once(entry, work))
+                found = json.loads(run_script(*command, timeout_s=args.timeout))
+                row.rounds.append({**found, "other_cpus": disturbance.cpus()})
             except RuntimeError as error:
-                trouble[entry] = str(error)
+                row.trouble = str(error)
             print(
-                f"round {number}/{rounds}: {entry.name}: {trouble[entry] or _brief(done[entry][-1])}", file=sys.stderr
+                f"round {number}/{args.rounds}: {entry.name}: {row.trouble or brief(row.rounds[-1])}", file=sys.stderr
             )
-    return [
-        Row(entry.name, entry.group, entry.runner, entry.model.name, tuple(done[entry]), trouble[entry])
-        for entry in entries
-    ]
+    return rows
 
 
-def _brief(latest: Round) -> str:
-    figures = [
-        f"{result['prompt']}: {result['prefill_tok_s']:.0f} / {result['decode_tok_s']:.0f}"
-        for result in latest.report["results"]
-    ]
-    noise = f" (disturbed: {latest.other_cpus} CPUs busy with something else)" if latest.disturbed else ""
+def missing(python: str | None, model: Path) -> str:
+    """The reason why a system cannot run, or nothing."""
+    if python is None:
+        return f"{NOT_RUN}: its runner has no interpreter"
+    absent = [str(path) for path in (Path(python), model) if not path.exists()]
+    return f"{NOT_RUN}: {', '.join(absent)} not found" if absent else ""
+
+
+def disturbed(found: dict[str, Any]) -> bool:
+    """True if something else took CPU time in a round."""
+    return found["other_cpus"] is not None and found["other_cpus"] > QUIET_CPUS
+
+
+def brief(found: dict[str, Any]) -> str:
+    """A round in a few words."""
+    figures = [f"{r['prompt']}: {r['prefill_tok_s']:.0f} / {r['decode_tok_s']:.0f}" for r in found["results"]]
+    noise = f" (disturbed: {found['other_cpus']} CPUs busy with something else)" if disturbed(found) else ""
     return ", ".join(figures) + noise
 
 
-def _parse() -> tuple[argparse.Namespace, list[Entry]]:
-    """The arguments, and the systems they select; a mistake in either exits with 2."""
+def tables(rows: Sequence[Row], prompts: Sequence[int]) -> Iterator[str]:
+    """One Markdown table per group: best tokens per second, and in brackets llmc's rate over the peer's."""
+    columns = [(phase, title, prompt) for phase, title in PHASES for prompt in prompts]
+    for group in dict.fromkeys(row.entry.group for row in rows):
+        own = [row for row in rows if row.entry.group == group]
+        reference = next((row for row in own if row.entry.runner == "llmc" and row.rounds), None)
+        lines = [
+            (row.entry.name, *(cell(row, reference, phase, prompt) for phase, _, prompt in columns)) for row in own
+        ]
+        yield table((group, *(title.format(prompt) for _, title, prompt in columns)), *lines)
+
+
+def cell(row: Row, reference: Row | None, phase: str, prompt: int) -> str:
+    """A system's best rate, beside the reference's."""
+    rate = row.best(phase, prompt)
+    if rate is None:
+        return "failed" if row.failed else NOT_RUN
+    ours = reference.best(phase, prompt) if reference and row is not reference else None
+    return f"{rate:.0f}" if ours is None else f"{rate:.0f} ({ours / rate:.2f}x)"
+
+
+def footer(rows: Sequence[Row], new_tokens: int, machine: dict[str, Any]) -> str:
+    """The lines below the tables: the measure, the machine, a doubt, and what did not run."""
+    rounds = [found for row in rows for found in row.rounds]
+    noisy = sum(map(disturbed, rounds))
+    lines = [
+        f"Tokens per second, best round; in brackets llmc / peer. {new_tokens} new tokens, greedy, "
+        f"{machine['threads']} threads, {machine['cpu']}.",
+        *([f"DISTURBED: {noisy} of {len(rounds)} runs shared the CPUs; do not quote."] if noisy else []),
+        *(f"{row.entry.name}: {row.trouble}" for row in rows if row.trouble),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure, write the JSON file and print the tables; 1 if a system failed, or none could run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", type=Path, help="TOML file that lists the systems")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="prompt lengths in tokens")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens to generate after each prompt")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each system runs")
+    lengths(parser)
+    parser.add_argument("--rounds", type=positive, default=3, help="times that each system runs")
     parser.add_argument("--group", action="append", help="run only this group; may be repeated")
     parser.add_argument("--timeout", type=float, default=1800, help="limit of one process, in seconds")
     parser.add_argument("--output", type=Path, default=Path("peers.json"), help="where the JSON goes")
     args = parser.parse_args()
-    if min(args.prompts) < 1 or args.new_tokens < 2 or args.rounds < 1:
-        parser.error("prompts and rounds must be at least 1, new tokens at least 2")
     try:
-        entries = read_entries(args.systems)
+        systems = read_systems(args.systems)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    groups = sorted({entry.group for entry in entries})
+    groups = sorted({entry.group for entry in systems.system})
     if args.group and not set(args.group) <= set(groups):
         parser.error(f"--group {' '.join(args.group)}: {args.systems} has {', '.join(groups)}")
-    return args, [entry for entry in entries if not args.group or entry.group in args.group]
-
-
-def main() -> int:
-    """Measure, write the JSON file and print the table; 1 if a system failed, or none could run."""
-    args, entries = _parse()
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    work = Work(tuple(args.prompts), args.new_tokens, args.timeout)
-    rows = run_all(entries, work, args.rounds)
-    results = Results(date, shlex.join(sys.argv), this_machine(), work.prompts, work.new_tokens, tuple(rows))
-    args.output.write_text(json.dumps(asdict(results), indent=1) + "\n", encoding="utf-8")
-    print(table(results))
+    chosen = tuple(entry for entry in systems.system if not args.group or entry.group in args.group)
+    origin = provenance()
+    rows = run_all(Systems(systems.python, chosen), args.systems.parent, args)
+    work = {"prompts": args.prompts, "new_tokens": args.new_tokens}
+    results = {**origin, **work, "rows": [asdict(row) for row in rows]}
+    args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print("\n\n".join([*tables(rows, args.prompts), footer(rows, args.new_tokens, origin["machine"])]))
     return int(any(row.failed for row in rows) or not any(row.rounds for row in rows))
 
 

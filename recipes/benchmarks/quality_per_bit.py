@@ -6,16 +6,13 @@ difference is one of quantization and not of conversion.
 """
 
 import argparse
-import datetime
 import hashlib
 import importlib.metadata
 import json
 import os
-import shlex
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +21,10 @@ os.environ |= {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
 
 import numpy as np
 import onnx_ir as ir
-from machine import Machine, this_machine, usable_cpus
+from machine import provenance
+from machine import table as markdown
 from numpy.typing import NDArray
+from peers import run_script
 from scores import Score, ratio, score
 from unquantized import Unquantized
 
@@ -33,10 +32,10 @@ from llmc.errors import LlmcError
 from llmc.export import export
 from llmc.optimize.judge.reference import Reference
 from llmc.runtime import load
+from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.sessions import Phase
 from llmc.runtime.text.tokenizer import Tokenizer
 
-HERE = Path(__file__).resolve().parent
 SCHEMES = ("q4_0_pure", "q4_0", "q4_k_m", "q8_0")
 UNWEIGHED = ("f16", "q8_0")  # schemes for which llama.cpp takes no heed of importances
 BASELINE = "q4_0_pure"
@@ -49,43 +48,8 @@ VECTOR_READERS = ("Normalization", "Attention", "RotaryEmbedding")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One system on one path. ``bits``: per weight of all matrices that this path uses, scales included.
-
-    ``ratio`` is the mean KL over the baseline's on the same path, ``ratio_error`` its standard error.
-    """
-
-    system: str
-    phase: str
-    bits: float
-    detail: str
-    mean_kl: float
-    p99_kl: float
-    top1_agreement: float
-    perplexity: float
-    ratio: float | None
-    ratio_error: float | None
-
-
-@dataclass(frozen=True)
-class Results:
-    """Everything that is written to the JSON file. ``checks``: mean KL of what must agree with the reference."""
-
-    date: str
-    command: str
-    machine: Machine
-    versions: dict[str, str]
-    windows: int
-    length: int
-    tokens_sha256: str
-    reference_perplexity: float
-    checks: dict[str, float]
-    rows: tuple[Row, ...]
-
-
-@dataclass(frozen=True)
 class Measured:
-    """A system's score on one path."""
+    """A system's score on one path. ``bits``: per weight of all matrices that this path uses, scales included."""
 
     system: str
     phase: Phase
@@ -138,7 +102,7 @@ def graph_bits(graph: Path, matrix_weights: int) -> float:
 def bundles(folders: Sequence[Path], task: Task) -> Iterator[Measured]:
     """Run both paths of each bundle."""
     for folder in folders:
-        with load(folder, threads=usable_cpus()) as model:
+        with load(folder) as model:
             recipe = model.manifest.recipe
             for phase in Phase:
                 # A machine that cannot run one graph runs the decode graph for both.
@@ -149,47 +113,32 @@ def bundles(folders: Sequence[Path], task: Task) -> Iterator[Measured]:
                 yield Measured(f"llmc {folder.name}", phase, bits, detail, task.score(logits))
 
 
-def run_peer(python: Path, script: str, *arguments: object) -> str:
-    """Run a script in llama.cpp's interpreter and return the last line it prints.
+def llamacpp(
+    python: Path, checkpoint: Path, schemes: Iterable[str], task: Task, importance: Path | None = None
+) -> Iterator[Measured]:
+    """Quantize the checkpoint in llama.cpp's interpreter, and run both paths of each scheme there.
+
+    ``importance`` is a .npz file of mean squares of inputs.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: a script failed, or the file has more or fewer weights than the checkpoint.
     """
-    command = [str(python), str(HERE / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise RuntimeError(f"{script} failed with exit code {done.returncode}: {last}")
-    return (done.stdout.splitlines() or [""])[-1]
-
-
-@dataclass(frozen=True)
-class LlamaCpp:
-    """llama.cpp in its own interpreter. ``importance``: .npz file of mean squares of inputs, or none."""
-
-    python: Path
-    checkpoint: Path
-    importance: Path | None
-
-    def measure(self, schemes: Sequence[str], task: Task) -> Iterator[Measured]:
-        """Quantize the checkpoint and run both paths of each scheme."""
-        options = ["--importance", self.importance] if self.importance else []
-        run_peer(self.python, "convert_gguf.py", self.checkpoint, task.folder / "model", *schemes, *options)
-        for scheme in schemes:
-            model, output = task.folder / f"model-{scheme}.gguf", task.folder / "logits.npy"
-            for phase in Phase:
-                flags = ("--phase", phase.value, "--threads", usable_cpus())
-                line = run_peer(self.python, "llamacpp_logits.py", model, task.folder / "windows.npy", output, *flags)
-                found = json.loads(line)
-                if found["matrix_weights"] != task.matrix_weights:
-                    raise RuntimeError(
-                        f"{model.name} has {found['matrix_weights']} weights in matrices, the checkpoint "
-                        f"{task.matrix_weights}; convert_gguf.py lost or doubled a tensor"
-                    )
-                name = f"llama.cpp {scheme}" + (" + imatrix" if self.importance else "")
-                yield Measured(
-                    name, phase, found["bits_per_weight"], found["detail"], task.score(np.load(output, mmap_mode="r"))
+    options, suffix = (["--importance", importance], " + imatrix") if importance else ([], "")
+    schemes, output = list(schemes), task.folder / "logits.npy"
+    run_script(python, "convert_gguf.py", checkpoint, task.folder / "model", *schemes, *options)
+    for scheme in schemes:
+        model = task.folder / f"model-{scheme}.gguf"
+        for phase in Phase:
+            flags = ("--phase", phase.value, "--threads", usable_threads())
+            line = run_script(python, "llamacpp_logits.py", model, task.folder / "windows.npy", output, *flags)
+            found = json.loads(line)
+            if found["matrix_weights"] != task.matrix_weights:
+                raise RuntimeError(
+                    f"{model.name} has {found['matrix_weights']} weights in matrices, the checkpoint "
+                    f"{task.matrix_weights}; convert_gguf.py lost or doubled a tensor"
                 )
+            scored = task.score(np.load(output, mmap_mode="r"))
+            yield Measured(f"llama.cpp {scheme}{suffix}", phase, found["bits_per_weight"], found["detail"], scored)
 
 
 def check(name: str, found: Score, highest: float) -> float:
@@ -198,12 +147,13 @@ def check(name: str, found: Score, highest: float) -> float:
     Raises:
         RuntimeError: it does not.
     """
-    if not found.mean_kl <= highest:
+    mean_kl = float(found.kl.mean())
+    if not mean_kl <= highest:
         raise RuntimeError(
-            f"{name} has a mean KL of {found.mean_kl:.2e} to transformers, expected at most {highest:.0e}: "
+            f"{name} has a mean KL of {mean_kl:.2e} to transformers, expected at most {highest:.0e}: "
             "it computes another model, so nothing can be compared"
         )
-    return found.mean_kl
+    return mean_kl
 
 
 def own_reference(checkpoint: Path, task: Task) -> float:
@@ -217,68 +167,65 @@ def peers(args: argparse.Namespace, unquantized: Unquantized, task: Task, checks
     """llama.cpp's schemes, its float16 file checked first; with a calibration text once more with importances."""
     if args.llamacpp_python is None:
         return []
-    plain = LlamaCpp(args.llamacpp_python, args.checkpoint, None)
-    for found in plain.measure(["f16"], task):
+    peer = args.llamacpp_python, args.checkpoint
+    for found in llamacpp(*peer, ["f16"], task):
         name = f"llama.cpp f16, {found.phase.value}"
         checks[name] = check(name, found.score, CONVERTED_KL)
-    measured = list(plain.measure(args.schemes, task))
+    measured = list(llamacpp(*peer, args.schemes, task))
     if args.calibration:
         tokenizer = Tokenizer.from_folder(args.checkpoint)
         windows = read_windows(tokenizer, args.calibration, args.calibration_windows, args.length)
         path = task.folder / "importance.npz"
         np.savez(path, **unquantized.importance(windows))
-        weighed = [scheme for scheme in args.schemes if scheme not in UNWEIGHED]
-        measured += LlamaCpp(args.llamacpp_python, args.checkpoint, path).measure(weighed, task)
+        measured += llamacpp(*peer, (scheme for scheme in args.schemes if scheme not in UNWEIGHED), task, path)
     return measured
 
 
-def rows(measured: Sequence[Measured], baseline: str) -> tuple[Row, ...]:
-    """Put each path's mean KL beside that of the baseline's same path."""
+def rows(measured: Sequence[Measured], baseline: str) -> list[dict[str, Any]]:
+    """Figures of each system and path for the JSON file.
+
+    ``ratio`` is the mean KL over the baseline's on the same path, ``ratio_error`` its standard error.
+    """
     base = {found.phase: found.score for found in measured if found.system == baseline}
-    return tuple(
-        _row(found, ratio(found.score, base[found.phase]) if found.phase in base else None) for found in measured
-    )
+    rows = []
+    for found in measured:
+        share = ratio(found.score, base[found.phase]) if found.phase in base else (None, None)
+        names = {"system": found.system, "phase": found.phase.value, "bits": round(found.bits, 3)}
+        figures = {**asdict(found.score.quality), "ratio": share[0], "ratio_error": share[1]}
+        rows.append({**names, "detail": found.detail, **figures})
+    return rows
 
 
-def _row(found: Measured, share: tuple[float, float] | None) -> Row:
-    figures = found.score
-    return Row(
-        system=found.system,
-        phase=found.phase.value,
-        bits=round(found.bits, 3),
-        detail=found.detail,
-        mean_kl=figures.mean_kl,
-        p99_kl=figures.p99_kl,
-        top1_agreement=figures.top1_agreement,
-        perplexity=figures.perplexity,
-        ratio=share and share[0],
-        ratio_error=share and share[1],
-    )
-
-
-def table(results: Results, baseline: str) -> str:
+def table(results: dict[str, Any], baseline: str) -> str:
     """Markdown."""
-    lines = [
-        f"| system | path | bits per weight | mean KL | p99 KL | top-1 | perplexity | KL / {baseline} | weights |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---|",
-    ]
-    for row in results.rows:
-        share = "" if row.ratio is None else f"{row.ratio:.3f} ± {row.ratio_error:.3f}"
-        lines.append(
-            f"| {row.system} | {row.phase} | {row.bits:.3f} | {row.mean_kl:.5f} | {row.p99_kl:.4f} "
-            f"| {row.top1_agreement:.1%} | {row.perplexity:.3f} | {share} | {row.detail} |"
-        )
-    checks = ", ".join(f"{name} {kl:.1e}" for name, kl in results.checks.items())
-    scored = results.windows * (results.length - 1)
-    return "\n".join(lines) + (
-        f"\n\n{scored} positions ({results.windows} windows of {results.length} tokens), KL in nats. "
-        f"Perplexity of the reference: {results.reference_perplexity:.3f}. "
+    head = (
+        "system",
+        "path",
+        "bits per weight",
+        "mean KL",
+        "p99 KL",
+        "top-1",
+        "perplexity",
+        f"KL / {baseline}",
+        "weights",
+    )
+    lines = []
+    for row in results["rows"]:
+        share = "" if row["ratio"] is None else f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}"
+        kl = (f"{row['bits']:.3f}", f"{row['mean_kl']:.5f}", f"{row['p99_kl']:.4f}")
+        others = (f"{row['top1_agreement']:.1%}", f"{row['perplexity']:.3f}", share, row["detail"])
+        lines.append((row["system"], row["phase"], *kl, *others))
+    checks = ", ".join(f"{name} {kl:.1e}" for name, kl in results["checks"].items())
+    windows, length = results["windows"], results["length"]
+    return markdown(head, *lines) + (
+        f"\n\n{windows * (length - 1)} positions ({windows} windows of {length} tokens), KL in nats. "
+        f"Perplexity of the reference: {results['reference_perplexity']:.3f}. "
         f"Mean KL of what must agree with it: {checks}."
     )
 
 
-def measure(args: argparse.Namespace, folder: Path) -> Results:
-    """Run everything.
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run everything; what is written to the JSON file. ``checks``: mean KL of what must agree with the reference.
 
     Raises:
         ValueError: the text is too short.
@@ -292,18 +239,17 @@ def measure(args: argparse.Namespace, folder: Path) -> Results:
     task = Task(windows, reference, unquantized.matrix_weights, folder)
     checks = {"llmc's reference": own_reference(args.checkpoint, task)}
     measured = [*peers(args, unquantized, task, checks), *bundles(args.bundles, task)]
-    return Results(
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        command=shlex.join(sys.argv),
-        machine=this_machine(),
-        versions={name: importlib.metadata.version(name) for name in ("llmc", "onnxruntime", "transformers", "torch")},
-        windows=args.windows,
-        length=args.length,
-        tokens_sha256=hashlib.sha256(windows.tobytes()).hexdigest(),
-        reference_perplexity=task.score(reference).perplexity,
-        checks=checks,
-        rows=rows(measured, f"llama.cpp {BASELINE}"),
-    )
+    packages = ("llmc-deploy", "onnxruntime", "transformers", "torch")
+    return {
+        **provenance(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "windows": args.windows,
+        "length": args.length,
+        "tokens_sha256": hashlib.sha256(windows.tobytes()).hexdigest(),
+        "reference_perplexity": task.score(reference).quality.perplexity,
+        "checks": checks,
+        "rows": rows(measured, f"llama.cpp {BASELINE}"),
+    }
 
 
 def _parse() -> argparse.Namespace:
@@ -336,7 +282,7 @@ def main() -> int:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 1
     if args.json:
-        args.json.write_text(json.dumps(asdict(results), indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results, BASELINE))
     return 0
 

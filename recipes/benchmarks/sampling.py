@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from machine import provenance, table
 
-from llmc.runtime.sampling import SamplingParams, make_sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 
 VOCABULARY = 151_936  # of Qwen2.5
 CALLS = 1000
@@ -55,7 +57,7 @@ def peaked(generator: np.random.Generator, vocabulary: int) -> npt.NDArray[np.fl
 
 def measure(sampling: dict[str, Any], rows: list[npt.NDArray[np.float32]], calls: int) -> dict[str, float]:
     """Median, 95th percentile and mean microseconds per call; the rows take turns, so the caches see fresh logits."""
-    sampler = make_sampler(SamplingParams(seed=0, **sampling), rows[0].size, prompt_length=PROMPT)
+    sampler = make_sampler(SamplingContext(SamplingParams(seed=0, **sampling), rows[0].size, prompt_length=PROMPT))
     microseconds = []
     tokens = list(range(PROMPT))
     for position in range(-20, calls):  # the first ones warm up

@@ -6,45 +6,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.optimize.judge.quality import log_softmax
+from llmc.bundle import PhaseQuality
+from llmc.optimize.judge.quality import Tally
 
 
 @dataclass(frozen=True)
 class Score:
-    """Figures of every scored position, [windows, length - 1] each.
+    """Figures over all scored positions, and KL(reference || candidate) of each in nats, [windows, length - 1].
 
     The first token of a window has nothing before it, so it is never scored, and the logits after the last token
     predict nothing in the window, so they are left out.
-
-    Attributes:
-        kl: KL(reference || candidate) in nats.
-        same: both have the same most likely token.
-        nll: -log p(next token) of the candidate, in nats.
     """
 
+    quality: PhaseQuality
     kl: NDArray[np.float64]
-    same: NDArray[np.bool_]
-    nll: NDArray[np.float64]
-
-    @property
-    def mean_kl(self) -> float:
-        """Mean of ``kl`` in nats."""
-        return float(self.kl.mean())
-
-    @property
-    def p99_kl(self) -> float:
-        """99th percentile of ``kl`` in nats."""
-        return float(np.percentile(self.kl, 99))
-
-    @property
-    def top1_agreement(self) -> float:
-        """Share of positions with the same most likely token, 0 ... 1."""
-        return float(self.same.mean())
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity of the scored tokens."""
-        return float(np.exp(self.nll.mean()))
 
 
 def score(
@@ -55,21 +30,15 @@ def score(
     Raises:
         ValueError: one side has fewer windows or other shapes, or a candidate's logits are not finite.
     """
-    rows = [_window(*row) for row in zip(reference, candidate, windows, strict=True)]
-    kl, same, nll = (np.stack(column) for column in zip(*rows, strict=True))
-    return Score(kl, same, nll)
-
-
-def _window(
-    reference: NDArray[np.float32], candidate: NDArray[np.float32], tokens: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.float64]]:
-    if candidate.shape != reference.shape:
-        raise ValueError(f"logits have the shape {candidate.shape}, the reference's {reference.shape}")
-    if not np.isfinite(candidate).all():
-        raise ValueError("logits are NaN or infinite")
-    p, q = log_softmax(reference[:-1]), log_softmax(candidate[:-1])  # (L - 1, V)
-    kl = (np.exp(p) * (p - q)).sum(axis=1)
-    return kl, p.argmax(axis=1) == q.argmax(axis=1), -q[np.arange(len(q)), tokens[1:]]
+    tally = Tally()
+    for wanted, found, tokens in zip(reference, candidate, windows, strict=True):
+        if found.shape != wanted.shape:
+            raise ValueError(f"logits have the shape {found.shape}, the reference's {wanted.shape}")
+        if not np.isfinite(found).all():
+            raise ValueError("logits are NaN or infinite")
+        tally.compare(wanted[:-1], found[:-1])
+        tally.predict(found[:-1], tokens[1:])
+    return Score(tally.quality, tally.comparison.kl.reshape(len(windows), -1))
 
 
 def ratio(ours: Score, theirs: Score) -> tuple[float, float]:
@@ -82,6 +51,5 @@ def ratio(ours: Score, theirs: Score) -> tuple[float, float]:
     if not b.mean():
         return float("nan"), float("nan")
     value = a.mean() / b.mean()
-    return float(value), float(np.std(a - value * b, ddof=1) / np.sqrt(len(a)) / b.mean()) if len(a) > 1 else float(
-        "nan"
-    )
+    error = np.std(a - value * b, ddof=1) / np.sqrt(len(a)) / b.mean() if len(a) > 1 else np.nan
+    return float(value), float(error)

@@ -29,8 +29,8 @@ from engine_measures import LONGEST_WAIT, Check, Found, median_ratio, opened, ru
 
 from llmc.runtime import Engine, GenerationResult, Model, Request, SamplingParams
 from llmc.runtime.sessions import Batch, Phase
-from llmc.runtime.speculation import LENGTHS, Drafter, PromptLookup
-from llmc.runtime.speculation.control import expected
+from llmc.runtime.speculation.control import LENGTHS, expected
+from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 
 MIN_GAIN = {"int4": 1.5, "int8": 2.0}  # with the oracle, by precision
 MIN_ON_FREE_TEXT = 0.97

@@ -52,7 +52,6 @@ class OutputCollector:
         with self._changed:
             if not self.ended:
                 self.result, self.error = result, error
-                self._wakers += self._end_wakers
                 self._wake()
 
     def take(self, timeout: float | None = None) -> Delta | None:
@@ -81,19 +80,11 @@ class OutputCollector:
             if not self._waited(lambda: self.ended, timeout):
                 raise TimeoutError(f"the request did not end within {timeout} s; it goes on")
 
-    def call_on_change(self, waker: Callable[[], None]) -> None:
-        """Call ``waker`` once, at the next change, or now if something waits to be read."""
+    def call(self, waker: Callable[[], None], pieces: bool) -> None:
+        """Call ``waker`` once: at the end, or with ``pieces`` at the next change; now if that has been."""
         with self._changed:
-            self._wakers.append(waker)
-            if self._deltas or self.ended:
-                self._wake()
-
-    def call_at_end(self, waker: Callable[[], None]) -> None:
-        """Call ``waker`` once, when the request ends, or now if it has."""
-        with self._changed:
-            self._end_wakers.append(waker)
-            if self.ended:
-                self._wakers.append(waker)
+            (self._wakers if pieces else self._end_wakers).append(waker)
+            if self.ended or (pieces and self._deltas):
                 self._wake()
 
     def _waited(self, holds: Callable[[], bool], timeout: float | None) -> bool:
@@ -108,6 +99,9 @@ class OutputCollector:
     def _wake(self) -> None:
         self._changed.notify_all()
         wakers, self._wakers = self._wakers, []
+        if self.ended:
+            wakers += self._end_wakers
+            self._end_wakers = []
         for waker in wakers:
             waker()
 
@@ -185,15 +179,13 @@ class Handle:
 
     async def events_async(self) -> AsyncIterator[Delta]:
         """:meth:`events` for an event loop."""
-        while True:
+        ended = False
+        while not ended:
+            ended = self._collector.ended  # asked first, for nothing is put in after the end
             while (delta := self._collector.poll()) is not None:
                 yield self._noted(delta)
-            if self._collector.ended:
-                if (delta := self._collector.poll()) is None:
-                    break
-                yield self._noted(delta)
-                continue
-            await self._changed()
+            if not ended:
+                await self._changed(pieces=True)
         self._ended()
 
     async def __aiter__(self) -> AsyncIterator[str]:
@@ -210,7 +202,7 @@ class Handle:
             await self._changed(pieces=False)
         return self._ended()
 
-    async def _changed(self, pieces: bool = True) -> None:
+    async def _changed(self, pieces: bool) -> None:
         """Wait for the collector to change; a cancelled task cancels the request."""
         loop = asyncio.get_running_loop()
         changed = loop.create_future()
@@ -223,10 +215,7 @@ class Handle:
             with suppress(RuntimeError):  # the loop was closed, maybe just now, and nobody waits any more
                 loop.call_soon_threadsafe(resolve)
 
-        if pieces:
-            self._collector.call_on_change(wake)
-        else:
-            self._collector.call_at_end(wake)
+        self._collector.call(wake, pieces)
         try:
             await changed
         except asyncio.CancelledError:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from llmc.errors import UsageError
 from llmc.runtime.api.results import Delta
-from llmc.runtime.sampling import Processor, SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import Processor
 
 LONGEST_DEADLINE = 10**9  # seconds
 # Ends an output: called with its new tokens and the text so far after every token; true means stop.

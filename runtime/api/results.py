@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmc.runtime.observe.metrics import RequestMetrics
-from llmc.runtime.sampling import SamplingParams, TokenLogprobs
+from llmc.runtime.sampling.logprobs import TokenLogprobs
+from llmc.runtime.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length"]
 

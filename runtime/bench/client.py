@@ -17,7 +17,7 @@ from llmc.runtime.host.energy import Joules
 from llmc.runtime.host.machine import cpu_model, resident_bytes
 from llmc.runtime.model import Model
 from llmc.runtime.observe.metrics import RequestMetrics
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

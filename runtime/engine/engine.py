@@ -38,7 +38,9 @@ from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
 from llmc.runtime.runner.model_runner import ModelRunner, calls
 from llmc.runtime.sessions import Session
-from llmc.runtime.speculation import LENGTHS, Drafter, Ledger, Speculator
+from llmc.runtime.speculation.control import LENGTHS, DraftLength, Ledger
+from llmc.runtime.speculation.drafters import Drafter
+from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -263,9 +265,10 @@ class Engine:
             return None
         runner, ledger = self._runner, Ledger()
         lengths = tuple(length for length in LENGTHS if length <= self.options.max_draft_tokens)
-        return lambda key: Speculator(
-            key, drafter, runner.costs, runner.verify_phase, lengths, runner.step_seconds, ledger
+        control = partial(
+            DraftLength, runner.costs, type(drafter).__name__, runner.verify_phase, lengths, runner.step_seconds, ledger
         )
+        return lambda key: Speculator(key, drafter, runner.costs, control())
 
     def _accept(self, request: RequestState) -> None:
         self._start_thread()

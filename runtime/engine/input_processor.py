@@ -16,12 +16,16 @@ from llmc.runtime.api.results import Output
 from llmc.runtime.engine.sample_group import Sample, SampleGroup
 from llmc.runtime.engine.search_group import SearchGroup
 from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
-from llmc.runtime.guided import CompiledGrammar, GrammarGuide, Grammars
+from llmc.runtime.guided.grammars import Grammars
+from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
-from llmc.runtime.sampling import SamplingParams, build_processors, make_sampler
-from llmc.runtime.search import BeamSearch, Contrastive, Hypothesis, Strategy
-from llmc.runtime.search.base import StopCriterion
-from llmc.runtime.speculation import Speculator
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext, build_processors
+from llmc.runtime.sampling.samplers import make_sampler
+from llmc.runtime.search.base import Hypothesis, StopCriterion, Strategy
+from llmc.runtime.search.beam import BeamSearch
+from llmc.runtime.search.contrastive import Contrastive
+from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.detokenizer import TextStream
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -82,28 +86,24 @@ class InputProcessor:
     def _group(self, state: RequestState, grammar: CompiledGrammar | None) -> SampleGroup | SearchGroup:
         """The sequences of a request, as its parameters ask for them."""
         params = state.params
-        settings = {
-            "prompt_length": len(state.prompt),
-            "eos_token_ids": self._eos,
-            "processors": state.request.logits_processors,
-            "breakers": self._breakers(params),
-        }
-        strategy = self._strategy(state, settings)
+        processors, breakers = state.request.logits_processors, self._breakers(params)
+        context = SamplingContext(params, self._vocab_size, len(state.prompt), self._eos, processors, breakers=breakers)
+        strategy = self._strategy(state, context)
         if strategy is None:
-            return SampleGroup(state, partial(self._sample, grammar=grammar, settings=settings))
+            return SampleGroup(state, partial(self._sample, grammar=grammar, context=context))
         return SearchGroup(state, strategy, width(params), partial(self._output, self._ends(params)))
 
     def _sample(
-        self, group: SampleGroup, index: int, grammar: CompiledGrammar | None, settings: dict[str, Any]
+        self, group: SampleGroup, index: int, grammar: CompiledGrammar | None, context: SamplingContext
     ) -> Sample:
         params = group.request.params
         guide = None if grammar is None else GrammarGuide(grammar)
-        sampler = make_sampler(params, self._vocab_size, guide=guide, index=index, **settings)
+        sampler = make_sampler(replace(context, guide=guide), index)
         text = TextStream(self._tokenizer, params.stop)
         speculate = None if params.speculate is False else self._speculate
         return Sample(group, index, sampler, text, self._ends(params), guide, speculate)
 
-    def _strategy(self, state: RequestState, settings: dict[str, Any]) -> Strategy | None:
+    def _strategy(self, state: RequestState, context: SamplingContext) -> Strategy | None:
         """Beam search or contrastive search, where the request asks for one."""
         params = state.params
         if params.num_beams == 1 and params.penalty_alpha is None:
@@ -111,7 +111,7 @@ class InputProcessor:
         common: dict[str, Any] = {
             "max_tokens": params.max_tokens,
             "eos_token_ids": self._ends(params),
-            "processors": build_processors(params, self._vocab_size, **settings),
+            "processors": build_processors(context),
             "stops": self._stops(state.request),
         }
         if params.penalty_alpha is not None:

@@ -13,7 +13,7 @@ from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
 from llmc.runtime.engine.sequence import Sequence as Tokens
 from llmc.runtime.observe.tracing import event, record_spans
 from llmc.runtime.runner.prefill import Floats
-from llmc.runtime.sampling import prompt_logprobs
+from llmc.runtime.sampling.logprobs import prompt_logprobs
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,13 @@ from llmc.errors import ProcessorError, text_of
 from llmc.runtime.api.results import Delta, FinishReason, Output
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
-from llmc.runtime.sampling import Choice, Guide, Logits, Sampler, TokenLogprobs
-from llmc.runtime.search import SIMILARITIES, expected_similarities
-from llmc.runtime.speculation import Speculator, verify
+from llmc.runtime.sampling.logprobs import TokenLogprobs
+from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.processors import Guide
+from llmc.runtime.sampling.samplers import Choice, Sampler
+from llmc.runtime.search.consensus import expected_similarities
+from llmc.runtime.search.similarity import SIMILARITIES
+from llmc.runtime.speculation.speculator import Speculator, verify
 from llmc.runtime.text.detokenizer import TextStream
 
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from llmc.runtime.api.results import Delta, Output
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
-from llmc.runtime.sampling import Logits
-from llmc.runtime.search import Branch, Hypothesis, Strategy
+from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.search.base import Branch, Hypothesis, Strategy
 
 
 class SearchSequence(Sequence):

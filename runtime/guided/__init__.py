@@ -10,8 +10,3 @@ would make of it are allowed; elsewhere, every token whose text fits. A tokenize
 start of a text (Llama 2) also drops it from guided output. An output cut off by ``max_tokens`` is the beginning of one
 that follows the grammar, and a grammar that recurses without an end is followed until then.
 """
-
-from llmc.runtime.guided.grammars import Grammars
-from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
-
-__all__ = ["CompiledGrammar", "GrammarGuide", "Grammars"]

@@ -13,7 +13,7 @@ from llmc.runtime.guided.gbnf import without_long_escapes
 from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.guided.json_schema import LONGEST_REGEX, check_schema, schema_text
 from llmc.runtime.guided.vocabulary import Vocabulary, shortened
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.text.tokenizer import Tokenizer
 
 # Characters at most.

@@ -22,9 +22,8 @@ import os
 import re
 import stat
 import struct
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -34,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import RequestError, ResourceError, UsageError
-from llmc.publish import sync
+from llmc.publish import replaced
 
 MAGIC = b"llmcKV\r\n"  # a transfer that changes line ends breaks it at once
 VERSION = 2
@@ -229,20 +228,10 @@ def _described(file: BinaryIO) -> CacheFile:
 
 def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]]) -> None:
     """Write a file beside its place, sync it and rename it: whoever looks sees nothing or all of it."""
-    descriptor, staging = tempfile.mkstemp(prefix=STAGING, dir=path.parent)  # readable by its owner only
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(about.encoded())
-            for block in blocks:
-                file.write(_raw(block))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(staging)
-        raise
-    sync(path.parent)
+    with replaced(path, STAGING) as file:
+        file.write(about.encoded())
+        for block in blocks:
+            file.write(_raw(block))
 
 
 def save_session(path: Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any]], block: int, key: str) -> None:

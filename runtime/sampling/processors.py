@@ -1,10 +1,11 @@
 """The steps between the model's logits and the draw, in one fixed order.
 
-:data:`BUILDERS` is that order. A step runs only if its parameter asks for something. Biases and bans come first, as in
-transformers and OpenAI's servers, so that a penalty sees the logit that counts. Penalties follow, then what the request
-brings itself, which so sees what a penalty did. A grammar has the last word before the distribution is shaped: nothing
-after it can bring a forbidden token back. Temperature precedes the cuts, so that these see the distribution that is
-drawn from. XTC comes last, because it cuts the other way: it drops the most probable of what the others kept.
+:data:`llmc.runtime.sampling.params.STEPS` is that order. A step runs only if its parameter asks for something. Biases
+and bans come first, as in transformers and OpenAI's servers, so that a penalty sees the logit that counts. Penalties
+follow, then what the request brings itself, which so sees what a penalty did. A grammar has the last word before the
+distribution is shaped: nothing after it can bring a forbidden token back. Temperature precedes the cuts, so that these
+see the distribution that is drawn from. XTC comes last, because it cuts the other way: it drops the most probable of
+what the others kept.
 
 Elsewhere: transformers has the same order (but forbids an early end after the penalties). vLLM masks by the grammar
 first, then allowed tokens, min_tokens, bias, penalties, temperature, min-p, and top-k with top-p at the end. llama.cpp
@@ -13,18 +14,17 @@ runs bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, and t
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from llmc.errors import GrammarError, ProcessorError, text_of
 from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.dry import Dry
 from llmc.runtime.sampling.masses import Logits
-from llmc.runtime.sampling.params import SamplingParams, step_order
+from llmc.runtime.sampling.params import STEPS, SamplingParams, step_order
 from llmc.runtime.sampling.penalties import NoRepeatNGram, OutputPenalty, RepetitionPenalty
 from llmc.runtime.sampling.temperature import dynamic_temperature, scaled
 from llmc.runtime.sampling.xtc import xtc
@@ -53,17 +53,17 @@ class Guide(Protocol):
 
 @dataclass(frozen=True)
 class SamplingContext:
-    """All that steps are built from.
+    """All that the steps and the sampler of a sequence are built from.
 
     Args:
         params: of the request.
         vocab_size: V, the length of the logits.
-        prompt_length: tokens of the prompt.
+        prompt_length: tokens of the prompt, which some penalties leave out.
         eos_token_ids: the checkpoint's end-of-sequence tokens.
-        processors: the request's own.
-        guide: of the request's grammar, if it has one.
+        processors: the request's own, called in this order with (tokens so far, logits).
+        guide: what the request's grammar allows, if it has one; it is told every token chosen.
         breakers: ids of the tokens that DRY's sequence breakers end with.
-        seed: of the request, for XTC.
+        seed: of the draws; :func:`llmc.runtime.sampling.samplers.make_sampler` sets it.
         branching: calls may be of different sequences, as beams are.
     """
 
@@ -87,19 +87,9 @@ def build_steps(context: SamplingContext) -> list[tuple[str, Processor]]:
     return [(name, step) for name, step in built if step is not None]
 
 
-def build_processors(
-    params: SamplingParams,
-    vocab_size: int,
-    prompt_length: int,
-    eos_token_ids: Collection[int] = (),
-    processors: Sequence[Processor] = (),
-    breakers: Collection[int] = (),
-) -> list[Processor]:
+def build_processors(context: SamplingContext) -> list[Processor]:
     """The steps before the grammar's, for searches that score several sequences: calls may switch between these."""
-    context = SamplingContext(
-        params, vocab_size, prompt_length, eos_token_ids, processors, breakers=breakers, branching=True
-    )
-    return [step for name, step in build_steps(context) if name not in FILTERS]
+    return [step for name, step in build_steps(replace(context, branching=True)) if name not in FILTERS]
 
 
 # ------------------------------------------------------------------------------------------------------------- steps
@@ -108,15 +98,41 @@ def build_processors(
 def _logit_bias(context: SamplingContext) -> Processor | None:
     if not context.params.logit_bias:
         return None
-    tokens, biases = (np.array(column) for column in zip(*context.params.logit_bias, strict=True))
-    return _Bias(tokens, biases.astype(np.float32))
+    biased, biases = (np.array(column) for column in zip(*context.params.logit_bias, strict=True))
+    added = biases.astype(np.float32)
+
+    def add(tokens: Sequence[int], logits: Logits) -> Logits:
+        logits[biased] += added
+        return logits
+
+    return add
 
 
 def _allowed_tokens(context: SamplingContext) -> Processor | None:
     params = context.params
     if params.allowed_tokens is None:
-        return _Ban(sorted(set(params.banned_tokens))) if params.banned_tokens else None
-    return _Allow(sorted(set(params.allowed_tokens) - set(params.banned_tokens)))
+        return _ban(params.banned_tokens) if params.banned_tokens else None
+    allowed = np.array(sorted(set(params.allowed_tokens) - set(params.banned_tokens)), np.int64)
+
+    def allow(tokens: Sequence[int], logits: Logits) -> Logits:
+        kept = logits[allowed]
+        logits.fill(-np.inf)
+        logits[allowed] = kept
+        return logits
+
+    return allow
+
+
+def _ban(tokens: Collection[int], until: int | None = None) -> Processor:
+    """Forbids tokens, for sequences shorter than ``until`` if that is given."""
+    banned = np.array(sorted(set(tokens)), np.int64)
+
+    def ban(tokens: Sequence[int], logits: Logits) -> Logits:
+        if until is None or len(tokens) < until:
+            logits[banned] = -np.inf
+        return logits
+
+    return ban
 
 
 def _min_tokens(context: SamplingContext) -> Processor | None:
@@ -124,7 +140,7 @@ def _min_tokens(context: SamplingContext) -> Processor | None:
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else context.eos_token_ids)}
     if not params.min_tokens or not ends:
         return None
-    return _Ban(sorted(ends), until=context.prompt_length + params.min_tokens)
+    return _ban(ends, until=context.prompt_length + params.min_tokens)
 
 
 def _repetition_penalty(context: SamplingContext) -> Processor | None:
@@ -159,11 +175,46 @@ def _no_repeat_ngram_size(context: SamplingContext) -> Processor | None:
 
 
 def _processors(context: SamplingContext) -> Processor | None:
-    return _Own(context.processors) if context.processors else None
+    """The request's own processors; whatever goes wrong in one is a ProcessorError."""
+    if not context.processors:
+        return None
+
+    def process(tokens: Sequence[int], logits: Logits) -> Logits:
+        if not _is_usable(logits):
+            return logits
+        frozen = tuple(tokens)  # not the engine's list
+        for processor in context.processors:
+            where = f"the logits processor {_name(processor)} at position {len(tokens)}"
+            lent = logits[:]  # whose shape, type and flags are the processor's own
+            try:
+                result = processor(frozen, lent)
+            except BaseException as error:  # SystemExit too ends the request, not the engine
+                raise ProcessorError(f"{where} raised {text_of(error)}; correct it") from error
+            _check_result(where, result, logits)
+            if result is not lent:
+                np.copyto(logits, result)  # later steps write into it
+        return logits
+
+    return process
 
 
 def _guide(context: SamplingContext) -> Processor | None:
-    return _Grammar(context.guide) if context.guide is not None else None
+    guide = context.guide
+    if guide is None:
+        return None
+
+    def mask(tokens: Sequence[int], logits: Logits) -> Logits:
+        if not _is_usable(logits):
+            return logits
+        masked = guide.mask(logits)
+        if masked.max() == -np.inf:
+            raise GrammarError(
+                f"the grammar leaves no token at position {len(tokens)} of those that the request's other settings "
+                "allow; loosen the grammar, min_tokens, allowed_tokens or banned_tokens"
+            )
+        return masked
+
+    return mask
 
 
 def _temperature(context: SamplingContext) -> Processor | None:
@@ -186,28 +237,14 @@ def _top_k(context: SamplingContext) -> Processor | None:
     return (lambda tokens, logits: truncation.top_k(logits, k)) if 0 < k < context.vocab_size else None
 
 
-def _top_p(context: SamplingContext) -> Processor | None:
-    return _cut(truncation.top_p, context.params.top_p, neutral=1)
+def _cut(name: str, truncate: Callable[[Logits, float], Logits], neutral: float) -> Builder:
+    """The builder of a truncation by the parameter ``name``, which does nothing where that is ``neutral``."""
 
+    def build(context: SamplingContext) -> Processor | None:
+        value = getattr(context.params, name)
+        return (lambda tokens, logits: truncate(logits, value)) if value != neutral else None
 
-def _min_p(context: SamplingContext) -> Processor | None:
-    return _cut(truncation.min_p, context.params.min_p)
-
-
-def _typical_p(context: SamplingContext) -> Processor | None:
-    return _cut(truncation.typical, context.params.typical_p, neutral=1)
-
-
-def _epsilon_cutoff(context: SamplingContext) -> Processor | None:
-    return _cut(truncation.epsilon_cutoff, context.params.epsilon_cutoff)
-
-
-def _eta_cutoff(context: SamplingContext) -> Processor | None:
-    return _cut(truncation.eta_cutoff, context.params.eta_cutoff)
-
-
-def _top_n_sigma(context: SamplingContext) -> Processor | None:
-    return _cut(truncation.top_n_sigma, context.params.top_n_sigma)
+    return build
 
 
 def _xtc(context: SamplingContext) -> Processor | None:
@@ -218,11 +255,6 @@ def _xtc(context: SamplingContext) -> Processor | None:
     return lambda tokens, logits: xtc(logits, probability, threshold, uniform(seed, len(tokens), _XTC_DRAW), protected)
 
 
-def _cut(truncate: Callable[[Logits, float], Logits], value: float, neutral: float = 0) -> Processor | None:
-    return (lambda tokens, logits: truncate(logits, value)) if value != neutral else None
-
-
-# Order matters: see above. llmc.runtime.sampling.params.STEPS names the same.
 BUILDERS: dict[str, Builder] = {
     "logit_bias": _logit_bias,
     "allowed_tokens": _allowed_tokens,  # and banned ones
@@ -236,87 +268,16 @@ BUILDERS: dict[str, Builder] = {
     "temperature": _temperature,
     "dynamic_temperature": _dynamic_temperature,
     "top_k": _top_k,
-    "top_p": _top_p,
-    "min_p": _min_p,
-    "typical_p": _typical_p,
-    "epsilon_cutoff": _epsilon_cutoff,
-    "eta_cutoff": _eta_cutoff,
-    "top_n_sigma": _top_n_sigma,
+    "top_p": _cut("top_p", truncation.top_p, neutral=1),
+    "min_p": _cut("min_p", truncation.min_p, neutral=0),
+    "typical_p": _cut("typical_p", truncation.typical, neutral=1),
+    "epsilon_cutoff": _cut("epsilon_cutoff", truncation.epsilon_cutoff, neutral=0),
+    "eta_cutoff": _cut("eta_cutoff", truncation.eta_cutoff, neutral=0),
+    "top_n_sigma": _cut("top_n_sigma", truncation.top_n_sigma, neutral=0),
     "xtc": _xtc,
 }
 # The steps that shape the distribution; greedy requests have no use for them.
-FILTERS = tuple(BUILDERS)[tuple(BUILDERS).index("temperature") :]
-
-
-class _Bias:
-    def __init__(self, tokens: npt.NDArray[np.int64], biases: Logits) -> None:
-        self._tokens, self._biases = tokens, biases
-
-    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
-        logits[self._tokens] += self._biases
-        return logits
-
-
-class _Ban:
-    """Forbids tokens, for sequences shorter than ``until`` if that is given."""
-
-    def __init__(self, banned: Sequence[int], until: int | None = None) -> None:
-        self._banned, self._until = np.array(banned, np.int64), until
-
-    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
-        if self._until is None or len(tokens) < self._until:
-            logits[self._banned] = -np.inf
-        return logits
-
-
-class _Allow:
-    def __init__(self, allowed: Sequence[int]) -> None:
-        self._allowed = np.array(allowed, np.int64)
-
-    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
-        kept = logits[self._allowed]
-        logits.fill(-np.inf)
-        logits[self._allowed] = kept
-        return logits
-
-
-class _Own:
-    """The request's own processors; whatever goes wrong in one is a ProcessorError."""
-
-    def __init__(self, processors: Sequence[Processor]) -> None:
-        self._processors = processors
-
-    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
-        if not _is_usable(logits):
-            return logits
-        frozen = tuple(tokens)  # not the engine's list
-        for processor in self._processors:
-            where = f"the logits processor {_name(processor)} at position {len(tokens)}"
-            lent = logits[:]  # whose shape, type and flags are the processor's own
-            try:
-                result = processor(frozen, lent)
-            except BaseException as error:  # SystemExit too ends the request, not the engine
-                raise ProcessorError(f"{where} raised {text_of(error)}; correct it") from error
-            _check_result(where, result, logits)
-            if result is not lent:
-                np.copyto(logits, result)  # later steps write into it
-        return logits
-
-
-class _Grammar:
-    def __init__(self, guide: Guide) -> None:
-        self._guide = guide
-
-    def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
-        if not _is_usable(logits):
-            return logits
-        masked = self._guide.mask(logits)
-        if masked.max() == -np.inf:
-            raise GrammarError(
-                f"the grammar leaves no token at position {len(tokens)} of those that the request's other settings "
-                "allow; loosen the grammar, min_tokens, allowed_tokens or banned_tokens"
-            )
-        return masked
+FILTERS = STEPS[STEPS.index("temperature") :]
 
 
 def _is_usable(logits: Logits) -> bool:

@@ -175,9 +175,7 @@ def biases(most: float) -> Range:
         )
 
     expected = f"a tuple of (token id, number from {pair}) with different ids"
-    return Range(
-        "biases", expected, lambda value: holds(value) and len(dict(value)) == len(value), f"(id, {pair}) pairs"
-    )
+    return Range("biases", expected, holds, f"(id, {pair}) pairs")
 
 
 def filled(values: Range) -> Range:

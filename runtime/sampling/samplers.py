@@ -3,9 +3,9 @@
 import math
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -72,38 +72,18 @@ class PlainSampler(Sampler):
         """
 
 
-def make_sampler(
-    params: SamplingParams,
-    vocab_size: int,
-    *,
-    prompt_length: int,
-    eos_token_ids: Collection[int] = (),
-    processors: Sequence[Processor] = (),
-    guide: Guide | None = None,
-    breakers: Collection[int] = (),
-    index: int = 0,
-) -> Sampler:
-    """The sampler of one sequence.
-
-    Args:
-        params: of the request.
-        vocab_size: V, the length of the logits it will see.
-        prompt_length: tokens of the prompt, which some penalties leave out.
-        eos_token_ids: the checkpoint's end-of-sequence tokens.
-        processors: the request's own, called in this order with (tokens so far, logits).
-        guide: what the request's grammar allows; it is told every token chosen.
-        breakers: ids of the tokens that ``dry_sequence_breakers`` end with.
-        index: which of a request's ``n`` sequences; it draws with seed + index, modulo 2**64.
-    """
+def make_sampler(context: SamplingContext, index: int = 0) -> Sampler:
+    """The sampler of a request's sequence number ``index``, which draws with seed + index, modulo 2**64."""
+    params = context.params
     seed = secrets.randbits(64) if params.seed is None else (params.seed + index) % 2**64
-    context = SamplingContext(params, vocab_size, prompt_length, eos_token_ids, processors, guide, breakers, seed)
+    context = replace(context, seed=seed)
     steps, sampler, tail = _plan(build_steps(context), context)
     top = 0 if params.logprobs is None and params.best_of is not None else params.logprobs
     if not steps and top is None:
         return sampler
     # After a first cut to k, nothing sees more than that; a log-probability is a share of the whole.
     needs = params.top_k if top is None and steps[0][0] == "top_k" else 0
-    return ProcessedSampler(steps, sampler, tail, guide, top, needs, trusted=not processors)
+    return ProcessedSampler(steps, sampler, tail, context.guide, top, needs, trusted=not context.processors)
 
 
 _Steps = list[tuple[str, Processor]]
@@ -287,20 +267,15 @@ class ProcessedSampler(Sampler):
         self._own = np.empty(0, np.float32)
 
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
-        with borrowed(logits.size) if self._trusted else nullcontext(self._scratch(logits)) as scratch:
-            return self._choose(logits, tokens, self._run(logits, tokens, scratch))
-
-    def _scratch(self, logits: Logits) -> Logits:
-        if self._own.shape != logits.shape:
+        if not self._trusted and self._own.shape != logits.shape:
             self._own = np.empty_like(logits)
-        return self._own
-
-    def _choose(self, logits: Logits, tokens: Sequence[int], processed: Logits) -> Choice:
-        drawn_from = self._drawn_from(processed, tokens) if self._top is not None else None
-        token = self._sampler.choose(processed, len(tokens))
-        if self._guide is not None:
-            self._guide.accept(token)
-        return Choice(token, None if drawn_from is None else self._logprobs(logits, drawn_from, token))
+        with borrowed(logits.size) if self._trusted else nullcontext(self._own) as scratch:
+            processed = self._run(logits, tokens, scratch)
+            drawn_from = self._drawn_from(processed, tokens) if self._top is not None else None
+            token = self._sampler.choose(processed, len(tokens))
+            if self._guide is not None:
+                self._guide.accept(token)
+            return Choice(token, None if drawn_from is None else self._logprobs(logits, drawn_from, token))
 
     def _run(self, logits: Logits, tokens: Sequence[int], current: Logits) -> Logits:
         """The logits that the steps leave; they may work in ``current``."""

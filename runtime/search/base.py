@@ -1,14 +1,16 @@
 """The protocol of a lockstep strategy, and the arithmetic that strategies share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import LlmcError, ProcessorError, RequestError, text_of
-from llmc.runtime.sampling import Logits, Processor
+from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.processors import Processor
 
 Floats = NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
@@ -39,17 +41,35 @@ class Hypothesis:
     finish_reason: FinishReason
 
 
-class Strategy(Protocol):
+class Strategy(ABC):
     """Chooses rows and tokens step by step; one object serves one request.
 
-    Attributes:
+    Args:
         width: most rows that a step has.
+        max_tokens: new tokens at most, from 1.
+        eos_token_ids: tokens that end an output.
+        processors: of the request; each search says what they are applied to.
+        stops: a stopping criterion beside ``eos_token_ids``, asked about the new tokens.
+
+    Attributes:
         prompt_chunk_outputs: true if ``start`` needs the hidden states of every position of the prompt.
     """
 
-    width: int
-    prompt_chunk_outputs: bool
+    prompt_chunk_outputs = False
 
+    def __init__(
+        self,
+        width: int,
+        max_tokens: int,
+        eos_token_ids: Collection[int] = (),
+        processors: Sequence[Processor] = (),
+        stops: StopCriterion | None = None,
+    ) -> None:
+        self.width = width
+        self.ending = Ending(max_tokens, eos_token_ids, stops)
+        self.processors = processors
+
+    @abstractmethod
     def start(self, prompt: Sequence[int], logits: Floats, hidden: Floats | None) -> list[Branch]:
         """The first rows, from the logits after the prompt [V] and its hidden states [len(prompt), H]; parents are 0.
 
@@ -57,9 +77,11 @@ class Strategy(Protocol):
         cache are copied, and none that is still to be copied from is written over. This holds for ``step`` too.
         """
 
+    @abstractmethod
     def step(self, logits: Floats, hidden: Floats | None) -> list[Branch]:
         """The next rows, from the logits [rows, V] and hidden states [rows, H] of the last ones; none: finished."""
 
+    @abstractmethod
     def outputs(self) -> list[Hypothesis]:
         """The outputs finished by now, best first."""
 

@@ -1,21 +1,19 @@
 """Beam search, and diverse beam search, which runs it in groups that keep off each other's tokens."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from llmc.errors import RequestError
-from llmc.runtime.sampling import Processor
 from llmc.runtime.sampling.masses import most_probable
 from llmc.runtime.search.base import (
     Branch,
-    Ending,
     Floats,
     Hypothesis,
-    StopCriterion,
+    Strategy,
     log_softmax,
     processed,
 )
@@ -23,7 +21,7 @@ from llmc.runtime.search.base import (
 EarlyStopping = bool | Literal["never"]
 
 
-class BeamSearch:
+class BeamSearch(Strategy):
     """Keeps the ``num_beams`` most probable beginnings of an output; the choices of transformers 5.
 
     The score of an output is the sum of its tokens' log-probabilities, after the processors, divided by its length (in
@@ -34,41 +32,33 @@ class BeamSearch:
 
     Args:
         num_beams: rows in all, from 1.
-        max_tokens: new tokens at most, from 1.
-        eos_token_ids: tokens that end an output.
         num_return_sequences: outputs, from 1 to ``num_beams``. There are fewer if the processors forbid the rest.
         length_penalty: above 0 favours long outputs, below 0 short ones; from -20 to 20.
         early_stopping: when ``num_beams`` outputs are finished, True stops at once; False stops unless the best
             beam, ended here, would be better than the worst of them; "never" stops when no beam can become better.
         num_beam_groups: a divisor of ``num_beams``; 1 is plain beam search.
         diversity_penalty: in units of log-probability, from 0 to 1e30.
-        processors: applied to the log-probabilities of every beam, not normalised again.
-        stops: a stopping criterion beside ``eos_token_ids``, asked about the new tokens.
+        shared: of every :class:`~llmc.runtime.search.base.Strategy`; the processors are applied to the
+            log-probabilities of every beam, not normalised again.
     """
-
-    prompt_chunk_outputs = False
 
     def __init__(
         self,
         *,
         num_beams: int,
-        max_tokens: int,
-        eos_token_ids: Collection[int] = (),
         num_return_sequences: int = 1,
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
         num_beam_groups: int = 1,
         diversity_penalty: float = 0.0,
-        processors: Sequence[Processor] = (),
-        stops: StopCriterion | None = None,
+        **shared: Any,
     ) -> None:
-        self.width = num_beams
-        ending = Ending(max_tokens, eos_token_ids, stops)
-        rules = _Rules(num_beams // num_beam_groups, length_penalty, early_stopping, ending)
-        self._groups = [_Group(rules) for _ in range(num_beam_groups)]
+        super().__init__(num_beams, **shared)
+        self.group_width = num_beams // num_beam_groups
+        self.length_penalty, self.early_stopping = length_penalty, early_stopping
+        self._groups = [_Group() for _ in range(num_beam_groups)]
         self._returned = num_return_sequences
         self._penalty = np.float32(diversity_penalty)
-        self._processors = processors
         self._prompt: list[int] = []
 
     def start(self, prompt: Sequence[int], logits: Floats, hidden: Floats | None = None) -> list[Branch]:
@@ -93,13 +83,13 @@ class BeamSearch:
     def _advance(self, logits: Floats) -> list[Branch]:
         scores = log_softmax(logits)
         for row, tokens in self._sequences().items():
-            scores[row] = processed(self._processors, tokens, scores[row])
+            scores[row] = processed(self.processors, tokens, scores[row])
         chosen: list[int] = []
         for group in self._groups:
             rows = scores[[beam.row for beam in group.beams]]
             for token in chosen:
                 rows[:, token] -= self._penalty
-            chosen += group.advance(rows)
+            chosen += group.advance(self, rows)
         beams = [beam for group in self._groups for beam in group.beams]
         if not beams and not self.outputs():
             raise RequestError("the logits processors forbid every token; allow at least one")
@@ -107,8 +97,12 @@ class BeamSearch:
 
     def _sequences(self) -> dict[int, list[int]]:
         """Prompt and new tokens of every row, if a processor wants to see them."""
-        beams = [beam for group in self._groups for beam in group.beams] if self._processors else []
+        beams = [beam for group in self._groups for beam in group.beams] if self.processors else []
         return {beam.row: [*self._prompt, *beam.tokens] for beam in beams}
+
+    def normalised(self, score: float, length: int) -> float:
+        """The score of an output of ``length`` new tokens."""
+        return score / math.pow(length, self.length_penalty)
 
     @staticmethod
     def _place(beams: list["_Beam"]) -> list[Branch]:
@@ -136,23 +130,14 @@ class _Beam:
     row: int
 
 
-@dataclass(frozen=True)
-class _Rules:
-    width: int
-    length_penalty: float
-    early_stopping: EarlyStopping
-    ending: Ending
-
-
 @dataclass
 class _Group:
-    """A beam search of its own: unfinished ``beams``, at most ``rules.width``, and as many ``finished`` outputs."""
+    """Unfinished ``beams``, at most ``group_width`` of the search, and as many ``finished`` outputs."""
 
-    rules: _Rules
     beams: list[_Beam] = field(default_factory=lambda: [_Beam((), 0.0, 0)])
     finished: list[Hypothesis] = field(default_factory=list)
 
-    def advance(self, scores: Floats) -> list[int]:
+    def advance(self, search: BeamSearch, scores: Floats) -> list[int]:
         """Continue the beams by one token, from the scores of their next tokens [beams, V]; returns the tokens chosen.
 
         Only what is among the best ``width`` continuations may finish. The others are there so that ``width`` beams
@@ -160,38 +145,35 @@ class _Group:
         """
         if not self.beams:
             return []
-        width = self.rules.width
+        width = search.group_width
         scores += np.array([beam.score for beam in self.beams], np.float32)[:, None]
         if scores.max() == -np.inf:  # the processors forbid all
             self.beams = []
             return []
-        best = most_probable(scores.reshape(-1), (1 + self.rules.ending.kinds) * width)
+        best = most_probable(scores.reshape(-1), (1 + search.ending.kinds) * width)
         going: list[_Beam] = []
         ended: list[Hypothesis] = []
         for rank, (parent, token) in enumerate(zip(*np.unravel_index(best, scores.shape), strict=True)):
             beam = self.beams[parent]
             grown = _Beam((*beam.tokens, int(token)), float(scores[parent, token]), beam.row)
-            reason = self.rules.ending.reason(grown.tokens)
+            reason = search.ending.reason(grown.tokens)
             if reason is None:
                 going.append(grown)
             elif rank < width:
-                ended.append(Hypothesis(grown.tokens, self._normalised(grown.score, len(grown.tokens)), reason))
+                ended.append(Hypothesis(grown.tokens, search.normalised(grown.score, len(grown.tokens)), reason))
         self.finished = sorted([*self.finished, *ended], key=_by_score)[:width]
         going = going[:width]
-        self.beams = going if self._may_improve(going) else []
+        self.beams = going if self._may_improve(search, going) else []
         return [*(beam.tokens[-1] for beam in self.beams), *(hypothesis.token_ids[-1] for hypothesis in ended)]
 
-    def _may_improve(self, beams: list[_Beam]) -> bool:
-        if not beams or len(self.finished) < self.rules.width:
+    def _may_improve(self, search: BeamSearch, beams: list[_Beam]) -> bool:
+        if not beams or len(self.finished) < search.group_width:
             return bool(beams)
-        if self.rules.early_stopping is True:
+        if search.early_stopping is True:
             return False
-        longest = self.rules.early_stopping == "never" and self.rules.length_penalty > 0
-        length = self.rules.ending.max_tokens if longest else len(beams[0].tokens)
-        return self._normalised(beams[0].score, length) > self.finished[-1].score
-
-    def _normalised(self, score: float, length: int) -> float:
-        return score / math.pow(length, self.rules.length_penalty)
+        longest = search.early_stopping == "never" and search.length_penalty > 0
+        length = search.ending.max_tokens if longest else len(beams[0].tokens)
+        return search.normalised(beams[0].score, length) > self.finished[-1].score
 
 
 def _by_score(hypothesis: Hypothesis) -> float:

@@ -1,24 +1,23 @@
 """Contrastive search: the most probable tokens compete, and what resembles the context loses."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from llmc.errors import RequestError
-from llmc.runtime.sampling import Processor
 from llmc.runtime.sampling.masses import most_probable
 from llmc.runtime.search.base import (
     Branch,
-    Ending,
     Floats,
     Hypothesis,
-    StopCriterion,
+    Strategy,
     log_softmax,
     processed,
 )
 
 
-class Contrastive:
+class Contrastive(Strategy):
     """Takes, of the ``top_k`` most probable tokens, the best by probability and novelty.
 
     A candidate v scores (1 - alpha) p(v | x) - alpha max_j cos(h_v, h_j): its probability against the likeness of its
@@ -29,28 +28,15 @@ class Contrastive:
     Args:
         top_k: candidates, from 1; 1 is greedy.
         penalty_alpha: weight of the likeness, from 0 (greedy) to 1.
-        max_tokens: new tokens at most, from 1.
-        eos_token_ids: tokens that end the output.
-        processors: applied to the logits; the probabilities are those after them.
-        stops: a stopping criterion beside ``eos_token_ids``, asked about the new tokens.
+        shared: of every :class:`~llmc.runtime.search.base.Strategy`; the processors are applied to the logits, and the
+            probabilities are those after them.
     """
 
     prompt_chunk_outputs = True
 
-    def __init__(
-        self,
-        *,
-        top_k: int,
-        penalty_alpha: float,
-        max_tokens: int,
-        eos_token_ids: Collection[int] = (),
-        processors: Sequence[Processor] = (),
-        stops: StopCriterion | None = None,
-    ) -> None:
-        self.width = top_k
+    def __init__(self, *, top_k: int, penalty_alpha: float, **shared: Any) -> None:
+        super().__init__(top_k, **shared)
         self._alpha = penalty_alpha
-        self._ending = Ending(max_tokens, eos_token_ids, stops)
-        self._processors = processors
         self._tokens: list[int] = []
         self._prompt_length = 0
         self._directions = np.zeros((0, 0), np.float32)
@@ -69,7 +55,7 @@ class Contrastive:
         assert hidden is not None and len(hidden) == len(prompt)
         self._tokens = list(prompt)
         self._prompt_length = len(prompt)
-        self._directions = np.zeros((len(prompt) + self._ending.max_tokens, hidden.shape[1]), np.float32)
+        self._directions = np.zeros((len(prompt) + self.ending.max_tokens, hidden.shape[1]), np.float32)
         self._directions[: len(prompt)] = _directions(hidden)
         return self._propose(logits, 0)
 
@@ -83,7 +69,7 @@ class Contrastive:
         self._tokens.append(self._candidates[chosen])
         self._score += float(self._logarithms[chosen])
         new = tuple(self._tokens[self._prompt_length :])
-        reason = self._ending.reason(new)
+        reason = self.ending.reason(new)
         if reason is not None:
             self._finished = [Hypothesis(new, self._score, reason)]
             return []
@@ -94,8 +80,8 @@ class Contrastive:
         return self._finished
 
     def _propose(self, logits: Floats, parent: int) -> list[Branch]:
-        if self._processors:
-            logits = processed(self._processors, self._tokens, logits.copy())
+        if self.processors:
+            logits = processed(self.processors, self._tokens, logits.copy())
             if logits.max() == -np.inf:
                 raise RequestError("the logits processors forbid every token; allow at least one")
         logarithms = log_softmax(logits[None])[0]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-from llmc.errors import UsageError
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sessions.base import Phase
 
@@ -80,13 +79,10 @@ class DraftLength:
         costs: measured seconds of calls; may be shared by all sequences of a session.
         drafter: the name under which ``costs`` knows the drafter's seconds, by number of drafts.
         phase: of the calls that verify.
-        lengths: draft lengths to choose from, ascending.
+        lengths: draft lengths to choose from, ascending from 1.
         step: seconds of a step without drafts of so many rows, None while that is unknown; default: what ``costs``
             knows of decoding calls of that many rows with a token each. For whoever makes a step of other calls.
         ledger: shared with the other sequences; default: one of its own.
-
-    Raises:
-        UsageError: ``lengths`` is empty, or not ascending from 1.
     """
 
     def __init__(
@@ -98,14 +94,13 @@ class DraftLength:
         step: Callable[[int], float | None] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 1:
-            raise UsageError(f"draft lengths are {list(lengths)}, expected ascending numbers from 1")
         self.step = step or (lambda rows: costs.predict(Phase.DECODE, rows, 1))
         """Seconds of a step without drafts by its rows."""
         self._costs = costs
         self._drafter = drafter
         self._phase = phase
         self._lengths = tuple(lengths)
+        self.longest = lengths[-1]
         self._trial_length = max((n for n in lengths if n <= TRIAL), default=lengths[0])
         self._accepted, self._judged = PRIOR
         self._ledger = ledger or Ledger()
@@ -128,14 +123,14 @@ class DraftLength:
 
     def length(self, rows: int = 1) -> int:
         """Drafts to ask for before the next step of a batch of ``rows`` sequences, this one included; 0 for none."""
-        return self.keep(self._lengths[-1], rows)
+        return self.keep(self.longest, rows)
 
     def keep(self, proposed: int, rows: int = 1) -> int:
         """Of ``proposed`` drafts, how many to verify (the first ones): never more, and 0 where it does not pay."""
         if not self.active or self.step(rows) is None or self._streak >= REMEASURE:
             return 0
         if self._on_trial:
-            if self._hopeless(rows):
+            if self._best(self.longest, rows, 1.0)[1] < 1.0:  # no length would pay even if everything were accepted
                 return 0
             return max((n for n in self._lengths if n <= min(proposed, self._trial_length)), default=0)
         best, gain = self._best(proposed, rows)
@@ -206,11 +201,7 @@ class DraftLength:
         return MARGIN if self._own.debt >= 0 else LENIENCE
 
     def _pays(self, rows: int, bar: float) -> bool:
-        return self._best(self._lengths[-1], rows)[1] > bar
-
-    def _hopeless(self, rows: int) -> bool:
-        """True if no length would pay even if everything were accepted."""
-        return self._best(self._lengths[-1], rows, 1.0)[1] < 1.0
+        return self._best(self.longest, rows)[1] > bar
 
     def _best(self, proposed: int, rows: int, acceptance: float | None = None) -> tuple[int, float]:
         """The best length up to ``proposed``, and how many times faster than without drafts it is.

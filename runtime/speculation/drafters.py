@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from llmc.errors import UsageError
+SIZES = range(4, 1, -1)
+"""Tokens of a match, the most first; single tokens recur by chance all the time."""
 
 
 class Drafter(Protocol):
@@ -31,21 +32,9 @@ class PromptLookup:
 
     Saxena, Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding; the same as
     transformers' ``prompt_lookup_num_tokens``, which takes the first match instead of the most recent.
-
-    Args:
-        max_ngram: tokens that a match has at most.
-        min_ngram: tokens that a match has at least, from 1; single tokens recur by chance all the time.
-
-    Raises:
-        UsageError: not 1 <= min_ngram <= max_ngram.
     """
 
-    def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
-        if not 1 <= min_ngram <= max_ngram:
-            raise UsageError(
-                f"min_ngram is {min_ngram} and max_ngram {max_ngram}, expected 1 <= min_ngram <= max_ngram"
-            )
-        self._sizes = range(max_ngram, min_ngram - 1, -1)
+    def __init__(self) -> None:
         self._indices: dict[int, _Index] = {}
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
@@ -53,9 +42,9 @@ class PromptLookup:
         index = self._indices.get(key)
         if index is None:
             index = self._indices[key] = _Index()
-        index.extend(tokens, self._sizes)
+        index.extend(tokens)
         end = len(tokens)
-        for size in self._sizes:
+        for size in SIZES:
             start = index.after.get(tuple(tokens[end - size : end])) if size <= end else None
             if start is not None:
                 return list(tokens[start : start + count])
@@ -77,12 +66,12 @@ class _Index:
         self.after: dict[tuple[int, ...], int] = {}
         self._done = 0
 
-    def extend(self, tokens: Sequence[int], sizes: range) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Take in the n-grams that end before the last token."""
         assert len(tokens) >= self._done, "a sequence only gets longer"
         after = self.after
         for end in range(self._done + 1, len(tokens)):
-            for size in sizes:
+            for size in SIZES:
                 if size <= end:
                     after[tuple(tokens[end - size : end])] = end
         self._done = max(self._done, len(tokens) - 1)

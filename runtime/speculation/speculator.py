@@ -1,11 +1,10 @@
 """One sequence's speculation: its drafter, how much of it pays, and what it costs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.sessions.base import Phase
-from llmc.runtime.speculation.control import LENGTHS, TRIAL, DraftLength, Ledger
+from llmc.runtime.speculation.control import TRIAL, DraftLength
 from llmc.runtime.speculation.drafters import Drafter
 
 WATCH_SHARE = 0.005
@@ -15,7 +14,7 @@ WATCH_SHARE = 0.005
 class Speculator:
     """Asks the drafter for one sequence's drafts and learns from what becomes of them.
 
-    Each step: :meth:`drafts`; the call, with its seconds told to ``costs``; :func:`llmc.runtime.speculation.verify`;
+    Each step: :meth:`drafts`; the call, with its seconds told to ``costs``; :func:`verify`;
     :meth:`committed`.
 
     While drafting is off, a drafter that costs next to nothing (prompt lookup) is watched: its guesses are compared
@@ -24,29 +23,15 @@ class Speculator:
     Args:
         key: names the sequence to the drafter.
         costs: seconds of the session's calls; the drafter's are kept there too, under the name of its class.
-        phase, lengths, step, ledger: see :class:`DraftLength`.
+        control: chooses their number.
     """
 
-    def __init__(
-        self,
-        key: int,
-        drafter: Drafter,
-        costs: StepCosts,
-        phase: str = Phase.PREFILL,
-        lengths: Sequence[int] = LENGTHS,
-        step: Callable[[int], float | None] | None = None,
-        ledger: Ledger | None = None,
-    ) -> None:
+    def __init__(self, key: int, drafter: Drafter, costs: StepCosts, control: DraftLength) -> None:
         self._key = key
         self._drafter = drafter
         self._costs = costs
         self._name = type(drafter).__name__
-        self._longest = max(lengths, default=0)
-        self.control = DraftLength(costs, self._name, phase, lengths, step, ledger)
-        self.proposed = 0
-        """Drafts that were verified so far."""
-        self.accepted = 0
-        """Of these, the ones that the model agreed with."""
+        self.control = control
         self._length = 0
         self._spent = 0.0
         self._seconds: float | None = None
@@ -73,8 +58,6 @@ class Speculator:
         if not proposed:
             self.control.plain(rows)
             return
-        self.proposed += proposed
-        self.accepted += tokens - 1
         self.control.verified(proposed, tokens - 1, rows, self._seconds)
 
     def close(self) -> None:
@@ -86,7 +69,7 @@ class Speculator:
         found = list(self._drafter.propose(self._key, tokens, count))[:count]
         seconds = self._spent = perf_counter() - start
         # The drafter first reads what it has not seen; after the prompt or a long pause that is not the usual cost.
-        usual = self._length > 0 and len(tokens) - self._length <= self._longest + 1
+        usual = self._length > 0 and len(tokens) - self._length <= self.control.longest + 1
         self._length, self._seconds = len(tokens), seconds if usual else None
         if usual and found:
             self._costs.observe(self._name, 1, len(found), seconds)
@@ -111,3 +94,32 @@ class Speculator:
         if right < len(came) or len(came) == len(guess):
             self._guess = None
             self.control.watched(len(guess), right, rows)
+
+
+def verify(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:
+    """The tokens to commit when ``drafts`` were fed and the model has logits before, between and after them.
+
+    ``draw(i)`` draws the model's token from the logits at the ``i``-th of the fed positions (0: what the first draft
+    has to agree with; ``len(drafts)``: the token after the last). Draws go on while they agree with the drafts; the
+    first that does not is committed and is the last; after the last draft one more is drawn. So 1 ... ``len(drafts)``
+    + 1 tokens come, all but the last equal to the drafts, and ``draw`` is called once for each, in order and only when
+    it is asked for: whoever stops early, at an end-of-sequence token, has drawn nothing beyond it.
+
+    This is speculative sampling (Leviathan et al., https://arxiv.org/abs/2211.17192; Chen et al.,
+    https://arxiv.org/abs/2302.01318) with a proposal q that puts all its mass on the draft d. There d is accepted with
+    probability min(1, p(d) / q(d)) = p(d), and otherwise a token is drawn from the residual max(0, p - q), normalised,
+    which is p without d. Here one token t is drawn from p. It equals d with probability p(d); and given that it does
+    not, it is distributed as p without d. The two agree in distribution, which is p: P(t = d) = p(d), and for x other
+    than d P(t = x) = (1 - p(d)) * p(x) / (1 - p(d)) = p(x). Whatever the drafts are, even chosen against us, as long as
+    they do not know the draw itself.
+
+    More than that: the draws see the logits that they would see without drafts, and randomness is a function of (seed,
+    position), so the tokens are the same ones, not only as probable. (As far as the logits are the same bits; that is
+    the session's part.)
+    """
+    for i, draft in enumerate(drafts):
+        token = draw(i)
+        yield token
+        if token != draft:
+            return
+    yield draw(len(drafts))

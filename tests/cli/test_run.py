@@ -21,7 +21,7 @@ from llmc.cli.sampling import COMMON
 from llmc.errors import RequestError, UsageError
 from llmc.runtime import EngineOptions, GenerationResult, Output, SamplingParams, Timings, Usage
 from llmc.runtime.observe.metrics import RequestMetrics
-from llmc.runtime.sampling import TokenLogprobs
+from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.params import PARAMETERS
 
 METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, "stop")

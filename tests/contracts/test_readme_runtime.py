@@ -19,9 +19,9 @@ from llmc.runtime.kv.prefix_cache import BLOCK
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.prometheus import EngineCollector
 from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAPH_FROM
-from llmc.runtime.sampling import STEPS
-from llmc.runtime.sampling.params import PARAMETERS
-from llmc.runtime.speculation import LENGTHS, control
+from llmc.runtime.sampling.params import PARAMETERS, STEPS
+from llmc.runtime.speculation import control
+from llmc.runtime.speculation.control import LENGTHS
 
 TABLE = re.compile(r"^\|(?P<head>[^\n]+)\|\n\|[-:| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n)+)", re.M)
 MB = 1_000_000

@@ -45,7 +45,7 @@ def peer(quality: ModuleType, monkeypatch: pytest.MonkeyPatch, task):
             np.save(arguments[2], task.reference * np.float32(peer.scale))
         return json.dumps({"matrix_weights": peer.weights, "bits_per_weight": 4.5, "detail": "1 x Q4_0"})
 
-    monkeypatch.setattr(quality, "run_peer", run)
+    monkeypatch.setattr(quality, "run_script", run)
     return peer
 
 
@@ -122,16 +122,16 @@ def test_bytes_that_two_nodes_share_count_once(quality, graph):
 
 
 def test_the_peer_quantizes_once_and_runs_both_paths(quality, task, peer):
-    found = list(quality.LlamaCpp(Path("python"), Path("model"), None).measure(["q4_0", "q8_0"], task))
+    found = list(quality.llamacpp(Path("python"), Path("model"), ["q4_0", "q8_0"], task))
     assert [(f.system, f.phase.value) for f in found] == [
         (f"llama.cpp {scheme}", phase) for scheme in ("q4_0", "q8_0") for phase in ("prefill", "decode")
     ]
     assert [call[0] for call in peer.calls] == ["convert_gguf.py"] + ["llamacpp_logits.py"] * 4
-    assert all(f.score.mean_kl == 0 for f in found)
+    assert all(f.score.quality.mean_kl == 0 for f in found)
 
 
 def test_importances_reach_the_conversion_and_the_name(quality, task, peer):
-    (found, _) = quality.LlamaCpp(Path("python"), Path("model"), Path("squares.npz")).measure(["q4_0"], task)
+    (found, _) = quality.llamacpp(Path("python"), Path("model"), ["q4_0"], task, Path("squares.npz"))
     assert found.system == "llama.cpp q4_0 + imatrix"
     assert peer.calls[0][-2:] == ("--importance", "squares.npz")
 
@@ -139,7 +139,7 @@ def test_importances_reach_the_conversion_and_the_name(quality, task, peer):
 def test_a_conversion_that_lost_a_tensor_is_refused(quality, task, peer):
     peer.weights -= 64
     with pytest.raises(RuntimeError, match="has 4032 weights in matrices, the checkpoint 4096"):
-        list(quality.LlamaCpp(Path("python"), Path("model"), None).measure(["q4_0"], task))
+        list(quality.llamacpp(Path("python"), Path("model"), ["q4_0"], task))
 
 
 def arguments(**changes: object) -> SimpleNamespace:
@@ -180,7 +180,7 @@ def test_the_tolerances_part_rounding_from_quantization(quality, task):
 
 def test_a_check_that_is_not_a_number_fails(quality):
     with pytest.raises(RuntimeError, match="mean KL of nan"):
-        quality.check("broken", SimpleNamespace(mean_kl=float("nan")), 1.0)
+        quality.check("broken", SimpleNamespace(kl=np.array([0.0, np.nan])), 1.0)
 
 
 def measured(quality: ModuleType, task, system: str, phase: str, scale: float):
@@ -196,20 +196,20 @@ def test_rows_are_compared_with_the_baseline_on_the_same_path(quality, task):
         measured(quality, task, "ours", "decode", 0.9),
     ]
     rows = quality.rows(found, "base")
-    assert [row.ratio for row in rows][::3] == [1, 1]
-    assert rows[2].ratio == pytest.approx(found[2].score.mean_kl / found[0].score.mean_kl)
-    assert rows[2].ratio < 0.5
+    assert [row["ratio"] for row in rows][::3] == [1, 1]
+    assert rows[2]["ratio"] == pytest.approx(found[2].score.quality.mean_kl / found[0].score.quality.mean_kl)
+    assert rows[2]["ratio"] < 0.5
 
 
 def test_rows_have_no_ratio_without_the_baseline(quality, task):
     (row,) = quality.rows([measured(quality, task, "ours", "decode", 0.9)], "base")
-    assert (row.ratio, row.ratio_error) == (None, None)
+    assert (row["ratio"], row["ratio_error"]) == (None, None)
 
 
 def test_the_table_has_a_line_per_row_and_says_what_was_scored(quality, task):
     rows = quality.rows([measured(quality, task, "base", "decode", 0.9)], "base")
-    machine = quality.this_machine()
-    results = quality.Results("", "", machine, {}, WINDOWS, LENGTH, "", 7.5, {"llmc's reference": 2e-12}, rows)
+    sizes = {"windows": WINDOWS, "length": LENGTH, "reference_perplexity": 7.5}
+    results = {**sizes, "checks": {"llmc's reference": 2e-12}, "rows": rows}
     header, _, line, *rest = quality.table(results, "base").splitlines()
     assert line.startswith("| base | decode | 4.500 | ")
     assert "| 1.000 ± 0.000 | 1 x Q4_0 |" in line

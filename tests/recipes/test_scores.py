@@ -40,7 +40,7 @@ def divergences(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
 
 def test_equal_logits_have_no_divergence_and_agree_everywhere(scores, reference, tokens):
     found = scores.score(reference, reference, tokens)
-    assert (found.mean_kl, found.p99_kl, found.top1_agreement) == (0, 0, 1)
+    assert (found.quality.mean_kl, found.quality.p99_kl, found.quality.top1_agreement) == (0, 0, 1)
 
 
 def test_divergence_is_that_of_the_definition_on_all_but_the_last_position(scores, reference, tokens, generator):
@@ -48,8 +48,8 @@ def test_divergence_is_that_of_the_definition_on_all_but_the_last_position(score
     expected = divergences(reference, candidate)[:, :-1]
     found = scores.score(reference, candidate, tokens)
     np.testing.assert_allclose(found.kl, expected, rtol=0, atol=CLOSE)
-    assert found.mean_kl == pytest.approx(expected.mean(), abs=CLOSE)
-    assert found.p99_kl == pytest.approx(np.percentile(expected, 99), abs=CLOSE)
+    assert found.quality.mean_kl == pytest.approx(expected.mean(), abs=CLOSE)
+    assert found.quality.p99_kl == pytest.approx(np.percentile(expected, 99), abs=CLOSE)
 
 
 def test_the_comparison_notices_a_divergence_in_the_other_direction(scores, reference, tokens, generator):
@@ -61,16 +61,16 @@ def test_the_comparison_notices_a_divergence_in_the_other_direction(scores, refe
 def test_what_follows_the_last_token_is_not_scored(scores, reference, tokens):
     candidate = reference.copy()
     candidate[:, -1] = -candidate[:, -1]
-    assert scores.score(reference, candidate, tokens).mean_kl == 0
+    assert scores.score(reference, candidate, tokens).quality.mean_kl == 0
 
 
 def test_perplexity_is_of_the_next_token(scores, reference, tokens):
     certain = np.full(reference.shape, -100, np.float32)
     for row, following in zip(certain, tokens, strict=True):
         row[np.arange(LENGTH - 1), following[1:]] = 0
-    assert scores.score(reference, certain, tokens).perplexity == pytest.approx(1, abs=CLOSE)
+    assert scores.score(reference, certain, tokens).quality.perplexity == pytest.approx(1, abs=CLOSE)
     uniform = np.zeros(reference.shape, np.float32)
-    assert scores.score(reference, uniform, tokens).perplexity == pytest.approx(VOCABULARY, abs=1e3 * CLOSE)
+    assert scores.score(reference, uniform, tokens).quality.perplexity == pytest.approx(VOCABULARY, abs=1e3 * CLOSE)
 
 
 def test_agreement_counts_the_positions_with_the_same_first_choice(scores, reference, tokens):
@@ -78,7 +78,7 @@ def test_agreement_counts_the_positions_with_the_same_first_choice(scores, refer
     worst = candidate[0, :2].argmin(axis=1)
     candidate[0, [0, 1], worst] = 100
     found = scores.score(reference, candidate, tokens)
-    assert found.top1_agreement == pytest.approx(1 - 2 / (WINDOWS * (LENGTH - 1)))
+    assert found.quality.top1_agreement == pytest.approx(1 - 2 / (WINDOWS * (LENGTH - 1)))
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -131,4 +131,4 @@ def test_ratio_to_nothing_is_not_a_number(scores):
 
 def of(scores: ModuleType, kl: np.ndarray) -> object:
     """A score that consists of its divergences only."""
-    return scores.Score(kl, np.ones(kl.shape, bool), kl)
+    return scores.Score(None, kl)

@@ -21,7 +21,9 @@ from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.kv.prefix_cache import PrefixCache
-from llmc.runtime.sampling import SamplingParams, make_sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.sessions import Batch
 from llmc.runtime.text import tokenizer as llmc_tokenizer
 
@@ -235,7 +237,7 @@ def alone() -> Callable[..., list[int]]:
 
     def tokens_of(prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
         ends = () if params.ignore_eos else EOS
-        sampler = make_sampler(params, VOCAB, prompt_length=len(prompt), eos_token_ids=EOS, index=index)
+        sampler = make_sampler(SamplingContext(params, VOCAB, prompt_length=len(prompt), eos_token_ids=EOS), index)
         tokens = list(prompt)
         while len(tokens) - len(prompt) < params.max_tokens:
             tokens.append(sampler(logits_of(tokens), tokens).token)

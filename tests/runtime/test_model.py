@@ -18,7 +18,7 @@ from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.model import make_engine
 from llmc.runtime.runner.prefill import SingleRunner
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.text.tokenizer import Tokenizer
 

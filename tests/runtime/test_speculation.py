@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.sampling import Sampler, SamplingParams, make_sampler, uniform
+from llmc.runtime.sampling.draws import uniform
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import Sampler, make_sampler
 from llmc.runtime.sessions import Phase
-from llmc.runtime.speculation import Drafter, PromptLookup, Speculator, verify
+from llmc.runtime.speculation.control import DraftLength
+from llmc.runtime.speculation.drafters import Drafter, PromptLookup
+from llmc.runtime.speculation.speculator import Speculator, verify
 
 VOCAB = 5
 SEQUENCES = 4000
@@ -58,7 +63,7 @@ def step(model: Model, sampler: Sampler, tokens: list[int], drafts: Sequence[int
 
 
 def random_sampler(seed: int, vocab_size: int = VOCAB) -> Sampler:
-    return make_sampler(SamplingParams(temperature=1.0, seed=seed), vocab_size, prompt_length=2)
+    return make_sampler(SamplingContext(SamplingParams(temperature=1.0, seed=seed), vocab_size, prompt_length=2))
 
 
 # --------------------------------------------------------------------------------------------------- the distribution
@@ -154,8 +159,8 @@ def test_who_stops_early_has_drawn_nothing_beyond():
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 def test_tokens_are_those_that_come_without_speculation(temperature: float, adversary: str):
     params = SamplingParams(temperature=temperature, top_p=0.95, seed=11)
-    wanted = plain(toy, make_sampler(params, VOCAB, prompt_length=2), [0, 1], 200)
-    sampler, tokens = make_sampler(params, VOCAB, prompt_length=2), [0, 1]
+    wanted = plain(toy, make_sampler(SamplingContext(params, VOCAB, prompt_length=2)), [0, 1], 200)
+    sampler, tokens = make_sampler(SamplingContext(params, VOCAB, prompt_length=2)), [0, 1]
     while len(tokens) < 202:
         tokens += step(toy, sampler, tokens, ADVERSARIES[adversary](tokens, len(tokens)))
     assert tokens[2:202] == wanted
@@ -201,15 +206,17 @@ def speculated(
     return tokens[len(prompt) :], lengths
 
 
+def speculator_of(key: int, drafter: Drafter, costs: StepCosts) -> Speculator:
+    return Speculator(key, drafter, costs, DraftLength(costs, type(drafter).__name__))
+
+
 def test_a_good_oracle_is_used_and_changes_no_token():
     wanted = plain(toy, random_sampler(5), [0, 1], 300)
     oracle, costs = Oracle([0, 1, *wanted]), StepCosts()
-    speculator = Speculator(3, oracle, costs)
+    speculator = speculator_of(3, oracle, costs)
     found, lengths = speculated(toy, random_sampler(5), [0, 1], 300, speculator, costs)
     assert found == wanted
     assert len(lengths) < 100
-    assert speculator.accepted == 300 - len(lengths)
-    assert sum(lengths) == speculator.proposed
     speculator.close()
     assert oracle.forgotten == [3]
 
@@ -217,10 +224,10 @@ def test_a_good_oracle_is_used_and_changes_no_token():
 def test_an_oracle_that_is_always_wrong_is_hardly_asked_and_changes_no_token():
     wanted = plain(toy, random_sampler(5), [0, 1], 300)
     costs = StepCosts()
-    speculator = Speculator(3, Oracle([0, 1, *wanted], wrong=1), costs)
+    speculator = speculator_of(3, Oracle([0, 1, *wanted], wrong=1), costs)
     found, lengths = speculated(toy, random_sampler(5), [0, 1], 300, speculator, costs)
     assert found == wanted
-    assert speculator.accepted == 0
+    assert len(lengths) == 300
     assert sum(length > 0 for length in lengths) < 10
 
 
@@ -228,7 +235,7 @@ def test_no_more_is_committed_than_there_is_room_for():
     wanted = plain(toy, random_sampler(5), [0, 1], 303)
     for count in range(1, 40):
         costs = StepCosts()
-        speculator = Speculator(0, Oracle([0, 1, *wanted], wrong=1000), costs)
+        speculator = speculator_of(0, Oracle([0, 1, *wanted], wrong=1000), costs)
         found, _ = speculated(toy, random_sampler(5), [0, 1], count, speculator, costs)
         assert found == wanted[:count]
 
@@ -237,7 +244,7 @@ def test_prompt_lookup_speeds_up_a_text_that_repeats_itself():
     sampler = random_sampler(1, 11)
     wanted = plain(repeating, sampler, [0, 1], 400)
     costs = StepCosts()
-    speculator = Speculator(0, PromptLookup(), costs)
+    speculator = speculator_of(0, PromptLookup(), costs)
     found, lengths = speculated(repeating, random_sampler(1, 11), [0, 1], 400, speculator, costs)
     assert found == wanted
     assert len(lengths) < 200
@@ -263,7 +270,7 @@ def asked(seconds: float, monkeypatch: pytest.MonkeyPatch) -> int:
     wanted = plain(toy, random_sampler(5), [0, 1], 300)
     drafter: Drafter = Slow([0, 1, *wanted], clock, seconds)
     costs = StepCosts()
-    speculated(toy, random_sampler(5), [0, 1], 300, Speculator(0, drafter, costs), costs)
+    speculated(toy, random_sampler(5), [0, 1], 300, speculator_of(0, drafter, costs), costs)
     assert isinstance(drafter, Slow)
     return len(drafter.asked)
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from llmc.errors import UsageError
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sessions import Phase
-from llmc.runtime.speculation import DraftLength, Ledger
-from llmc.runtime.speculation.control import LENGTHS
+from llmc.runtime.speculation.control import LENGTHS, DraftLength, Ledger
 
 # Share of the time without speculation that may be lost on text that nobody can guess: what issue 4 asks for.
 MOST_LOST = 0.03
@@ -298,9 +296,3 @@ def test_a_step_without_drafts_is_measured_now_and_then():
     assert control.length() == 0
     control.plain()
     assert control.length() > 0
-
-
-@pytest.mark.parametrize("lengths", [(), (0, 1), (3, 1), (2, 2)])
-def test_lengths_that_are_none_are_refused(lengths: tuple[int, ...]):
-    with pytest.raises(UsageError, match="expected ascending numbers from 1"):
-        DraftLength(StepCosts(), lengths=lengths)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.errors import UsageError
-from llmc.runtime.speculation import PromptLookup
+from llmc.runtime.speculation import drafters
+from llmc.runtime.speculation.drafters import PromptLookup
 
 # Few tokens, so that they recur.
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -26,10 +26,12 @@ def searched(tokens: list[int], count: int, max_ngram: int, min_ngram: int) -> l
 def test_it_proposes_what_a_search_of_the_whole_text_finds(
     text: list[int], prompt: int, count: int, min_ngram: int, more: int
 ):
-    lookup = PromptLookup(min_ngram + more, min_ngram)
-    for length in range(min(prompt, len(text)), len(text) + 1):
-        tokens = text[:length]
-        assert lookup.propose(7, tokens, count) == searched(tokens, count, min_ngram + more, min_ngram)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafters, "SIZES", range(min_ngram + more, min_ngram - 1, -1))
+        lookup = PromptLookup()
+        for length in range(min(prompt, len(text)), len(text) + 1):
+            tokens = text[:length]
+            assert lookup.propose(7, tokens, count) == searched(tokens, count, min_ngram + more, min_ngram)
 
 
 @given(TEXTS, st.lists(st.integers(1, 9), min_size=1))
@@ -40,10 +42,11 @@ def test_it_may_be_asked_after_any_number_of_new_tokens(text: list[int], jumps: 
         assert lookup.propose(0, text[:length], 5) == searched(text[:length], 5, 4, 2)
 
 
-def test_the_longest_match_counts_and_of_those_the_last():
+def test_the_longest_match_counts_and_of_those_the_last(monkeypatch: pytest.MonkeyPatch):
     text = [1, 2, 3, 40, 1, 2, 3, 41, 9, 2, 3, 42, 1, 2, 3]
-    assert PromptLookup(3).propose(0, text, 2) == [41, 9]
-    assert PromptLookup(2).propose(0, text, 2) == [42, 1]  # planted: a shorter match finds something else
+    assert PromptLookup().propose(0, text, 2) == [41, 9]
+    monkeypatch.setattr(drafters, "SIZES", range(2, 1, -1))
+    assert PromptLookup().propose(0, text, 2) == [42, 1]  # planted: a shorter match finds something else
 
 
 def test_nothing_is_proposed_beyond_what_is_known_to_have_followed():
@@ -97,9 +100,3 @@ def most_read(length: int) -> int:
         lookup.propose(0, tokens, 4)
         read.append(tokens.read)
     return max(read)
-
-
-@pytest.mark.parametrize(("most", "least"), [(3, 0), (1, 2), (0, 0)])
-def test_sizes_that_are_none_are_refused(most: int, least: int):
-    with pytest.raises(UsageError, match="expected 1 <= min_ngram <= max_ngram"):
-        PromptLookup(most, least)

@@ -13,7 +13,7 @@ from llmc.bundle import BUNDLE_MANIFEST, TOKENIZER_FILE
 from llmc.errors import DraftError, ResourceError
 from llmc.runtime import Model, load
 from llmc.runtime.sessions import Batch
-from llmc.runtime.speculation import ModelDrafter, check_same_tokenizer
+from llmc.runtime.speculation.model_drafter import ModelDrafter, check_same_tokenizer
 
 PROMPTS = [
     "def add(a, b):\n    return",

@@ -46,7 +46,6 @@ class OnnxRuntimeSession(Session):
         self._runtime = import_onnxruntime(manifest.target.engine_minimum)
         self._geometry = manifest.geometry
         check_cache_type(manifest)
-        self._multi_row_prefill = all(graph.multi_row_prefill for graph in manifest.graphs.values())
         names = usable_graphs(manifest)
         self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
         files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
@@ -69,7 +68,7 @@ class OnnxRuntimeSession(Session):
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
-        if rows > 1 and sequence > 1 and not self._multi_row_prefill:
+        if rows > 1 and sequence > 1:
             return self._run_row_by_row(batch)
         binding = self._binding(batch)
         binding.input_ids[:] = batch.input_ids

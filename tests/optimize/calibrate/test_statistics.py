@@ -47,7 +47,6 @@ def test_a_lost_row_exceeds_the_moment_tolerance():
 def test_ranges_and_means_are_those_of_all_inputs(moments):
     x = inputs()
     found, rows = collect(x, moments=moments), x.double().numpy()
-    assert found.tokens == 5000
     np.testing.assert_array_equal(found.absmax, np.abs(x.numpy()).max(0))
     np.testing.assert_allclose(found.mean_abs, np.abs(rows).mean(0), rtol=MEAN_TOLERANCE)
     np.testing.assert_allclose(found.mean_square, np.square(rows).mean(0), rtol=MEAN_TOLERANCE)

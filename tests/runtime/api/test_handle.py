@@ -14,7 +14,7 @@ from llmc.errors import CancelledError, ProcessorError, RequestError, UsageError
 from llmc.runtime.api.handle import Handle, OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 
 PATIENCE = 120
 SOON = 0.02  # seconds after which a wait for what does not come ends

@@ -96,7 +96,7 @@ def test_the_engine_answers_and_no_prompt_comes_from_the_prefix_cache(
 class FakeMeter:
     """Has measured 12 joules of a package and a GPU, or nothing."""
 
-    joules: Joules | None = Joules(12.0, 3.0, {"rapl": 8.0, "nvml": 4.0})
+    joules: Joules | None = Joules(12.0, {"rapl": 8.0, "nvml": 4.0})
 
     def __enter__(self) -> "FakeMeter":
         return self

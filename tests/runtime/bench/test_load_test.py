@@ -167,7 +167,7 @@ def test_draft_acceptance_is_of_all_answers():
 
 
 def test_energy_is_by_generated_token():
-    found = figures([visit(0.0, 1.0, 2.0)], 8, Joules(3.0, 2.0, {"rapl": 3.0}))
+    found = figures([visit(0.0, 1.0, 2.0)], 8, Joules(3.0, {"rapl": 3.0}))
     assert (found["energy_joules"], found["joules_per_token"], found["energy_source"]) == (3.0, 1.5, "rapl")
     assert figures([visit(0.0, 1.0, 2.0)], 8, None)["joules_per_token"] is None
 

@@ -13,7 +13,10 @@ from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.sample_group import Sample
-from llmc.runtime.sampling import Processor, SamplingParams, make_sampler, suffice
+from llmc.runtime.sampling.candidates import suffice
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import Processor, SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.sessions import Batch, Phase
 
 PATIENCE = 120
@@ -304,7 +307,7 @@ def test_ties_that_nobody_looks_at_draw_other_tokens(
 
 @pytest.mark.parametrize(("params", "needs"), list(FEW.values()), ids=list(FEW))
 def test_a_sampler_says_how_many_logits_it_needs(params: dict[str, Any], needs: int):
-    assert make_sampler(SamplingParams(**params), VOCAB, prompt_length=4).needs == needs
+    assert make_sampler(SamplingContext(SamplingParams(**params), VOCAB, prompt_length=4)).needs == needs
 
 
 @pytest.mark.parametrize(

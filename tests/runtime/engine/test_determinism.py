@@ -11,7 +11,7 @@ import pytest
 from llmc.errors import CancelledError
 from llmc.runtime import load
 from llmc.runtime.api.request import Request
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 
 PATIENCE = 120
 SHARED = [7 * i % 4000 + 10 for i in range(24)]  # some prompts begin with it, so that prefixes are found

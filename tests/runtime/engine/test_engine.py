@@ -24,8 +24,8 @@ from llmc.errors import (
     UsageError,
 )
 from llmc.runtime.api.request import Request
-from llmc.runtime.guided import CompiledGrammar
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.guided.grammars import CompiledGrammar
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 
 PATIENCE = 120  # seconds after which something that should happen counts as not happening

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmc.runtime.api.request import Request
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Phase
 
 PATIENCE = 120

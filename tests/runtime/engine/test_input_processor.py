@@ -10,7 +10,7 @@ from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.input_processor import InputProcessor, draws, fit_prompt, token_ids, width
 from llmc.runtime.observe.metrics import EngineMetrics
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 
 IDS = list(range(10, 20))
 VOCAB = 4096

@@ -16,7 +16,7 @@ from llmc.errors import EngineClosedError, GpuError, LlmcError, ResourceError
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.kv.cache import KVCache
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch
 
 PATIENCE = 120

@@ -7,7 +7,9 @@ import pytest
 
 from llmc.errors import RequestError
 from llmc.runtime.api.request import Request
-from llmc.runtime.sampling import SamplingParams, make_sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 
 PATIENCE = 120
 CONTEXT = 32
@@ -48,7 +50,7 @@ def slid(
         cut = len(prompt) - KEPT
         seen = prompt[:SINK] + prompt[-(KEPT - SINK) :]
     fed = list(seen)
-    sampler = make_sampler(asked, 4096, prompt_length=len(fed), index=index)
+    sampler = make_sampler(SamplingContext(asked, 4096, prompt_length=len(fed)), index)
     said: list[int] = []
     while len(said) < asked.max_tokens:
         if len(seen) > CONTEXT:

@@ -6,8 +6,8 @@ import pytest
 
 from llmc.errors import ProcessorError
 from llmc.runtime.api.request import Request
-from llmc.runtime.sampling import SamplingParams
-from llmc.runtime.search import SIMILARITIES
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.search.similarity import SIMILARITIES
 
 PATIENCE = 120
 PROMPT = [11, 12, 13]

@@ -12,8 +12,10 @@ from llmc.errors import ProcessorError
 from llmc.runtime import load
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.search_group import common
-from llmc.runtime.sampling import SamplingParams
-from llmc.runtime.search import BeamSearch, Contrastive, Hypothesis, Strategy
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.search.base import Hypothesis, Strategy
+from llmc.runtime.search.beam import BeamSearch
+from llmc.runtime.search.contrastive import Contrastive
 
 PATIENCE = 120
 PROMPT = [11, 12, 13, 14, 15]

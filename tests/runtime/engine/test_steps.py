@@ -13,7 +13,7 @@ from llmc.errors import RequestError, ResourceError
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 
 PATIENCE = 120

@@ -13,7 +13,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from llmc.runtime.guided import GrammarGuide, Grammars
+from llmc.runtime.guided.grammars import Grammars
+from llmc.runtime.guided.guide import GrammarGuide
 from llmc.runtime.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[3] / "recipes/tiny/checkpoint"

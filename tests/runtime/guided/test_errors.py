@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from llmc.errors import GrammarError, MissingExtraError, UsageError
-from llmc.runtime.guided import GrammarGuide
 from llmc.runtime.guided import grammars as grammars_module
 from llmc.runtime.guided import guide as guide_module
+from llmc.runtime.guided.guide import GrammarGuide
 
 # A stack below which the library's recursion over the deepest inputs overflows by far.
 SMALL_STACK = 256 * 1024

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmc.errors import GrammarError
-from llmc.runtime.guided import Grammars
+from llmc.runtime.guided.grammars import Grammars
 
 SCHEMA = {
     "type": "object",

@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.errors import RequestError, UsageError
-from llmc.runtime.sampling import SamplingParams, TokenLogprobs, make_sampler, prompt_logprobs
-from llmc.runtime.sampling.logprobs import token_logprobs
+from llmc.runtime.sampling.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 
 # float32 exponentials of float32 differences, summed in float64, against float64 throughout.
 LOGPROB_TOLERANCE = 2e-6
@@ -37,7 +39,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def choose(logits: np.ndarray, tokens: list[int], **params: Any) -> TokenLogprobs:
-    choice = make_sampler(SamplingParams(**params), logits.size, prompt_length=2)(logits, tokens)
+    choice = make_sampler(SamplingContext(SamplingParams(**params), logits.size, prompt_length=2))(logits, tokens)
     assert choice.logprobs is not None and choice.logprobs.token == choice.token
     return choice.logprobs
 
@@ -101,7 +103,9 @@ class TestChoices:
     def test_are_the_same_tokens_as_without_log_probabilities(self, params: dict[str, Any]) -> None:
         tokens: list[list[int]] = []
         for logprobs in (None, 5):
-            sampler = make_sampler(SamplingParams(**params, seed=6, logprobs=logprobs), SIZE, prompt_length=1)
+            sampler = make_sampler(
+                SamplingContext(SamplingParams(**params, seed=6, logprobs=logprobs), SIZE, prompt_length=1)
+            )
             chosen = [1]
             for position in range(40):
                 chosen.append(sampler(random_logits(position), chosen).token)
@@ -109,7 +113,7 @@ class TestChoices:
         assert tokens[0] == tokens[1]
 
     def test_always_give_the_chosen_token_a_probability(self) -> None:
-        sampler = make_sampler(SamplingParams(top_p=0.3, seed=1, logprobs=0), SIZE, prompt_length=0)
+        sampler = make_sampler(SamplingContext(SamplingParams(top_p=0.3, seed=1, logprobs=0), SIZE, prompt_length=0))
         for position in range(200):
             choice = sampler(random_logits(position), [0] * position)
             assert choice.logprobs is not None and -math.inf < choice.logprobs.processed_logprob <= 1e-9
@@ -119,7 +123,7 @@ class TestChoices:
 
     def test_report_none_unless_asked(self) -> None:
         for params in ({}, {"temperature": 0.0}, {"repetition_penalty": 1.2}):
-            sampler = make_sampler(SamplingParams(**params), SIZE, prompt_length=0)
+            sampler = make_sampler(SamplingContext(SamplingParams(**params), SIZE, prompt_length=0))
             assert sampler(random_logits(), [1]).logprobs is None
 
 

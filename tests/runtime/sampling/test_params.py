@@ -7,8 +7,7 @@ import pytest
 
 from llmc.bundle import Generation
 from llmc.errors import UsageError
-from llmc.runtime.sampling import SamplingParams
-from llmc.runtime.sampling.params import PARAMETERS
+from llmc.runtime.sampling.params import PARAMETERS, SamplingParams
 
 GREEDY_CHECKPOINT = Generation((2,), 1, False, None, None, None, None)
 SAMPLING_CHECKPOINT = Generation((2,), 1, True, 0.7, 20, 0.8, 0.05)

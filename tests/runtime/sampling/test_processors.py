@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from llmc.errors import GrammarError, ProcessorError, RequestError
-from llmc.runtime.sampling import SamplingParams, build_processors, make_sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext, build_processors
+from llmc.runtime.sampling.samplers import make_sampler
 
 SIZE = 60
 EOS = (7, 9)
@@ -21,7 +23,7 @@ def random_logits(seed: int = 0) -> np.ndarray:
 def processed(params: dict[str, Any], tokens: Sequence[int], prompt_length: int = 0, **more: Any) -> np.ndarray:
     """What the steps before the grammar make of the logits."""
     logits = random_logits()
-    for step in build_processors(SamplingParams(**params), SIZE, prompt_length, EOS, **more):
+    for step in build_processors(SamplingContext(SamplingParams(**params), SIZE, prompt_length, EOS, **more)):
         logits = step(tokens, logits)
     return logits
 
@@ -89,7 +91,9 @@ class TestOwnProcessors:
             return logits
 
         processors = [note, only_five, rather_six]
-        sampler = make_sampler(SamplingParams(temperature=0), SIZE, prompt_length=0, processors=processors)
+        sampler = make_sampler(
+            SamplingContext(SamplingParams(temperature=0), SIZE, prompt_length=0, processors=processors)
+        )
         assert [sampler(random_logits(), tokens).token for tokens in ([1, 2], [1, 2, 6])] == [6, 6]
         assert seen == [(1, 2), (1, 2, 6)]
 
@@ -103,7 +107,7 @@ class TestOwnProcessors:
 
         logits, tokens = random_logits(), [1, 2]
         params = SamplingParams(temperature=0.5, typical_p=0.5, processor_order=("temperature", "typical_p"))
-        make_sampler(params, SIZE, prompt_length=0, processors=[greedy_writer])(logits, tokens)
+        make_sampler(SamplingContext(params, SIZE, prompt_length=0, processors=[greedy_writer]))(logits, tokens)
         np.testing.assert_array_equal(logits, random_logits())
         np.testing.assert_array_equal(kept, np.full(SIZE, 2.0, np.float32))
 
@@ -126,7 +130,9 @@ class TestOwnProcessors:
             return result
 
         for params in ({"temperature": 0.0}, {"top_p": 0.9}, {"typical_p": 0.5}):
-            sampler = make_sampler(SamplingParams(**params), SIZE, prompt_length=0, processors=[broken])
+            sampler = make_sampler(
+                SamplingContext(SamplingParams(**params), SIZE, prompt_length=0, processors=[broken])
+            )
             with pytest.raises(ProcessorError, match=rf"processor .*broken at position 2 {message}"):
                 sampler(random_logits(), [1, 2])
 
@@ -135,7 +141,7 @@ class TestOwnProcessors:
             def __call__(self, tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
                 raise KeyError("no such state")
 
-        sampler = make_sampler(SamplingParams(), SIZE, prompt_length=0, processors=[Broken()])
+        sampler = make_sampler(SamplingContext(SamplingParams(), SIZE, prompt_length=0, processors=[Broken()]))
         with pytest.raises(ProcessorError, match="Broken at position 1 raised KeyError: 'no such state'") as caught:
             sampler(random_logits(), [1])
         assert isinstance(caught.value.__cause__, KeyError)
@@ -145,7 +151,7 @@ class TestOwnProcessors:
         def broken(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
             raise error
 
-        sampler = make_sampler(SamplingParams(), SIZE, prompt_length=0, processors=[broken])
+        sampler = make_sampler(SamplingContext(SamplingParams(), SIZE, prompt_length=0, processors=[broken]))
         with pytest.raises(ProcessorError, match=f"broken at position 1 raised {error.__name__}; correct it"):
             sampler(random_logits(), [1])
 
@@ -160,7 +166,7 @@ class TestOwnProcessors:
             return logits
 
         params = SamplingParams(temperature=0.5, typical_p=0.5)
-        sampler = make_sampler(params, SIZE, prompt_length=0, processors=[freeze, rather_six, freeze])
+        sampler = make_sampler(SamplingContext(params, SIZE, prompt_length=0, processors=[freeze, rather_six, freeze]))
         assert sampler(random_logits(), [1]).token == 6
 
     @pytest.mark.parametrize("change", ["shape", "dtype", "base"])
@@ -173,7 +179,9 @@ class TestOwnProcessors:
                 setattr(logits, change, {"shape": (1, SIZE), "dtype": np.int32}[change])
             return logits
 
-        sampler = make_sampler(SamplingParams(temperature=0.5), SIZE, prompt_length=0, processors=[broken])
+        sampler = make_sampler(
+            SamplingContext(SamplingParams(temperature=0.5), SIZE, prompt_length=0, processors=[broken])
+        )
         message = "made the logits read-only" if change == "base" else r"returned (float32 \[1, 60\]|int32)"
         with pytest.raises(ProcessorError, match=f"broken at position 1 {message}"):
             sampler(random_logits(), [1])
@@ -182,7 +190,9 @@ class TestOwnProcessors:
     def test_are_not_blamed_for_the_model(self, value: float) -> None:
         logits = random_logits()
         logits[4] = value
-        sampler = make_sampler(SamplingParams(), SIZE, prompt_length=0, processors=[lambda tokens, logits: logits])
+        sampler = make_sampler(
+            SamplingContext(SamplingParams(), SIZE, prompt_length=0, processors=[lambda tokens, logits: logits])
+        )
         with pytest.raises(RequestError, match="the model's logits hold") as caught:
             sampler(logits, [1])
         assert type(caught.value) is RequestError
@@ -215,7 +225,9 @@ class TestGuide:
             return np.where(np.arange(SIZE) == 3, np.float32(30), logits)
 
         guide = OnlyTokens(5, 8, 13)
-        sampler = make_sampler(SamplingParams(**params, seed=1), SIZE, prompt_length=0, processors=[flood], guide=guide)
+        sampler = make_sampler(
+            SamplingContext(SamplingParams(**params, seed=1), SIZE, prompt_length=0, processors=[flood], guide=guide)
+        )
         tokens: list[int] = []
         for position in range(60):
             tokens.append(sampler(random_logits(position), tokens).token)
@@ -223,13 +235,15 @@ class TestGuide:
 
     def test_that_leaves_nothing_fails(self) -> None:
         for params in ({"banned_tokens": (5,)}, {"allowed_tokens": (6, 7)}):
-            sampler = make_sampler(SamplingParams(**params), SIZE, prompt_length=0, guide=OnlyTokens(5))
+            sampler = make_sampler(
+                SamplingContext(SamplingParams(**params), SIZE, prompt_length=0, guide=OnlyTokens(5))
+            )
             with pytest.raises(GrammarError, match="the grammar leaves no token at position 3"):
                 sampler(random_logits(), [1, 2, 3])
 
     def test_is_told_nothing_when_the_step_fails(self) -> None:
         guide = OnlyTokens(5)
-        sampler = make_sampler(SamplingParams(), SIZE, prompt_length=0, guide=guide)
+        sampler = make_sampler(SamplingContext(SamplingParams(), SIZE, prompt_length=0, guide=guide))
         with pytest.raises(RequestError, match="the model's logits are all -inf"):
             sampler(np.full(SIZE, -np.inf, np.float32), [1])
         assert guide.accepted == []
@@ -239,7 +253,9 @@ def test_settings_that_leave_no_token_are_named() -> None:
     logits = np.full(SIZE, -np.inf, np.float32)
     logits[EOS[0]] = 1.0
     for params in ({"temperature": 0}, {"top_p": 0.5}, {"typical_p": 0.5}):
-        sampler = make_sampler(SamplingParams(min_tokens=2, **params), SIZE, prompt_length=1, eos_token_ids=EOS)
+        sampler = make_sampler(
+            SamplingContext(SamplingParams(min_tokens=2, **params), SIZE, prompt_length=1, eos_token_ids=EOS)
+        )
         with pytest.raises(RequestError, match=r"min_tokens.* leave no token at position 2; loosen"):
             sampler(logits, [1, 2])
         assert sampler(logits, [1, 2, 3]).token == EOS[0]
@@ -259,7 +275,7 @@ def test_settings_that_leave_no_token_are_named() -> None:
 def test_the_callers_logits_stay_as_they_are(params: dict[str, Any]) -> None:
     logits = random_logits()
     logits.flags.writeable = False
-    make_sampler(SamplingParams(**params), SIZE, prompt_length=0)(logits, [1, 2, 3, 1, 2])
+    make_sampler(SamplingContext(SamplingParams(**params), SIZE, prompt_length=0))(logits, [1, 2, 3, 1, 2])
     np.testing.assert_array_equal(logits, random_logits())
 
 
@@ -267,18 +283,18 @@ def test_processors_for_searches_may_switch_between_sequences() -> None:
     params = SamplingParams(
         repetition_penalty=1.3, presence_penalty=0.5, dry_multiplier=0.8, no_repeat_ngram_size=2, num_beams=2
     )
-    shared = build_processors(params, SIZE, 1)
+    shared = build_processors(SamplingContext(params, SIZE, 1))
     assert len(shared) == 4
     for tokens in ([1, 2, 3, 1], [1, 2, 4, 1, 2], [1, 2, 3, 1, 2], [1, 5]):
         found, expected = random_logits(), random_logits()
-        for step, fresh in zip(shared, build_processors(params, SIZE, 1), strict=True):
+        for step, fresh in zip(shared, build_processors(SamplingContext(params, SIZE, 1)), strict=True):
             found, expected = step(tokens, found), fresh(tokens, expected)
         np.testing.assert_array_equal(found, expected)
 
 
 def test_sequences_of_one_request_draw_differently_and_repeatably() -> None:
     def draws(seed: int, index: int) -> list[int]:
-        sampler = make_sampler(SamplingParams(seed=seed), SIZE, prompt_length=0, index=index)
+        sampler = make_sampler(SamplingContext(SamplingParams(seed=seed), SIZE, prompt_length=0), index)
         return [sampler(np.zeros(SIZE, np.float32), [0] * position).token for position in range(20)]
 
     assert draws(4, 2) == draws(6, 0) != draws(4, 0)

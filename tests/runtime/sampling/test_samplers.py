@@ -7,8 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.errors import RequestError
-from llmc.runtime.sampling import GreedySampler, RandomSampler, SamplingParams, make_sampler, uniform
+from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.masses import Masses
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import GreedySampler, RandomSampler, make_sampler
 
 # transformers works in float32 throughout, with a cumulative sum over the sorted vocabulary.
 PROBABILITY_TOLERANCE = 2e-6
@@ -32,7 +35,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def fast_sampler(params: SamplingParams, vocab_size: int) -> GreedySampler | RandomSampler:
-    sampler = make_sampler(params, vocab_size, prompt_length=0)
+    sampler = make_sampler(SamplingContext(params, vocab_size, prompt_length=0))
     assert isinstance(sampler, (GreedySampler, RandomSampler))
     return sampler
 

@@ -4,7 +4,9 @@ import threading
 
 import numpy as np
 
-from llmc.runtime.sampling import SamplingParams, make_sampler
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext
+from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.sampling.scratch import borrowed, masses
 
 VOCABULARY = 1000
@@ -52,13 +54,13 @@ def test_a_function_that_keeps_the_logits_it_saw_changes_nobody_elses():
         return seen
 
     params = SamplingParams(seed=1, top_k=50, repetition_penalty=1.2)
-    curious = make_sampler(params, VOCABULARY, prompt_length=0, processors=[keep])
+    curious = make_sampler(SamplingContext(params, VOCABULARY, prompt_length=0, processors=[keep]))
     curious(logits, [1, 2])
-    alone = make_sampler(params, VOCABULARY, prompt_length=0)(logits, [1, 2])
+    alone = make_sampler(SamplingContext(params, VOCABULARY, prompt_length=0))(logits, [1, 2])
     before = kept[0].copy()
-    beside = make_sampler(params, VOCABULARY, prompt_length=0)(logits, [1, 2])
+    beside = make_sampler(SamplingContext(params, VOCABULARY, prompt_length=0))(logits, [1, 2])
     assert np.array_equal(kept[0], before)
     kept[0][:] = np.nan
-    assert alone == beside == make_sampler(params, VOCABULARY, prompt_length=0)(logits, [1, 2])
+    assert alone == beside == make_sampler(SamplingContext(params, VOCABULARY, prompt_length=0))(logits, [1, 2])
     with borrowed(VOCABULARY) as array:
         assert not np.shares_memory(array, kept[0])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmc.runtime.search import Hypothesis, Strategy
+from llmc.runtime.search.base import Hypothesis, Strategy
 
 Floats = NDArray[np.float32]
 PROMPTS = 10

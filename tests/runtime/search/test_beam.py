@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from llmc.errors import ProcessorError, RequestError
-from llmc.runtime.sampling import SamplingParams, build_processors
-from llmc.runtime.search import BeamSearch, Branch
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext, build_processors
+from llmc.runtime.search.base import Branch
+from llmc.runtime.search.beam import BeamSearch
 
 PROMPT = [1, 2]
 VOCABULARY, LENGTH, EOS = 4, 4, 0
@@ -161,7 +163,9 @@ def test_outputs_that_ended_before_everything_was_forbidden_are_kept(made_up, de
 
 
 def test_a_processor_that_fails_is_an_error_of_the_request(made_up, decode):
-    steps = build_processors(SamplingParams(), 20, len(PROMPT), processors=[lambda tokens, scores: scores * np.nan])
+    steps = build_processors(
+        SamplingContext(SamplingParams(), 20, len(PROMPT), processors=[lambda tokens, scores: scores * np.nan])
+    )
     search = BeamSearch(num_beams=2, max_tokens=2, processors=steps)
     with pytest.raises(ProcessorError, match="NaN"):
         decode(search, PROMPT, made_up(20))

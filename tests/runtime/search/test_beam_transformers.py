@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.runtime.search import BeamSearch, Hypothesis
+from llmc.runtime.search.base import Hypothesis
+from llmc.runtime.search.beam import BeamSearch
 
 NEW_TOKENS = 12
 # Sums of up to 12 float32 log-probabilities of a float32 model, computed in batches of other shapes: 1e-5 is seen.

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from llmc.errors import ProcessorError, RequestError
-from llmc.runtime.sampling import SamplingParams, build_processors
-from llmc.runtime.search import Branch, Contrastive
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.processors import SamplingContext, build_processors
+from llmc.runtime.search.base import Branch
+from llmc.runtime.search.contrastive import Contrastive
 
 PROMPT = [3, 1, 4]
 NEW_TOKENS = 6
@@ -156,7 +158,7 @@ def test_processors_shape_the_candidates_and_their_probabilities(made_up, decode
     logits, _ = model.start([PROMPT])
     before = logits.copy()
     options = {"top_k": 20, "penalty_alpha": 0.6, "max_tokens": 6}
-    steps = build_processors(SamplingParams(), 30, len(PROMPT), processors=[only_even])
+    steps = build_processors(SamplingContext(SamplingParams(), 30, len(PROMPT), processors=[only_even]))
     (output,) = decode(Contrastive(**options, processors=steps), PROMPT, model)
     assert all(token % 2 == 0 for token in output.token_ids)
     assert (made_up(30).start([PROMPT])[0] == before).all()
@@ -167,7 +169,9 @@ def test_processors_that_forbid_everything_are_an_error(made_up, decode):
     with pytest.raises(RequestError, match="forbid every token"):
         decode(Contrastive(**options, processors=[lambda tokens, scores: scores - np.inf]), PROMPT, made_up(30))
     with pytest.raises(ProcessorError, match="raised"):
-        steps = build_processors(SamplingParams(), 30, len(PROMPT), processors=[lambda tokens, scores: 1 // 0])
+        steps = build_processors(
+            SamplingContext(SamplingParams(), 30, len(PROMPT), processors=[lambda tokens, scores: 1 // 0])
+        )
         decode(Contrastive(**options, processors=steps), PROMPT, made_up(30))
 
 

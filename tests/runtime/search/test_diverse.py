@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmc.runtime.search import BeamSearch
+from llmc.runtime.search.beam import BeamSearch
 
 PROMPT = [3, 1]
 LENGTH = 6

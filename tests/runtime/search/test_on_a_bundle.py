@@ -8,7 +8,7 @@ import pytest
 
 from llmc import bundle
 from llmc.optimize.build import build
-from llmc.runtime.search import BeamSearch
+from llmc.runtime.search.beam import BeamSearch
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 

@@ -189,7 +189,7 @@ def with_engine(manifest: Manifest, plan: EngineConfig, compute: str) -> Manifes
         recipe=replace(manifest.recipe, phases="single"),
         limits=Limits(CAPACITY, MAX_BATCH, PREFILL.sequence),
         cache=compute,
-        graphs=dict.fromkeys(("decode", "prefill"), Graph("decoder.onnx", 1000, 900, (), True)),
+        graphs=dict.fromkeys(("decode", "prefill"), Graph("decoder.onnx", 1000, 900, ())),
         compiled=None,
         engine=plan,
     )

@@ -14,7 +14,7 @@ from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.kv.prefix_cache import PrefixCache
-from llmc.runtime.sampling import SamplingParams
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Session, emulated, open_session
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
 from llmc.runtime.text.tokenizer import Tokenizer

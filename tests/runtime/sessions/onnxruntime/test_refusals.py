@@ -42,7 +42,7 @@ def test_without_its_cpu_features_prefill_runs_on_the_decode_graph(
 
 
 def graph(file: str, *features: str) -> Graph:
-    return Graph(file, 1, 1, features, False)
+    return Graph(file, 1, 1, features)
 
 
 def test_each_phase_uses_its_graph_where_the_cpu_can_run_it(manifest: Manifest, monkeypatch: pytest.MonkeyPatch):

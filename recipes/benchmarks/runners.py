@@ -1,0 +1,217 @@
+"""Measure one system: read the arguments, time every prompt length once, print one line of JSON.
+
+    python runners.py SYSTEM MODEL --threads N
+
+Runs in the interpreter that has the system and need not have llmc, so what a system needs is imported where it is used.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WARM_UP_TOKENS = 4  # new tokens of the untimed call before each timed one: pages in, allocates, builds kernels
+HIGHEST_RESIDENT_UNIT = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux, bytes on macOS
+MICRO_BATCH = 512  # llama.cpp's own default
+
+# Generates exactly so many tokens after a prompt, greedily and whatever the end token says, from an empty cache. Gives
+# the seconds until the first new token, and from the first new token to the last.
+Generate = Callable[[list[int], int], tuple[float, float]]
+
+
+class System(NamedTuple):
+    """A system that was opened; ``details`` help to interpret its figures."""
+
+    generate: Generate
+    details: dict[str, str]
+
+
+def time_steps(prefill: Callable[[], None], step: Callable[[], None], new_tokens: int) -> tuple[float, float]:
+    """Time a system that is driven token by token: ``prefill`` gives the first new token, each ``step`` one more."""
+    started = time.perf_counter()
+    prefill()
+    first = time.perf_counter()
+    for _ in range(new_tokens - 1):
+        step()
+    return first - started, time.perf_counter() - first
+
+
+def check_count(generated: int, expected: int) -> None:
+    """Refuse an answer of another length."""
+    if generated != expected:
+        raise SystemExit(f"{generated} tokens generated, {expected} expected")
+
+
+def llmc(args: argparse.Namespace) -> System:
+    """A bundle; ``load`` and ``generate`` as a user calls them, and the result's own timings as the stopwatch."""
+    from llmc.runtime import load
+
+    model = load(args.model, threads=args.threads)
+
+    def generate(prompt: list[int], new_tokens: int) -> tuple[float, float]:
+        timings = model.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True).timings
+        return timings.ttft_s, timings.decode_s
+
+    recipe, quality = model.manifest.recipe, model.manifest.quality
+    measured = quality.phases.values() if quality else ()
+    kl = " / ".join(f"{phase.mean_kl:.4f}" for phase in measured if phase.mean_kl is not None) or "not measured"
+    built = f"{recipe.precision}, blocks of {recipe.block_size}, {recipe.phases} phases"
+    return System(generate, {"recipe": built, "mean KL, prefill / decode": kl})
+
+
+def llamacpp(args: argparse.Namespace) -> System:
+    """A GGUF file, by the C interface directly: nothing of the high-level Python class is in the measured loop.
+
+    Greedy: the arg max is numpy's, over llama.cpp's own buffer of logits. ``system_info`` lists the CPU features that
+    are compiled in: a build without AVX512_VNNI = 1 on such a machine is not a fair peer.
+    """
+    import llama_cpp
+    import numpy as np
+    from llamacpp_logits import open_context
+
+    positions = max(args.prompts) + args.new_tokens
+    context, vocabulary = open_context(
+        args.model, args.threads, n_ctx=positions, n_batch=max(*args.prompts, MICRO_BATCH), n_ubatch=MICRO_BATCH
+    )
+    latest = [0]
+
+    def feed(tokens: list[int]) -> None:
+        array = (llama_cpp.llama_token * len(tokens))(*tokens)
+        if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(tokens))) != 0:
+            raise SystemExit(f"llama_decode failed on {len(tokens)} tokens")
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (vocabulary,))
+        latest[0] = int(logits.argmax())
+
+    def generate(prompt: list[int], new_tokens: int) -> tuple[float, float]:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        return time_steps(lambda: feed(prompt), lambda: feed(latest), new_tokens)
+
+    return System(generate, {"system_info": llama_cpp.llama_print_system_info().decode()})
+
+
+def openvino(args: argparse.Namespace) -> System:
+    """A folder of ``optimum-cli export openvino``: a pipeline as users write it, its own metrics as stopwatch."""
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    # Threads are set, because its default counts physical cores, not the CPUs this process may use.
+    pipeline = openvino_genai.LLMPipeline(str(args.model), "CPU", INFERENCE_NUM_THREADS=args.threads)
+
+    def generate(prompt: list[int], new_tokens: int) -> tuple[float, float]:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = new_tokens
+        config.ignore_eos, config.do_sample = True, False
+        ids = openvino.Tensor(np.array([prompt], np.int64))  # (1, P)
+        mask = openvino.Tensor(np.ones((1, len(prompt)), np.int64))
+        metrics = pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), config).perf_metrics
+        check_count(metrics.get_num_generated_tokens(), new_tokens)
+        return metrics.get_ttft().mean / 1e3, metrics.get_tpot().mean * (new_tokens - 1) / 1e3
+
+    return System(generate, {"plugin": str(openvino.get_version())})
+
+
+def genai(args: argparse.Namespace) -> System:
+    """A folder of onnxruntime-genai's model builder, in the token loop of its examples."""
+    import numpy as np
+    import onnxruntime_genai
+
+    config = onnxruntime_genai.Config(str(args.model))
+    # Set, because its default is half the cores.
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": args.threads}}}}))
+    model = onnxruntime_genai.Model(config)
+
+    def generate(prompt: list[int], new_tokens: int) -> tuple[float, float]:
+        parameters = onnxruntime_genai.GeneratorParams(model)
+        # At the maximum it would stop; the minimum keeps the end token from stopping it.
+        length = len(prompt) + new_tokens + 1
+        parameters.set_search_options(max_length=length, min_length=length, do_sample=False)
+        generator, ids = onnxruntime_genai.Generator(model, parameters), np.array(prompt, np.int32)
+
+        def prefill() -> None:
+            generator.append_tokens(ids)
+            generator.generate_next_token()
+
+        seconds = time_steps(prefill, generator.generate_next_token, new_tokens)
+        check_count(len(generator.get_sequence(0)) - len(prompt), new_tokens)
+        return seconds
+
+    return System(generate, {})
+
+
+# Of each system how it is opened, and the distributions whose versions matter.
+RUNNERS: dict[str, tuple[Callable[[argparse.Namespace], System], tuple[str, ...]]] = {
+    "llmc": (llmc, ("llmc-deploy", "onnxruntime")),
+    "llamacpp": (llamacpp, ("llama-cpp-python",)),
+    "openvino": (openvino, ("openvino-genai", "openvino")),
+    "genai": (genai, ("onnxruntime-genai", "onnxruntime")),
+}
+
+
+def prompt_ids(length: int, salt: int) -> list[int]:
+    """Token ids of a prompt, the same for every system.
+
+    ``salt`` is the number of the call in its process: it changes the first token, so no prefix cache can help.
+    """
+    return [i % 10_000 + 10 + salt for i in range(length)]
+
+
+def measured(generate: Generate, length: int, salt: int, new_tokens: int) -> dict[str, float]:
+    """Tokens per second, after an untimed call with a prompt as long; decode leaves out the first new token."""
+    generate(prompt_ids(length, salt), WARM_UP_TOKENS)
+    ttft_s, decode_s = generate(prompt_ids(length, salt + 1), new_tokens)
+    rates = {"prefill_tok_s": length / ttft_s, "decode_tok_s": (new_tokens - 1) / decode_s}
+    return {"prompt": length, **{phase: round(rate, 2) for phase, rate in rates.items()}}
+
+
+def lengths(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is generated; the same for one system and for all."""
+    parser.add_argument("--prompts", type=positive, nargs="+", default=[128, 512, 2048], help="lengths in tokens")
+    several = partial(positive, least=2)  # for the first one belongs to the prefill
+    parser.add_argument("--new-tokens", type=several, default=64, help="tokens to generate after each prompt")
+
+
+def positive(text: str, least: int = 1) -> int:
+    """A number of at least so many, for argparse."""
+    if (number := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"{number} is too few, expected at least {least}")
+    return number
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """Open the system and measure every prompt length; memory in 10^6 bytes, mapped weights included."""
+    open_system, packages = RUNNERS[args.system]
+    started = time.perf_counter()
+    system = open_system(args)
+    load_s = time.perf_counter() - started
+    results = [measured(system.generate, n, 2 * i, args.new_tokens) for i, n in enumerate(args.prompts)]
+    files = [args.model] if args.model.is_file() else [file for file in args.model.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    return {
+        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in packages}},
+        "details": {"threads": str(args.threads), "files_mb": str(size // 10**6), **system.details},
+        "load_s": round(load_s, 2),
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * HIGHEST_RESIDENT_UNIT // 10**6,
+        "results": results,
+    }
+
+
+def main() -> None:
+    """Print the line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("system", choices=RUNNERS)
+    parser.add_argument("model", type=Path, help="what the system loads: a bundle, an exported folder, a GGUF file")
+    parser.add_argument("--threads", type=positive, required=True, help="CPUs the process may use")
+    lengths(parser)
+    print(json.dumps(report(parser.parse_args())), flush=True)
+
+
+if __name__ == "__main__":
+    main()
