@@ -139,17 +139,13 @@ class MemoryEstimate:
             ResourceError: more than ``available`` bytes are needed; with the number missing and what would fit.
         """
         verdict = self.verdict(available)
-        if not verdict.fits:
-            raise ResourceError(f"{what}: {describe(self, verdict)}")
-
-
-def describe(plan: MemoryEstimate, verdict: Verdict) -> str:
-    """The reason why a plan does not fit, and what would fit, in one sentence."""
-    parts = ", ".join(f"{size // MB} {name}" for name, size in plan.parts.items() if size >= MB)
-    return (
-        f"to {plan.stage} it needs {_rounded_up(plan.total)} MB ({parts}), {verdict.available // MB} MB are available, "
-        f"{_rounded_up(verdict.missing)} MB are missing; {what_fits(plan, verdict)}"
-    )
+        if verdict.fits:
+            return
+        parts = ", ".join(f"{size // MB} {name}" for name, size in self.parts.items() if size >= MB)
+        raise ResourceError(
+            f"{what}: to {self.stage} it needs {_rounded_up(self.total)} MB ({parts}), {available // MB} MB are "
+            f"available, {_rounded_up(verdict.missing)} MB are missing; {what_fits(self, verdict)}"
+        )
 
 
 def what_fits(plan: MemoryEstimate, verdict: Verdict) -> str:

@@ -120,7 +120,13 @@ class PrefixCache:
             self._use(path)
             if self._store is not None and path and not loaded:
                 self._store.touch(self._root, hashes[: len(path)])
-            self._count(len(path), len(loaded))
+            self._count(
+                hits=bool(path),
+                misses=not path,
+                hit_tokens=len(path) * self.block,
+                disk_hits=bool(loaded),
+                disk_tokens=len(loaded) * self.block,
+            )
             yield Match(len(path) * self.block, tuple(node.values for node in path))
         finally:
             self._unpin(path)
@@ -148,7 +154,7 @@ class PrefixCache:
                 self._store.put(self._root, hashes[:kept], ids[: kept * self.block], [node.values for node in path])
         finally:
             self._unpin(path)
-        self._count_kept()
+        self._count()
         return len(path) * self.block
 
     def _hashes(self, tokens: Sequence[int], limit: int | None) -> tuple[NDArray[np.int64], list[bytes]]:
@@ -208,7 +214,7 @@ class PrefixCache:
         for node in victims:
             del self._nodes[node.chain]
             self._bytes -= node.values.nbytes
-        self._count_kept(evicted=len(victims))
+        self._count(evictions=len(victims))
 
     def _use(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):
@@ -226,19 +232,7 @@ class PrefixCache:
             if not node.pins:
                 self._pinned -= node.values.nbytes
 
-    def _count(self, blocks: int, loaded: int) -> None:
-        past = self.counters
-        self.counters = replace(
-            past,
-            hits=past.hits + (blocks > 0),
-            misses=past.misses + (blocks == 0),
-            hit_tokens=past.hit_tokens + blocks * self.block,
-            disk_hits=past.disk_hits + (loaded > 0),
-            disk_tokens=past.disk_tokens + loaded * self.block,
-            blocks=len(self._nodes),
-            bytes=self._bytes,
-        )
-
-    def _count_kept(self, evicted: int = 0) -> None:
-        evictions = self.counters.evictions + evicted
-        self.counters = replace(self.counters, evictions=evictions, blocks=len(self._nodes), bytes=self._bytes)
+    def _count(self, **more: int) -> None:
+        """Add to counters, and note what is in memory now."""
+        sums = {name: getattr(self.counters, name) + count for name, count in more.items()}
+        self.counters = replace(self.counters, **sums, blocks=len(self._nodes), bytes=self._bytes)

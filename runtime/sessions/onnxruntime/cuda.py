@@ -79,9 +79,8 @@ class CudaSession(DeviceSession):
     def __init__(
         self, folder: Path, manifest: Manifest, threads: int, *, driver: Driver | None = None, runtime: Any = None
     ) -> None:
-        minimum = manifest.target.engine_minimum
-        self._runtime = import_onnxruntime_gpu(minimum) if runtime is None else runtime
-        check_provider(self._runtime, minimum)
+        self._runtime = import_onnxruntime_gpu() if runtime is None else runtime
+        check_provider(self._runtime, manifest.target.engine_minimum)
         super().__init__(folder, manifest, open_driver() if driver is None else driver)
         with self._loading():
             self._open(manifest)
@@ -116,16 +115,12 @@ class CudaSession(DeviceSession):
                 yield
         except GpuError as error:
             if not error.lost and self._stream:
-                self._ask_the_driver(error)
+                try:  # a library's own failure may be the first sign of a context that is gone: then say that instead
+                    self._driver.synchronize(self._stream)
+                except GpuError as found:
+                    if found.lost:
+                        raise found from error
             raise
-
-    def _ask_the_driver(self, error: GpuError) -> None:
-        """A library's own failure may be the first sign of a context that is gone: then say that instead."""
-        try:
-            self._driver.synchronize(self._stream)
-        except GpuError as found:
-            if found.lost:
-                raise found from error
 
     @property
     def engine_version(self) -> str:
