@@ -26,7 +26,7 @@ from llmc.optimize.tensorrt.messages import dropped, failure, remarks
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
 from llmc.optimize.tensorrt.network import Layer, Network, Ranges, profile_shapes, read_graph
 from llmc.optimize.tensorrt.spec import HARDWARE_COMPATIBILITY, EngineSpec
-from llmc.runtime.sessions.tensorrt.library import Message, library_version, logger, make_builder
+from llmc.runtime.sessions.tensorrt.library import Message, library_version, logger, made
 
 PARSING = "reading the graph"
 
@@ -86,7 +86,7 @@ def build_engine(
     library = spec.library
     progress(PARSING)
     model = read_graph(graph, spec.config.capacity)
-    builder, can = make_builder(library), abilities(library)
+    builder, can = made(library, library.Builder), abilities(library)
     network = Network(library, builder, graph, model, by_address=can.initializer_streaming)
     network.allow_decomposition()
     messages = _build(_Work(spec, can, builder, network, output, profiles), progress)

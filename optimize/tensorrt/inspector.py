@@ -10,7 +10,7 @@ from typing import Any
 
 from llmc.errors import GpuError
 from llmc.optimize.tensorrt.network import Network, Ranges
-from llmc.runtime.sessions.tensorrt.library import library_version, logger, make_runtime
+from llmc.runtime.sessions.tensorrt.library import library_version, logger, made
 
 
 def inspect_engine(library: Any, path: Path) -> dict[str, Any] | None:
@@ -20,7 +20,7 @@ def inspect_engine(library: Any, path: Path) -> dict[str, Any] | None:
     """
     with logger(library).collected(), path.open("rb") as file, contextlib.suppress(GpuError):
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            runtime = make_runtime(library)
+            runtime = made(library, library.Runtime)
             runtime.engine_host_code_allowed = True  # what a version-compatible engine carries is our own
             engine = runtime.deserialize_cuda_engine(data)
             return _described(library, engine) if engine is not None else None

@@ -16,7 +16,7 @@ from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime.host.probe import probe_driver
 from llmc.runtime.host.probe_steps import Device
 from llmc.runtime.sessions.tensorrt.engine import platform_name
-from llmc.runtime.sessions.tensorrt.library import library_version, load_library, make_builder
+from llmc.runtime.sessions.tensorrt.library import library_version, load_library, made
 
 # The first bucket, and the largest of what follows: each doubles, so at most half of what attention looks at is empty.
 FIRST_BUCKET = 256
@@ -76,7 +76,7 @@ def resolve_engine(
     wanted = _compute_capabilities(request.compute_capabilities, library, target, float8)
     gpu = next(iter(probe_driver().devices), None) if library is not None else None
     if library is not None and not nameable_gpus(library):  # TensorRT builds on the GPU that it builds for
-        make_builder(library)  # so without one it refuses now, and not after hours of calibration
+        made(library, library.Builder)  # so without one it refuses now, and not after hours of calibration
         wanted = (gpu.compute_capability,) if gpu is not None else ()
     elif library is not None and request.stripped and gpu is None:
         raise GpuError(f"{target.engine} leaves weights out of engines only beside a GPU; leave --stripped out")

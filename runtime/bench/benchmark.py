@@ -1,18 +1,22 @@
 """Speed of a bundle on this machine for one request at a time, with what it takes to judge the figures."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmc.bundle import read_bundle
 from llmc.errors import UsageError
 from llmc.runtime.bench.client import Report, common, draw_prompt, energy, visit
-from llmc.runtime.bench.roofline import read_bandwidth
 from llmc.runtime.host.energy import EnergyMeter
-from llmc.runtime.host.machine import resident_bytes
+from llmc.runtime.host.machine import available_memory, resident_bytes
 from llmc.runtime.model import Model, load
+
+BYTES_PER_THREAD = 256 << 20  # far beyond any cache
+PASSES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +99,22 @@ def _time_request(model: Model, prompt_length: int, new_tokens: int, index: int)
         raise answer.error
     first, *steps = np.diff([answer.due, *answer.tokens]).tolist()
     return first, steps
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes per second of the best of several passes in which every thread reads its own 256 MiB once.
+
+    Where memory is short the pieces are smaller, so that all together take at most a quarter of what is free.
+    """
+    size = min(BYTES_PER_THREAD, available_memory() // (4 * threads))
+    arrays = [np.ones(size // 8, np.int64) for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        best = min(_timed_pass(pool, arrays) for _ in range(PASSES))
+    return threads * size / best
+
+
+def _timed_pass(pool: ThreadPoolExecutor, arrays: list[NDArray[np.int64]]) -> float:
+    start = time.perf_counter()
+    # max() is a vectorised reduction that releases the interpreter lock and has no long dependency chain.
+    list(pool.map(np.max, arrays))
+    return time.perf_counter() - start

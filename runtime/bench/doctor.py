@@ -11,7 +11,7 @@ from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.host.probe_steps import Device
 from llmc.runtime.host.targets import ALL, NEEDS, REBUILD, RUN, Check, Facts, Outlook, Subject, issues, outlook, upgrade
-from llmc.runtime.kv.budget import check_load, next_capacity
+from llmc.runtime.kv.budget import check_load, next_capacity, rounded_up
 from llmc.runtime.sessions.onnxruntime.cpu import usable_graphs
 
 MB = 1_000_000
@@ -131,9 +131,7 @@ def _shortage(manifest: Manifest, device: Device | None) -> str:
     plan, engine = manifest.device, manifest.engine
     if device is None or device.free_memory is None or plan is None:
         return ""
-    positions = next_capacity(1, manifest.limits.max_context)
-    if engine is not None:
-        positions = engine.capacity or engine.buckets[0]
+    positions = next_capacity(1, manifest.limits.max_context) if engine is None else rounded_up(engine, 1)
     needed = plan.total(positions)
     return (
         f"it needs {needed // MB} MB of the GPU's memory for one row of {positions} positions, "

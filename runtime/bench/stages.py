@@ -7,14 +7,13 @@ from functools import partial
 from llmc.bundle import Geometry, Limits, Manifest
 from llmc.errors import UsageError
 from llmc.runtime.host import probe
-from llmc.runtime.host.machine import Available
+from llmc.runtime.host.machine import Available, memory_here
 from llmc.runtime.kv.budget import (
     GPU,
     MB,
     MemoryEstimate,
     Verdict,
     device_bytes,
-    memory_to_use,
     plan_device,
     plan_load,
     rounded_up,
@@ -97,7 +96,10 @@ def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[Mem
 
 
 def find_memories(on_gpu: bool, memory: int | None, gpu_memory: int | None, unified: bool | None) -> Memories:
-    """The memory that a plan is held against: bytes that are given, or else what is free.
+    """The memory that a plan is held against: bytes that are given, or else what the machine or the cgroup leaves.
+
+    Whether CPU and GPU share one memory is asked of the first GPU, unless ``unified`` tells, or ``gpu_memory`` tells of
+    another one. Free in one memory is what its driver or the system calls free, whatever is more, as for sessions.
 
     Raises:
         UsageError: a GPU's memory without a GPU, or two sizes of one memory.
@@ -105,19 +107,9 @@ def find_memories(on_gpu: bool, memory: int | None, gpu_memory: int | None, unif
     if not on_gpu and (gpu_memory is not None or unified is not None):
         given = "--gpu-memory" if gpu_memory is not None else f"--{'unified' if unified else 'separate'}-memory"
         raise UsageError(f"{given} is for a GPU, and none is planned for; leave it out, or give a --target with a GPU")
-    return memories(memory, gpu_memory, unified) if on_gpu else Memories(memory_to_use(memory), None, False)
-
-
-def memories(memory: int | None, gpu_memory: int | None, unified: bool | None) -> Memories:
-    """The memory that a plan for a GPU is held against: bytes that are given, or else what is free.
-
-    Whether CPU and GPU share one memory is asked of the first GPU, unless ``unified`` tells, or ``gpu_memory`` tells of
-    another one. Free in one memory is what its driver or the system calls free, whatever is more, as for sessions.
-
-    Raises:
-        UsageError: two sizes of one memory.
-    """
-    here = memory_to_use(memory)
+    here = memory_here() if memory is None else Available(memory, "--memory")
+    if not on_gpu:
+        return Memories(here, None, False)
     there, integrated = _first_gpu() if gpu_memory is None else (Available(gpu_memory, "--gpu-memory"), False)
     if unified is False or not (unified or integrated):
         return Memories(here, there, False)

@@ -6,12 +6,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
+from typing import Any, TypeVar
 
 from llmc.bundle import Manifest
 from llmc.errors import (
@@ -33,7 +32,7 @@ from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
 from llmc.runtime.kv.budget import CacheBudget
 from llmc.runtime.kv.cache_file import load_session, save_session
-from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_cache import Match, PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
@@ -46,6 +45,7 @@ from llmc.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _OUTCOMES: dict[type[BaseException], str] = {CancelledError: "cancelled", DeadlineError: "deadline"}
 
 
@@ -149,33 +149,29 @@ class Engine:
             raise
         return Handle(collector, partial(self._cancel, state.number), state.streams, keep=request.on_delta is not None)
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Run ``function`` on the engine's thread between two steps, and wait for it.
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Run ``function`` on the engine's thread between two steps, and wait for what it returns.
 
         Raises:
             EngineClosedError: the engine is closed; or whatever ``function`` raises.
         """
         if threading.current_thread() is self._thread:  # a client's function, which would wait for itself
-            function()
-            return
+            return function()
         if is_serving():
             raise UsageError("a function that came with a request asks the engine to wait for itself; do it elsewhere")
         self._refuse_forked()
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        done: Future[_T] = Future()
 
         def run() -> None:
             try:
-                function()
+                done.set_result(function())
             except BaseException as error:  # noqa: BLE001  # handed to the caller
-                done.put(error)
-            else:
-                done.put(None)
+                done.set_exception(error)
 
         with self._lock:
             self._start_thread()
             self._inbox.put(run)
-        if (error := done.get()) is not None:
-            raise error
+        return done.result()
 
     def save(self, path: str | Path, tokens: Sequence[int]) -> int:
         """Save what the prefix cache has of ``tokens``, a conversation so far, to a file; says how many tokens that is.
@@ -186,13 +182,12 @@ class Engine:
             ResourceError: the disk is full.
         """
         prefixes = self._prefix_cache()
-        held: list[NDArray[Any]] = []
 
-        def read() -> None:
+        def read() -> Match:
             with prefixes.match(tokens) as match:
-                held.extend(match.blocks)
+                return match
 
-        self.call(read)
+        held = self.call(read).blocks
         if not held:
             raise RequestError(
                 f"none of the {len(tokens)} tokens is in the prefix cache, which keeps blocks of {prefixes.block}; "
@@ -319,14 +314,11 @@ class Engine:
         if self._lost is not None:  # those who came meanwhile
             self._fail_all(self._lost)
             return
-        self._admit()
+        for sequence in self._scheduler.admit():
+            self._outputs.begin(sequence)
         self._gauge()
         self._prefill()
         self._decode()
-
-    def _admit(self) -> None:
-        for sequence in self._scheduler.admit():
-            self._outputs.begin(sequence)
 
     def _prefill(self) -> None:
         if (sequence := self._scheduler.next_prefill()) is None:

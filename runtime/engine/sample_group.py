@@ -5,7 +5,8 @@ from collections.abc import Sequence as List
 
 from llmc.errors import ProcessorError, text_of
 from llmc.runtime.api.results import Delta, FinishReason, Output
-from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup, Slots
+from llmc.runtime.engine.scheduler import Scheduler
+from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.sampling.processors import Guide
@@ -188,34 +189,34 @@ class SampleGroup(SequenceGroup[Sample]):
     def sequence(self, index: int) -> Sample:
         return self._make(self, index)
 
-    def begin(self, slots: Slots, sequence: Sample, logits: Logits | None) -> bool:
+    def begin(self, scheduler: Scheduler, sequence: Sample, logits: Logits | None) -> bool:
         """Choose the first token; the first sample to come so far lets the others in."""
         if logits is not None:
-            slots.keep_prefix(sequence, len(self.request.prompt))
+            scheduler.keep_prefix(sequence, len(self.request.prompt))
             if self.draws > 1 and self._first_logits is None:
                 self._first_logits = logits.copy()
-                slots.invite(self, self.draws)
+                scheduler.invite(self, self.draws)
         first = self._first_logits if logits is None else logits
         assert first is not None
-        return self._commit(slots, sequence, [sequence.sampler(first, sequence.tokens)])
+        return self._commit(scheduler, sequence, [sequence.sampler(first, sequence.tokens)])
 
-    def step(self, slots: Slots, outputs: List[SamplerOutput[Sample]]) -> bool:
+    def step(self, scheduler: Scheduler, outputs: List[SamplerOutput[Sample]]) -> bool:
         """Commit the tokens that were drawn."""
         done = False
         for output in outputs:
             sample = output.sequence
             if output.choices:
                 sample.note_drafts(output)
-                done = self._commit(slots, sample, output.choices)
+                done = self._commit(scheduler, sample, output.choices)
             # Drafts may have been verified beyond the end of the sample, where a guide has no token left.
             if output.error is not None and sample.finish_reason is None:
                 raise output.error
         return done
 
-    def _commit(self, slots: Slots, sample: Sample, choices: List[Choice]) -> bool:
+    def _commit(self, scheduler: Scheduler, sample: Sample, choices: List[Choice]) -> bool:
         sample.commit(choices)
         if sample.finish_reason is not None:
-            slots.release(sample, remember=not sample.slid)
+            scheduler.release(sample, remember=not sample.slid)
             self._finished.append(sample)
         return len(self._finished) == self.draws
 

@@ -99,8 +99,6 @@ class ChunkedPrefill:
 class Scheduler:
     """Decides who gets a row, which prompt is fed next and who decodes; it sees no logits.
 
-    For groups it is :class:`llmc.runtime.engine.sequence.Slots`.
-
     Rows are packed: sequences that decode first, then those whose prompt is being fed.
 
     Args:
@@ -161,6 +159,7 @@ class Scheduler:
         request.place = self._queue.push((request.group, 0), request.request.priority)
 
     def invite(self, group: SequenceGroup[Any], count: int) -> None:
+        """Let the sequences 1 ... ``count - 1`` of a group wait for rows."""
         for index in range(1, count):
             self._queue.again(group.request.place, (group, index))
 
@@ -277,16 +276,20 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ rows
 
     def reserve(self, more: int, positions: int) -> None:
+        """Make room for ``more`` rows than are held, of so many positions."""
         self._runner.reserve(len(self._rows) + more, positions)
 
     def fork(self, parent: Sequence, child: Sequence, cached: int) -> None:
+        """Give ``child`` a row with the first ``cached`` positions of ``parent``."""
         self._rows.fork(parent, child, cached)
         child.group.sequences.append(child)
 
     def share(self, source: Sequence, target: Sequence, start: int, cached: int) -> None:
+        """Make ``target`` equal to ``source`` up to ``cached`` positions; they agree before ``start``."""
         self._rows.share(source, target, start, cached)
 
     def release(self, sequence: Sequence, remember: bool = False) -> None:
+        """Take a sequence off its row; with ``remember`` the prefix cache may keep what it holds."""
         if remember and self._remembers:
             self.keep_prefix(sequence, sequence.cached)
         if sequence.row >= 0:
@@ -295,6 +298,7 @@ class Scheduler:
         sequence.close()
 
     def keep_prefix(self, sequence: Sequence, length: int) -> None:
+        """Put the first ``length`` positions of a sequence into the prefix cache."""
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
             self._prefixes.insert(sequence.context[:length], read)

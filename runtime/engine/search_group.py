@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.runtime.api.results import Delta, Output
-from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup, Slots
+from llmc.runtime.engine.scheduler import Scheduler
+from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
 from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.search.base import Branch, Hypothesis, Strategy
 
@@ -55,28 +56,28 @@ class SearchGroup(SequenceGroup[SearchSequence]):
         if hidden is not None:
             self._prompt_hidden.append(hidden.copy())
 
-    def begin(self, slots: Slots, sequence: SearchSequence, logits: Logits | None) -> bool:
+    def begin(self, scheduler: Scheduler, sequence: SearchSequence, logits: Logits | None) -> bool:
         """Start the strategy after the prompt, which ``sequence`` decodes from."""
         assert logits is not None
-        slots.reserve(self.promised, sequence.cached + 1)
+        scheduler.reserve(self.promised, sequence.cached + 1)
         hidden = np.concatenate(self._prompt_hidden) if self._prompt_hidden else None
-        return self._advance(slots, self._strategy.start(self.request.prompt, logits, hidden))
+        return self._advance(scheduler, self._strategy.start(self.request.prompt, logits, hidden))
 
-    def step(self, slots: Slots, outputs: List[SamplerOutput[SearchSequence]]) -> bool:
+    def step(self, scheduler: Scheduler, outputs: List[SamplerOutput[SearchSequence]]) -> bool:
         """Show the strategy the logits and hidden states of all branches, in their order."""
-        slots.reserve(self.promised, outputs[0].sequence.cached + 1)
+        scheduler.reserve(self.promised, outputs[0].sequence.cached + 1)
         by_key = {output.sequence.key: output for output in outputs}  # rows may have changed places
         ordered = [by_key[sequence.key] for sequence in self.sequences]
         logits = np.stack([output.logits for output in ordered if output.logits is not None])
         hidden = [output.hidden for output in ordered if output.hidden is not None]
-        return self._advance(slots, self._strategy.step(logits, np.stack(hidden) if hidden else None))
+        return self._advance(scheduler, self._strategy.step(logits, np.stack(hidden) if hidden else None))
 
     def outputs(self) -> list[Output]:
         """The strategy's hypotheses."""
         return self._outputs
 
-    def _advance(self, slots: Slots, branches: List[Branch]) -> bool:
-        self._follow(slots, branches)
+    def _advance(self, scheduler: Scheduler, branches: List[Branch]) -> bool:
+        self._follow(scheduler, branches)
         if branches:
             self.request.timeline.token()
             return False
@@ -85,7 +86,7 @@ class SearchGroup(SequenceGroup[SearchSequence]):
             self.request.emit(Delta(output.index, output.text, output.token_ids), timed=False)
         return True
 
-    def _follow(self, slots: Slots, branches: List[Branch]) -> None:
+    def _follow(self, scheduler: Scheduler, branches: List[Branch]) -> None:
         """Make the rows those of the strategy's next step."""
         before = list(self.sequences)
         contexts = [[*before[branch.parent].context, branch.token] for branch in branches]
@@ -94,12 +95,12 @@ class SearchGroup(SequenceGroup[SearchSequence]):
             parent = before[branch.parent]
             if i >= len(before):
                 after.append(SearchSequence(self, []))
-                slots.fork(parent, after[i], len(contexts[i]) - 1)
+                scheduler.fork(parent, after[i], len(contexts[i]) - 1)
             elif branch.parent != i:
                 shared = common(before[i].context, parent.context)
-                slots.share(parent, before[i], shared, len(contexts[i]) - 1)
+                scheduler.share(parent, before[i], shared, len(contexts[i]) - 1)
         for sequence in before[len(branches) :]:
-            slots.release(sequence)
+            scheduler.release(sequence)
         for sequence, context in zip(after, contexts, strict=True):
             sequence.context = context
 

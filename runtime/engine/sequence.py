@@ -4,7 +4,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,16 @@ from llmc.errors import LlmcError, ProcessorError, text_of
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
+from llmc.runtime.kv.rows import Slot
 from llmc.runtime.observe.metrics import RequestTimeline
 from llmc.runtime.observe.tracing import current_context
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.samplers import Choice
+
+if TYPE_CHECKING:
+    from llmc.runtime.engine.scheduler import Scheduler
 
 # Tokens at the start of the context that stay when the window slides: attention rests on them.
 # Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453
@@ -28,29 +32,21 @@ _KEYS, _NUMBERS = itertools.count(), itertools.count()
 _S = TypeVar("_S", bound="Sequence")
 
 
-class Sequence(ABC):
-    """Tokens of which a prefix lies in a row of the cache.
+class Sequence(Slot, ABC):
+    """A sequence of a request's.
 
     Attributes:
         key: names it to drafters.
-        context: the tokens that the row holds or will hold, in order.
-        cached: how many of them are in the row. A sequence that decodes has all but the last.
-        row: its row, -1 without one.
         reused: tokens that were in the row before the first chunk: the prefix cache's.
-        drafts: guesses at its next tokens, to be verified in this step.
-        needs: how many of the largest logits decide its next token, 0 for all of them.
     """
 
-    needs = 0
+    context: list[int]
 
     def __init__(self, group: "SequenceGroup[Any]", context: list[int]) -> None:
+        super().__init__(context)
         self.key = next(_KEYS)
         self.group = group
-        self.context = context
-        self.cached = 0
-        self.row = -1
         self.reused = 0
-        self.drafts: list[int] = []
 
     @property
     def request(self) -> "RequestState":
@@ -108,28 +104,6 @@ class SamplerOutput(Generic[_S]):
     error: BaseException | None = None
 
 
-class Slots(Protocol):
-    """The scheduler as groups see it."""
-
-    def reserve(self, more: int, positions: int) -> None:
-        """Make room for ``more`` rows than are held, of so many positions."""
-
-    def fork(self, parent: Sequence, child: Sequence, cached: int) -> None:
-        """Give ``child`` a row with the first ``cached`` positions of ``parent``."""
-
-    def share(self, source: Sequence, target: Sequence, start: int, cached: int) -> None:
-        """Make ``target`` equal to ``source`` up to ``cached`` positions; they agree before ``start``."""
-
-    def release(self, sequence: Sequence, remember: bool = False) -> None:
-        """Take a sequence off its row; with ``remember`` the prefix cache may keep what it holds."""
-
-    def keep_prefix(self, sequence: Sequence, length: int) -> None:
-        """Put the first ``length`` positions of a sequence into the prefix cache."""
-
-    def invite(self, group: "SequenceGroup[Any]", count: int) -> None:
-        """Let the sequences 1 ... ``count - 1`` of a group wait for rows."""
-
-
 class SequenceGroup(ABC, Generic[_S]):
     """All sequences of one request: samples side by side, or the branches of a search.
 
@@ -167,14 +141,14 @@ class SequenceGroup(ABC, Generic[_S]):
         """Take the hidden states [S, H] of a chunk of the prompt; asked for with :attr:`wants_prompt`."""
 
     @abstractmethod
-    def begin(self, slots: Slots, sequence: _S, logits: Logits | None) -> bool:
+    def begin(self, scheduler: "Scheduler", sequence: _S, logits: Logits | None) -> bool:
         """Go on with a sequence whose whole context is in its row, from the logits [V] after it; True at the end.
 
         Logits are None for a sequence that was forked from one of the same prompt.
         """
 
     @abstractmethod
-    def step(self, slots: Slots, outputs: List[SamplerOutput[_S]]) -> bool:
+    def step(self, scheduler: "Scheduler", outputs: List[SamplerOutput[_S]]) -> bool:
         """Take in what a step gave the group's sequences; True at the end."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmc.bundle import DeviceMemory, EngineConfig, Limits, Manifest, MemoryPlan
 from llmc.errors import ResourceError
-from llmc.runtime.host.machine import Available, available_memory, memory_here, resident_bytes
+from llmc.runtime.host.machine import available_memory, resident_bytes
 
 FIRST_STEP = 256
 LARGE_STEP = 1024
@@ -139,17 +139,13 @@ class MemoryEstimate:
             ResourceError: more than ``available`` bytes are needed; with the number missing and what would fit.
         """
         verdict = self.verdict(available)
-        if not verdict.fits:
-            raise ResourceError(f"{what}: {describe(self, verdict)}")
-
-
-def describe(plan: MemoryEstimate, verdict: Verdict) -> str:
-    """The reason why a plan does not fit, and what would fit, in one sentence."""
-    parts = ", ".join(f"{size // MB} {name}" for name, size in plan.parts.items() if size >= MB)
-    return (
-        f"to {plan.stage} it needs {_rounded_up(plan.total)} MB ({parts}), {verdict.available // MB} MB are available, "
-        f"{_rounded_up(verdict.missing)} MB are missing; {what_fits(plan, verdict)}"
-    )
+        if verdict.fits:
+            return
+        parts = ", ".join(f"{size // MB} {name}" for name, size in self.parts.items() if size >= MB)
+        raise ResourceError(
+            f"{what}: to {self.stage} it needs {_rounded_up(self.total)} MB ({parts}), {available // MB} MB are "
+            f"available, {_rounded_up(verdict.missing)} MB are missing; {what_fits(self, verdict)}"
+        )
 
 
 def what_fits(plan: MemoryEstimate, verdict: Verdict) -> str:
@@ -242,8 +238,3 @@ def check_growth(
             f"memory, {limit // MB} MB may be taken; free memory of the GPU, or use shorter prompts, fewer new tokens "
             "or fewer requests at once"
         )
-
-
-def memory_to_use(memory: int | None) -> Available:
-    """The memory that a plan is held against: ``memory`` bytes if given, else what the machine or the cgroup leaves."""
-    return memory_here() if memory is None else Available(memory, "--memory")

@@ -141,11 +141,6 @@ class KVCache(ABC):
         """Positions that each row has now."""
         return self._capacity
 
-    @property
-    def written(self) -> tuple[int, ...]:
-        """Of each row, the positions up to the last that was written."""
-        return tuple(self._written)
-
     # ------------------------------------------------------------------------------------------------- growth
 
     def grow(self, rows: int, positions: int, most: int) -> None:

@@ -22,7 +22,8 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -44,9 +45,9 @@ _NUMBERS = re.compile(r"[<>|][iuf][1248]")  # numpy's dtype.str
 _LEAD = struct.Struct(f"<8sII{DIGEST_BYTES}s")
 
 
-def root_hash(key: str, adapter: str = "") -> bytes:
+def root_hash(key: str) -> bytes:
     """The beginning of one model's chains; the key names everything that cached values depend on."""
-    return _digest(json.dumps([key, adapter]).encode())
+    return _digest(json.dumps([key, ""]).encode())  # the second is an adapter's name, and there are none
 
 
 def chain_hashes(parent: bytes, tokens: NDArray[np.int64], block: int) -> list[bytes]:
@@ -137,6 +138,7 @@ class Description:
 class CacheFile:
     """A file that was opened: what it has, and where."""
 
+    file: BinaryIO
     description: Description
     offset: int  # of the first block
 
@@ -147,18 +149,18 @@ class CacheFile:
             (i for i, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), min(len(mine), len(wanted))
         )
 
-    def read(self, file: BinaryIO, position: int, count: int) -> list[NDArray[Any]]:
+    def read(self, position: int, count: int) -> list[NDArray[Any]]:
         """Blocks from ``position`` on, each checked.
 
         Raises:
             UnreadableError: a block is damaged.
         """
         about = self.description
-        file.seek(self.offset + position * about.block_bytes)
+        self.file.seek(self.offset + position * about.block_bytes)
         blocks = []
         for digest in about.digests[position : position + count]:
             block = np.empty(about.shape, about.dtype)
-            if file.readinto(_raw(block)) != about.block_bytes:  # type: ignore[attr-defined]
+            if self.file.readinto(_raw(block)) != about.block_bytes:  # type: ignore[attr-defined]
                 raise UnreadableError("it ends too early")
             if _digest(_raw(block)) != digest:
                 raise UnreadableError("the digest of a block is not that of its values")
@@ -181,27 +183,26 @@ def possible_path(path: str | Path) -> Path:
     return Path(path)
 
 
-def open_file(path: Path, *, follow_symlinks: bool) -> BinaryIO:
-    """Open a file for reading; a pipe or device, whose opening may take for ever, is not opened.
+@contextmanager
+def opened(path: Path, *, follow_symlinks: bool) -> Iterator[CacheFile]:
+    """A file that is open for reading, its description checked against its size.
+
+    A pipe or device, whose opening may take for ever, is not opened.
 
     Raises:
         OSError: there is no file, or it may not be read.
-        UnreadableError: it is something else than a regular file.
+        UnreadableError: it is no regular file, is damaged, of another version, or not ours.
     """
     mode = os.stat(path, follow_symlinks=follow_symlinks).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise UnreadableError("it is no regular file", damaged=False, ours=False)
-    return path.open("rb")
+    with path.open("rb") as file:
+        yield _described(file)
 
 
-def opened(file: BinaryIO) -> CacheFile:
-    """The description of an open file, checked against its size.
-
-    Raises:
-        UnreadableError: it is damaged, of another version, or not ours.
-    """
+def _described(file: BinaryIO) -> CacheFile:
     size = os.fstat(file.fileno()).st_size
     lead = file.read(_LEAD.size)
     if lead[: len(MAGIC)] != MAGIC[: len(lead)]:
@@ -222,7 +223,7 @@ def opened(file: BinaryIO) -> CacheFile:
     expected = offset + about.block_bytes * len(about.digests)
     if size != expected:
         raise UnreadableError(f"it has {size} bytes, its description says {expected}")
-    return CacheFile(about, offset)
+    return CacheFile(file, about, offset)
 
 
 def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]]) -> None:
@@ -272,8 +273,7 @@ def load_session(path: Path, block: int, key: str) -> tuple[list[int], list[NDAr
     """
     path = possible_path(path)
     try:
-        with open_file(path, follow_symlinks=True) as file:
-            found = opened(file)
+        with opened(path, follow_symlinks=True) as found:
             about = found.description
             if about.kind != "session":
                 raise RequestError(f"{path} is a file of the prefix cache, not a saved session; name a saved session")
@@ -285,7 +285,7 @@ def load_session(path: Path, block: int, key: str) -> tuple[list[int], list[NDAr
                 raise RequestError(
                     f"{path} was saved in blocks of {about.block} tokens, expected {block}; start the session anew"
                 )
-            blocks = found.read(file, 0, len(about.digests))
+            blocks = found.read(0, len(about.digests))
     except OSError as error:
         raise UsageError(f"{path} cannot be opened ({error.strerror}); name a saved session") from error
     except UnreadableError as error:

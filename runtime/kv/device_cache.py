@@ -52,11 +52,6 @@ class DeviceCache(KVCache):
         self._side: list[int] = []  # of each row, the buffer that holds it
         self._staging, self._staged = 0, 0
 
-    @property
-    def size(self) -> int:
-        """Bytes on the device."""
-        return len(self._blocks) * self._places(self.rows, self._capacity)[-1]
-
     def address(self, tensor: int, row: int) -> int:
         """Address at which a row of a tensor begins, in its buffer."""
         return self._address(tensor, row, self._side[row])

@@ -40,17 +40,15 @@ class HostCache(KVCache):
         """See :class:`KVCache`; a row that begins anew gets empty states."""
         ends = super().begin(first_row, past_lengths, count)
         if not self.can_rewind:
-            for row, past in enumerate(past_lengths, first_row):
+            rows = list(enumerate(past_lengths, first_row))
+            for row, past in rows:
                 if past:
                     self._check_state(row, past)
-            for row in (row for row, past in enumerate(past_lengths, first_row) if not past):
-                self._clear_states(row)
+            anew = [row for row, past in rows if not past]
+            for tensor, array in zip(self.tensors, self.arrays, strict=True):
+                if tensor.kind == "state":
+                    array[anew] = 0
         return ends
-
-    def _clear_states(self, row: int) -> None:
-        for tensor, array in zip(self.tensors, self.arrays, strict=True):
-            if tensor.kind == "state":
-                array[row] = 0
 
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
         for there, here in zip(self._views(target, start, end), self._views(source, start, end), strict=True):

@@ -5,9 +5,9 @@ and values. It is named by the hash of all tokens up to its end, as in vLLM's pr
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,9 +57,9 @@ class _Node:
     pins: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Match:
-    """A cached prefix, which stays in memory until :meth:`release` or the end of a ``with`` block.
+    """A cached prefix.
 
     Attributes:
         length: tokens, a multiple of the block size; 0 when nothing is cached.
@@ -68,21 +68,6 @@ class Match:
 
     length: int
     blocks: tuple[NDArray[Any], ...]
-    _release: Callable[[], None] | None = field(repr=False)
-
-    def release(self) -> None:
-        """Let the blocks be evicted again; a second call does nothing."""
-        if self._release is not None:
-            self._release()
-            self._release = None
-
-    def __enter__(self) -> "Match":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 class PrefixCache:
@@ -114,46 +99,49 @@ class PrefixCache:
         self._bytes = 0
         self._pinned = 0  # bytes of nodes with pins
         self._block_bytes = 0  # of one block; known from the first one on
-        self._roots: dict[str, bytes] = {}
+        self._root = root_hash(key)
 
-    def match(self, tokens: Sequence[int], limit: int | None = None, *, adapter: str = "") -> Match:
+    @contextmanager
+    def match(self, tokens: Sequence[int], limit: int | None = None) -> Iterator[Match]:
         """The longest cached prefix of ``tokens`` in whole blocks, in memory or on disk, of at most ``limit`` tokens.
 
-        A prompt needs logits, so its last token must be computed: pass ``limit=len(tokens) - 1``.
+        It stays in memory until the block ends. A prompt needs logits, so its last token must be computed: pass
+        ``limit=len(tokens) - 1``.
 
         Args:
             limit: tokens; all of them by default.
-            adapter: name of the adapter in use; each has prefixes of its own.
         """
-        root = self._root(adapter)
-        _, hashes = self._hashes(root, tokens, limit)
+        _, hashes = self._hashes(tokens, limit)
         path = self._path(hashes)
         self._pin(path)
         try:
-            loaded = self._load(root, hashes[len(path) :])
-        except BaseException:
+            loaded = self._load(hashes[len(path) :])
+            path += loaded
+            self._use(path)
+            if self._store is not None and path and not loaded:
+                self._store.touch(self._root, hashes[: len(path)])
+            self._count(
+                hits=bool(path),
+                misses=not path,
+                hit_tokens=len(path) * self.block,
+                disk_hits=bool(loaded),
+                disk_tokens=len(loaded) * self.block,
+            )
+            yield Match(len(path) * self.block, tuple(node.values for node in path))
+        finally:
             self._unpin(path)
-            raise
-        path += loaded
-        self._use(path)
-        if self._store is not None and path and not loaded:
-            self._store.touch(root, hashes[: len(path)])
-        self._count(len(path), len(loaded))
-        return Match(len(path) * self.block, tuple(node.values for node in path), lambda: self._unpin(path))
 
-    def insert(self, tokens: Sequence[int], read: Read, *, adapter: str = "") -> int:
+    def insert(self, tokens: Sequence[int], read: Read) -> int:
         """Keep the whole blocks of ``tokens`` that memory has room for, and have them written to disk.
 
         Args:
             read: gives the blocks of a span of positions, which nobody changes any more; called once, and only if a
                 block is missing.
-            adapter: name of the adapter in use.
 
         Returns:
             How many leading tokens are cached now.
         """
-        root = self._root(adapter)
-        ids, hashes = self._hashes(root, tokens, None)
+        ids, hashes = self._hashes(tokens, None)
         path = self._path(hashes)
         self._pin(path)
         try:
@@ -163,27 +151,16 @@ class PrefixCache:
             self._use(path)
             if self._store is not None and path:
                 kept = len(path)
-                self._store.put(root, hashes[:kept], ids[: kept * self.block], [node.values for node in path])
+                self._store.put(self._root, hashes[:kept], ids[: kept * self.block], [node.values for node in path])
         finally:
             self._unpin(path)
-        self._count_kept()
+        self._count()
         return len(path) * self.block
 
-    def clear(self) -> None:
-        """Forget everything in memory; what is on disk stays, and so does what a match still holds, for its holder."""
-        self._nodes = OrderedDict()
-        self._bytes = self._pinned = 0
-        self._count_kept()
-
-    def _root(self, adapter: str) -> bytes:
-        if adapter not in self._roots:
-            self._roots[adapter] = root_hash(self.key, adapter)
-        return self._roots[adapter]
-
-    def _hashes(self, root: bytes, tokens: Sequence[int], limit: int | None) -> tuple[NDArray[np.int64], list[bytes]]:
+    def _hashes(self, tokens: Sequence[int], limit: int | None) -> tuple[NDArray[np.int64], list[bytes]]:
         length = len(tokens) if limit is None else max(0, min(limit, len(tokens)))
         ids = np.asarray(tokens[: length - length % self.block], np.int64)
-        return ids, chain_hashes(root, ids, self.block)
+        return ids, chain_hashes(self._root, ids, self.block)
 
     def _path(self, hashes: Sequence[bytes]) -> list[_Node]:
         """The nodes of the leading hashes that are in memory."""
@@ -199,11 +176,11 @@ class PrefixCache:
         """Blocks that fit once all that is not pinned is evicted; as many as there are bytes before the first one."""
         return (self.max_bytes - self._pinned) // max(1, self._block_bytes)
 
-    def _load(self, root: bytes, hashes: Sequence[bytes]) -> list[_Node]:
+    def _load(self, hashes: Sequence[bytes]) -> list[_Node]:
         """Bring blocks from disk into memory, pinned."""
         if self._store is None or not hashes:
             return []
-        blocks = self._store.load(root, hashes, self.max_bytes - self._pinned)
+        blocks = self._store.load(self._root, hashes, self.max_bytes - self._pinned)
         return self._add(hashes[: len(blocks)], blocks)
 
     def _add(self, hashes: Sequence[bytes], blocks: Sequence[NDArray[Any]]) -> list[_Node]:
@@ -237,7 +214,7 @@ class PrefixCache:
         for node in victims:
             del self._nodes[node.chain]
             self._bytes -= node.values.nbytes
-        self._count_kept(evicted=len(victims))
+        self._count(evictions=len(victims))
 
     def _use(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):
@@ -252,22 +229,10 @@ class PrefixCache:
     def _unpin(self, path: Sequence[_Node]) -> None:
         for node in path:
             node.pins -= 1
-            if not node.pins and self._nodes.get(node.chain) is node:  # else it was cleared meanwhile
+            if not node.pins:
                 self._pinned -= node.values.nbytes
 
-    def _count(self, blocks: int, loaded: int) -> None:
-        past = self.counters
-        self.counters = replace(
-            past,
-            hits=past.hits + (blocks > 0),
-            misses=past.misses + (blocks == 0),
-            hit_tokens=past.hit_tokens + blocks * self.block,
-            disk_hits=past.disk_hits + (loaded > 0),
-            disk_tokens=past.disk_tokens + loaded * self.block,
-            blocks=len(self._nodes),
-            bytes=self._bytes,
-        )
-
-    def _count_kept(self, evicted: int = 0) -> None:
-        evictions = self.counters.evictions + evicted
-        self.counters = replace(self.counters, evictions=evictions, blocks=len(self._nodes), bytes=self._bytes)
+    def _count(self, **more: int) -> None:
+        """Add to counters, and note what is in memory now."""
+        sums = {name: getattr(self.counters, name) + count for name, count in more.items()}
+        self.counters = replace(self.counters, **sums, blocks=len(self._nodes), bytes=self._bytes)

@@ -7,11 +7,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from llmc.errors import UsageError
 from llmc.runtime.kv.cache_file import (
     STAGING,
+    CacheFile,
     Description,
     UnreadableError,
-    open_file,
     opened,
     possible_path,
     publish,
@@ -39,8 +39,8 @@ PAUSE_S = 60.0
 SETTLED_NS = 2_000_000_000
 # Whoever computes has ten times the claim to a core. Not more: who waits for a core may hold Python's lock.
 POLITE_NICENESS = 10
-PENDING_BYTES = 256 * 1024 * 1024
 
+_T = TypeVar("_T")
 _OUR_FOLDER = re.compile(r"[0-9a-f]{32}")
 _OUR_FILE = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.kv")
 
@@ -112,7 +112,7 @@ class PrefixStore:
         UsageError: a bound is negative, or no folder can have this name.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, *, pending_bytes: int = PENDING_BYTES) -> None:
+    def __init__(self, folder: Path, max_bytes: int, *, pending_bytes: int) -> None:
         if max_bytes < 0 or pending_bytes < 0:
             raise UsageError(f"max_bytes={max_bytes}, pending_bytes={pending_bytes}: expected 0 or more")
         self.folder = possible_path(folder)
@@ -126,12 +126,6 @@ class PrefixStore:
         self._closed = False
         self._paused_until = 0.0
         self._said: set[str] = set()
-
-    def __enter__(self) -> "PrefixStore":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def load(self, root: bytes, hashes: Sequence[bytes], max_bytes: int) -> list[NDArray[Any]]:
         """The leading blocks of a chain that are on disk and whole, in at most ``max_bytes``.
@@ -187,11 +181,6 @@ class PrefixStore:
             self._enqueue(job)
         return True
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything taken so far is written or given up; False when ``timeout`` seconds pass before."""
-        with self._lock:
-            return self._lock.wait_for(lambda: not self._jobs, timeout)
-
     def close(self) -> None:
         """Write what waits, then take nothing more. A second call does nothing."""
         with self._lock:
@@ -241,21 +230,14 @@ class PrefixStore:
         return ours
 
     def _learn(self, shelf: _Shelf, name: str) -> None:
-        path = shelf.folder / name
-        try:
-            with open_file(path, follow_symlinks=False) as file:
-                about = opened(file).description
+        def checked(file: CacheFile) -> Description:
+            about = file.description
             if (about.kind, about.key.hex(), _name(about)) != ("prefix", shelf.folder.name, name):
                 raise UnreadableError("it lies under another name than its own")
+            return about
+
+        if (about := self._examined(shelf, name, checked)) is not None:
             shelf.add(name, about)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            shelf.files[name] = None
-            self._warn("read", "%s cannot be read (%s); it is ignored", path, error.strerror)
-        except UnreadableError as error:
-            shelf.files[name] = None
-            self._refuse(path, error)
 
     def _refuse(self, path: Path, error: UnreadableError) -> None:
         if not error.damaged:
@@ -267,14 +249,21 @@ class PrefixStore:
 
     def _read(self, shelf: _Shelf, name: str, wanted: Sequence[bytes], max_bytes: int) -> list[NDArray[Any]] | None:
         """The leading wanted blocks, as far as the file has them in a row; None if it cannot be used."""
+
+        def blocks(file: CacheFile) -> list[NDArray[Any]]:
+            if wanted[0] not in file.description.hashes:  # another process may have written it anew
+                raise UnreadableError("it lies under another name than its own")
+            position = file.description.hashes.index(wanted[0])
+            return file.read(position, file.count(wanted, position, max_bytes))
+
+        return self._examined(shelf, name, blocks)
+
+    def _examined(self, shelf: _Shelf, name: str, look: Callable[[CacheFile], _T]) -> _T | None:
+        """What ``look`` finds in a file; None if it cannot be used, which the shelf remembers."""
         path = shelf.folder / name
         try:
-            with open_file(path, follow_symlinks=False) as stream:
-                found = opened(stream)  # once more: another process may have written it anew
-                if wanted[0] not in found.description.hashes:
-                    raise UnreadableError("it lies under another name than its own")
-                position = found.description.hashes.index(wanted[0])
-                return found.read(stream, position, found.count(wanted, position, max_bytes))
+            with opened(path, follow_symlinks=False) as file:
+                return look(file)
         except FileNotFoundError:
             shelf.drop({name})  # another process removed it
             return None

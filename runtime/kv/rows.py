@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from llmc.runtime.kv.cache import KVCache
 
@@ -11,11 +12,23 @@ class TornError(Exception):
     """Positions could not be moved between rows, for the reason that is its cause: nobody knows what the rows hold."""
 
 
-class Slot(Protocol):
-    """A place in the cache: a row, of which ``cached`` positions are filled."""
+@dataclass(eq=False)
+class Slot:
+    """A sequence of tokens of which a prefix lies in a row of the cache.
 
-    row: int
-    cached: int
+    Attributes:
+        context: the tokens that the row holds or will hold, in order.
+        cached: how many of them are in the row. A sequence that decodes has all but the last.
+        row: its row, -1 without one.
+        drafts: guesses at its next tokens, to be verified in this step.
+        needs: how many of the largest logits decide its next token, 0 for all of them.
+    """
+
+    context: Sequence[int]
+    cached: int = 0
+    row: int = -1
+    drafts: list[int] = field(default_factory=list)
+    needs: int = 0
 
 
 _S = TypeVar("_S", bound=Slot)

@@ -1,7 +1,7 @@
 """Costs of a session's calls, learnt while it runs: seconds by the shape of a call."""
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 
 WINDOW = 5
 """Last observations of a shape, of which the median counts."""
@@ -21,22 +21,25 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._phases: dict[str, _Phase] = {}
+        self._phases: defaultdict[str, _Phase] = defaultdict(_Phase)
 
     def observe(self, phase: str, rows: int, tokens: int, seconds: float) -> None:
         """Learn that a call of ``rows`` rows, each of ``tokens`` new tokens, took ``seconds``."""
         assert rows > 0 and tokens > 0 and seconds >= 0
-        self._phases.setdefault(phase, _Phase()).observe(rows, tokens, seconds)
+        self._phases[phase].observe(rows, tokens, seconds)
 
     def predict(self, phase: str, rows: int, tokens: int) -> float | None:
         """Seconds that a call of this shape will take; None as long as no call of the phase was seen."""
-        known = self._phases.get(phase)
-        return None if known is None else known.predict(rows, tokens)
+        known = self._phases[phase]
+        shape = known.shapes.get((rows, tokens))
+        if shape is not None:
+            return shape.seconds
+        return known.between(rows * tokens) if known.shapes else None
 
     def count(self, phase: str, rows: int, tokens: int) -> int:
         """Number of calls of this shape that were seen, up to 5. The first may have paid for what later ones reuse."""
-        known = self._phases.get(phase)
-        return 0 if known is None else known.count(rows, tokens)
+        shape = self._phases[phase].shapes.get((rows, tokens))
+        return 0 if shape is None else len(shape.last)
 
 
 class _Shape:
@@ -44,17 +47,12 @@ class _Shape:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._last: deque[float] = deque(maxlen=WINDOW)
-
-    @property
-    def count(self) -> int:
-        """Observations in the window."""
-        return len(self._last)
+        self.last: deque[float] = deque(maxlen=WINDOW)
 
     def observe(self, seconds: float) -> None:
-        self._last.append(seconds)
-        count = len(self._last)
-        median = sorted(self._last)[(count - 1) // 2]
+        self.last.append(seconds)
+        count = len(self.last)
+        median = sorted(self.last)[(count - 1) // 2]
         # A first call pays for what later ones reuse: an average that began with it would remember that for long.
         self.seconds = median if count < WINDOW else self.seconds + WEIGHT * (median - self.seconds)
 
@@ -63,39 +61,30 @@ class _Phase:
     """The shapes of one phase, and the same by their total number of tokens."""
 
     def __init__(self) -> None:
-        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self.shapes: dict[tuple[int, int], _Shape] = {}
         self._latest: dict[int, _Shape] = {}
         self._totals: list[int] = []
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         total = rows * tokens
-        shape = self._shapes.get((rows, tokens))
+        shape = self.shapes.get((rows, tokens))
         if shape is None:
-            shape = self._shapes[rows, tokens] = _Shape()
+            shape = self.shapes[rows, tokens] = _Shape()
             if total not in self._latest:
                 insort(self._totals, total)
         shape.observe(seconds)
         self._latest[total] = shape
 
-    def count(self, rows: int, tokens: int) -> int:
-        shape = self._shapes.get((rows, tokens))
-        return 0 if shape is None else shape.count
-
-    def predict(self, rows: int, tokens: int) -> float:
-        shape = self._shapes.get((rows, tokens))
-        return shape.seconds if shape is not None else self._between(rows * tokens)
-
-    def _between(self, total: int) -> float:
+    def between(self, total: int) -> float:
+        """Seconds of a call of ``total`` tokens in a shape that was never seen."""
         if total in self._latest:
             return self._latest[total].seconds
         above = bisect_left(self._totals, total)
         nearest = self._totals[above - 1] if above else self._totals[0]
         seconds = self._latest[nearest].seconds
+        line = proportional = seconds * total / nearest
         if len(self._totals) > 1:
             line = self._line(min(max(above, 1), len(self._totals) - 1), total)
-        else:
-            line = seconds * total / nearest
-        proportional = seconds * total / nearest
         return min(max(line, min(seconds, proportional)), max(seconds, proportional))
 
     def _line(self, above: int, total: int) -> float:

@@ -11,16 +11,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from llmc.bundle import Manifest
 from llmc.runtime.api.options import Determinism, in_pairs
-from llmc.runtime.kv.rows import Rows
+from llmc.runtime.kv.rows import Rows, Slot
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.runner.prefill import Feedable, Floats, prefill
+from llmc.runtime.runner.prefill import Floats, prefill
+from llmc.runtime.sampling.candidates import suffice
 from llmc.runtime.sampling.masses import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
@@ -34,14 +35,7 @@ TYPICAL_VERIFICATION = 6
 CHUNK_WITH_ALL_LOGITS = 32
 
 
-class Scheduled(Feedable, Protocol):
-    """A sequence that decodes, with drafts to verify; ``needs`` is its sampler's."""
-
-    drafts: list[int]
-    needs: int
-
-
-_S = TypeVar("_S", bound=Scheduled)
+_S = TypeVar("_S", bound=Slot)
 
 
 @dataclass(frozen=True)
@@ -117,12 +111,12 @@ class ModelRunner:
         rows += rows % 2 if self._policy.in_pairs else 0
         self.session.cache.grow(rows, max(1, positions + self._strict), self.max_context)
 
-    def prefill(self, sequence: Feedable, every: bool = False) -> Floats:
+    def prefill(self, sequence: Slot, every: bool = False) -> Floats:
         """Feed the next chunk of a sequence; logits [O, V] of ``every`` new position, or of the context's last one."""
         size = min(self._chunk, CHUNK_WITH_ALL_LOGITS) if every else self._chunk
         return next(prefill(self._run, sequence, size, every=every))
 
-    def execute(self, call: Sequence[Scheduled]) -> tuple[Floats, Floats | None]:
+    def execute(self, call: Sequence[Slot]) -> tuple[Floats, Floats | None]:
         """Make a call of :func:`calls`: feed last tokens and drafts; logits [B, 1 + drafts, V], hidden states [B, H].
 
         The next call may overwrite both.
@@ -164,14 +158,14 @@ class ModelRunner:
             return None if one is None else rows * one
         return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
 
-    def _one_by_one(self, call: Sequence[Scheduled]) -> tuple[Floats, Floats | None]:
+    def _one_by_one(self, call: Sequence[Slot]) -> tuple[Floats, Floats | None]:
         logits, states = [], []
         for sequence in call:  # copies, for the next call overwrites them
             logits.append(self._verify(sequence, ())[:1].copy())
             states += [] if self.session.hidden is None else [self.session.hidden[0, 0].copy()]
         return np.stack(logits), np.stack(states) if states else None
 
-    def _verify(self, sequence: Scheduled, drafts: Sequence[int]) -> Floats:
+    def _verify(self, sequence: Slot, drafts: Sequence[int]) -> Floats:
         """Feed the last token and ``drafts``; logits [1 + drafts, V]."""
         tokens = [*sequence.context[sequence.cached :], *drafts]
         padded = tokens + [0] * (len(tokens) % 2 if self._policy.even else 0)

@@ -1,8 +1,6 @@
 """Prompts in chunks: the one way in which tokens get into a row, and a lone sequence that goes it for evaluation."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,26 +15,9 @@ Floats = NDArray[np.float32]
 ATTENTION_TILE = 64
 
 
-class Feedable(Slot, Protocol):
-    """A sequence as the runner sees it: of ``context`` the first ``cached`` tokens are in the row."""
-
-    @property
-    def context(self) -> Sequence[int]:
-        """The tokens that the row holds or will hold."""
-
-
-@dataclass
-class LoneSequence:
-    """A sequence outside of the engine; see :class:`Feedable`."""
-
-    context: Sequence[int]
-    cached: int = 0
-    row: int = 0
-
-
 def prefill(
     run: Callable[[Batch], Floats],
-    sequence: Feedable,
+    sequence: Slot,
     size: int,
     *,
     every: bool = False,
@@ -99,7 +80,7 @@ class SingleRunner:
     def prefill(self, prompt: Sequence[int]) -> Floats:
         """Feed the prompt in chunks from an empty cache and return the logits after its last token [1, 1, V]."""
         self.reserve(len(prompt))
-        *_, logits = prefill(self.session.run, LoneSequence(prompt), self.prefill_chunk)
+        *_, logits = prefill(self.session.run, Slot(prompt, row=0), self.prefill_chunk)
         return logits[None]
 
     def step(self, token: int, position: int) -> Floats:
@@ -112,7 +93,7 @@ class SingleRunner:
     def logits(self, ids: Sequence[int], phase: Phase = Phase.PREFILL) -> Floats:
         """Logits after every token of ``ids`` [n, V], through the path that ``phase`` names."""
         self.reserve(len(ids))
-        parts = prefill(self.session.run, LoneSequence(ids), self.prefill_chunk, every=True, phase=phase)
+        parts = prefill(self.session.run, Slot(ids, row=0), self.prefill_chunk, every=True, phase=phase)
         return np.concatenate([logits.copy() for logits in parts])
 
     def reserve(self, positions: int) -> None:

@@ -1,13 +1,14 @@
 """The seam to an engine: a session runs calls on a KV cache."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.bundle import Geometry
 from llmc.runtime.kv.cache import KVCache
 
 
@@ -40,45 +41,53 @@ class Batch:
     candidates: int = 0
 
 
-class Session(Protocol):
-    """A model loaded into an engine, bound to a KV cache. Not thread-safe: the caller serialises calls."""
+class Session(ABC):
+    """A model loaded into an engine, bound to a KV cache. Not thread-safe: the caller serialises calls.
+
+    Attributes:
+        cache: the KV cache that calls read and write.
+        substitutes: whether a phase runs on the other phase's graph, because this machine cannot run its own.
+    """
+
+    cache: KVCache
+    substitutes = False
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)
+        self._hidden: NDArray[np.float32] = np.empty((0, 0, geometry.hidden_size), np.float32)
 
     @property
+    @abstractmethod
     def engine_version(self) -> str:
         """Version of the engine library in use."""
 
     @property
+    @abstractmethod
     def processor(self) -> str:
         """Name of the CPU or GPU: results hold for it and not for another."""
 
     @property
-    def substitutes(self) -> bool:
-        """True where a phase runs on the other phase's graph, because this machine cannot run its own."""
+    def hidden(self) -> NDArray[np.float32]:
+        """The head's input in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
+        return self._hidden
 
-    @property
-    def cache(self) -> KVCache:
-        """The KV cache that calls read and write."""
-
-    @property
-    def hidden(self) -> NDArray[np.float32] | None:
-        """The head's input in the last call, float32 [B, O, hidden], reused as logits are; None if unknown."""
-
+    @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab]; the next call may reuse the array, so copy what must outlive it."""
 
     def full_logits(self) -> NDArray[np.float32]:
         """All logits of the last call, float32 [B, O, vocab], also of one that asked for candidates."""
+        return self._logits
 
+    @abstractmethod
     def close(self) -> None:
         """Free the engine and the cache."""
 
-
-def run_row_by_row(session: Session, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Logits and hidden states of a batch, by a call of each row alone."""
-    logits, hidden = zip(
-        *((session.run(row).copy(), np.array(session.hidden)) for row in row_by_row(batch)), strict=True
-    )
-    return np.concatenate(logits), np.concatenate(hidden)
+    def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
+        """:meth:`run` by a call of each row alone."""
+        found = [(self.run(row).copy(), self._hidden.copy()) for row in row_by_row(batch)]
+        self._logits, self._hidden = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return self._logits
 
 
 def row_by_row(batch: Batch) -> Iterator[Batch]:

@@ -4,7 +4,6 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +11,8 @@ import numpy as np
 
 from llmc.bundle import TOKENIZER_FILE, Manifest
 from llmc.errors import DraftError, ResourceError
-from llmc.runtime.runner.prefill import LoneSequence, SingleRunner, batch, prefill
+from llmc.runtime.kv.rows import Slot
+from llmc.runtime.runner.prefill import SingleRunner, batch, prefill
 from llmc.runtime.sessions.base import Phase
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -130,11 +130,8 @@ class ModelDrafter:
         return True
 
 
-@dataclass
-class _Sequence(LoneSequence):
+class _Sequence(Slot):
     """A sequence of the target's in a row of the draft model's cache, and after it drafts of which nobody knows yet."""
-
-    drafts: list[int] = field(default_factory=list)
 
     def agree(self, tokens: Sequence[int]) -> None:
         """Keep the drafts that came true, and at least one token to read, for its logits are needed."""

@@ -292,7 +292,7 @@ def test_layers_of_16_bits_are_not_looked_into(
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: Available(64_000 * MB, "cgroup"))
+    monkeypatch.setattr("llmc.runtime.bench.stages.memory_here", lambda: Available(64_000 * MB, "cgroup"))
     return lambda probe: monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: probe)
 
 

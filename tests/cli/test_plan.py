@@ -21,7 +21,7 @@ def stages(out: str) -> dict[str, dict]:
 
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: Available(64_000 * MB, "cgroup"))
+    monkeypatch.setattr("llmc.runtime.bench.stages.memory_here", lambda: Available(64_000 * MB, "cgroup"))
 
 
 @pytest.mark.usefixtures("roomy")

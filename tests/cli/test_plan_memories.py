@@ -11,7 +11,7 @@ from doubles.machines import NO_GPU, ORIN, RTX_4090
 
 from llmc.errors import UsageError
 from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
-from llmc.runtime.bench.stages import ONE_MEMORY, Memories, memories
+from llmc.runtime.bench.stages import ONE_MEMORY, Memories, find_memories
 from llmc.runtime.host.machine import Available
 from llmc.runtime.host.probe import Probe
 
@@ -26,7 +26,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make this a machine as a probe found it, with so much free memory."""
 
     def become(probe: Probe, free: Available = FREE) -> None:
-        monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: free)
+        monkeypatch.setattr("llmc.runtime.bench.stages.memory_here", lambda: free)
         monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: probe)
 
     return become
@@ -62,30 +62,32 @@ def test_whether_memory_is_one_is_asked_of_the_gpu_unless_it_is_said(
     probed: Callable[..., None], probe: Probe, given: tuple[Any, Any, Any], expected: Memories
 ):
     probed(probe)
-    assert memories(*given) == expected
+    assert find_memories(True, *given) == expected
 
 
 def test_free_in_one_memory_is_what_driver_or_system_calls_free_whatever_is_more(probed: Callable[..., None]):
     more = Available(6_500 * MB, "cgroup")
     probed(ORIN, more)
-    assert memories(None, None, None) == Memories(more, more, True)
+    assert find_memories(True, None, None, None) == Memories(more, more, True)
 
 
 @pytest.mark.parametrize("probe", [RTX_4090, ORIN, NO_GPU])
 def test_sizes_that_are_given_count(probed: Callable[..., None], probe: Probe):
     probed(probe)
     memory, gpu = Available(7_000 * MB, "--memory"), Available(8_000 * MB, "--gpu-memory")
-    assert memories(memory.bytes, None, True) == Memories(memory, memory, True)
-    assert memories(None, gpu.bytes, True) == Memories(gpu, gpu, True)
-    assert memories(memory.bytes, gpu.bytes, None) == Memories(memory, gpu, False), "another GPU than the one here"
+    assert find_memories(True, memory.bytes, None, True) == Memories(memory, memory, True)
+    assert find_memories(True, None, gpu.bytes, True) == Memories(gpu, gpu, True)
+    assert find_memories(True, memory.bytes, gpu.bytes, None) == Memories(memory, gpu, False), (
+        "another GPU than the one here"
+    )
     with pytest.raises(UsageError, match="one memory has one size: give --memory or --gpu-memory"):
-        memories(memory.bytes, gpu.bytes, True)
+        find_memories(True, memory.bytes, gpu.bytes, True)
 
 
 def test_on_a_jetson_a_limit_for_the_process_is_one_for_all(probed: Callable[..., None]):
     probed(ORIN)
     memory = Available(1_000 * MB, "--memory")
-    assert memories(memory.bytes, None, None) == Memories(memory, memory, True)
+    assert find_memories(True, memory.bytes, None, None) == Memories(memory, memory, True)
 
 
 # ----------------------------------------------------------------------------------------------------------- the sum
@@ -176,3 +178,9 @@ def test_of_a_gpu_that_nobody_knows_nothing_is_said_to_fit(llmc: Any, tiny_expor
     assert table.partition("run on the GPU")[2].count("not known whether it fits") == 1
     known = stages(llmc(*order, "--json", "--gpu-memory", "8GB").out)["run on the GPU"]
     assert (known["fits"], known["missing"], known["largest_context"], known["largest_batch"]) == (True, 0, 2048, 1024)
+
+
+def test_memory_that_is_given_goes_before_what_the_machine_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llmc.runtime.bench.stages.memory_here", lambda: Available(7, "cgroup"))
+    assert find_memories(False, None, None, None).machine == Available(7, "cgroup")
+    assert find_memories(False, 9, None, None).machine == Available(9, "--memory")

@@ -1,24 +1,23 @@
 """The common half of sessions on a GPU: the driver, the cache, and what is said once the GPU's context is lost."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from llmc.bundle import DeviceMemory, Manifest
-from llmc.errors import GpuError, LlmcError
+from llmc.errors import GpuError, LlmcError, ResourceError
 from llmc.runtime.host.cuda import Driver
+from llmc.runtime.host.machine import available_memory
+from llmc.runtime.kv.budget import MB, largest
 from llmc.runtime.kv.device_cache import DeviceCache
+from llmc.runtime.sessions.base import Session
 from llmc.runtime.sessions.cuda.blocks import Block, Part, outputs_of
-from llmc.runtime.sessions.cuda.memory import check_memory
 
 
-class DeviceSession(ABC):
-    """The half of a :class:`llmc.runtime.sessions.base.Session` that is the same for every engine on a GPU.
+class DeviceSession(Session):
+    """The half of a session that is the same for every engine on a GPU.
 
     An engine's session loads its model within :meth:`_loading`, where it calls :meth:`_begin` before it takes memory,
     and :meth:`_make_cache`; it runs calls within :meth:`_guarded`, and leaves what they give in ``_logits`` and
@@ -30,10 +29,10 @@ class DeviceSession(ABC):
         driver: the GPU. It is closed with the session.
     """
 
-    substitutes = False  # one graph or engine serves both phases
     cache: DeviceCache
 
     def __init__(self, folder: Path, manifest: Manifest, driver: Driver) -> None:
+        super().__init__(manifest.geometry)
         self._folder = folder
         self._manifest = manifest
         self._geometry = manifest.geometry
@@ -41,8 +40,6 @@ class DeviceSession(ABC):
         self._driver = driver
         self._stream = 0  # none yet
         self._device_memory: int | None = None
-        self._logits: NDArray[np.float32] = np.empty((0, 0, self._geometry.vocab_size), np.float32)
-        self._hidden: NDArray[np.float32] = np.empty((0, 0, self._geometry.hidden_size), np.float32)
         self._lost: str | None = None
         self._resources = ExitStack()
         self._later(driver.close)
@@ -131,11 +128,38 @@ class DeviceSession(ABC):
         """The GPU's name, its compute capability and its driver's CUDA version."""
         return str(self._driver.device)
 
-    @property
-    def hidden(self) -> NDArray[np.float32]:
-        """The head's input in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
-        return self._hidden
-
     @abstractmethod
     def _forget_addresses(self) -> None:
         """Let all go that was made for the addresses and the size of the cache: they are about to change."""
+
+
+def check_memory(folder: Path, driver: Driver, memory: DeviceMemory | None, positions: int) -> int | None:
+    """Bytes that a session may take in all; refuses to load what cannot fit with one row of the cache.
+
+    Args:
+        folder: the bundle, for the message.
+        driver: of the GPU.
+        memory: what the bundle takes there; None where its manifest does not say, and then the answer is None.
+        positions: that the cache has at least.
+
+    Raises:
+        ResourceError: with what is needed, what is free, and what would fit.
+    """
+    if memory is None:
+        return None
+    free = free_memory(driver) + memory.context  # which is taken by now
+    needed = memory.total(positions)
+    if needed <= free:
+        return free
+    fits = largest(positions, memory.total, free)
+    advice = f"build with --max-context {fits}" if fits else "use a smaller precision or model"
+    raise ResourceError(
+        f"{folder}: to run one row of {positions} positions it needs {-(-needed // MB)} MB of GPU memory, {free // MB} "
+        f"MB are free on {driver.device.name}; free some, or {advice}"
+    )
+
+
+def free_memory(driver: Driver) -> int:
+    """Bytes that can be taken; an integrated GPU's driver does not count what the system would give up for it."""
+    free, _ = driver.memory_info()
+    return max(free, available_memory()) if driver.device.integrated else free

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache as once
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import llmc
 from llmc.bundle import WEIGHTS_FILE, Compiled, Manifest
@@ -92,7 +92,7 @@ def find(runtime: Any, folder: Path, manifest: Manifest, graphs: Iterable[str]) 
     """Find compiled forms of the bundle's ``graphs``, made now if need be; None where the plain ones must do."""
     if manifest.compiled is None:
         return None
-    _cache_bytes()  # refused before any work
+    disk_cache.bound(CACHE_BYTES)  # refused before any work
     here = environment(runtime.__version__)
     names = sorted(set(graphs))
     if manifest.compiled.environment == here and manifest.compiled.files.keys() >= set(names):
@@ -119,17 +119,13 @@ def _cached(runtime: Any, folder: Path, here: str, manifest: Manifest, names: li
         except (OSError, BundleError) as error:
             log.warning("%s cannot be compiled (%s); using its plain graphs, which load slower", folder, error)
             return None
-        disk_cache.prune(KIND, _cache_bytes())
+        disk_cache.prune(KIND, disk_cache.bound(CACHE_BYTES))
     return Place({name: entry / _compiled_name(name) for name in names}, entry)
 
 
 def _key(here: str, manifest: Manifest, names: list[str]) -> str:
     contents = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith((".onnx", ".bin"))}
     return hashlib.sha256(json.dumps([here, names, contents], sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _cache_bytes() -> int:
-    return disk_cache.bound(CACHE_BYTES)
 
 
 def _compiled_name(name: str) -> str:
@@ -152,8 +148,9 @@ def _compile(runtime: Any, graph: Path, into: Path, blobs: "_Blobs") -> str:
             reason = " ".join(str(error).split())[:300]
             raise BundleError(f"{graph}: compiling failed in ONNX Runtime ({reason})") from error
         model = written.read_bytes()
-        if (Path(work) / weights).exists():  # no tensor is large enough in the smallest of models
-            with (Path(work) / weights).open("rb") as file, _mapped(file) as data:
+        stored = Path(work) / weights
+        if stored.exists():  # no tensor is large enough in the smallest of models
+            with stored.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 model = relocated(model, lambda entry: blobs.moved(entry, data))
     (into / name).write_bytes(model)
     return name
@@ -219,10 +216,6 @@ class _Blobs:
         self._file.write(content)
         self._end = start + len(content)
         return start
-
-
-def _mapped(file: BinaryIO) -> mmap.mmap:
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @once

@@ -10,7 +10,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is i
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +25,7 @@ from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import computable, cpu_model
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
-from llmc.runtime.sessions.base import Batch, Phase, run_row_by_row
+from llmc.runtime.sessions.base import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime import compiled
 from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
 
@@ -38,10 +38,11 @@ KEPT_BINDINGS = 32
 SHARED_OUTPUTS = 16
 
 
-class OnnxRuntimeSession:
+class OnnxRuntimeSession(Session):
     """Sessions of ONNX Runtime for prefill and decode (one object when the bundle has one graph for both)."""
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
+        super().__init__(manifest.geometry)
         self._runtime = import_onnxruntime(manifest.target.engine_minimum)
         self._geometry = manifest.geometry
         check_cache_type(manifest)
@@ -51,9 +52,7 @@ class OnnxRuntimeSession:
         self._graphs = {phase: files[name] for phase, name in names.items()}
         self._takes_slots = any(value.name == "cache_slots" for value in self._graphs[Phase.DECODE].get_inputs())
         self._bound = _Bound()
-        self.cache = HostCache(manifest, forget=self._bound.clear)
-        self._logits = np.empty((0, 0, manifest.geometry.vocab_size), np.float32)
-        self._hidden = np.empty((0, 0, manifest.geometry.hidden_size), np.float32)
+        self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
     @property
     def engine_version(self) -> str:
@@ -65,18 +64,12 @@ class OnnxRuntimeSession:
         """The CPU's name."""
         return cpu_model()
 
-    @property
-    def hidden(self) -> NDArray[np.float32]:
-        """The head's input in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
-        return self._hidden
-
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if rows > 1 and sequence > 1:
-            self._logits, self._hidden = run_row_by_row(self, batch)
-            return self._logits
+            return self._run_row_by_row(batch)
         binding = self._binding(batch)
         binding.input_ids[:] = batch.input_ids
         binding.past_lengths[:] = batch.past_lengths
@@ -85,10 +78,6 @@ class OnnxRuntimeSession:
             binding.session.run_with_iobinding(binding.io)
         self.cache.computed(batch.first_row, ends)
         self._logits, self._hidden = binding.logits, binding.hidden
-        return self._logits
-
-    def full_logits(self) -> NDArray[np.float32]:
-        """All logits of the last call: this engine never leaves any out."""
         return self._logits
 
     def close(self) -> None:
@@ -198,40 +187,31 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
         BundleError: ONNX Runtime refuses the plain graphs.
         ResourceError: memory does not suffice.
     """
+    levels = runtime.GraphOptimizationLevel
     place = compiled.find(runtime, folder, manifest, names)
     if place is not None:
         try:
-            return _opened(runtime, place.files, threads, _as_compiled)
+            return _opened(runtime, place.files, threads, levels.ORT_DISABLE_ALL)  # they are optimised already
         except BundleError as error:
             log.warning("%s; using the plain graphs, which load slower", error)
             if place.entry is not None:
                 disk_cache.remove(place.entry)
     plain = {name: folder / name for name in names}
-    return _opened(runtime, plain, threads, _as_written if manifest.recipe.phases == "single" else _as_usual)
+    if manifest.recipe.phases != "single":
+        return _opened(runtime, plain, threads, levels.ORT_ENABLE_ALL)
+    # Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would compute
+    # something else than the graph says.
+    return _opened(runtime, plain, threads, levels.ORT_ENABLE_BASIC, ("session.disable_quant_qdq", "1"))
 
 
-def _as_usual(runtime: Any, options: Any) -> None:
-    """Plain graphs are optimised while they are opened."""
-
-
-def _as_compiled(runtime: Any, options: Any) -> None:
-    """Compiled graphs are optimised already."""
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-
-
-def _as_written(runtime: Any, options: Any) -> None:
-    """Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would compute
-    something else than the graph says."""
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
-
-
-def _opened(runtime: Any, paths: dict[str, Path], threads: int, prepare: Callable[[Any, Any], None]) -> dict[str, Any]:
+def _opened(runtime: Any, paths: dict[str, Path], threads: int, level: Any, *config: tuple[str, str]) -> dict[str, Any]:
     """Opened side by side: most of the time goes into packing weights, or into checking those that are packed."""
 
     def opened(path: Path) -> Any:
         options = compiled.session_options(runtime, threads)
-        prepare(runtime, options)
+        options.graph_optimization_level = level
+        for key, value in config:
+            options.add_session_config_entry(key, value)
         with translated(f"{path}: loading"):
             return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import GpuError
 from llmc.runtime.host.cuda import Driver, open_driver
-from llmc.runtime.sessions.base import Batch, run_row_by_row
+from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import (
@@ -79,9 +79,8 @@ class CudaSession(DeviceSession):
     def __init__(
         self, folder: Path, manifest: Manifest, threads: int, *, driver: Driver | None = None, runtime: Any = None
     ) -> None:
-        minimum = manifest.target.engine_minimum
-        self._runtime = import_onnxruntime_gpu(minimum) if runtime is None else runtime
-        check_provider(self._runtime, minimum)
+        self._runtime = import_onnxruntime_gpu() if runtime is None else runtime
+        check_provider(self._runtime, manifest.target.engine_minimum)
         super().__init__(folder, manifest, open_driver() if driver is None else driver)
         with self._loading():
             self._open(manifest)
@@ -116,16 +115,12 @@ class CudaSession(DeviceSession):
                 yield
         except GpuError as error:
             if not error.lost and self._stream:
-                self._ask_the_driver(error)
+                try:  # a library's own failure may be the first sign of a context that is gone: then say that instead
+                    self._driver.synchronize(self._stream)
+                except GpuError as found:
+                    if found.lost:
+                        raise found from error
             raise
-
-    def _ask_the_driver(self, error: GpuError) -> None:
-        """A library's own failure may be the first sign of a context that is gone: then say that instead."""
-        try:
-            self._driver.synchronize(self._stream)
-        except GpuError as found:
-            if found.lost:
-                raise found from error
 
     @property
     def engine_version(self) -> str:
@@ -145,8 +140,7 @@ class CudaSession(DeviceSession):
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if rows > 1 and sequence > 1:  # attention's kernels take several tokens of one row, or one of each
-            self._logits, self._hidden = run_row_by_row(self, batch)
-            return self._logits
+            return self._run_row_by_row(batch)
         with self._guarded("running the model"):
             self._run(batch)
         self.cache.computed(batch.first_row, ends)
@@ -164,10 +158,6 @@ class CudaSession(DeviceSession):
             self._driver.synchronize(self._stream)
             found = [binding.outputs[name][:, :wanted] for name in ("logits", "hidden_states")]
             self._logits, self._hidden = found if blocks is self._blocks else [array.copy() for array in found]
-
-    def full_logits(self) -> NDArray[np.float32]:
-        """All logits of the last call, float32 [B, O, vocab]: this session always has them."""
-        return self._logits
 
     # ------------------------------------------------------------------------------------------------- bindings
 

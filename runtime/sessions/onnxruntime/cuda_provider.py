@@ -56,13 +56,12 @@ def _reinstall() -> str:
     )
 
 
-def import_onnxruntime_gpu(minimum: str) -> Any:
-    """The onnxruntime module, with its CUDA provider.
+def import_onnxruntime_gpu() -> Any:
+    """The onnxruntime module, to be held against :func:`check_provider`.
 
     Raises:
-        MissingExtraError: it is not installed, or only the package for CPUs.
+        MissingExtraError: it is not installed.
         GpuError: it is installed and broken.
-        BundleError: it is older than ``minimum``.
     """
     try:
         runtime = require("onnxruntime", "gpu")
@@ -73,7 +72,6 @@ def import_onnxruntime_gpu(minimum: str) -> Any:
     lacking = [name for name in NAMES if not hasattr(runtime, name)]
     if lacking:
         raise _broken(f"it has no {', '.join(lacking)}")
-    check_provider(runtime, minimum)
     return runtime
 
 
@@ -271,28 +269,23 @@ def translated(doing: str) -> Iterator[None]:
         GpuError: CUDA failed; ``lost`` where nothing works any more.
         BundleError: anything else of ONNX Runtime's.
     """
-    with translated_for_cpus(doing), _cuda_failures(doing):
-        yield
-
-
-@contextlib.contextmanager
-def _cuda_failures(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except LlmcError:
-        raise
-    except Exception as error:
-        text = str(error)
-        if any(words in text for words in NO_MEMORY):
-            raise ResourceError(
-                f"{doing} ran out of GPU memory ({_line(error)}); use fewer rows, a smaller context or a smaller model"
-            ) from error
-        found = FAILURE.search(text)
-        if found is None:
+    with translated_for_cpus(doing):
+        try:
+            yield
+        except LlmcError:
             raise
-        lost = found[1] is not None and int(found[1]) in STICKY
-        advice = "start the process again" if lost else "see llmc doctor"
-        raise GpuError(f"{doing} failed on the GPU ({_line(error)}); {advice}", lost=lost) from error
+        except Exception as error:
+            text, line = str(error), _line(error)
+            if any(words in text for words in NO_MEMORY):
+                raise ResourceError(
+                    f"{doing} ran out of GPU memory ({line}); use fewer rows, a smaller context or a smaller model"
+                ) from error
+            found = FAILURE.search(text)
+            if found is None:
+                raise
+            lost = found[1] is not None and int(found[1]) in STICKY
+            advice = "start the process again" if lost else "see llmc doctor"
+            raise GpuError(f"{doing} failed on the GPU ({line}); {advice}", lost=lost) from error
 
 
 def _line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from llmc.runtime.host.cuda import DeviceInfo
 from llmc.runtime.kv.cache import tensors_of
 from llmc.runtime.sessions.cuda.blocks import Shape
 from llmc.runtime.sessions.tensorrt.kernels import Kernels
-from llmc.runtime.sessions.tensorrt.library import library_version, logger, make_runtime
+from llmc.runtime.sessions.tensorrt.library import library_version, logger, made
 
 # Types by the library's names.
 CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
@@ -131,7 +131,7 @@ class Engine:
         self.library = library
         self.log = logger(library)
         self._folder, self._where = folder, file
-        self._runtime = make_runtime(library)
+        self._runtime = made(library, library.Runtime)
         if version_compatible:
             self._runtime.engine_host_code_allowed = True
         with self.log.collected() as messages, mapped(file) as content:

@@ -192,26 +192,14 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def make_builder(library: Any) -> Any:
-    """A builder of engines. TensorRT needs a GPU for it, TensorRT-RTX does not.
+def made(library: Any, make: Any) -> Any:
+    """``make`` a builder of engines, or a runtime to load them with: the library's Builder or Runtime.
+
+    TensorRT needs a GPU for both, TensorRT-RTX for a runtime alone.
 
     Raises:
-        GpuError: the library cannot start, mostly for want of a driver.
+        GpuError: the library cannot start, mostly for want of a driver; with what it logged.
     """
-    return _made(library, library.Builder)
-
-
-def make_runtime(library: Any) -> Any:
-    """A runtime, to load engines with.
-
-    Raises:
-        GpuError: the library cannot start, mostly for want of a driver.
-    """
-    return _made(library, library.Runtime)
-
-
-def _made(library: Any, make: Any) -> Any:
-    """``make`` a thing of the library's, or say what the library logged when it could not."""
     native = logger(library)
     with native.collected() as messages:
         try:

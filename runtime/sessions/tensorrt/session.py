@@ -5,7 +5,6 @@ A decode step writes a few integers into pinned memory, launches one recorded gr
 Not run on a GPU yet: tests run this session on doubles of CUDA and TensorRT that enforce their rules.
 """
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from llmc.runtime.sessions.tensorrt.engine import (
 )
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels, kernels_file
 from llmc.runtime.sessions.tensorrt.library import library_version, load_library
+from llmc.runtime.sessions.tensorrt.refit import refit
 from llmc.runtime.sessions.tensorrt.steps import Call, Step, Steps
 
 
@@ -85,7 +85,7 @@ class TensorRTSession(DeviceSession):
         engine = self._loaded(manifest, config.file)
         if config.stripped:
             graph = folder / manifest.graphs["decode"].file
-            importlib.import_module("llmc.runtime.sessions.tensorrt.refit").refit(self._library, engine.native, graph)
+            refit(self._library, engine.native, graph)
         engine.check(decoder_interface(self._geometry, manifest.cache, config.capacity), profiles=2)
         if not config.select or not config.candidates or self._driver.device.integrated:
             return engine, None

@@ -11,7 +11,7 @@ from llmc import __version__
 from llmc.bundle import read_bundle
 from llmc.errors import BundleError, UsageError
 from llmc.runtime.bench import benchmark as module
-from llmc.runtime.bench import client, roofline
+from llmc.runtime.bench import client
 from llmc.runtime.bench.benchmark import BenchmarkReport, benchmark
 from llmc.runtime.bench.client import Visit
 from llmc.runtime.host.energy import Joules
@@ -20,13 +20,13 @@ from llmc.runtime.host.energy import Joules
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bandwidth loop reads 1 MiB instead of 256."""
-    monkeypatch.setattr(roofline, "BYTES_PER_THREAD", 1 << 20)
+    monkeypatch.setattr(module, "BYTES_PER_THREAD", 1 << 20)
 
 
 @pytest.fixture(scope="module")
 def report(tiny_bundle: Path) -> BenchmarkReport:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roofline, "BYTES_PER_THREAD", 1 << 20)
+        patch.setattr(module, "BYTES_PER_THREAD", 1 << 20)
         return benchmark(tiny_bundle, prompt_length=20, new_tokens=8, repeats=2, threads=1)
 
 
@@ -147,5 +147,5 @@ def test_threads_and_bundle_are_checked_by_loading(tiny_bundle: Path, tmp_path: 
 
 
 def test_bandwidth_counts_what_all_threads_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(roofline, "_timed_pass", lambda pool, arrays: 0.5)
-    assert roofline.read_bandwidth(3) == 3 * (1 << 20) / 0.5
+    monkeypatch.setattr(module, "_timed_pass", lambda pool, arrays: 0.5)
+    assert module.read_bandwidth(3) == 3 * (1 << 20) / 0.5

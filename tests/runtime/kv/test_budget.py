@@ -25,7 +25,6 @@ from llmc.bundle import (
 )
 from llmc.errors import BundleError, ResourceError, UsageError
 from llmc.runtime import load
-from llmc.runtime.host.machine import Available
 from llmc.runtime.kv import host_cache
 from llmc.runtime.kv.budget import (
     CacheBudget,
@@ -33,7 +32,6 @@ from llmc.runtime.kv.budget import (
     check_growth,
     check_load,
     device_bytes,
-    memory_to_use,
     plan_run,
     usable_memory,
 )
@@ -158,12 +156,6 @@ def test_what_this_process_holds_already_is_not_asked_for_twice(monkeypatch: pyt
     assert usable_memory(60 * MB) == 140 * MB
     assert usable_memory(30 * MB) == 130 * MB
     assert usable_memory(60 * MB, memory=1 * MB) == 1 * MB
-
-
-def test_memory_that_is_given_goes_before_what_the_machine_has(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llmc.runtime.kv.budget.memory_here", lambda: Available(7, "cgroup"))
-    assert memory_to_use(None) == Available(7, "cgroup")
-    assert memory_to_use(9) == Available(9, "--memory")
 
 
 def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch, manifest: Manifest):

@@ -67,10 +67,6 @@ def test_the_digest_is_the_published_one():
     assert chain_hashes(root_hash("model"), tokens, 2) == [first, second]
 
 
-def test_key_and_adapter_cannot_run_into_each_other():
-    assert len({root_hash("a", "b"), root_hash("ab", ""), root_hash("", "ab"), root_hash('a", "b')}) == 4
-
-
 def test_a_session_of_another_model_is_refused(saved: Path):
     with pytest.raises(RequestError, match="saved with another model or cache type"):
         load(saved, "another model")

@@ -64,7 +64,7 @@ def test_what_is_written_is_read_and_lies_tensor_after_tensor(made: Made, kind: 
     assert np.array_equal(cache.arrays[0][1, :, 3:8].reshape(-1), given[: 5 * 8])
     assert np.array_equal(cache.arrays[3][1, :, 3:8].reshape(-1), given[5 * 22 : 5 * 28])
     assert not any(array[[0, 2]].any() for array in cache.arrays)
-    assert cache.written == (0, 8, 0)
+    assert tuple(cache._written) == (0, 8, 0)
 
 
 def test_blocks_are_what_is_read_of_their_positions(made: Made):
@@ -141,7 +141,7 @@ def test_growth_keeps_what_was_written_copied_and_computed(made: Made):
     cache.computed(2, [21])
     before = [cache.read(row, 0, end) for row, end in ((0, 9), (1, 9), (2, 21))]
     cache.reserve(4, 300)
-    assert (cache.rows, cache.capacity, cache.written) == (4, 300, (9, 9, 21, 0))
+    assert (cache.rows, cache.capacity, tuple(cache._written)) == (4, 300, (9, 9, 21, 0))
     assert all(np.array_equal(cache.read(row, 0, end), before[row]) for row, end in ((0, 9), (1, 9), (2, 21)))
     assert not cache.read(0, 9, 300).any()
     cache.close()

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,9 @@ BLOCK_BYTES = 2 * LAYERS * HEADS * BLOCK * DIM * 4
 PLENTY = 1 << 20
 
 
-def rows(tokens: Sequence[int], adapter: str = "", dtype: str = "float32") -> NDArray[Any]:
+def rows(tokens: Sequence[int], dtype: str = "float32") -> NDArray[Any]:
     """Keys and values that depend, as real ones do, on all tokens up to their position: [2 * layers, heads, n, dim]."""
-    seeds = [zlib.crc32(repr((adapter, list(tokens[: n + 1]))).encode()) for n in range(len(tokens))]
+    seeds = [zlib.crc32(repr(list(tokens[: n + 1])).encode()) for n in range(len(tokens))]
     values = [np.random.default_rng(seed).integers(-127, 128, (2 * LAYERS, HEADS, DIM)) for seed in seeds]
     return np.stack(values, axis=2).astype(dtype) if values else np.zeros((2 * LAYERS, HEADS, 0, DIM), dtype)
 
@@ -40,8 +41,8 @@ def blocks(values: NDArray[Any], start: int, end: int, size: int = BLOCK) -> lis
     return [values[:, :, i : i + size].reshape(-1).copy() for i in range(start, end, size)]
 
 
-def reader(tokens: Sequence[int], adapter: str = "", dtype: str = "float32", size: int = BLOCK) -> Read:
-    return lambda start, end: blocks(rows(tokens, adapter, dtype), start, end, size)
+def reader(tokens: Sequence[int], dtype: str = "float32", size: int = BLOCK) -> Read:
+    return lambda start, end: blocks(rows(tokens, dtype), start, end, size)
 
 
 def joined(found: Match) -> NDArray[Any]:
@@ -55,9 +56,18 @@ def filled(cache: PrefixCache, *sequences: Sequence[int]) -> PrefixCache:
     return cache
 
 
-def cached(cache: PrefixCache, tokens: Sequence[int], adapter: str = "") -> int:
-    with cache.match(tokens, adapter=adapter) as found:
+def cached(cache: PrefixCache, tokens: Sequence[int]) -> int:
+    with cache.match(tokens) as found:
         return found.length
+
+
+class Kept:
+    """A match that stays until it is released."""
+
+    def __init__(self, match: AbstractContextManager[Match]) -> None:
+        self._stack = ExitStack()
+        self.found = self._stack.enter_context(match)
+        self.release = self._stack.close
 
 
 class BruteForce:
@@ -65,39 +75,38 @@ class BruteForce:
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self.used: dict[tuple[str, tuple[int, ...]], int] = {}
-        self.held: list[tuple[str, tuple[int, ...]]] = []
+        self.used: dict[tuple[int, ...], int] = {}
+        self.held: list[tuple[int, ...]] = []
         self.now = 0
 
-    def longest(self, tokens: Sequence[int], limit: int, adapter: str) -> int:
+    def longest(self, tokens: Sequence[int], limit: int) -> int:
         lengths = range(BLOCK, min(limit, len(tokens)) + 1, BLOCK)
-        return max((n for n in lengths if (adapter, tuple(tokens[:n])) in self.used), default=0)
+        return max((n for n in lengths if tuple(tokens[:n]) in self.used), default=0)
 
-    def use(self, tokens: Sequence[int], length: int, adapter: str) -> None:
+    def use(self, tokens: Sequence[int], length: int) -> None:
         self.now += 1
-        self.used.update({(adapter, tuple(tokens[:n])): self.now for n in range(BLOCK, length + 1, BLOCK)})
+        self.used.update({tuple(tokens[:n]): self.now for n in range(BLOCK, length + 1, BLOCK)})
 
-    def insert(self, tokens: Sequence[int], adapter: str) -> int:
-        length = self.longest(tokens, len(tokens), adapter)
-        self.held.append((adapter, tuple(tokens[:length])))
+    def insert(self, tokens: Sequence[int]) -> int:
+        length = self.longest(tokens, len(tokens))
+        self.held.append(tuple(tokens[:length]))
         room = self.blocks - len([entry for entry in self.used if self.pinned(entry)])
         end = min(len(tokens) // BLOCK, length // BLOCK + room) * BLOCK
         while len(self.used) + (end - length) // BLOCK > self.blocks:
             leaves = [entry for entry in self.used if not self.pinned(entry) and not self.continued(entry)]
-            del self.used[min(leaves, key=lambda entry: (self.used[entry], -len(entry[1])))]
-        self.use(tokens, end, adapter)
+            del self.used[min(leaves, key=lambda entry: (self.used[entry], -len(entry)))]
+        self.use(tokens, end)
         self.held.pop()
         return end
 
-    def pinned(self, entry: tuple[str, tuple[int, ...]]) -> bool:
-        return any(a == entry[0] and held[: len(entry[1])] == entry[1] for a, held in self.held)
+    def pinned(self, entry: tuple[int, ...]) -> bool:
+        return any(held[: len(entry)] == entry for held in self.held)
 
-    def continued(self, entry: tuple[str, tuple[int, ...]]) -> bool:
-        return any(a == entry[0] and len(t) > len(entry[1]) and t[: len(entry[1])] == entry[1] for a, t in self.used)
+    def continued(self, entry: tuple[int, ...]) -> bool:
+        return any(len(t) > len(entry) and t[: len(entry)] == entry for t in self.used)
 
 
 TOKENS = st.lists(st.integers(0, 1), max_size=11)
-ADAPTERS = st.sampled_from(["", "law"])
 
 
 class AgainstBruteForce(RuleBasedStateMachine):
@@ -107,31 +116,31 @@ class AgainstBruteForce(RuleBasedStateMachine):
     def start(self, blocks: int) -> None:
         self.cache = self.kind("model", BLOCK, max_bytes=blocks * BLOCK_BYTES + BLOCK_BYTES // 2)
         self.oracle = BruteForce(blocks)
-        self.matches: list[Match] = []
+        self.matches: list[Kept] = []
 
-    @rule(tokens=TOKENS, adapter=ADAPTERS)
-    def insert(self, tokens: list[int], adapter: str) -> None:
+    @rule(tokens=TOKENS)
+    def insert(self, tokens: list[int]) -> None:
         spans = []
 
         def read(start: int, end: int) -> Sequence[NDArray[Any]]:
             spans.append((start, end))
-            return reader(tokens, adapter)(start, end)
+            return reader(tokens)(start, end)
 
-        assert self.cache.insert(tokens, read, adapter=adapter) == self.oracle.insert(tokens, adapter)
+        assert self.cache.insert(tokens, read) == self.oracle.insert(tokens)
         assert len(spans) <= 1
 
-    @rule(tokens=TOKENS, limit=st.integers(0, 12), adapter=ADAPTERS, keep=st.booleans())
-    def match(self, tokens: list[int], limit: int, adapter: str, keep: bool) -> None:
-        length = self.oracle.longest(tokens, limit, adapter)
-        found = self.cache.match(tokens, limit, adapter=adapter)
-        assert found.length == length
-        np.testing.assert_array_equal(joined(found), rows(tokens[:length], adapter))
-        self.oracle.use(tokens, length, adapter)
+    @rule(tokens=TOKENS, limit=st.integers(0, 12), keep=st.booleans())
+    def match(self, tokens: list[int], limit: int, keep: bool) -> None:
+        length = self.oracle.longest(tokens, limit)
+        match = Kept(self.cache.match(tokens, limit))
+        assert match.found.length == length
+        np.testing.assert_array_equal(joined(match.found), rows(tokens[:length]))
+        self.oracle.use(tokens, length)
         if keep:
-            self.matches.append(found)
-            self.oracle.held.append((adapter, tuple(tokens[:length])))
+            self.matches.append(match)
+            self.oracle.held.append(tuple(tokens[:length]))
         else:
-            found.release()
+            match.release()
 
     @precondition(lambda self: self.matches)
     @rule(which=st.integers(0, 100))
@@ -168,17 +177,12 @@ class IgnoresPins(PrefixCache):
         pass
 
 
-class MixesAdapters(PrefixCache):
-    def _root(self, adapter: str) -> bytes:
-        return super()._root("")
-
-
 class GivesTheWrongBlock(PrefixCache):
     def _add(self, hashes: Sequence[bytes], blocks: Sequence[NDArray[Any]]) -> list[Any]:
         return super()._add(hashes, blocks[::-1])
 
 
-@pytest.mark.parametrize("broken", [EvictsWhatIsUsed, IgnoresPins, MixesAdapters, GivesTheWrongBlock])
+@pytest.mark.parametrize("broken", [EvictsWhatIsUsed, IgnoresPins, GivesTheWrongBlock])
 def test_the_dict_of_all_prefixes_finds_a_planted_error(broken: type[PrefixCache]):
     class Planted(AgainstBruteForce):
         kind = broken
@@ -249,46 +253,24 @@ def test_the_end_of_a_prefix_goes_before_its_beginning():
 
 def test_a_pinned_prefix_outlives_any_pressure():
     cache = filled(PrefixCache("model", BLOCK, max_bytes=2 * BLOCK_BYTES), [1, 2, 3, 4])
-    found = cache.match([1, 2, 3, 4])
-    filled(cache, [5, 6, 7, 8])
-    np.testing.assert_array_equal(joined(found), rows([1, 2, 3, 4]))
-    assert cached(cache, [1, 2, 3, 4]) == 4
-    assert cached(cache, [5, 6, 7, 8]) == 0
-    found.release()
-    found.release()
+    with cache.match([1, 2, 3, 4]) as found:
+        filled(cache, [5, 6, 7, 8])
+        np.testing.assert_array_equal(joined(found), rows([1, 2, 3, 4]))
+        assert cached(cache, [1, 2, 3, 4]) == 4
+        assert cached(cache, [5, 6, 7, 8]) == 0
     filled(cache, [5, 6, 7, 8])
     assert cached(cache, [5, 6, 7, 8]) == 4
 
 
 def test_two_matches_pin_twice():
     cache = filled(PrefixCache("model", BLOCK, max_bytes=BLOCK_BYTES), [1, 2])
-    first, second = cache.match([1, 2]), cache.match([1, 2])
+    first, second = Kept(cache.match([1, 2])), Kept(cache.match([1, 2]))
     first.release()
     filled(cache, [5, 6])
     assert cached(cache, [1, 2]) == 2
     second.release()
     filled(cache, [5, 6])
     assert cached(cache, [5, 6]) == 2
-
-
-def test_clearing_spares_what_a_match_holds():
-    cache = filled(PrefixCache("model", BLOCK, max_bytes=2 * BLOCK_BYTES), [1, 2, 3, 4])
-    found = cache.match([1, 2, 3, 4])
-    cache.clear()
-    assert (cache.counters.bytes, cache.counters.blocks, cached(cache, [1, 2, 3, 4])) == (0, 0, 0)
-    np.testing.assert_array_equal(joined(found), rows([1, 2, 3, 4]))
-    filled(cache, [1, 2, 3, 4])
-    found.release()
-    filled(cache, [5, 6, 7, 8])  # the old match no longer pins anything, nor unpins what came after
-    assert cached(cache, [5, 6, 7, 8]) == 4
-
-
-def test_adapters_do_not_mix():
-    cache = PrefixCache("model", BLOCK, max_bytes=PLENTY)
-    cache.insert([1, 2], reader([1, 2], "law"), adapter="law")
-    assert cached(cache, [1, 2]) == 0
-    with cache.match([1, 2], adapter="law") as found:
-        np.testing.assert_array_equal(joined(found), rows([1, 2], "law"))
 
 
 def test_an_int8_cache_stays_int8():

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from llmc.runtime.kv.prefix_store import PrefixStore
 BLOCK_BYTES = 4 * 4 * 2 * 4 * 8
 LENGTH = 16  # tokens of every prompt: four blocks of one token, whose keys and values are all that token
 PLENTY = 1 << 24
+PENDING = 1 << 28
 MANY = 1000  # prompts that fit into that, for what is evicted is no whole file either
 
 PATIENCE = 120  # seconds after which something that should happen counts as not happening
@@ -38,17 +39,24 @@ from llmc.runtime.kv.prefix_store import PrefixStore
 
 prefix_store._yield_to_others = lambda: None  # others may want the core for as long as the test lasts
 folder, bound, first, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
-store = PrefixStore(folder, bound)
+store = PrefixStore(folder, bound, pending_bytes=1 << 28)
 cache = PrefixCache("model", 4, max_bytes=1 << 24, store=store)
 print("ready", flush=True)
 told = False
 while not told:
     for token in range(first, first + count):
         cache.insert([token] * 16, lambda start, end: list(np.full(((end - start) // 4, 256), token, np.float32)))
-        store.flush()
+        with store._lock:
+            store._lock.wait_for(lambda: not store._jobs)
     told = bool(select.select([sys.stdin], [], [], 0.01)[0])
 store.close()
 """
+
+
+def flush(store: PrefixStore, timeout: float | None = None) -> bool:
+    """Wait until everything taken so far is written or given up; False when ``timeout`` seconds pass before."""
+    with store._lock:
+        return store._lock.wait_for(lambda: not store._jobs, timeout)
 
 
 @contextmanager
@@ -92,7 +100,7 @@ def test_killing_a_writer_leaves_whole_files_only(
     assert kept >= 5
     shelf = files(tmp_path)[0].parent
     (shelf / ".staging-killed").write_bytes(bytes(100))  # what the worst moment leaves
-    with PrefixStore(tmp_path, PLENTY) as store:
+    with closing(PrefixStore(tmp_path, PLENTY, pending_bytes=PENDING)) as store:
         cache = PrefixCache("model", 4, max_bytes=PLENTY, store=store)
         assert [finds(cache, token) for token in range(kept + 1)] == [True] * kept + [False]
         assert warnings(caplog) == []
@@ -100,13 +108,13 @@ def test_killing_a_writer_leaves_whole_files_only(
         cache.insert(
             [kept + 1] * LENGTH, lambda start, end: list(np.full(((end - start) // 4, 256), kept + 1, np.float32))
         )
-        assert store.flush(PATIENCE)
+        assert flush(store, PATIENCE)
     assert list(shelf.glob(".staging-*")) == []
 
 
 def test_processes_share_a_folder_within_its_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     bound, hits, passes, deadline = 40 * BLOCK_BYTES, 0, 0, time.monotonic() + PATIENCE
-    with PrefixStore(tmp_path, bound) as store:
+    with closing(PrefixStore(tmp_path, bound, pending_bytes=PENDING)) as store:
         cache = PrefixCache("model", 4, max_bytes=8 * BLOCK_BYTES, store=store)
         with (
             process(tmp_path, bound, 0, 40) as one,
@@ -134,10 +142,10 @@ def test_writing_has_a_lower_claim_to_the_cores(tmp_path, monkeypatch):
         ranks.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     monkeypatch.setattr(prefix_store, "publish", publish)
-    with PrefixStore(tmp_path, PLENTY) as store:
+    with closing(PrefixStore(tmp_path, PLENTY, pending_bytes=PENDING)) as store:
         PrefixCache("model", 4, max_bytes=PLENTY, store=store).insert(
             range(LENGTH), lambda start, end: list(np.zeros(((end - start) // 4, 256), np.float32))
         )
-        assert store.flush(PATIENCE)
+        assert flush(store, PATIENCE)
     assert ranks == [max(mine, prefix_store.POLITE_NICENESS)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine

@@ -14,7 +14,8 @@ import pytest
 from llmc.bundle import Limits, Manifest, read_bundle
 from llmc.errors import RequestError, ResourceError, UsageError
 from llmc.runtime.kv.host_cache import HostCache
-from llmc.runtime.runner.prefill import ATTENTION_TILE, LoneSequence, SingleRunner, prefill
+from llmc.runtime.kv.rows import Slot
+from llmc.runtime.runner.prefill import ATTENTION_TILE, SingleRunner, prefill
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 
 # float32 sums over other shapes of call round otherwise: 2e-6 was seen on logits with a deviation of about 1.
@@ -128,7 +129,7 @@ def chunks(length: int, size: int) -> list[tuple[int, int]]:
         found.append((start, start + call.input_ids.shape[1]))
         return np.zeros((1, call.logit_indices.shape[1], 1), np.float32)
 
-    list(prefill(run, LoneSequence(range(length)), size))
+    list(prefill(run, Slot(range(length), row=0), size))
     return found
 
 

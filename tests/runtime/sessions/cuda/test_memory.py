@@ -7,8 +7,8 @@ from doubles.cuda import ORIN, FakeDriver, small
 
 from llmc.bundle import DeviceMemory
 from llmc.errors import ResourceError
-from llmc.runtime.sessions.cuda import memory as device_memory
-from llmc.runtime.sessions.cuda.memory import check_memory, free_memory
+from llmc.runtime.sessions.cuda import session
+from llmc.runtime.sessions.cuda.session import check_memory, free_memory
 
 MB = 1_000_000
 # One row of 256 positions needs 500 MB, of which the context is taken by now.
@@ -38,6 +38,6 @@ def test_a_bundle_that_does_not_say_what_it_takes_is_not_judged():
 def test_an_integrated_gpu_may_take_what_the_system_would_give_up(
     system: int, free: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(device_memory, "available_memory", lambda: system * MB)
+    monkeypatch.setattr(session, "available_memory", lambda: system * MB)
     assert free_memory(FakeDriver(small(ORIN, 100 * MB))) == free * MB
     assert free_memory(with_free(100)) == 100 * MB

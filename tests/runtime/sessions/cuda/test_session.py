@@ -23,6 +23,11 @@ LIMITS = Limits(max_context=40, max_batch=3, prefill_chunk=8)
 class Idle(DeviceSession):
     """Its caches have whole blocks of 16 positions."""
 
+    engine_version = "0"
+
+    def run(self, batch: Batch) -> np.ndarray:
+        raise NotImplementedError
+
     def __init__(self, manifest: Manifest, driver: FakeDriver, failure: Exception | None = None) -> None:
         blocks = replace(PLAN, capacity=0, buckets=(16, 32, 48))
         super().__init__(

@@ -17,7 +17,7 @@ from llmc.runtime.sessions import Batch, Phase, Session, emulated, open_session
 from llmc.runtime.sessions.onnxruntime import cuda as module
 from llmc.runtime.sessions.onnxruntime import cuda_provider
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
-from llmc.runtime.sessions.onnxruntime.cuda_provider import import_onnxruntime_gpu
+from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider, import_onnxruntime_gpu
 
 ROWS = 3
 GENERATOR = np.random.default_rng(0)
@@ -321,13 +321,13 @@ def test_whatever_memory_is_missing_while_loading_nothing_is_left_behind(fp16_bu
 def test_the_package_for_cpus_is_named_with_what_to_install():
     """That is what these tests run with."""
     with pytest.raises(MissingExtraError, match=r"is the package for CPUs, .*pip install 'onnxruntime-gpu>="):
-        import_onnxruntime_gpu("1.28")
+        check_provider(import_onnxruntime_gpu(), "1.28")
 
 
 def test_what_an_uninstalled_onnxruntime_left_behind_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setattr(cuda_provider, "require", lambda module, extra: ModuleType(module))
     with pytest.raises(GpuError, match=r"onnxruntime is installed and cannot be loaded \(it has no .*pip install"):
-        import_onnxruntime_gpu("1.28")
+        import_onnxruntime_gpu()
 
 
 def test_an_onnxruntime_that_cannot_be_imported_is_told_with_its_reason(monkeypatch):
@@ -338,7 +338,7 @@ def test_an_onnxruntime_that_cannot_be_imported_is_told_with_its_reason(monkeypa
     with pytest.raises(
         GpuError, match=r"cannot be loaded \(ImportError: undefined symbol\); pip uninstall onnxruntime onnxruntime-gpu"
     ):
-        import_onnxruntime_gpu("1.28")
+        import_onnxruntime_gpu()
 
 
 def test_a_library_that_is_too_old_is_refused(fp16_bundle, opened):

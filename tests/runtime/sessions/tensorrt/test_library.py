@@ -21,8 +21,7 @@ from llmc.runtime.sessions.tensorrt.library import (
     library_version,
     load_library,
     logger,
-    make_builder,
-    make_runtime,
+    made,
 )
 
 TOO_OLD = r"llmc needs 10\.3 or later"
@@ -240,7 +239,7 @@ def test_the_real_library_logs_to_us():
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
     library = load_library("tensorrt-rtx")
     with logger(library).collected() as messages:
-        builder = make_builder(library)
+        builder = made(library, library.Builder)
         network = builder.create_network(0)  # the parser does not keep it alive
         parser = library.OnnxParser(network, logger(library).native)
         assert not parser.parse(b"no graph")
@@ -250,15 +249,16 @@ def test_the_real_library_logs_to_us():
 # ------------------------------------------------------------------------------------------------------- no driver
 
 
-@pytest.mark.parametrize(("make", "owner"), [(make_builder, "Builder"), (make_runtime, "Runtime")])
-def test_without_a_driver_the_library_says_why(make: Callable[[Any], Any], owner: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("owner", ["Builder", "Runtime"])
+def test_without_a_driver_the_library_says_why(owner: str, monkeypatch: pytest.MonkeyPatch):
     def fail(library: RecordedLibrary, self: Any, native: Any) -> None:
         native.log(library.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
         raise TypeError("pybind11::init(): factory function returned nullptr")
 
     replaced(monkeypatch, owner, "__init__", fail)
     with pytest.raises(GpuError, match=r"tensorrt 10.3\S* cannot use a GPU here \(CUDA .* error: 35\); install"):
-        make(RecordedLibrary("10.3"))
+        library = RecordedLibrary("10.3")
+        made(library, getattr(library, owner))
 
 
 def test_importing_it_loads_no_engine(monkeypatch: pytest.MonkeyPatch):

@@ -175,8 +175,7 @@ def test_a_library_that_cannot_start_is_reported(bundle: Callable[..., Any]):
 
 def test_a_stripped_engine_takes_its_weights_from_the_graph(bundle: Callable[..., Any], monkeypatch: Any):
     calls: list[tuple[Any, ...]] = []
-    module = type("refit", (), {"refit": staticmethod(lambda *arguments: calls.append(arguments))})
-    monkeypatch.setitem(__import__("sys").modules, "llmc.runtime.sessions.tensorrt.refit", module)
+    monkeypatch.setattr("llmc.runtime.sessions.tensorrt.session.refit", lambda *given: calls.append(given))
     setup = bundle().plan(stripped=True)
     setup.open()
     ((library, engine, graph),) = calls
