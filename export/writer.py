@@ -1,6 +1,5 @@
 """The export folder: graph, weights by hard link, tokenizer files, manifest; published in one piece."""
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from llmc.export import ExportReport
 from llmc.export.graph import build_graph, check_graph
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
-from llmc.publish import staged
+from llmc.publish import link, staged
 
 
 def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable[[str], None]) -> ExportReport:
@@ -53,19 +52,9 @@ def _place_files(source: Checkpoint, staging: Path) -> int:
     copied = [source.folder / name for name in (bundle.CONFIG_FILE, *others)]
     if source.shards[0].path.name != SINGLE_FILE:
         copied.append(source.folder / INDEX_FILE)
-    new_bytes = sum(_link(path, staging / path.name) for path in linked)
+    new_bytes = sum(link(path, staging / path.name) for path in linked)
     for path in copied:
         if path.is_file():
             shutil.copyfile(path, staging / path.name)
             new_bytes += path.stat().st_size
     return new_bytes
-
-
-def _link(path: Path, target: Path) -> int:
-    """Hard-link a file, or copy it where that is impossible (another file system); return the bytes copied."""
-    try:
-        os.link(path.resolve(), target)  # resolved: in Hugging Face's cache, files are symbolic links
-        return 0
-    except OSError:
-        shutil.copyfile(path, target)
-        return path.stat().st_size

@@ -1,8 +1,6 @@
 """A bundle's engine compiled anew, on the machine that is to run it: the graph and its weights are in the bundle."""
 
 import logging
-import os
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,7 @@ from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.engine import compile_engine
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.tensorrt.spec import EngineSpec, nameable_gpus, resolve_engine
-from llmc.publish import file_entries, refuse_to_overwrite, staged
+from llmc.publish import file_entries, link, refuse_to_overwrite, staged
 from llmc.runtime import load
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import replay
@@ -90,7 +88,7 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
     spec = _for_same_gpus(spec, old)
     kept = _kept(manifest)
     for name in kept:
-        _link(source / name, folder / name)
+        link(source / name, folder / name)
     graph = folder / manifest.graphs["decode"].file
     plan = compile_engine(spec, graph, manifest.geometry, progress)
     if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
@@ -150,11 +148,3 @@ def _check_memory(source: Path, manifest: Manifest) -> None:
     """Refuse to build what does not fit in the machine's memory."""
     plan = plan_rebuild(manifest)
     plan.check(source, usable_memory(plan.parts["engine"]))
-
-
-def _link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the file system has no hard links."""
-    try:
-        os.link(source.resolve(), target)  # of a link what it points to
-    except OSError:
-        shutil.copyfile(source, target)
