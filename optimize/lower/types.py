@@ -1,9 +1,8 @@
-"""Types of activations: the compute type everywhere, float32 where the contract says so."""
+"""Types of activations on GPUs: the compute type everywhere, float32 where the contract says so."""
 
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.rewrite import widen_outputs
 
 
 def type_values(graph: ir.Graph, context: LoweringContext) -> int:
@@ -12,4 +11,12 @@ def type_values(graph: ir.Graph, context: LoweringContext) -> int:
     for value in [*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)]:
         if value.dtype == ir.DataType.FLOAT:
             value.type = compute
-    return 0 if context.compute == "float32" else widen_outputs(graph, context.type)
+    wide = [] if context.compute == "float32" else [v for v in graph.outputs if v.name in ("logits", "hidden_states")]
+    for value in wide:
+        cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+        [output] = cast.outputs
+        cast.name, output.name, value.name = f"{value.name}.Cast", value.name, f"{value.name}.narrow"
+        output.shape, output.type = value.shape, ir.TensorType(ir.DataType.FLOAT)
+        graph.append(cast)
+        graph.outputs[graph.outputs.index(value)] = output
+    return len(wide)
