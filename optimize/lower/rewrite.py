@@ -107,21 +107,6 @@ def graph_input(graph: ir.Graph, name: str) -> ir.Value:
     return next(value for value in graph.inputs if value.name == name)
 
 
-def widen_outputs(graph: ir.Graph, narrow: ir.DataType) -> int:
-    """Logits and hidden states, which are ``narrow``, as float32 for the host. Returns the casts made."""
-    count = 0
-    for i, value in enumerate(graph.outputs):
-        if value.name in ("logits", "hidden_states"):
-            cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
-            [output] = cast.outputs
-            cast.name, output.name, value.name = f"{value.name}.Cast", value.name, f"{value.name}.narrow"
-            output.shape, output.type, value.type = value.shape, ir.TensorType(ir.DataType.FLOAT), ir.TensorType(narrow)
-            graph.append(cast)
-            graph.outputs[i] = output
-            count += 1
-    return count
-
-
 def nodes_of(graph: ir.Graph, op_type: str, domain: str = "") -> Iterator[ir.Node]:
     """Nodes of one operator, in order, safe against changes while iterating."""
     return iter([node for node in graph if node.op_type == op_type and node.domain == domain])
