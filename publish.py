@@ -283,13 +283,3 @@ def _swap(staging: Path, place: Path, target: Path) -> None:
             raise
         raise UsageError(f"{target}: another process wrote there at the same time; run again") from error
     sync(place.parent)
-
-
-def link(path: Path, target: Path) -> int:
-    """Hard-link a file, or copy it where that is impossible (another file system); return the bytes copied."""
-    try:
-        os.link(path.resolve(), target)  # resolved: in Hugging Face's cache, files are symbolic links
-        return 0
-    except OSError:
-        shutil.copyfile(path, target)
-        return path.stat().st_size
