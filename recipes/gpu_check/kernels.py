@@ -97,7 +97,7 @@ def layers(target: str, geometry: str, precision: str, work: Path) -> dict[str, 
     found = inspect_engine(library.load_library(target), folder / read_bundle(folder).engine.file)
     if found is None:
         raise NotHereError("the engine cannot be loaded here")
-    return digest(found.layers)
+    return digest(found["layers"])
 
 
 def digest(layers: list[Any]) -> dict[str, Any]:
