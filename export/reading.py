@@ -49,12 +49,6 @@ def read_decoder(
     )
 
 
-def same_window(keys: Keys) -> tuple[int, ...]:
-    """One ``sliding_window`` for all layers; null for none."""
-    window = keys.nullable_integer("sliding_window")
-    return (window,) * keys.integer("num_hidden_layers")
-
-
 def windows_from_layer(keys: Keys) -> tuple[int, ...]:
     """``use_sliding_window`` switches windows on: in the layers that ``layer_types`` names, or from
     ``max_window_layers`` on."""

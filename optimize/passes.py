@@ -24,11 +24,9 @@ from llmc.optimize.lower.onnxruntime import (
     norms,
 )
 from llmc.optimize.lower.rewrite import remove_dead
-from llmc.optimize.lower.tensorrt import attention as tensorrt_attention
 from llmc.optimize.lower.tensorrt import embedding as tensorrt_embedding
 from llmc.optimize.lower.tensorrt import linears as tensorrt_linears
-from llmc.optimize.lower.tensorrt import norms as tensorrt_norms
-from llmc.optimize.lower.tensorrt import packing, primitives
+from llmc.optimize.lower.tensorrt import native, packing, primitives
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +89,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         REMOVE_DEAD,
     ),
     # TensorRT from 10.15 on and TensorRT-RTX.
-    "tensorrt": _tensorrt(tensorrt_attention.lower_attention, tensorrt_norms.lower_norms),
+    "tensorrt": _tensorrt(native.lower_attention, native.lower_norms),
     # TensorRT 10.3 to 10.13: the same in operators that those have.
     "tensorrt-primitives": _tensorrt(primitives.lower_attention, primitives.lower_norms),
     "cuda": (

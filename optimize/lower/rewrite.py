@@ -61,6 +61,11 @@ class Emitter:
         return self.many(op, list(inputs), 1, domain, **attributes)[0]
 
 
+def converted(emit: Emitter, value: ir.Value, before: ir.DataType, after: ir.DataType) -> ir.Value:
+    """``value`` as the type ``after``; it is ``before`` now."""
+    return value if before == after else emit("Cast", value, to=after)
+
+
 def unique(graph: ir.Graph, name: str) -> str:
     """``name``, numbered if a node of the graph was given it before."""
     taken: dict[str, int] = graph.meta.setdefault("names", {})
@@ -80,10 +85,7 @@ def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """The initializer that holds ``tensor``, by its name."""
     assert tensor.name is not None
     if tensor.name not in graph.initializers:
-        value = ir.Value(
-            name=tensor.name, shape=ir.Shape(sizes(tensor)), type=ir.TensorType(tensor.dtype), const_value=tensor
-        )
-        graph.register_initializer(value)
+        graph.register_initializer(ir.val(tensor.name, const_value=tensor))
     return graph.initializers[tensor.name]
 
 
@@ -92,7 +94,7 @@ def sizes(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(int(size) for size in tensor.shape.numpy())
 
 
-def scalar(graph: ir.Graph, value: float | int, dtype: type[np.generic]) -> ir.Value:
+def scalar(graph: ir.Graph, value: float | int, dtype: type[np.generic] | np.dtype[np.generic]) -> ir.Value:
     """A shared constant of shape []."""
     return constant(graph, f"const.{np.dtype(dtype).name}.{value}", np.array(value, dtype))
 

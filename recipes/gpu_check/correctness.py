@@ -46,14 +46,17 @@ def reference(geometry: str, work: Path) -> dict[str, Any]:
     source, logits = next(iter(found.items()))
     save(list(zip(prompts, logits, strict=True)), work / f"{geometry}.npz")
     apart = None if missing else largest(worst(a, b) for a, b in zip(*found.values(), strict=True))
-    return {"source": source, "missing": missing, "difference_of_both": apart, "problems": disagreement(apart)}
+    problems = [] if apart is None else beyond({"portable graph": apart}, SAME_MODEL, "from transformers")
+    return {"source": source, "missing": missing, "difference_of_both": apart, "problems": problems}
 
 
-def disagreement(apart: float | None) -> list[str]:
-    """The mistake in two references that are ``apart``, in words; nothing where there is one alone."""
-    if apart is None or apart <= SAME_MODEL:
-        return []
-    return [f"the portable graph differs from transformers by {apart:.3g}, at most {SAME_MODEL} is expected"]
+def beyond(distances: dict[str, float], limit: float, how: str) -> list[str]:
+    """The distances that are larger than ``limit``, in words."""
+    return [
+        f"{name}: logits are {distance:.3g} {how}, at most {limit} is expected"
+        for name, distance in distances.items()
+        if not distance <= limit  # which NaN is not either
+    ]
 
 
 def prompts_of(folder: Path) -> list[list[int]]:
@@ -173,11 +176,7 @@ def compare(model: Any, cases: Sequence[Case]) -> dict[str, float]:
 def mistakes(golden: dict[str, Any], distances: dict[str, float], limit: float) -> list[str]:
     """Mistakes, in words."""
     trouble = [golden["trouble"]] if golden["trouble"] else []
-    return trouble + [
-        f"{path}: logits are {distance:.3g} from the reference, at most {limit} is expected"
-        for path, distance in distances.items()
-        if not distance <= limit  # which NaN is not either
-    ]
+    return trouble + beyond(distances, limit, "from the reference")
 
 
 # -------------------------------------------------------------------------------------------------------- determinism
@@ -204,11 +203,7 @@ def determinism(target: str, geometry: str, precision: str, work: Path) -> dict[
 
 def differences(apart: dict[str, float]) -> list[str]:
     """Differences beyond rounding, in words; those within are figures, and so are tokens: near choices swap them."""
-    return [
-        f"{name}: logits are {distance:.3g} apart (relative), at most {ROUNDING} is expected"
-        for name, distance in apart.items()
-        if not distance <= ROUNDING  # which NaN is not either
-    ]
+    return beyond(apart, ROUNDING, "apart (relative)")
 
 
 def rows_apart(session: Any, prompts: Sequence[Sequence[int]]) -> float:
