@@ -10,39 +10,39 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 from gpu_check import main, steps
 
 
-def fine(work: Path) -> dict[str, object]:
+def fine(options: steps.Options) -> dict[str, object]:
     sys.stdout.write("a library says { nothing\n")
-    with (work / "times").open("a") as file:
+    with (options.work / "times").open("a") as file:
         file.write("x")
-    return {"times": len((work / "times").read_text()), "nan": float("nan")}
+    return {"times": len((options.work / "times").read_text()), "nan": float("nan")}
 
 
-def hang(work: Path) -> None:
+def hang(options: steps.Options) -> None:
     time.sleep(600)
 
 
-def die(work: Path) -> None:
+def die(options: steps.Options) -> None:
     os.kill(os.getpid(), 11)
 
 
-def rubbish(work: Path) -> list[str]:
+def rubbish(options: steps.Options) -> list[str]:
     sys.stdout.buffer.write(b'\xff\x00{"result": {}}\n')
     return ["no object"]
 
 
-def leave(work: Path) -> None:
+def leave(options: steps.Options) -> None:
     os._exit(0)
 
 
-def fail(work: Path) -> dict[str, object]:
+def fail(options: steps.Options) -> dict[str, object]:
     return {"problems": ["a", "b"]}
 
 
-def lack(work: Path) -> None:
+def lack(options: steps.Options) -> None:
     raise steps.NotHereError("no torch")
 
 
-def raises(work: Path) -> None:
+def raises(options: steps.Options) -> None:
     raise ValueError("a bug")
 
 
