@@ -13,13 +13,6 @@ Activation = Literal["silu"]
 
 
 @dataclass(frozen=True)
-class NormConfig:
-    """Settings that all norms of a decoder share."""
-
-    eps: float
-
-
-@dataclass(frozen=True)
 class Rope:
     """A rotary position embedding.
 
@@ -88,7 +81,7 @@ class DecoderConfig:
     hidden_size: int
     vocab_size: int
     max_positions: int
-    norm: NormConfig
+    norm_eps: float
     tied_head: bool
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

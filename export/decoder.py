@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from llmc.export import ops
@@ -12,7 +11,6 @@ from llmc.export.blocks.mlp import MLP
 from llmc.export.blocks.norm import RMSNorm
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.config import DecoderConfig
-from llmc.export.sources.checkpoint import Checkpoint
 
 
 class TakePositions(nn.Module):
@@ -28,11 +26,11 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         layer, hidden_size = config.layers[index], config.hidden_size
-        self.input_layernorm = RMSNorm(hidden_size, config.norm)
-        self.self_attn = Attention(layer.mixer, hidden_size, config.norm)
+        self.input_layernorm = RMSNorm(hidden_size, config.norm_eps)
+        self.self_attn = Attention(layer.mixer, hidden_size, config.norm_eps)
         self.mlp = None
         if layer.mlp is not None:
-            self.post_attention_layernorm = RMSNorm(hidden_size, config.norm)
+            self.post_attention_layernorm = RMSNorm(hidden_size, config.norm_eps)
             self.mlp = MLP(layer.mlp, hidden_size)
 
     def forward(self, x: Tensor, past: Cache, past_lengths: Tensor, ropes: Sequence[Tensor]) -> tuple[Tensor, Cache]:
@@ -49,7 +47,7 @@ class Stack(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(len(config.layers)))
-        self.norm = RMSNorm(config.hidden_size, config.norm)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
 class Decoder(nn.Module):
@@ -65,36 +63,15 @@ class Decoder(nn.Module):
 
     def forward(
         self, input_ids: Tensor, past_lengths: Tensor, logit_indices: Tensor, pasts: Sequence[Cache]
-    ) -> tuple[Tensor, Tensor, list[Cache]]:
-        """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), (B, O, N), caches."""
-        borders, presents = self.run_layers(input_ids, past_lengths, pasts)
-        return *self.run_head(borders[-1], logit_indices), presents
-
-    def run_layers(
-        self, input_ids: Tensor, past_lengths: Tensor, pasts: Sequence[Cache]
-    ) -> tuple[list[Tensor], list[Cache]]:
-        """The values (B, S, N) before the first layer and after each, and each layer's cache."""
+    ) -> tuple[Tensor, Tensor, list[Cache], list[Tensor]]:
+        """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), (B, O, N), caches, and the
+        values (B, S, N) before the first layer and after each: to be outputs is how the tracer marks them."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         borders, presents = [self.model.embed_tokens(input_ids)], []
         for layer, past in zip(self.model.layers, pasts, strict=True):
             x, present = layer(borders[-1], past, past_lengths, ropes)
             borders.append(x)
             presents.append(present)
-        return borders, presents
-
-    def run_head(self, x: Tensor, logit_indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (B, S, N) and indices (B, O) -> logits (B, O, V), and what the head multiplies (B, O, N)."""
-        x = self.model.norm(self.logit_rows(x, logit_indices))
+        x = self.model.norm(self.logit_rows(borders[-1], logit_indices))
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
-        return self.lm_head(x, *tied_weight), x
-
-
-def load_decoder(checkpoint: Checkpoint) -> Decoder:
-    """The decoder with a checkpoint's weights, to compute with torch."""
-    decoder = Decoder(checkpoint.config)
-    weights: dict[str, Tensor] = {}
-    for shard in checkpoint.shards:
-        with safe_open(shard.path, framework="pt") as file:
-            weights |= {name: file.get_tensor(name) for name in shard.tensors.keys() & checkpoint.tensors.keys()}
-    decoder.load_state_dict(weights, assign=True)
-    return decoder.eval()
+        return self.lm_head(x, *tied_weight), x, presents, borders

@@ -30,7 +30,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmc import __version__, bundle, inventory
 from llmc.export import ops
-from llmc.export.blocks.attention import Cache
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import DecoderConfig
 from llmc.export.decoder import Decoder
@@ -90,19 +89,9 @@ def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
     onnx.checker.check_model(proto, full_check=True)
 
 
-class _BorderedDecoder(Decoder):
-    """Returns the values between layers, too: the tracer's outputs are how it marks them."""
-
-    def forward(  # type: ignore[override]
-        self, input_ids: torch.Tensor, past_lengths: torch.Tensor, logit_indices: torch.Tensor, pasts: Sequence[Cache]
-    ) -> tuple[torch.Tensor, torch.Tensor, list[Cache], list[torch.Tensor]]:
-        borders, presents = self.run_layers(input_ids, past_lengths, pasts)
-        return *self.run_head(borders[-1], logit_indices), presents, borders
-
-
 def _trace(config: DecoderConfig, tensors: Mapping[str, StoredTensor]) -> ir.Model:
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-        decoder = _BorderedDecoder(config).eval()
+        decoder = Decoder(config).eval()
         fakes = {name: torch.empty(stored.shape, dtype=_TORCH_DTYPES[stored.dtype]) for name, stored in tensors.items()}
         decoder.load_state_dict(fakes, assign=True)
         arguments, shapes = _samples(config.geometry.caches)
@@ -176,10 +165,7 @@ def _shape_initializer(graph: ir.Graph, dims: Sequence[int | ir.SymbolicDim]) ->
     assert all(isinstance(dim, int) for dim in dims), f"a Reshape to {dims} does more than split or merge the last axis"
     name = "shape." + "x".join(map(str, dims))
     if name not in graph.initializers:
-        tensor = ir.tensor(np.array(dims, np.int64), name=name)
-        graph.register_initializer(
-            ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape([len(dims)]), const_value=tensor)
-        )
+        graph.register_initializer(ir.val(name, const_value=ir.tensor(np.array(dims, np.int64), name=name)))
     return graph.initializers[name]
 
 

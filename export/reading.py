@@ -6,7 +6,7 @@ Old checkpoints say ``rope_theta`` and ``rope_scaling``, those of transformers 5
 from dataclasses import replace
 from typing import Any, cast
 
-from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, NormConfig, Rope, RopeType
+from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, Rope, RopeType
 from llmc.export.keys import Keys
 
 _ROPE_TYPES = ("default", "linear", "llama3")
@@ -42,17 +42,11 @@ def read_decoder(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         max_positions=max_positions,
-        norm=NormConfig(keys.number("rms_norm_eps")),
+        norm_eps=keys.number("rms_norm_eps"),
         tied_head=keys.flag("tie_word_embeddings"),
         eos_token_ids=token_ids(keys, "eos_token_id", vocab_size),
         bos_token_id=next(iter(token_ids(keys, "bos_token_id", vocab_size)), None),
     )
-
-
-def same_window(keys: Keys) -> tuple[int, ...]:
-    """One ``sliding_window`` for all layers; null for none."""
-    window = keys.nullable_integer("sliding_window")
-    return (window,) * keys.integer("num_hidden_layers")
 
 
 def windows_from_layer(keys: Keys) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ class StreamedDecoder:
 
     def norm(self) -> RMSNorm:
         """The norm before the head."""
-        norm = RMSNorm(self.geometry.hidden_size, self.config.norm)
+        norm = RMSNorm(self.geometry.hidden_size, self.config.norm_eps)
         self._fill(norm, "model.norm.")
         return norm
 

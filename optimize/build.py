@@ -73,8 +73,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Opset and IR version of the primitives form: the newest that TensorRT 10.3 reads.
-PRIMITIVES = (21, 10)
+# Opset and IR version: the newest that ONNX Runtime 1.23 and TensorRT 10.3 read, and what native engines need.
+OLD, NATIVE = (21, 10), (24, 11)
 
 
 @dataclass(frozen=True)
@@ -268,10 +268,7 @@ def _declare(model: ir.Model, order: _Order) -> None:
     """The lowered graph uses no operator newer than the target's opset, so that older engines load it too."""
     model.functions.clear()
     model.opset_imports.clear()
-    if order.form == "primitives":
-        model.opset_imports[""], model.ir_version = PRIMITIVES
-    else:
-        model.opset_imports[""], model.ir_version = order.target.opset, order.target.ir_version
+    model.opset_imports[""], model.ir_version = NATIVE if order.lowering == "tensorrt" else OLD
     if not order.target.makes_engine:
         model.opset_imports["com.microsoft"] = 1
 

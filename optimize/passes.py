@@ -13,26 +13,25 @@ import onnx_ir as ir
 
 from llmc.bundle import Geometry
 from llmc.errors import BuildError
-from llmc.optimize.lower import raising
+from llmc.optimize.lower import raising, types
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime import (
     attention,
-    cpu_attention,
     cpu_linears,
     cuda_attention,
     cuda_linears,
-    cuda_outputs,
     embedding,
     norms,
 )
 from llmc.optimize.lower.rewrite import remove_dead
-from llmc.optimize.lower.tensorrt import attention as tensorrt_attention
 from llmc.optimize.lower.tensorrt import embedding as tensorrt_embedding
 from llmc.optimize.lower.tensorrt import linears as tensorrt_linears
-from llmc.optimize.lower.tensorrt import norms as tensorrt_norms
-from llmc.optimize.lower.tensorrt import packing, primitives, types
+from llmc.optimize.lower.tensorrt import native, packing, primitives
 
 log = logging.getLogger(__name__)
+
+
+Pass = Callable[[ir.Graph, LoweringContext], int]
 
 
 @dataclass(frozen=True)
@@ -40,69 +39,69 @@ class Step:
     """A pass, its name in dumps and messages, and how often it must apply to a decoder of a given geometry."""
 
     name: str
-    run: Callable[[ir.Graph, LoweringContext], int]
+    run: Pass
     times: Callable[[Geometry], int] | None = None
+
+
+# Everything else works on whole linears instead of Transpose, MatMul and Add.
+RAISE = Step("raise linears", raising.raise_linears, lambda g: len(g.linears))
+# Before attention is lowered: it is the CachedAttention node that tells which three linears belong together.
+PACK_PROJECTIONS = Step("pack projections", attention.pack_projections, lambda g: len(g.attentions))
+FUSE = (
+    Step("lower norms", norms.lower_norms, lambda g: len(g.norms)),
+    # Not the first norm, which has no residual before it, and not the last: logits are gathered before it.
+    Step("fuse skip norms", norms.fuse_skip_norms, lambda g: sum(norm.follows_residual for norm in g.norms)),
+    Step("fuse SiLU", norms.fuse_silu, lambda g: sum(mlp.activation == "silu" for mlp in g.mlps)),
+)
+LOWER_EMBEDDING = Step("lower embedding", embedding.lower_embedding, lambda _: 1)
+# Last: what passes made has the type that they gave it, and what the export left has float32.
+TYPE_VALUES = Step("type values", types.type_values)
+REMOVE_DEAD = Step("remove dead nodes", lambda graph, _: remove_dead(graph))
+
+
+def _tensorrt(lower_attention: Pass, lower_norms: Pass) -> tuple[Step, ...]:
+    return (
+        RAISE,
+        # Query, key and value, gate and up, where their weights are quantized.
+        Step("pack linears", packing.pack_linears),
+        Step("lower attention", lower_attention, lambda g: len(g.attentions)),
+        # After attention, which looks through the norms of qk-norm.
+        Step("lower norms", lower_norms, lambda g: len(g.norms)),
+        Step("lower linears", tensorrt_linears.lower_linears, lambda g: len(g.linears)),
+        Step("lower embedding", tensorrt_embedding.lower_embedding, lambda _: 1),
+        TYPE_VALUES,
+        REMOVE_DEAD,
+    )
 
 
 PASSES: dict[str, tuple[Step, ...]] = {
     "cpu": (
-        # Everything below works on whole linears instead of Transpose, MatMul and Add.
-        Step("raise linears", raising.raise_linears, lambda g: len(g.linears)),
-        # Before attention is lowered: it is the CachedAttention node that tells which three linears belong together.
-        Step("pack projections", attention.pack_projections, lambda g: len(g.attentions)),
-        Step("lower attention", cpu_attention.lower_attention, lambda g: len(g.attentions)),
+        RAISE,
+        PACK_PROJECTIONS,
+        Step("lower attention", attention.lower_attention, lambda g: len(g.attentions)),
         Step("type cache", attention.type_cache),
-        Step("lower norms", norms.lower_norms, lambda g: len(g.norms)),
-        # Not the first norm, which has no residual before it, and not the last: logits are gathered before it.
-        Step("fuse skip norms", norms.fuse_skip_norms, lambda g: sum(norm.follows_residual for norm in g.norms)),
-        Step("fuse SiLU", norms.fuse_silu, lambda g: sum(mlp.activation == "silu" for mlp in g.mlps)),
+        *FUSE,
         # After all fusions: a quantized activation is shared by the linears that read it.
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         # After the linears: it moves scales that only per-token activations have.
         Step("defer token scales", cpu_linears.defer_token_scales),
-        Step("lower embedding", embedding.lower_embedding, lambda _: 1),
-        Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
+        LOWER_EMBEDDING,
+        REMOVE_DEAD,
     ),
     # TensorRT from 10.15 on and TensorRT-RTX.
-    "tensorrt": (
-        Step("raise linears", raising.raise_linears, lambda g: len(g.linears)),
-        # Query, key and value, gate and up, where their weights are quantized.
-        Step("pack linears", packing.pack_linears),
-        Step("lower attention", tensorrt_attention.lower_attention, lambda g: len(g.attentions)),
-        # After attention, which looks through the norms of qk-norm.
-        Step("lower norms", tensorrt_norms.lower_norms, lambda g: len(g.norms)),
-        Step("lower linears", tensorrt_linears.lower_linears, lambda g: len(g.linears)),
-        Step("lower embedding", tensorrt_embedding.lower_embedding, lambda _: 1),
-        # Last: what passes made has the type that they gave it, and what the export left has float32.
-        Step("type values", types.type_values),
-        Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
-    ),
+    "tensorrt": _tensorrt(native.lower_attention, native.lower_norms),
     # TensorRT 10.3 to 10.13: the same in operators that those have.
-    "tensorrt-primitives": (
-        Step("raise linears", raising.raise_linears, lambda g: len(g.linears)),
-        Step("pack linears", packing.pack_linears),
-        Step("lower attention", primitives.lower_attention, lambda g: len(g.attentions)),
-        Step("lower norms", primitives.lower_norms, lambda g: len(g.norms)),
-        Step("lower linears", tensorrt_linears.lower_linears, lambda g: len(g.linears)),
-        Step("lower embedding", tensorrt_embedding.lower_embedding, lambda _: 1),
-        Step("type values", types.type_values),
-        Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
-    ),
+    "tensorrt-primitives": _tensorrt(primitives.lower_attention, primitives.lower_norms),
     "cuda": (
-        # As on the CPU, in the order of the CPU's passes and for their reasons.
-        Step("raise linears", raising.raise_linears, lambda g: len(g.linears)),
-        Step("pack projections", attention.pack_projections, lambda g: len(g.attentions)),
+        RAISE,
+        PACK_PROJECTIONS,
         Step("lower attention", cuda_attention.lower_attention, lambda g: len(g.attentions)),
-        Step("type cache", attention.type_cache),
-        Step("gather logit rows", cuda_outputs.gather_logit_rows, lambda _: 1),
-        Step("lower norms", norms.lower_norms, lambda g: len(g.norms)),
-        Step("fuse skip norms", norms.fuse_skip_norms, lambda g: sum(norm.follows_residual for norm in g.norms)),
-        Step("fuse SiLU", norms.fuse_silu, lambda g: sum(mlp.activation == "silu" for mlp in g.mlps)),
+        Step("gather logit rows", cuda_attention.gather_logit_rows, lambda _: 1),
+        *FUSE,
         Step("lower linears", cuda_linears.lower_linears, lambda g: len(g.linears)),
-        Step("lower embedding", embedding.lower_embedding, lambda _: 1),
-        # Last: until here outputs are in the type that the graph computes in.
-        Step("float32 outputs", cuda_outputs.float32_outputs),
-        Step("remove dead nodes", lambda graph, _: remove_dead(graph)),
+        LOWER_EMBEDDING,
+        TYPE_VALUES,
+        REMOVE_DEAD,
     ),
 }
 

@@ -20,9 +20,6 @@ class Capabilities:
 
     name: str
     engine: str
-    engine_minimum: str
-    opset: int
-    ir_version: int
     precisions: tuple[str, ...]
     caches: dict[str, str]
     w8a8_features: dict[str, tuple[str, ...]]
@@ -38,14 +35,11 @@ class Capabilities:
         return self.phases == ("single",)
 
 
-def _tensorrt(name: str, minimum: str, opset: int, precisions: tuple[str, ...]) -> Capabilities:
+def _tensorrt(name: str, minimum: str) -> Capabilities:
     return Capabilities(
         name=name,
         engine=name,
-        engine_minimum=minimum,
-        opset=opset,
-        ir_version=11,
-        precisions=precisions,
+        precisions=("fp16", "bf16", "int8", "int4", "fp8", "fp32"),
         caches=dict.fromkeys(("float16", "bfloat16", "float32"), minimum),
         w8a8_features={},
         computes=("float16", "bfloat16", "float32"),
@@ -59,11 +53,9 @@ TARGETS = {
     "cpu": Capabilities(
         name="cpu",
         engine="onnxruntime",
-        engine_minimum="1.23",  # the first with 8-bit MatMulNBits and row gather; the last one for Python 3.10
-        opset=21,
-        ir_version=10,
         precisions=("fp32", "fp16", "int8", "int4"),
-        # The oldest version that was tried with each; 1.23 refuses an int8 cache.
+        # The oldest version that was tried with each. 1.23, the last one for Python 3.10, is the first with 8-bit
+        # MatMulNBits and row gather, and refuses an int8 cache.
         caches={"float32": "1.23", "int8": "1.31", "int8-channel": "1.31"},
         # vpmaddubsw saturates at 16 bits; vpdpbusd accumulates in 32. Arm's dot products accumulate in 32 bits always.
         w8a8_features={"x86_64": ("vnni",), "aarch64": ()},
@@ -72,9 +64,6 @@ TARGETS = {
     "cuda": Capabilities(
         name="cuda",
         engine="onnxruntime-cuda",
-        engine_minimum="1.28",
-        opset=21,
-        ir_version=10,
         precisions=("fp16", "int8", "int4", "fp32"),
         caches={"float16": "1.28", "float32": "1.28"},
         w8a8_features={},
@@ -82,8 +71,8 @@ TARGETS = {
         phases=("shared",),
         activations=("none",),
     ),
-    "tensorrt": _tensorrt("tensorrt", "10.3", 24, ("fp16", "bf16", "int8", "int4", "fp8", "fp32")),
-    "tensorrt-rtx": _tensorrt("tensorrt-rtx", "1.7", 24, ("fp16", "bf16", "int8", "int4", "fp8", "fp32")),
+    "tensorrt": _tensorrt("tensorrt", "10.3"),
+    "tensorrt-rtx": _tensorrt("tensorrt-rtx", "1.7"),
 }
 
 

@@ -2,7 +2,6 @@
 
     python recipes/gpu_check.py --out gpu_check.json                      # every step; again: those that are not done
     python recipes/gpu_check.py --out gpu_check.json driver '*/cuda/1b/*' # these, done or not
-    python recipes/gpu_check.py --out gpu_check.json --markdown           # runs nothing: the file as a table
 
 A step is a process of its own with a time limit: what is refused, crashes or hangs is recorded, with all that libraries
 said, and the rest goes on. No step needs another one: exports and bundles lie in --work, and a step that misses one
@@ -18,11 +17,8 @@ What to install, in this order, on Linux with Python 3.10 ... 3.13; steps whose 
    package ``tensorrt`` (JetPack has it), tensorrt. Without torch ``build`` takes the place of ``export``, and where
    onnxruntime-gpu has no wheel (aarch64) ``cpu`` that of ``gpu``: builds run the graph with onnxruntime in any case.
 
-No step needs a network. Where the machine has none, carry wheels along, and exports where it has no torch either; with
-random weights they are a few megabytes, for the weights are made from a seed where they are used::
-
-    python recipes/gpu_check.py --prepare models                          # where torch is installed
-    python recipes/gpu_check.py --models models --out gpu_check.json --commit REVISION
+No step needs a network. Where the machine has none, carry wheels along; where it has no torch either, run 'reference/*'
+where torch is installed, and carry the folder --work of that run along.
 
 None of the GPU steps has run on a GPU yet; tests run them on doubles.
 """

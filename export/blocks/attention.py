@@ -9,7 +9,7 @@ from llmc.export import ops
 from llmc.export.blocks.linear import Linear
 from llmc.export.blocks.norm import RMSNorm
 from llmc.export.blocks.rope import RotaryEmbedding
-from llmc.export.config import AttentionConfig, NormConfig
+from llmc.export.config import AttentionConfig
 
 Cache = tuple[Tensor, Tensor]
 
@@ -17,7 +17,7 @@ Cache = tuple[Tensor, Tensor]
 class Attention(nn.Module):
     """Grouped-query attention over a cache that the caller owns."""
 
-    def __init__(self, config: AttentionConfig, hidden_size: int, norm: NormConfig) -> None:
+    def __init__(self, config: AttentionConfig, hidden_size: int, norm_eps: float) -> None:
         super().__init__()
         self.config = config
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -25,8 +25,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden_size, keys, bias=config.qkv_bias)
         self.v_proj = Linear(hidden_size, keys, bias=config.qkv_bias)
         self.o_proj = Linear(queries, hidden_size, bias=config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, norm) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, norm) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim, norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, norm_eps) if config.qk_norm else nn.Identity()
         if config.rope is None:
             self.rotary_emb = RotaryEmbedding(np.zeros(config.head_dim // 2, np.float32))
 

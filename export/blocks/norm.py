@@ -5,16 +5,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmc.export.blocks.linear import as_float
-from llmc.export.config import NormConfig
 
 
 class RMSNorm(nn.Module):
     """Normalise runs of ``size`` values of the last dimension: the whole of it, or each head (arXiv 1910.07467)."""
 
-    def __init__(self, size: int, config: NormConfig) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = config.eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         size = self.weight.shape[0]

@@ -2,9 +2,10 @@
 
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
-from llmc.export.reading import read_decoder, same_window
+from llmc.export.reading import read_decoder
 
 
 def read(keys: Keys) -> DecoderConfig:
     """``sliding_window`` must be said, be it null: transformers would take 4096 for a missing one."""
-    return read_decoder(keys, windows=same_window(keys))
+    window = keys.nullable_integer("sliding_window")
+    return read_decoder(keys, windows=(window,) * keys.integer("num_hidden_layers"))

@@ -156,38 +156,29 @@ def embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
 
 def quant_configs(recipe: Recipe) -> dict[str, QuantConfigs]:
     """The graphs to make, by phase, and how each stores its weights."""
-    if recipe.phases == "single":
-        return {"single": _engine_configs(recipe)}
+    single, static = recipe.phases == "single", recipe.activations == "static"
     weights: dict[str, QuantConfig] = {
         "fp32": Float32(),
         "fp16": Float16(),
         "int8": WeightOnly(Grid(8, recipe.block_size, recipe.symmetric)),
         "int4": WeightOnly(Grid(4, recipe.block_size, recipe.symmetric)),
     }
+    if single:  # engines want int8 weights with a scale per output; TensorRT refuses scales that are not above zero
+        weights = {
+            **dict.fromkeys(("fp32", "fp16", "bf16"), Computed()),
+            "int8": WeightOnly(Grid(8, positive=True)),
+            "int4": WeightOnly(Grid(4, recipe.block_size, positive=True)),
+            "fp8": Float8(static),
+        }
+    head = Float8() if recipe.head == "fp8" else weights[recipe.head]
     layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
-    stored = QuantConfigs(weights[recipe.precision], weights[recipe.head], layers)
+    stored = QuantConfigs(weights[recipe.precision], head, layers)
+    if single:
+        w8a8 = Static(Grid(8, positive=True)) if static else None
+        return {"single": replace(stored, w8a8=w8a8, w8a8_bits=(8,))}
     if recipe.phases == "shared":
         return {"shared": stored}
     return {"prefill": replace(stored, w8a8=W8A8[recipe.activations]), "decode": stored}
-
-
-def _engine_configs(recipe: Recipe) -> QuantConfigs:
-    """One graph for both phases, for engines that want int8 weights with a scale per output and constant scales.
-
-    All scales are above zero: TensorRT refuses others.
-    """
-    static = recipe.activations == "static"
-    weights: dict[str, QuantConfig] = {
-        **dict.fromkeys(("fp32", "fp16", "bf16"), Computed()),
-        "int8": WeightOnly(Grid(8, positive=True)),
-        "int4": WeightOnly(Grid(4, recipe.block_size, positive=True)),
-        "fp8": Float8(static),
-    }
-    layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
-    head = Float8() if recipe.head == "fp8" else weights[recipe.head]
-    return QuantConfigs(
-        weights[recipe.precision], head, layers, Static(Grid(8, positive=True)) if static else None, (8,)
-    )
 
 
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:

@@ -61,6 +61,11 @@ class Emitter:
         return self.many(op, list(inputs), 1, domain, **attributes)[0]
 
 
+def converted(emit: Emitter, value: ir.Value, before: ir.DataType, after: ir.DataType) -> ir.Value:
+    """``value`` as the type ``after``; it is ``before`` now."""
+    return value if before == after else emit("Cast", value, to=after)
+
+
 def unique(graph: ir.Graph, name: str) -> str:
     """``name``, numbered if a node of the graph was given it before."""
     taken: dict[str, int] = graph.meta.setdefault("names", {})
@@ -80,10 +85,7 @@ def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """The initializer that holds ``tensor``, by its name."""
     assert tensor.name is not None
     if tensor.name not in graph.initializers:
-        value = ir.Value(
-            name=tensor.name, shape=ir.Shape(sizes(tensor)), type=ir.TensorType(tensor.dtype), const_value=tensor
-        )
-        graph.register_initializer(value)
+        graph.register_initializer(ir.val(tensor.name, const_value=tensor))
     return graph.initializers[tensor.name]
 
 
@@ -92,7 +94,7 @@ def sizes(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(int(size) for size in tensor.shape.numpy())
 
 
-def scalar(graph: ir.Graph, value: float | int, dtype: type[np.generic]) -> ir.Value:
+def scalar(graph: ir.Graph, value: float | int, dtype: type[np.generic] | np.dtype[np.generic]) -> ir.Value:
     """A shared constant of shape []."""
     return constant(graph, f"const.{np.dtype(dtype).name}.{value}", np.array(value, dtype))
 
@@ -105,21 +107,6 @@ def vector(graph: ir.Graph, values: list[int], dtype: type[np.generic] = np.int6
 def graph_input(graph: ir.Graph, name: str) -> ir.Value:
     """The graph's input called ``name``."""
     return next(value for value in graph.inputs if value.name == name)
-
-
-def widen_outputs(graph: ir.Graph, narrow: ir.DataType) -> int:
-    """Logits and hidden states, which are ``narrow``, as float32 for the host. Returns the casts made."""
-    count = 0
-    for i, value in enumerate(graph.outputs):
-        if value.name in ("logits", "hidden_states"):
-            cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
-            [output] = cast.outputs
-            cast.name, output.name, value.name = f"{value.name}.Cast", value.name, f"{value.name}.narrow"
-            output.shape, output.type, value.type = value.shape, ir.TensorType(ir.DataType.FLOAT), ir.TensorType(narrow)
-            graph.append(cast)
-            graph.outputs[i] = output
-            count += 1
-    return count
 
 
 def nodes_of(graph: ir.Graph, op_type: str, domain: str = "") -> Iterator[ir.Node]:

@@ -44,9 +44,6 @@ class Monitor:
         self._tell(start + length)
         return not self.stopped
 
-    def phase_finish(self, name: str) -> None:
-        """A phase ended. Its parent counts the step by itself."""
-
     def _tell(self, share: float) -> None:
         if share < self._told + RESOLUTION:
             return
@@ -64,7 +61,7 @@ class Monitor:
                 phase_name, parent_phase, num_steps
             ),
             "step_complete": lambda _, phase_name, step: self.step_complete(phase_name, step),
-            "phase_finish": lambda _, phase_name: self.phase_finish(phase_name),
+            "phase_finish": lambda _, phase_name: None,  # its parent counts the step by itself
         }
         return type("Monitor", (library.IProgressMonitor,), methods)()
 

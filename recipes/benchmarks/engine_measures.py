@@ -10,9 +10,9 @@ import resource
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from machine import QUIET_CPUS, Disturbance, provenance, table
@@ -48,43 +48,40 @@ class Check:
         return self.name, f"{self.figure:.3g}", bound, "met" if self.met else "MISSED"
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """The findings of a script: figures beside targets, what else goes into the JSON file, what else is printed."""
 
-    checks: list[Check]
+    checks: Sequence[Check]
     details: dict[str, Any]
     tables: Sequence[Sequence[Sequence[str]]] = ()  # each with its head first
-
-
-@dataclass
-class Report:
-    """Everything that is written to the JSON file. ``other_cpus``: CPUs busy with something else, None: not known."""
-
-    model: str
-    precision: str
-    threads: int
-    checks: list[Check] = field(default_factory=list)
-    details: dict[str, Any] = field(default_factory=dict)
-    other_cpus: float | None = None
 
     @property
     def met(self) -> bool:
         """True if all figures reach their targets."""
         return all(check.met for check in self.checks)
 
-    def write(self, path: Path | None) -> None:
-        """Print the table of checks, and write the JSON file where one is asked for."""
-        print(table((f"{self.model}, {self.precision}", "figure", "target", ""), *(c.row() for c in self.checks)))
-        if self.other_cpus is not None and self.other_cpus > QUIET_CPUS:
-            print(f"\nDISTURBED: {self.other_cpus} CPUs were busy with something else; do not quote.")
+    def write(self, path: Path | None, other_cpus: float | None = None, **bundle: Any) -> None:
+        """Print the tables, and write the JSON file where one is asked for.
+
+        Args:
+            path: the file.
+            other_cpus: CPUs that were busy with something else, None: not known.
+            bundle: what was measured: its ``model`` and ``precision``, and the threads.
+        """
+        head = (f"{bundle['model']}, {bundle['precision']}", "figure", "target", "")
+        print("\n\n".join(table(*rows) for rows in ([head, *(check.row() for check in self.checks)], *self.tables)))
+        if other_cpus is not None and other_cpus > QUIET_CPUS:
+            print(f"\nDISTURBED: {other_cpus} CPUs were busy with something else; do not quote.")
         if path is not None:
-            content = {**provenance(), **asdict(self), "met": self.met}
+            found = {"checks": [asdict(check) for check in self.checks], "details": self.details, "met": self.met}
+            content = {**provenance(), **bundle, **found, "other_cpus": other_cpus}
             path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def run(
     measure: Callable[[argparse.Namespace], Found], description: str | None, rounds: int = 3, **options: Any
-) -> Report:
+) -> Found:
     """Read the command line, measure, print and write what was found.
 
     Args:
@@ -109,12 +106,9 @@ def run(
         found = measure(args)
     except LlmcError as error:
         sys.exit(f"{parser.prog}: {error}")
-    other_cpus = meanwhile.cpus()
-    report = Report(manifest.source.name, args.precision, args.threads, found.checks, found.details, other_cpus)
-    report.write(args.json)
-    for rows in found.tables:
-        print(f"\n{table(*rows)}")
-    return report
+    named = {"model": manifest.source.name, "precision": args.precision, "threads": args.threads}
+    found.write(args.json, meanwhile.cpus(), **named)
+    return found
 
 
 def opened(args: argparse.Namespace, **options: Any) -> Model:

@@ -14,8 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -23,7 +22,7 @@ import onnxruntime
 from engine_measures import Check, Found, opened, run, run_batch, tokens
 from sampling import SETTINGS, peaked
 
-from llmc.runtime import Engine, Request, SamplingParams
+from llmc.runtime import Request, SamplingParams
 from llmc.runtime.sessions import Batch
 
 MAX_SHARE = 0.1  # of the time inside ONNX Runtime
@@ -40,8 +39,7 @@ MIXED = (
 PEAKED_SETS = 4  # different logits, so that the caches see fresh ones
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of the session: when it was entered, ran inside ONNX Runtime, and was left."""
 
     rows: int
@@ -50,23 +48,6 @@ class Call:
     started: float
     ended: float
     left: float
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """Medians in milliseconds per step of a full batch."""
-
-    settings: str
-    logits: str
-    steps: int
-    compute_ms: float
-    between_ms: float
-    session_ms: float
-
-    @property
-    def share(self) -> float:
-        """Time between two runs over time inside one."""
-        return self.between_ms / self.compute_ms
 
 
 @contextmanager
@@ -93,8 +74,10 @@ def recorded_calls(session: Any, logits: list[np.ndarray] | None) -> Iterator[li
         yield calls
 
 
-def summarize(settings: str, logits: str, calls: list[Call], rows: int) -> Overhead:
-    """Medians over the steps of a full batch that follow one another.
+def summarize(calls: list[Call], rows: int) -> dict[str, float]:
+    """Medians in milliseconds over the steps of a full batch that follow one another: inside a run, between two.
+
+    ``session_ms`` is the session's part of the time between, and ``share`` that time over the time inside.
 
     Raises:
         SystemExit: there are none.
@@ -102,11 +85,13 @@ def summarize(settings: str, logits: str, calls: list[Call], rows: int) -> Overh
     pairs = [pair for pair in itertools.pairwise(calls) if all((c.rows, c.tokens) == (rows, 1) for c in pair)]
     if not pairs:
         raise SystemExit(f"the batch never had {rows} rows; ask for more new tokens")
-    inside = [last.ended - last.started for _, last in pairs]
-    between = [last.started - first.ended for first, last in pairs]
-    session = [first.left - first.ended + last.started - last.entered for first, last in pairs]
-    medians = (statistics.median(seconds) * 1e3 for seconds in (inside, between, session))
-    return Overhead(settings, logits, len(pairs), *medians)
+    seconds = {
+        "compute_ms": [last.ended - last.started for _, last in pairs],
+        "between_ms": [last.started - first.ended for first, last in pairs],
+        "session_ms": [first.left - first.ended + last.started - last.entered for first, last in pairs],
+    }
+    medians = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
+    return {"steps": len(pairs), **medians, "share": medians["between_ms"] / medians["compute_ms"]}
 
 
 def batch_of(names: Sequence[str], rows: int, prompt: int, new_tokens: int) -> list[Request]:
@@ -118,16 +103,6 @@ def batch_of(names: Sequence[str], rows: int, prompt: int, new_tokens: int) -> l
         )
         for row in range(rows)
     ]
-
-
-@contextmanager
-def profiled(engine: Engine, profile: cProfile.Profile) -> Iterator[None]:
-    """Profile the engine's thread inside the block; helpers that sample are seen as waiting."""
-    engine.call(profile.enable)
-    try:
-        yield
-    finally:
-        engine.call(profile.disable)
 
 
 def measure(args: argparse.Namespace) -> Found:
@@ -149,23 +124,24 @@ def measure(args: argparse.Namespace) -> Found:
         for _ in range(args.rounds):
             for kind in kinds:
                 calls[kind] += step(*kind)
-        if args.profile:
+        if args.profile:  # the engine's thread; helpers that sample are seen as waiting
             profile = cProfile.Profile()
-            with profiled(engine, profile):
-                step(*kinds[-1])
+            engine.call(profile.enable)
+            step(*kinds[-1])
+            engine.call(profile.disable)
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-    found = [summarize(*kind, made, args.rows) for kind, made in calls.items()]
+    found = [
+        {"settings": settings, "logits": logits, **summarize(made, args.rows)}
+        for (settings, logits), made in calls.items()
+    ]
     checks = [
-        Check(f"{item.settings}, {item.logits} logits: between calls / inside", item.share, MAX_SHARE, at_most=True)
-        for item in found
+        Check(f"{k['settings']}, {k['logits']} logits: between calls / inside", k["share"], MAX_SHARE, at_most=True)
+        for k in found
     ]
     head = (f"{args.rows} rows, vocabulary {vocab}", "inside, ms", "between, ms", "session, ms")
-    rows = [
-        (f"{i.settings}, {i.logits}", *(f"{ms:.3f}" for ms in (i.compute_ms, i.between_ms, i.session_ms)))
-        for i in found
-    ]
-    kept = [{**asdict(item), "share": item.share} for item in found]
-    return Found(checks, {"rows": args.rows, "vocabulary": vocab, "mixed": MIXED, "kinds": kept}, [(head, *rows)])
+    parts = ("compute_ms", "between_ms", "session_ms")
+    rows = [(f"{k['settings']}, {k['logits']}", *(f"{k[part]:.3f}" for part in parts)) for k in found]
+    return Found(checks, {"rows": args.rows, "vocabulary": vocab, "mixed": MIXED, "kinds": found}, [(head, *rows)])
 
 
 def main() -> None:

@@ -1,12 +1,16 @@
 """Write llama.cpp's logits of given windows of tokens, for quality_per_bit.py. Needs llama-cpp-python and gguf.
 
-One line of JSON on standard output says what the file really holds: bits per weight, and the types of its matrices.
+    python llamacpp_logits.py MODEL WINDOWS OUTPUT PHASE THREADS
+
+MODEL is a GGUF file, WINDOWS a .npy file of token ids [windows, length], OUTPUT a .npy file to write, float32
+[windows, length, V]; PHASE is prefill (a window at once) or decode (token by token). One line of JSON on standard
+output says what the file really holds: bits per weight, and the types of its matrices.
 """
 
-import argparse
 import collections
 import ctypes
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,24 +71,18 @@ def description(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the logits of all windows as one .npy file: float32 [windows, length, V]."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="GGUF file")
-    parser.add_argument("windows", type=Path, help=".npy file of token ids, [windows, length]")
-    parser.add_argument("output", type=Path, help=".npy file to write")
-    parser.add_argument("--phase", choices=("prefill", "decode"), default="prefill")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    windows = np.load(args.windows)
+    """Write the logits of all windows."""
+    model, windows_file, output_file, phase, threads = sys.argv[1:]
+    windows = np.load(windows_file)
     count, length = windows.shape
-    context, vocabulary = open_context(args.model, args.threads, n_ctx=length, n_batch=length, n_ubatch=length)
-    step = length if args.phase == "prefill" else 1
-    output = np.lib.format.open_memmap(args.output, "w+", np.float32, (count, length, vocabulary))
+    context, vocabulary = open_context(Path(model), int(threads), n_ctx=length, n_batch=length, n_ubatch=length)
+    step = length if phase == "prefill" else 1
+    output = np.lib.format.open_memmap(output_file, "w+", np.float32, (count, length, vocabulary))
     for row, tokens in zip(output, windows.tolist(), strict=True):
         for i, logits in enumerate(window_logits(context, vocabulary, tokens, step)):
             row[i * step : i * step + len(logits)] = logits
     output.flush()
-    print(json.dumps(description(args.model)))
+    print(json.dumps(description(Path(model))))
 
 
 if __name__ == "__main__":

@@ -44,14 +44,6 @@ class Entry:
     model: str
 
 
-@dataclass(frozen=True)
-class Systems:
-    """The TOML file: the interpreter of each runner, and the systems."""
-
-    python: dict[str, str]
-    system: tuple[Entry, ...]
-
-
 @dataclass
 class Row:
     """A system with all its rounds. ``trouble`` says why there are none, or why there are fewer than asked for.
@@ -75,24 +67,23 @@ class Row:
         return max((float(result[phase]) for result in results), default=None)
 
 
-def read_systems(path: Path) -> Systems:
-    """Read the TOML file; llmc's interpreter is by default the one that runs this script.
+def read_systems(path: Path) -> tuple[dict[str, Path], tuple[Entry, ...]]:
+    """Read the TOML file: the interpreter of each runner, llmc's by default the one that runs this script; the systems.
 
     Raises:
         ValueError: it is no TOML, or says something that is not understood.
     """
-    with path.open("rb") as file:
-        document = {"python": {}, "system": [], **tomllib.load(file)}
+    document = tomllib.loads(path.read_text(encoding="utf-8"))
     try:
-        found: Systems = decode(Systems, document)
+        pythons = decode(dict[str, str], document.pop("python", {}), "python")
+        entries = decode(dict[str, tuple[Entry, ...]], document).get("system", ())
     except BundleError as error:
         raise ValueError(f"{path}: {error}; see systems.example.toml") from error
-    unknown = (found.python.keys() | {entry.runner for entry in found.system}) - RUNNERS.keys()
-    if unknown or not found.system:
+    unknown = (pythons.keys() | {entry.runner for entry in entries}) - RUNNERS.keys()
+    if unknown or not entries:
         problem = f"unknown runners {sorted(unknown)}, expected {', '.join(RUNNERS)}" if unknown else "no [[system]]"
         raise ValueError(f"{path}: {problem}; see systems.example.toml")
-    pythons = {runner: str(path.parent / python) for runner, python in found.python.items()}
-    return Systems({"llmc": sys.executable, **pythons}, found.system)
+    return {"llmc": Path(sys.executable), **{name: path.parent / python for name, python in pythons.items()}}, entries
 
 
 def run_script(python: str | Path, script: str, *arguments: object, timeout_s: float | None = None) -> str:
@@ -114,14 +105,15 @@ def run_script(python: str | Path, script: str, *arguments: object, timeout_s: f
     return (done.stdout.splitlines() or [""])[-1]
 
 
-def run_all(systems: Systems, folder: Path, args: argparse.Namespace) -> list[Row]:
+def run_all(pythons: dict[str, Path], entries: Sequence[Entry], args: argparse.Namespace) -> list[Row]:
     """Run all systems in turn, several times. One that fails is not tried again."""
-    rows = [Row(entry, missing(systems.python.get(entry.runner), folder / entry.model)) for entry in systems.system]
+    folder = args.systems.parent
+    rows = [Row(entry, missing(pythons.get(entry.runner), folder / entry.model)) for entry in entries]
     work = ["--prompts", *args.prompts, "--new-tokens", args.new_tokens, "--threads", usable_threads()]
     for number in range(1, args.rounds + 1):
         for row in (row for row in rows if not row.trouble):
             entry, disturbance = row.entry, Disturbance(resource.RUSAGE_CHILDREN)
-            command = (systems.python[entry.runner], "runners.py", entry.runner, folder / entry.model, *work)
+            command = (pythons[entry.runner], "runners.py", entry.runner, folder / entry.model, *work)
             try:
                 found = json.loads(run_script(*command, timeout_s=args.timeout))
                 row.rounds.append({**found, "other_cpus": disturbance.cpus()})
@@ -133,11 +125,11 @@ def run_all(systems: Systems, folder: Path, args: argparse.Namespace) -> list[Ro
     return rows
 
 
-def missing(python: str | None, model: Path) -> str:
+def missing(python: Path | None, model: Path) -> str:
     """The reason why a system cannot run, or nothing."""
     if python is None:
         return f"{NOT_RUN}: its runner has no interpreter"
-    absent = [str(path) for path in (Path(python), model) if not path.exists()]
+    absent = [str(path) for path in (python, model) if not path.exists()]
     return f"{NOT_RUN}: {', '.join(absent)} not found" if absent else ""
 
 
@@ -198,15 +190,14 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("peers.json"), help="where the JSON goes")
     args = parser.parse_args()
     try:
-        systems = read_systems(args.systems)
+        pythons, entries = read_systems(args.systems)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    groups = sorted({entry.group for entry in systems.system})
+    groups = sorted({entry.group for entry in entries})
     if args.group and not set(args.group) <= set(groups):
         parser.error(f"--group {' '.join(args.group)}: {args.systems} has {', '.join(groups)}")
-    chosen = tuple(entry for entry in systems.system if not args.group or entry.group in args.group)
     origin = provenance()
-    rows = run_all(Systems(systems.python, chosen), args.systems.parent, args)
+    rows = run_all(pythons, [entry for entry in entries if not args.group or entry.group in args.group], args)
     work = {"prompts": args.prompts, "new_tokens": args.new_tokens}
     results = {**origin, **work, "rows": [asdict(row) for row in rows]}
     args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

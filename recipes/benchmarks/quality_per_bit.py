@@ -6,6 +6,7 @@ difference is one of quantization and not of conversion.
 """
 
 import argparse
+import collections
 import hashlib
 import importlib.metadata
 import json
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ os.environ |= {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from machine import provenance
 from machine import table as markdown
 from numpy.typing import NDArray
 from peers import run_script
 from scores import Score, ratio, score
-from unquantized import Unquantized
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from llmc.errors import LlmcError
 from llmc.export import export
@@ -70,6 +74,49 @@ class Task:
     def score(self, candidate: Any) -> Score:
         """Compare a system's logits of all windows."""
         return score(self.reference, candidate, self.windows)
+
+
+class Unquantized:
+    """The checkpoint as transformers computes it in float32 on the CPU.
+
+    It belongs to neither side, so neither is measured against itself.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
+
+    @property
+    def matrix_weights(self) -> int:
+        """Number of weights in matrices, a tied head counted once."""
+        return sum(parameter.numel() for parameter in self._model.parameters() if parameter.ndim > 1)
+
+    @torch.inference_mode()
+    def logits(self, windows: NDArray[np.int64], path: Path) -> NDArray[np.float32]:
+        """Write the logits of every window into a .npy file and map it: float32 [windows, length, V]."""
+        output = np.lib.format.open_memmap(path, "w+", np.float32, (*windows.shape, self._model.config.vocab_size))
+        for row, tokens in zip(output, windows, strict=True):
+            row[:] = self._model(input_ids=torch.from_numpy(tokens[None]), use_cache=False).logits[0].numpy()
+        output.flush()
+        return output
+
+    @torch.inference_mode()
+    def importance(self, windows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
+        """Mean square of each input of each decoder linear, by weight name: what ``llama-imatrix`` collects.
+
+        As there, embedding and head are left out.
+        """
+        sums: dict[str, Any] = collections.defaultdict(float)
+
+        def add(name: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            sums[name] += inputs[0].double().square().flatten(0, -2).sum(dim=0)
+
+        linears = {name: m for name, m in self._model.model.named_modules() if isinstance(m, nn.Linear)}
+        hooks = [m.register_forward_pre_hook(partial(add, f"model.{name}.weight")) for name, m in linears.items()]
+        for tokens in windows:
+            self._model(input_ids=torch.from_numpy(tokens[None]), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return {name: (total / windows.size).float().numpy() for name, total in sums.items()}
 
 
 def read_windows(tokenizer: Tokenizer, text: Path, count: int, length: int) -> NDArray[np.int64]:
@@ -129,9 +176,8 @@ def llamacpp(
     for scheme in schemes:
         model = task.folder / f"model-{scheme}.gguf"
         for phase in Phase:
-            flags = ("--phase", phase.value, "--threads", usable_threads())
-            line = run_script(python, "llamacpp_logits.py", model, task.folder / "windows.npy", output, *flags)
-            found = json.loads(line)
+            work = (model, task.folder / "windows.npy", output, phase.value, usable_threads())
+            found = json.loads(run_script(python, "llamacpp_logits.py", *work))
             if found["matrix_weights"] != task.matrix_weights:
                 raise RuntimeError(
                     f"{model.name} has {found['matrix_weights']} weights in matrices, the checkpoint "

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 WARM_UP_TOKENS = 4  # new tokens of the untimed call before each timed one: pages in, allocates, builds kernels
 HIGHEST_RESIDENT_UNIT = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux, bytes on macOS
@@ -26,11 +26,8 @@ MICRO_BATCH = 512  # llama.cpp's own default
 Generate = Callable[[list[int], int], tuple[float, float]]
 
 
-class System(NamedTuple):
-    """A system that was opened; ``details`` help to interpret its figures."""
-
-    generate: Generate
-    details: dict[str, str]
+# A system that was opened, and what helps to interpret its figures.
+System = tuple[Generate, dict[str, str]]
 
 
 def time_steps(prefill: Callable[[], None], step: Callable[[], None], new_tokens: int) -> tuple[float, float]:
@@ -63,7 +60,7 @@ def llmc(args: argparse.Namespace) -> System:
     measured = quality.phases.values() if quality else ()
     kl = " / ".join(f"{phase.mean_kl:.4f}" for phase in measured if phase.mean_kl is not None) or "not measured"
     built = f"{recipe.precision}, blocks of {recipe.block_size}, {recipe.phases} phases"
-    return System(generate, {"recipe": built, "mean KL, prefill / decode": kl})
+    return generate, {"recipe": built, "mean KL, prefill / decode": kl}
 
 
 def llamacpp(args: argparse.Namespace) -> System:
@@ -93,7 +90,7 @@ def llamacpp(args: argparse.Namespace) -> System:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
         return time_steps(lambda: feed(prompt), lambda: feed(latest), new_tokens)
 
-    return System(generate, {"system_info": llama_cpp.llama_print_system_info().decode()})
+    return generate, {"system_info": llama_cpp.llama_print_system_info().decode()}
 
 
 def openvino(args: argparse.Namespace) -> System:
@@ -115,7 +112,7 @@ def openvino(args: argparse.Namespace) -> System:
         check_count(metrics.get_num_generated_tokens(), new_tokens)
         return metrics.get_ttft().mean / 1e3, metrics.get_tpot().mean * (new_tokens - 1) / 1e3
 
-    return System(generate, {"plugin": str(openvino.get_version())})
+    return generate, {"plugin": str(openvino.get_version())}
 
 
 def genai(args: argparse.Namespace) -> System:
@@ -143,7 +140,7 @@ def genai(args: argparse.Namespace) -> System:
         check_count(len(generator.get_sequence(0)) - len(prompt), new_tokens)
         return seconds
 
-    return System(generate, {})
+    return generate, {}
 
 
 # Of each system how it is opened, and the distributions whose versions matter.
@@ -189,14 +186,14 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     """Open the system and measure every prompt length; memory in 10^6 bytes, mapped weights included."""
     open_system, packages = RUNNERS[args.system]
     started = time.perf_counter()
-    system = open_system(args)
+    generate, details = open_system(args)
     load_s = time.perf_counter() - started
-    results = [measured(system.generate, n, 2 * i, args.new_tokens) for i, n in enumerate(args.prompts)]
+    results = [measured(generate, n, 2 * i, args.new_tokens) for i, n in enumerate(args.prompts)]
     files = [args.model] if args.model.is_file() else [file for file in args.model.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     return {
         "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in packages}},
-        "details": {"threads": str(args.threads), "files_mb": str(size // 10**6), **system.details},
+        "details": {"threads": str(args.threads), "files_mb": str(size // 10**6), **details},
         "load_s": round(load_s, 2),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * HIGHEST_RESIDENT_UNIT // 10**6,
         "results": results,

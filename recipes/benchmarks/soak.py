@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,30 +183,30 @@ def _shown(output: Any) -> object:
     return output and (output.index, output.token_ids, output.text, output.finish_reason)
 
 
+@dataclass
 class Clients:
     """Threads that ask, each one request at a time, until ``count`` requests were made."""
 
-    def __init__(self, engine: Engine, cases: list[Case], alone: list[Seen], count: int, seed: int) -> None:
-        self.engine = engine
-        self.cases = cases
-        self.alone = alone
-        self.count = count
-        self.seed = seed
-        self.outcomes: collections.Counter[str] = collections.Counter()
-        self.turned_away = 0
-        self.wrong: list[str] = []
-        self.resident: list[tuple[int, int]] = []
-        self._numbers = iter(range(count))
-        self._lock = threading.Lock()
+    engine: Engine
+    cases: list[Case]
+    alone: list[Seen]
+    count: int
+    seed: int
+    outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
+    turned_away: int = 0
+    wrong: list[str] = field(default_factory=list)
+    resident: list[tuple[int, int]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
         """Start all, watch memory, and wait."""
-        threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            self.resident.append((self.outcomes.total(), resident_bytes()[0]))
-            time.sleep(0.1)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            asked = [pool.submit(self._ask, number) for number in range(self.count)]
+            while not asked[-1].done():
+                self.resident.append((self.outcomes.total(), resident_bytes()[0]))
+                time.sleep(0.1)
+        for one in asked:
+            one.result()
 
     def growth(self) -> float:
         """Resident set in the last tenth over that after the first fifth, less 1."""
@@ -215,22 +216,15 @@ class Clients:
         )
         return statistics.median(last or [0]) / statistics.median(settled or last or [1]) - 1
 
-    def _ask(self) -> None:
-        while True:
-            with self._lock:
-                number = next(self._numbers, None)
-            if number is None:
-                return
-            chance, seen = random.Random(f"{self.seed} {number}"), Seen()
-            which, way = chance.randrange(len(self.cases)), chance.choices(list(WAYS), WAYS.values())[0]
-            deadline = 0.001 + chance.random() * 0.2 if way == "deadline" else None
-            request = self.cases[which].request(priority=chance.randint(-2, 2), deadline_s=deadline)
-            follow(self._submit(request), seen, way, chance)
-            case, outcome = self.cases[which], "finished" if seen.result else "left"
-            wrong = [f"request {number} ({case.kind}, {way}) {m}" for m in mistakes(case, self.alone[which], seen)]
-            with self._lock:
-                self.outcomes[seen.error.__name__ if seen.error else outcome] += 1
-                self.wrong += wrong
+    def _ask(self, number: int) -> None:
+        chance, seen = random.Random(f"{self.seed} {number}"), Seen()
+        which, way = chance.randrange(len(self.cases)), chance.choices(list(WAYS), WAYS.values())[0]
+        case, deadline = self.cases[which], 0.001 + chance.random() * 0.2 if way == "deadline" else None
+        follow(self._submit(case.request(priority=chance.randint(-2, 2), deadline_s=deadline)), seen, way, chance)
+        wrong = [f"request {number} ({case.kind}, {way}) {m}" for m in mistakes(case, self.alone[which], seen)]
+        with self._lock:
+            self.outcomes[seen.error.__name__ if seen.error else "finished" if seen.result else "left"] += 1
+            self.wrong += wrong
 
     def _submit(self, request: Request) -> Handle:
         while True:
@@ -316,7 +310,7 @@ def count_jobs() -> int:
 
 def main() -> None:
     """Print the figures, and the first mistakes; exit with 1 if there are any."""
-    report = run(
+    found = run(
         soak,
         __doc__,
         rounds=1,
@@ -326,7 +320,7 @@ def main() -> None:
         lookup=(False, "speculate by prompt lookup; with determinism strict"),
         seed=(0, "of what clients do"),
     )
-    sys.exit(not report.met)
+    sys.exit(not found.met)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -80,36 +80,24 @@ class OracleDraft(WrongDraft):
         return whole[len(tokens) : len(tokens) + count]
 
 
-@dataclass(eq=False)
-class Pair:
-    """Tokens per second of the same requests without drafts and with them, round by round.
+def pair_of(name: str, plain: Sequence[GenerationResult], drafts: Sequence[GenerationResult]) -> dict[str, Any]:
+    """Tokens per second of the same requests without drafts and with them, round by round, and what was drafted.
 
-    ``accepted`` and ``drafted`` count tokens of the runs with drafts.
+    ``gain`` is the median over rounds of the rate with drafts over that without.
     """
+    rates = {
+        key: [result.timings.decode_tokens_per_s for result in results]
+        for key, results in (("plain", plain), ("drafts", drafts))
+    }
+    counts = {key: sum(getattr(result.metrics, key) for result in drafts) for key in ("accepted", "drafted")}
+    return {"name": name, **rates, **counts, "gain": median_ratio(rates["drafts"], rates["plain"])}
 
-    name: str
-    plain: list[float] = field(default_factory=list)
-    drafts: list[float] = field(default_factory=list)
-    accepted: int = 0
-    drafted: int = 0
 
-    def add(self, speculates: bool, result: GenerationResult) -> None:
-        """Note one run."""
-        (self.drafts if speculates else self.plain).append(result.timings.decode_tokens_per_s)
-        if speculates:
-            self.accepted += result.metrics.accepted
-            self.drafted += result.metrics.drafted
-
-    @property
-    def gain(self) -> float:
-        """Median over rounds of the rate with drafts over that without."""
-        return median_ratio(self.drafts, self.plain)
-
-    def row(self) -> tuple[str, ...]:
-        """Cells of the table."""
-        share = f"{self.accepted / self.drafted:.1%}" if self.drafted else "-"
-        medians = (f"{statistics.median(rates):.1f}" for rates in (self.plain, self.drafts))
-        return self.name, *medians, str(self.drafted), share
+def row(pair: dict[str, Any]) -> tuple[str, ...]:
+    """Cells of the table."""
+    share = f"{pair['accepted'] / pair['drafted']:.1%}" if pair["drafted"] else "-"
+    medians = (f"{statistics.median(pair[key]):.1f}" for key in ("plain", "drafts"))
+    return pair["name"], *medians, str(pair["drafted"]), share
 
 
 def held_to(prompt: Sequence[int], new: Sequence[int]) -> Callable[[Sequence[int], np.ndarray], np.ndarray]:
@@ -120,17 +108,6 @@ def held_to(prompt: Sequence[int], new: Sequence[int]) -> Callable[[Sequence[int
         return logits
 
     return force
-
-
-def compare(engine: Engine, name: str, make: Callable[[int, bool], Request], rounds: int) -> Pair:
-    """Run ``make(round, speculates)`` without and with drafts, in turns that begin with either; round 0 is untimed."""
-    pair = Pair(name)
-    for i in range(rounds + 1):
-        for speculates in (False, True) if i % 2 else (True, False):
-            result = engine.submit(make(i, speculates)).result(LONGEST_WAIT)
-            if i:
-                pair.add(speculates, result)
-    return pair
 
 
 def greedy(new_tokens: int, speculates: bool) -> SamplingParams:
@@ -146,16 +123,24 @@ def speculating(args: argparse.Namespace, drafter: Drafter) -> Iterator[Engine]:
         yield model.engine
 
 
-def with_oracle(args: argparse.Namespace, oracle: OracleDraft) -> Pair:
+def compare(engine: Engine, name: str, make: Callable[[int, bool], Request], rounds: int) -> dict[str, Any]:
+    """Run ``make(round, speculates)`` without and with drafts, in turns that begin with either; round 0 is untimed."""
+    results: dict[bool, list[GenerationResult]] = {False: [], True: []}
+    for i in range(rounds + 1):
+        for speculates in (False, True) if i % 2 else (True, False):
+            results[speculates].append(engine.submit(make(i, speculates)).result(LONGEST_WAIT))
+    return pair_of(name, results[False][1:], results[True][1:])
+
+
+def with_oracle(args: argparse.Namespace, oracle: OracleDraft) -> dict[str, Any]:
     """Drafts that are right four times in five."""
     prompts = [tokens(args.prompt, i) for i in range(args.rounds + 1)]
+    recorded = []
     with speculating(args, oracle) as engine:
-        recorded = [
-            engine.submit(Request(prompt, greedy(args.new_tokens, False))).result(LONGEST_WAIT).token_ids
-            for prompt in prompts
-        ]
-        for prompt, new in zip(prompts, recorded, strict=True):
-            oracle.learn(prompt, new)
+        for prompt in prompts:
+            result = engine.submit(Request(prompt, greedy(args.new_tokens, False))).result(LONGEST_WAIT)
+            oracle.learn(prompt, result.token_ids)
+            recorded.append(result.token_ids)
 
         def make(i: int, speculates: bool) -> Request:
             held = held_to(prompts[i], recorded[i])
@@ -164,28 +149,23 @@ def with_oracle(args: argparse.Namespace, oracle: OracleDraft) -> Pair:
         return compare(engine, f"oracle, {1 - args.wrong:.0%} right", make, args.rounds)
 
 
-def with_lookup(args: argparse.Namespace) -> Pair:
-    """Prompt lookup where the text repeats itself."""
-    copies = max(2, args.prompt // PASSAGE + 1)
+def without_oracle(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Prompt lookup where the text repeats itself; then text that nobody can guess, with two drafters."""
 
-    def make(i: int, speculates: bool) -> Request:
-        return Request(tokens(PASSAGE, i) * copies, greedy(args.new_tokens, speculates))
+    def repetitive(i: int, speculates: bool) -> Request:
+        return Request(tokens(PASSAGE, i) * max(2, args.prompt // PASSAGE + 1), greedy(args.new_tokens, speculates))
 
-    with speculating(args, PromptLookup()) as engine:
-        return compare(engine, "prompt lookup, repetitive text", make, args.rounds)
+    def free(i: int, speculates: bool) -> Request:
+        params = greedy(args.free_tokens, speculates)
+        return Request(tokens(args.prompt, 100 + i), replace(params, temperature=1.0, seed=i))
 
-
-def on_free_text(args: argparse.Namespace, name: str, drafter: Drafter) -> Pair:
-    """Sampled text that nobody can guess."""
-
-    def make(i: int, speculates: bool) -> Request:
-        params = SamplingParams(
-            max_tokens=args.free_tokens, temperature=1.0, seed=i, ignore_eos=True, speculate=speculates
-        )
-        return Request(tokens(args.prompt, 100 + i), params)
-
-    with speculating(args, drafter) as engine:
-        return compare(engine, f"{name}, free text", make, args.rounds)
+    for name, drafter, make in (
+        ("prompt lookup, repetitive text", PromptLookup(), repetitive),
+        ("prompt lookup, free text", PromptLookup(), free),
+        ("always wrong, free text", WrongDraft(), free),
+    ):
+        with speculating(args, drafter) as engine:
+            yield compare(engine, name, make, args.rounds)
 
 
 def verifications(model: Model, prompt: int, right: float) -> list[dict[str, float]]:
@@ -216,23 +196,17 @@ def measure(args: argparse.Namespace) -> Found:
     with opened(args) as model:
         calls = verifications(model, args.prompt, 1 - args.wrong)
         oracle = OracleDraft(args.wrong, model.manifest.geometry.vocab_size)
-    pairs = {
-        with_oracle(args, oracle): MIN_GAIN.get(args.precision, 1.0),
-        with_lookup(args): MIN_LOOKUP_GAIN,
-        on_free_text(args, "prompt lookup", PromptLookup()): MIN_ON_FREE_TEXT,
-        on_free_text(args, "always wrong", WrongDraft()): MIN_ON_FREE_TEXT,
-    }
-    checks = [Check(f"{pair.name}: tokens per second, ratio", pair.gain, target) for pair, target in pairs.items()]
-    details: dict[str, Any] = {
-        "determinism": args.determinism,
-        "max_draft_tokens": args.max_draft_tokens,
-        "pairs": [{**asdict(pair), "gain": pair.gain} for pair in pairs],
-        "verifications": calls,
-    }
-    rates = [("tokens per second", "without drafts", "with", "drafted", "accepted"), *(pair.row() for pair in pairs)]
+    pairs = [with_oracle(args, oracle), *without_oracle(args)]
+    targets = (MIN_GAIN.get(args.precision, 1.0), MIN_LOOKUP_GAIN, MIN_ON_FREE_TEXT, MIN_ON_FREE_TEXT)
+    checks = [
+        Check(f"{pair['name']}: tokens per second, ratio", pair["gain"], target)
+        for pair, target in zip(pairs, targets, strict=True)
+    ]
+    setting = {"determinism": args.determinism, "max_draft_tokens": args.max_draft_tokens}
+    rates = [("tokens per second", "without drafts", "with", "drafted", "accepted"), *map(row, pairs)]
     head = ("drafts per call", "decode graph, ms", "prefill graph, ms", f"best gain at {1 - args.wrong:.0%}")
     costs = [head, *((f"{drafts}", *(f"{v:.2f}" for v in rest)) for drafts, *rest in (c.values() for c in calls))]
-    return Found(checks, details, (rates, costs))
+    return Found(checks, {**setting, "pairs": pairs, "verifications": calls}, (rates, costs))
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
 """The alternative to llmc: transformers on the GPU, decoding compiled on a static cache, prefill by torch's SDPA."""
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 from gpu_check import models
 from gpu_check.measure import ROUNDS, seconds_of
-from gpu_check.steps import NotHereError, Options
+from gpu_check.steps import NotHereError
 
 PROMPT, PREFILL, NEW_TOKENS = 128, 2048, 128
 # Compiled calls before timing: the first compiles, the second records the CUDA graph, the third replays it.
@@ -13,7 +14,7 @@ WARM_UP = 4
 FASTEST = {"mode": "reduce-overhead"}  # of torch's own compiler
 
 
-def baseline(geometry: str, options: Options) -> dict[str, Any]:
+def baseline(geometry: str, work: Path) -> dict[str, Any]:
     """Seconds of a decode step and of a prefill of 2,048 tokens, both in float16, medians of some rounds.
 
     Speeds do not depend on the weights, so the model is made from its config alone.
@@ -25,7 +26,7 @@ def baseline(geometry: str, options: Options) -> dict[str, Any]:
         raise NotHereError(f"torch and transformers are needed: {error}") from error
     if not torch.cuda.is_available():
         raise NotHereError(f"torch {torch.__version__} sees no GPU")
-    config = transformers.AutoConfig.from_pretrained(models.export(geometry, options))
+    config = transformers.AutoConfig.from_pretrained(models.export(geometry, work))
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation="sdpa")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_check import models
-from gpu_check.steps import NotHereError, Options
+from gpu_check.steps import NotHereError
 from llmc.bundle import read_export, verify_files
 from llmc.errors import BundleError, MissingExtraError
 from llmc.runtime.selftest import replay
@@ -32,9 +32,9 @@ POSITIONS = 24
 SAME_MODEL = 1e-3
 
 
-def reference(geometry: str, options: Options) -> dict[str, Any]:
+def reference(geometry: str, work: Path) -> dict[str, Any]:
     """Write the reference's cases, by transformers where it is installed; and how far apart both references are."""
-    folder, found, missing = models.export(geometry, options), {}, []
+    folder, found, missing = models.export(geometry, work), {}, []
     prompts = prompts_of(folder)
     for way in (by_transformers, by_portable_graph):
         try:
@@ -44,16 +44,19 @@ def reference(geometry: str, options: Options) -> dict[str, Any]:
     if not found:
         raise NotHereError("; ".join(missing))
     source, logits = next(iter(found.items()))
-    save(list(zip(prompts, logits, strict=True)), options.work / f"{geometry}.npz")
+    save(list(zip(prompts, logits, strict=True)), work / f"{geometry}.npz")
     apart = None if missing else largest(worst(a, b) for a, b in zip(*found.values(), strict=True))
-    return {"source": source, "missing": missing, "difference_of_both": apart, "problems": disagreement(apart)}
+    problems = [] if apart is None else beyond({"portable graph": apart}, SAME_MODEL, "from transformers")
+    return {"source": source, "missing": missing, "difference_of_both": apart, "problems": problems}
 
 
-def disagreement(apart: float | None) -> list[str]:
-    """The mistake in two references that are ``apart``, in words; nothing where there is one alone."""
-    if apart is None or apart <= SAME_MODEL:
-        return []
-    return [f"the portable graph differs from transformers by {apart:.3g}, at most {SAME_MODEL} is expected"]
+def beyond(distances: dict[str, float], limit: float, how: str) -> list[str]:
+    """The distances that are larger than ``limit``, in words."""
+    return [
+        f"{name}: logits are {distance:.3g} {how}, at most {limit} is expected"
+        for name, distance in distances.items()
+        if not distance <= limit  # which NaN is not either
+    ]
 
 
 def prompts_of(folder: Path) -> list[list[int]]:
@@ -124,14 +127,14 @@ def largest(distances: Iterable[float]) -> float:
 LIMITS = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1, "int8": 0.2, "fp8": 0.4, "int4": 0.9}
 
 
-def verify(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+def verify(target: str, geometry: str, precision: str, work: Path) -> dict[str, Any]:
     """Hash the files, replay the golden prompts, and compare both paths with the reference, if there can be one."""
-    cases = options.work / f"{geometry}.npz"
-    with models.opened(target, geometry, precision, options) as model:
-        folder = models.built(target, geometry, precision, options)
+    cases = work / f"{geometry}.npz"
+    with models.opened(target, geometry, precision, work) as model:
+        folder = models.built(target, geometry, precision, work)
         found: dict[str, Any] = {"files": len(list(verify_files(folder, model.manifest))), "golden": golden(model)}
         try:
-            made = {} if cases.is_file() else reference(geometry, options)
+            made = {} if cases.is_file() else reference(geometry, work)
             found |= {"reference": compare(model, read(cases)), "problems": made.get("problems", [])}
         except (NotHereError, MissingExtraError) as error:
             found |= {"reference": {}, "problems": [], "missing": str(error)}
@@ -173,11 +176,7 @@ def compare(model: Any, cases: Sequence[Case]) -> dict[str, float]:
 def mistakes(golden: dict[str, Any], distances: dict[str, float], limit: float) -> list[str]:
     """Mistakes, in words."""
     trouble = [golden["trouble"]] if golden["trouble"] else []
-    return trouble + [
-        f"{path}: logits are {distance:.3g} from the reference, at most {limit} is expected"
-        for path, distance in distances.items()
-        if not distance <= limit  # which NaN is not either
-    ]
+    return trouble + beyond(distances, limit, "from the reference")
 
 
 # -------------------------------------------------------------------------------------------------------- determinism
@@ -189,9 +188,9 @@ STEPS = 4
 ROUNDING = 0.1
 
 
-def determinism(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+def determinism(target: str, geometry: str, precision: str, work: Path) -> dict[str, Any]:
     """Tokens and relative differences of logits of the same prompts: twice, in a batch, and of one step repeated."""
-    with models.opened(target, geometry, precision, options) as model:
+    with models.opened(target, geometry, precision, work) as model:
         vocab, rows = model.manifest.geometry.vocab_size, min(ROWS, model.manifest.limits.max_batch)
         prompts = [arbitrary(PROMPT_TOKENS + i, vocab, i) for i in range(rows)]
         session, runner = model.runner.session, model.runner
@@ -204,11 +203,7 @@ def determinism(target: str, geometry: str, precision: str, options: Options) ->
 
 def differences(apart: dict[str, float]) -> list[str]:
     """Differences beyond rounding, in words; those within are figures, and so are tokens: near choices swap them."""
-    return [
-        f"{name}: logits are {distance:.3g} apart (relative), at most {ROUNDING} is expected"
-        for name, distance in apart.items()
-        if not distance <= ROUNDING  # which NaN is not either
-    ]
+    return beyond(apart, ROUNDING, "apart (relative)")
 
 
 def rows_apart(session: Any, prompts: Sequence[Sequence[int]]) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gpu_check import models
 from gpu_check.measure import seconds_of, spread, without_graphs
-from gpu_check.steps import NotHereError, Options
+from gpu_check.steps import NotHereError
 from llmc.bundle import read_bundle
 from llmc.errors import LlmcError, MissingExtraError
 from llmc.runtime.sessions import Batch, Phase
@@ -32,11 +32,11 @@ LAYERS = {
 NAMES = 12  # of each kind of layers that are listed
 
 
-def kernels(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+def kernels(target: str, geometry: str, precision: str, work: Path) -> dict[str, Any]:
     """A decode step on ONNX Runtime with its attention kernels for decode (XQA) and without: seconds, and microseconds
     by operator, of the host and, where the package was built with CUPTI, of each kernel."""
     models.check_here(target)
-    folder, runtime = models.built(target, geometry, precision, options), cuda_provider.import_onnxruntime_gpu("0")
+    folder, runtime = models.built(target, geometry, precision, work), cuda_provider.import_onnxruntime_gpu("0")
     found: dict[str, Any] = {}
     for name, value in {"xqa": "1", "without_xqa": "0"}.items():
         os.environ["ORT_ENABLE_XQA"] = value  # read when a session is made
@@ -88,16 +88,16 @@ def by_operator(events: Iterable[dict[str, Any]], count: int) -> dict[str, dict[
     return dict(sorted(found.items(), key=lambda item: -max(item[1]["host_us"], sum(item[1]["gpu_us"].values()))))
 
 
-def layers(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+def layers(target: str, geometry: str, precision: str, work: Path) -> dict[str, Any]:
     """Layers of an engine by TensorRT's inspector, counted by kind."""
     from llmc.optimize.tensorrt.inspector import inspect_engine
 
     models.check_here(target)
-    folder = models.built(target, geometry, precision, options)
+    folder = models.built(target, geometry, precision, work)
     found = inspect_engine(library.load_library(target), folder / read_bundle(folder).engine.file)
     if found is None:
         raise NotHereError("the engine cannot be loaded here")
-    return digest(found.layers)
+    return digest(found["layers"])
 
 
 def digest(layers: list[Any]) -> dict[str, Any]:
@@ -111,11 +111,11 @@ def digest(layers: list[Any]) -> dict[str, Any]:
     return found
 
 
-def refusal(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+def refusal(target: str, geometry: str, precision: str, work: Path) -> dict[str, Any]:
     """The answer of TensorRT-RTX on this GPU: a few tokens, or its refusal."""
     models.check_here(target)
     try:
-        with models.opened(target, geometry, precision, options) as model:
+        with models.opened(target, geometry, precision, work) as model:
             answer = model.generate([10, 11, 12], max_tokens=8, temperature=0, ignore_eos=True)
             return {"accepted": True, "said": str(list(answer.token_ids))}
     except MissingExtraError:

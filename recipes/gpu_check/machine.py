@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpu_check.steps import NotHereError, Options
+from gpu_check.steps import NotHereError
 from llmc.errors import GpuError
 from llmc.runtime.host import cuda
 from llmc.runtime.host.probe import probe
@@ -25,14 +26,14 @@ COPY_BYTES = 1 << 30
 COPIES, ROUNDS, ROWS = 20, 5, 16
 
 
-def machine(options: Options) -> dict[str, Any]:
+def machine(work: Path) -> dict[str, Any]:
     """The machine, its GPUs and libraries as the probe finds them, and versions of what is installed."""
     installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     packages = {name: installed[name] for name in sorted(installed) if PACKAGES.search(name)}
     return {"platform": platform.platform(), "packages": packages, "probe": asdict(probe(timeout_s=PROBE_S))}
 
 
-def driver(options: Options) -> dict[str, Any]:
+def driver(work: Path) -> dict[str, Any]:
     """Allocation, pinned memory, copies, a resized cache, recorded copies: rates, times, and what came out wrong."""
     try:
         gpu = cuda.open_driver()

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check.process import DONE, NOT_RUN, run
-from gpu_check.report import markdown
-from gpu_check.steps import GEOMETRIES, Options, Step, chosen, work
+from gpu_check.steps import Step, chosen, work
 
 SCHEMA = 2
 
@@ -25,17 +24,12 @@ class RefusedError(Exception):
 
 
 def main(arguments: Sequence[str], description: str | None) -> int:
-    """Run, or print, or prepare; 1 if a step failed, crashed or ran out of time, 2 if nothing could begin."""
+    """Run steps; 1 if a step failed, crashed or ran out of time, 2 if nothing could begin."""
     asked = parse(arguments, description)
     if asked.step:
-        return work(asked.step[0], Path(asked.step[1]), Options(asked.work, asked.models))
+        return work(asked.step[0], Path(asked.step[1]), asked.work)
     try:
-        if asked.prepare:
-            return prepare(asked.prepare)
-        if not asked.markdown:
-            return check(asked)
-        print(markdown(read(asked.out)))
-        return 0
+        return check(asked)
     except RefusedError as error:
         print(f"gpu_check.py: {error}", file=sys.stderr)
         return 2
@@ -47,11 +41,8 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
     parser.add_argument("steps", nargs="*", help="patterns of steps to run, done or not; default: all that are not")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file (gpu_check.json)")
     parser.add_argument("--work", type=Path, help="folder for what steps make, up to 25 GB; default: OUT.work")
-    parser.add_argument("--models", type=Path, help="folder that --prepare wrote; default: made here, with torch")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no step after so many")
     parser.add_argument("--commit", help="revision of this tree, where it has no git")
-    parser.add_argument("--prepare", type=Path, help="write exports that can be carried along here, and nothing else")
-    parser.add_argument("--markdown", action="store_true", help="run nothing; print --out as a table")
     parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)  # what our processes are told: name, file
     asked = parser.parse_args(arguments)
     if not asked.minutes >= 0:  # which NaN is not either
@@ -59,7 +50,6 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
     if not chosen(asked.steps):
         parser.error(f"no step is called {' or '.join(asked.steps)}; gpu_check/steps.py lists them")
     asked.work = (asked.work or Path(f"{asked.out}.work")).resolve()
-    asked.models = asked.models and asked.models.resolve()
     return asked
 
 
@@ -82,7 +72,6 @@ def check(asked: argparse.Namespace) -> int:
         write(document, out)
         end = f"{found['state']}: {found['message']}" if found["message"] else found["state"]
         print(f"[{number}/{len(wanted)}] {step.name}: {end}", file=sys.stderr)
-    print(markdown(document))
     return int(any(steps[step.name]["state"] not in (DONE, NOT_RUN) for step in wanted))
 
 
@@ -90,20 +79,8 @@ def attempt(step: Step, asked: argparse.Namespace, seconds: float) -> dict[str, 
     """Run one step, if time is left."""
     if seconds <= 0:
         return {"state": NOT_RUN, "message": "no time was left", "result": None}
-    models = ["--models", str(asked.models)] if asked.models else []
-    script = [sys.executable, os.path.abspath(sys.argv[0]), "--work", str(asked.work), *models]
+    script = [sys.executable, os.path.abspath(sys.argv[0]), "--work", str(asked.work)]
     return run([*script, "--step", step.name], min(step.limit_s, seconds), asked.work / "cache")
-
-
-def prepare(folder: Path) -> int:
-    """Write the exports that can be carried along."""
-    from gpu_check.models import prepare as write_export
-
-    make_folder(folder)
-    for geometry in GEOMETRIES:
-        print(f"exporting {geometry}", file=sys.stderr)
-        write_export(geometry, folder)
-    return 0
 
 
 def revision() -> str | None:

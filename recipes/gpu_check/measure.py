@@ -4,12 +4,12 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from gpu_check import models
 from gpu_check.correctness import arbitrary
-from gpu_check.steps import Options
 from llmc.runtime.host import cuda
 from llmc.runtime.sessions.onnxruntime import cuda as onnxruntime_steps
 from llmc.runtime.sessions.tensorrt import steps as tensorrt_steps
@@ -22,12 +22,12 @@ STEPS = 32
 LENGTHS = (128, 512, 1024, 2048, 4096)
 
 
-def measure(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+def measure(target: str, geometry: str, precision: str, work: Path) -> dict[str, Any]:
     """Times of greedy generation through the public API and of steps below it; the GPU's memory that is taken.
 
     No prefix is cached, and every prompt begins with another token.
     """
-    bundle = (target, geometry, precision, options)
+    bundle = (target, geometry, precision, work)
     models.check_here(target)
     models.built(*bundle)
     with contextlib.ExitStack() as stack:
@@ -135,12 +135,12 @@ def step_bytes(manifest: Any) -> dict[str, int]:
     return {"weight_bytes": weights, "cache_bytes_per_position": plan.cache_per_token}
 
 
-def buckets(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+def buckets(target: str, geometry: str, precision: str, work: Path) -> dict[str, Any]:
     """Seconds of a decode step whose last position is the last one of each bucket of the cache, and their slope.
 
     What the cache holds does not matter for that, so nothing is fed before.
     """
-    with models.opened(target, geometry, precision, options) as model:
+    with models.opened(target, geometry, precision, work) as model:
         engine, context, found = model.manifest.engine, model.runner.max_context, []
         ends = sorted({min(end, context) for end in (engine.buckets if engine is not None else LENGTHS)})
         for end in ends:

@@ -1,25 +1,16 @@
-"""Exports of models with random weights and real shapes, how they travel without their weights, and their bundles.
-
-A file of random weights is named by its header alone (``model.safetensors.header``): where it is used, the weights are
-made from a seed. They are the same on every machine, so results of different machines can be compared.
-"""
+"""Models with random weights and real shapes, the small one that is trained, and their bundles."""
 
 import contextlib
 import json
-import math
 import shutil
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from gpu_check.steps import NotHereError, Options
+from gpu_check.steps import NotHereError
 from llmc.errors import GpuError, LlmcError, require
 from llmc.runtime import load
 from llmc.runtime.host import cuda
@@ -33,25 +24,20 @@ GEOMETRIES = {"0.5b": "qwen2.5-0.5b", "1b": "llama-3.2-1b"}
 # Prompts of 2,048 tokens and 128 new ones, with room. The small model ends at 2,048.
 CONTEXTS = {TINY: 2048, "0.5b": 4096, "1b": 4096}
 ROWS = 8
-WEIGHTS, HEADER = ".safetensors", ".safetensors.header"
-# As transformers begins, with biases that are not zero, for else a runtime that forgets them would go unnoticed.
-DEVIATION, BIAS_DEVIATION = 0.02, 0.1
-SEED = 0
-PIECE = 1 << 24
 
 
-def build(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
+def build(target: str, geometry: str, precision: str, work: Path) -> dict[str, Any]:
     """Build a bundle anew; its size, and what its manifest says of engine, memory and quality."""
-    folder, trouble = _places(target, geometry, precision, options)
+    folder, trouble = _places(target, geometry, precision, work)
     trouble.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    manifest = json.loads((built(target, geometry, precision, options) / "llmc.json").read_text(encoding="utf-8"))
+    manifest = json.loads((built(target, geometry, precision, work) / "llmc.json").read_text(encoding="utf-8"))
     kept = ("target", "limits", "memory", "device", "engine", "graphs", "quality")
     total = sum(file["size"] for file in manifest["files"].values())
     return {"bytes": total, **{name: manifest.get(name) for name in kept}}
 
 
-def built(target: str, geometry: str, precision: str, options: Options) -> Path:
+def built(target: str, geometry: str, precision: str, work: Path) -> Path:
     """The bundle, which is built if it is not there.
 
     Raises:
@@ -59,12 +45,12 @@ def built(target: str, geometry: str, precision: str, options: Options) -> Path:
     """
     from llmc.optimize.build import build as build_bundle
 
-    folder, trouble = _places(target, geometry, precision, options)
+    folder, trouble = _places(target, geometry, precision, work)
     if (folder / "llmc.json").is_file():
         return folder
     if trouble.exists():
         raise NotHereError(trouble.read_text(encoding="utf-8"))
-    source = export(geometry, options)
+    source = export(geometry, work)
     trouble.write_text("no bundle: building it was cut off", encoding="utf-8")
     limits: dict[str, Any] = {"max_context": CONTEXTS[geometry], "max_batch": ROWS}
     try:
@@ -76,16 +62,16 @@ def built(target: str, geometry: str, precision: str, options: Options) -> Path:
     return folder
 
 
-def _places(target: str, geometry: str, precision: str, options: Options) -> tuple[Path, Path]:
+def _places(target: str, geometry: str, precision: str, work: Path) -> tuple[Path, Path]:
     name = f"{target}-{geometry}-{precision}"
-    return options.work / name, options.work / f"{name}.trouble"
+    return work / name, work / f"{name}.trouble"
 
 
 @contextlib.contextmanager
-def opened(target: str, geometry: str, precision: str, options: Options) -> Iterator[Any]:
+def opened(target: str, geometry: str, precision: str, work: Path) -> Iterator[Any]:
     """The bundle loaded, with no prefix cached, where library and GPU are here."""
     check_here(target)
-    folder = built(target, geometry, precision, options)
+    folder = built(target, geometry, precision, work)
     with load(folder, self_test=False, prefix_cache_bytes=0) as model:
         yield model
 
@@ -107,85 +93,20 @@ def check_here(target: str) -> None:
         raise NotHereError(str(error)) from error
 
 
-def export(geometry: str, options: Options) -> Path:
-    """The export of a model: carried along, with the weights that it lacks, or made here, which needs torch."""
-    output = options.work / "exports" / geometry
+def export(geometry: str, work: Path) -> Path:
+    """The export of a model, which is made if it is not there."""
+    output = work / "exports" / geometry
     if (output / "export.json").is_file():
         return output
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if options.models is None:
-        make(geometry, output)
-        return output
-    source = options.models / geometry
-    if not (source / "export.json").is_file():
-        raise NotHereError(f"{source} is no export; make it with --prepare where torch is installed")
-    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-        made = Path(shutil.copytree(source, Path(folder) / geometry))
-        for path in sorted(made.glob(f"*{HEADER}")):
-            randomize(path.rename(path.with_suffix("")))
-        made.rename(output)
-    return output
-
-
-def make(geometry: str, output: Path) -> None:
-    """Write the checkpoint, if it is none that comes with llmc, and export it."""
     require("torch", "export")
     from llmc.export import export as export_checkpoint
 
+    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:  # near: the export has links to its weights
         checkpoint = RECIPES / "tiny" / "checkpoint"
         if geometry != TINY:
             checkpoint = Path(folder) / GEOMETRIES[geometry]
             script = RECIPES / "benchmarks" / "make_model.py"
             subprocess.run([sys.executable, str(script), GEOMETRIES[geometry], str(checkpoint)], check=True)
-            for path in sorted(checkpoint.glob(f"*{WEIGHTS}")):
-                randomize(path)
         export_checkpoint(checkpoint, output, force=True)
-
-
-def prepare(geometry: str, folder: Path) -> None:
-    """Write an export that can be carried along: of random weights the header alone."""
-    target = folder / geometry
-    make(geometry, target)
-    for path in sorted(target.glob(f"*{WEIGHTS}")) if geometry != TINY else ():
-        path.with_suffix(HEADER).write_bytes(_head(path))
-        path.unlink()
-
-
-def _head(path: Path) -> bytes:
-    """The length of the header, and the header."""
-    with path.open("rb") as file:
-        length = file.read(8)
-        return length + file.read(int.from_bytes(length, "little"))
-
-
-def randomize(path: Path) -> None:
-    """Write random weights behind the header of a safetensors file: norms are one, all others normal.
-
-    Each tensor has a seed of its own that follows from its name.
-    """
-    head = _head(path)
-    tensors = {name: entry for name, entry in json.loads(head[8:]).items() if name != "__metadata__"}
-    with path.open("r+b") as file:
-        file.truncate(len(head))
-        for name, entry in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"][0]):
-            file.seek(len(head) + entry["data_offsets"][0])
-            _write_tensor(file, name, entry["dtype"], math.prod(entry["shape"]))
-
-
-def _write_tensor(file: IO[bytes], name: str, dtype: str, count: int) -> None:
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([SEED, zlib.crc32(name.encode())])))
-    deviation = np.float32(BIAS_DEVIATION if name.endswith(".bias") else DEVIATION)
-    for start in range(0, count, PIECE):
-        values = np.ones(min(PIECE, count - start), np.float32)
-        if not name.endswith("norm.weight"):
-            values = generator.standard_normal(len(values), np.float32) * deviation
-        file.write(stored(values, dtype).tobytes())
-
-
-def stored(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """``values`` as safetensors' F32, F16 or BF16, the last one as words of 16 bits, rounded to nearest even."""
-    if dtype != "BF16":
-        return values.astype({"F32": np.float32, "F16": np.float16}[dtype])
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return output

@@ -28,7 +28,7 @@ UNASKED = {"tensorrt-rtx", "cpu", "tiny"}
 
 @dataclass(frozen=True)
 class Step:
-    """A process: ``function`` (module:name) is given what follows the first slash of ``name``, and the options."""
+    """A process: ``function`` (module:name) is given what follows the first slash of ``name``, and the folder."""
 
     name: str
     function: str
@@ -51,14 +51,6 @@ STEPS = [
 ]
 
 
-@dataclass(frozen=True)
-class Options:
-    """The folder of what steps make, and that of exports that were carried along."""
-
-    work: Path
-    models: Path | None
-
-
 class NotHereError(Exception):
     """Something that the step needs is not on this machine."""
 
@@ -74,8 +66,8 @@ def chosen(patterns: Sequence[str]) -> list[Step]:
     return [step for step in STEPS if step.name == REFUSAL or UNASKED.isdisjoint(step.name.split("/"))]
 
 
-def work(name: str, result: Path, options: Options) -> int:
-    """Run one step and write its result; the exit status."""
+def work(name: str, result: Path, folder: Path) -> int:
+    """Run one step, which makes what it needs in ``folder``, and write its result; the exit status."""
     from llmc.errors import LlmcError, MissingExtraError
     from llmc.runtime.host.machine import resident_bytes
 
@@ -83,7 +75,7 @@ def work(name: str, result: Path, options: Options) -> int:
     module, _, function = next(step.function for step in STEPS if step.name == name).partition(":")
     try:
         with watched() as clocks:  # modules are imported on use: a broken library must break its own steps only
-            found = getattr(importlib.import_module(f"gpu_check.{module}"), function)(*name.split("/")[1:], options)
+            found = getattr(importlib.import_module(f"gpu_check.{module}"), function)(*name.split("/")[1:], folder)
     except (NotHereError, MissingExtraError) as error:
         print(error, file=sys.stderr)
         return NOT_HERE

@@ -11,8 +11,7 @@ from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.sampling.processors import Guide
 from llmc.runtime.sampling.samplers import Choice, Sampler
-from llmc.runtime.search.consensus import expected_similarities
-from llmc.runtime.search.similarity import SIMILARITIES
+from llmc.runtime.search.consensus import SIMILARITIES, expected_similarities
 from llmc.runtime.speculation.speculator import Speculator, verify
 from llmc.runtime.text.detokenizer import TextStream
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmc.errors import GrammarError, UsageError, require
 from llmc.runtime.guided.gbnf import without_long_escapes
-from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
+from llmc.runtime.guided.guide import CompiledGrammar
 from llmc.runtime.guided.json_schema import LONGEST_REGEX, check_schema, schema_text
 from llmc.runtime.guided.vocabulary import Vocabulary, shortened
 from llmc.runtime.sampling.params import SamplingParams
@@ -33,7 +33,7 @@ _JSON_OPTIONS: dict[str, Any] = {
 class Grammars:
     """Compiles the grammars of one model's requests, and keeps the last 64 of them. Safe to share between threads.
 
-    Nothing is loaded before the first guide is asked for; the vocabulary is then read once (about a second for
+    Nothing is loaded before the first grammar is asked for; the vocabulary is then read once (about a second for
     150,000 tokens).
 
     Args:
@@ -49,8 +49,8 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[_Source, CompiledGrammar] = OrderedDict()
 
-    def guide(self, params: SamplingParams) -> GrammarGuide | None:
-        """A guide at the start of the output that ``params`` asks for; None if they ask for no form.
+    def compiled(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The grammar of the output that ``params`` asks for, which guides start from; None if they ask for no form.
 
         Of equal choices one counts.
 
@@ -59,11 +59,6 @@ class Grammars:
             GrammarError: the grammar is invalid, too complex, uses what cannot be enforced, or allows no token.
             MissingExtraError: llguidance is not installed.
         """
-        compiled = self.compiled(params)
-        return None if compiled is None else GrammarGuide(compiled)
-
-    def compiled(self, params: SamplingParams) -> CompiledGrammar | None:
-        """The grammar of the output that ``params`` asks for, which guides start from; raises as :meth:`guide` does."""
         source = _Source.of(params)
         if source is None:
             return None

@@ -238,8 +238,6 @@ class EngineMetrics:
 class RequestTimeline:
     """The moments of one request's events; made when it enters the queue. One thread writes, any may read.
 
-    Every ``now`` is the moment of the event on the timeline's clock, the present by default.
-
     Args:
         prompt_tokens: length of the prompt.
         engine: counts the same events, and has the clock.
@@ -272,9 +270,9 @@ class RequestTimeline:
         """Tokens committed so far."""
         return len(self._times)
 
-    def admit(self, cached_tokens: int = 0, now: float | None = None) -> None:
+    def admit(self, cached_tokens: int = 0) -> None:
         """The request gets a place; ``cached_tokens`` of its prompt came from the prefix cache."""
-        self.admitted = self._clock() if now is None else now
+        self.admitted = self._clock()
         self.cached_tokens = cached_tokens
         self._engine.count(
             {
@@ -285,12 +283,12 @@ class RequestTimeline:
             queue=(self.admitted - self.queued,),
         )
 
-    def token(self, count: int = 1, now: float | None = None, output: int = 0) -> None:
+    def token(self, count: int = 1, output: int = 0) -> None:
         """A step committed ``count`` tokens, at least 1, to one of the request's outputs.
 
         Outputs grow side by side, so gaps are measured within each; the first token of a further one ends no gap.
         """
-        at = self._clock() if now is None else now
+        at = self._clock()
         since, self._latest[output] = self._latest.get(output), at
         gaps = [0.0] * (count - 1) if since is None else [at - since] + [0.0] * (count - 1)
         first = () if self._times else (at - self.queued,)
@@ -309,11 +307,11 @@ class RequestTimeline:
         self.overflows += 1
         self._engine.count({"overflows": 1})
 
-    def finish(self, reason: str, now: float | None = None) -> None:
+    def finish(self, reason: str) -> None:
         """The request ended for ``reason``, one of OUTCOMES or a word of its own; only the first call counts."""
         if self.ended is not None:
             return
-        self.ended = self._clock() if now is None else now
+        self.ended = self._clock()
         self.finish_reason = reason
         tpot = _mean(self._gaps)
         self._engine.count({}, reason, e2e=(self.ended - self.queued,), tpot=() if tpot is None else (tpot,))

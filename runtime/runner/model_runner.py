@@ -21,7 +21,7 @@ from llmc.runtime.kv.rows import Rows, Slot
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, prefill
-from llmc.runtime.sampling.candidates import suffice
+from llmc.runtime.sampling.masses import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
 # From so many tokens in a call the W8A8 graph of prefill is faster than the weight-only graph of decode, by the bits of

@@ -22,6 +22,7 @@ from llmc.runtime.sampling.draws import pick
 from llmc.runtime.sampling.masses import Logits, largest
 from llmc.runtime.sampling.truncation import Distribution, distribution
 
+HEAD = 100  # most probable tokens that the slope is estimated from
 _LOG_2 = math.log(2.0)
 
 
@@ -76,15 +77,10 @@ class Mirostat1(_Mirostat):
     Args:
         tau: target surprise in bits, above 0; the paper's examples are about 3.
         eta: learning rate, above 0; 1 in the paper, 0.1 in llama.cpp.
-        m: how many of the most probable tokens the slope is estimated from, from 2.
     """
 
-    def __init__(self, tau: float, eta: float, m: int = 100) -> None:
-        super().__init__(tau, eta)
-        self._m = m
-
     def _kept(self, logits: Logits, weighed: Distribution) -> npt.NDArray[np.intp]:
-        k = _zipf_k(self.mu, zipf_exponent(logits, self._m), logits.size)
+        k = _zipf_k(self.mu, zipf_exponent(logits, HEAD), logits.size)
         return largest(logits, k) if k < logits.size else np.flatnonzero(logits > -np.inf)
 
 

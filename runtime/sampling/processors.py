@@ -27,7 +27,6 @@ from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.sampling.params import STEPS, SamplingParams, step_order
 from llmc.runtime.sampling.penalties import NoRepeatNGram, OutputPenalty, RepetitionPenalty
 from llmc.runtime.sampling.temperature import dynamic_temperature, scaled
-from llmc.runtime.sampling.xtc import xtc
 
 # Edits the logits of one sequence, in place or by returning other ones [V]; -inf forbids a token. Arguments: the tokens
 # so far (prompt and output), and the logits of the token to come.
@@ -252,7 +251,9 @@ def _xtc(context: SamplingContext) -> Processor | None:
     seed, protected = context.seed, frozenset(context.eos_token_ids)
     if not probability:
         return None
-    return lambda tokens, logits: xtc(logits, probability, threshold, uniform(seed, len(tokens), _XTC_DRAW), protected)
+    return lambda tokens, logits: truncation.xtc(
+        logits, probability, threshold, uniform(seed, len(tokens), _XTC_DRAW), protected
+    )
 
 
 BUILDERS: dict[str, Builder] = {

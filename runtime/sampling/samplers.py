@@ -38,7 +38,7 @@ class Sampler(ABC):
     Attributes:
         seed: of the draws, which it makes repeatable; None for a sampler that draws nothing.
         needs: number of the largest logits that decide the token, 0 for all of them: the others may be -inf, as long
-            as :func:`llmc.runtime.sampling.candidates.suffice` holds.
+            as :func:`llmc.runtime.sampling.masses.suffice` holds.
     """
 
     seed: int | None = None

@@ -1,7 +1,7 @@
 """Truncations: each sets the logits of the tokens that it cuts to -inf, in place, and leaves the others as they are.
 
-All take float32 logits [V] and one number, and return the same array. Tokens that are already -inf count as impossible.
-Three promises hold for all of them:
+All take float32 logits [V] and one number (:func:`xtc` some more), and return the same array; who wants everything kept
+calls none of them. Tokens that are already -inf count as impossible. Three promises hold for all of them:
 
 * *Something stays.* The most probable token always does, except under :func:`typical`, whose rule may cut it in favour
   of others.
@@ -13,6 +13,7 @@ Every function raises RequestError if the logits hold NaN or +inf, or nothing bu
 """
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -80,72 +81,63 @@ def distribution(logits: Logits) -> Distribution:
 
 
 def top_k(logits: Logits, k: int) -> Logits:
-    """Keep the ``k`` most probable tokens and their equals; 0, or a k of at least V, keeps all."""
-    if 0 < k < logits.size:
-        return _keep_tokens(logits, largest(logits, k))
-    check_peak(float(logits.max()))
-    return logits
+    """Keep the ``k`` most probable tokens and their equals; k is from 1 to below V."""
+    return _keep_tokens(logits, largest(logits, k))
 
 
 def top_p(logits: Logits, p: float) -> Logits:
-    """Keep a token if those strictly more probable hold less than the mass ``p``, above 0 and up to 1 (keeps all).
+    """Keep a token if those strictly more probable hold less than the mass ``p``, above 0 and below 1.
 
     Holtzman et al., The Curious Case of Neural Text Degeneration, https://arxiv.org/abs/1904.09751
     """
     weighed = distribution(logits)
-    if p >= 1:
-        return logits
     return _keep(logits, weighed.distances <= _edge(weighed, 0.0, p * weighed.total))
 
 
 def min_p(logits: Logits, ratio: float) -> Logits:
-    """Keep tokens at least ``ratio`` times as probable as the most probable one, from 0 (keeps all) to 1.
+    """Keep tokens at least ``ratio`` times as probable as the most probable one, above 0 and up to 1.
 
     Nguyen et al., Turning Up the Heat, https://arxiv.org/abs/2407.01082
     """
     peak = float(logits.max())
     check_peak(peak)
-    return logits if ratio == 0 else _keep(logits, logits >= _float32(peak + min(0.0, math.log(ratio))))
+    return _keep(logits, logits >= _float32(peak + min(0.0, math.log(ratio))))
 
 
 def typical(logits: Logits, mass: float) -> Logits:
-    """Keep the tokens whose surprise is closest to the entropy, until they hold ``mass``; 1 keeps all.
+    """Keep the tokens whose surprise is closest to the entropy, until they hold ``mass``.
 
-    A token stays if those strictly closer hold less than the mass, above 0 and up to 1. The most probable token goes
+    A token stays if those strictly closer hold less than the mass, above 0 and below 1. The most probable token goes
     if it is too predictable, as the paper wants; the closest one always stays.
     Meister et al., Locally Typical Sampling, https://arxiv.org/abs/2202.00666
     """
     weighed = distribution(logits)
-    if mass >= 1:
-        return logits
     centre = weighed.mean_distance()  # the token whose surprise is the entropy lies here
     edge = _edge(weighed, centre, mass * weighed.total)
     return _keep(logits, _deviations(weighed.distances, centre) <= edge)
 
 
 def epsilon_cutoff(logits: Logits, epsilon: float) -> Logits:
-    """Keep tokens with a probability of at least ``epsilon``, from 0 (keeps all) to below 1, and the most probable.
+    """Keep tokens with a probability of at least ``epsilon``, above 0 and below 1, and the most probable.
 
     Hewitt et al., Truncation Sampling as Language Model Desmoothing, https://arxiv.org/abs/2210.15191
     """
-    return logits if epsilon == 0 else _keep_probable(logits, distribution(logits), epsilon)
+    return _keep_probable(logits, distribution(logits), epsilon)
 
 
 def eta_cutoff(logits: Logits, epsilon: float) -> Logits:
     """Keep tokens with a probability of at least eta = min(epsilon, sqrt(epsilon) exp(-entropy)), and the most
-    probable; ``epsilon`` from 0 (keeps all) to below 1.
+    probable; ``epsilon`` above 0 and below 1.
 
     Hewitt et al., Truncation Sampling as Language Model Desmoothing, https://arxiv.org/abs/2210.15191
     """
-    if epsilon == 0:
-        return logits
     weighed = distribution(logits)
     eta = min(epsilon, math.sqrt(epsilon) * math.exp(-weighed.entropy()))
     return _keep_probable(logits, weighed, eta)
 
 
 def top_n_sigma(logits: Logits, n: float) -> Logits:
-    """Keep logits at most ``n`` standard deviations below the largest; 0 keeps all.
+    """Keep logits at most ``n`` standard deviations below the largest, above 0.
 
     The deviation is that of the whole population of finite logits (dividing by their number). Temperature, which scales
     it as it scales distances, does not change what is kept.
@@ -153,7 +145,44 @@ def top_n_sigma(logits: Logits, n: float) -> Logits:
     """
     peak = float(logits.max())
     check_peak(peak)
-    return logits if n == 0 else _keep(logits, logits >= _float32(peak - n * standard_deviation(logits)))
+    return _keep(logits, logits >= _float32(peak - n * standard_deviation(logits)))
+
+
+def xtc(logits: Logits, probability: float, threshold: float, uniform: float, protected: Collection[int]) -> Logits:
+    """Exclude top choices: with the given probability, set the tokens that reach ``threshold`` but the least probable
+    of them to -inf.
+
+    Nothing happens if fewer than two tokens reach the threshold, nor if a protected token would go: the
+    author's rule, which keeps line ends and the end of the text in their place. Where several tokens are the least
+    probable that reach it, all of them stay.
+
+    Args:
+        logits: float32 [V]; -inf is impossible.
+        probability: of taking action, from 0 (never) to 1 (always).
+        threshold: probability that marks a top choice, from 0; above 0.5 nothing can happen.
+        uniform: the random number that decides, in [0, 1): below ``probability`` is action.
+        protected: tokens, such as line end and end of sequence; a request protects the checkpoint's end-of-sequence
+            tokens only, for in many vocabularies line ends are part of many tokens.
+
+    Source: p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335; llama.cpp has the same rule without
+    protection, https://github.com/ggml-org/llama.cpp/pull/9742
+
+    Raises:
+        RequestError: the logits hold NaN or +inf, or nothing but -inf.
+    """
+    if uniform >= probability or threshold > 0.5:
+        check_peak(float(logits.max()))
+        return logits
+    weighed = distribution(logits)
+    limit = weighed.distance_of(threshold)
+    choices = np.flatnonzero((weighed.distances <= np.float32(limit)) & (logits > -np.inf))
+    if choices.size < 2:
+        return logits
+    values = logits.take(choices)
+    excluded = choices.compress(values > values.min())
+    if not np.isin(excluded, list(protected)).any():
+        logits[excluded] = -np.inf
+    return logits
 
 
 # ------------------------------------------------------------------------------------------------------- arithmetic

@@ -120,16 +120,14 @@ def test_eager_decoder_equals_the_graph(case, onnxruntime_run):
 
 def eager_run(folder: Path) -> Run:
     import torch
+    from doubles.decoders import load_decoder
 
-    from llmc.export.decoder import load_decoder
-    from llmc.export.sources.checkpoint import read_checkpoint
-
-    decoder = load_decoder(read_checkpoint(folder))
+    decoder = load_decoder(folder)
 
     def run(feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         ids, past_lengths, indices, *caches = (torch.from_numpy(array) for array in feeds.values())
         with torch.no_grad():
-            logits, hidden, presents = decoder(
+            logits, hidden, presents, _ = decoder(
                 ids, past_lengths, indices, list(zip(caches[::2], caches[1::2], strict=True))
             )
         return [logits.numpy(), hidden.numpy(), *(cache.numpy() for pair in presents for cache in pair)]

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from doubles.decoders import load_decoder
 
 from llmc.errors import CheckpointError
-from llmc.export.decoder import load_decoder
-from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.streaming import StreamedDecoder
 
 # Largest absolute difference of logits (up to 20) from transformers, as for the exported graph: sums in another order.
@@ -31,7 +30,7 @@ def empty(cache) -> torch.Tensor:
 @torch.inference_mode()
 def test_parts_equal_the_whole_decoder(case):
     """The same modules with the same weights, read another way: bit for bit."""
-    streamed, whole = StreamedDecoder(case.export), load_decoder(read_checkpoint(case.checkpoint))
+    streamed, whole = StreamedDecoder(case.export), load_decoder(case.checkpoint)
     assert streamed.geometry == whole.config.geometry
     x = streamed.embed(ids())
     torch.testing.assert_close(x, whole.model.embed_tokens(ids()), rtol=0, atol=0)

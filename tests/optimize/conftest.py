@@ -13,6 +13,7 @@ import pytest
 from doubles.lowerings import Lowering, open_session
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
+from llmc.optimize.build import OLD
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.context import (
@@ -26,7 +27,6 @@ from llmc.optimize.lower.context import (
 )
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.targets import capabilities
 
 CAPACITY = 24
 TOKENS = 20
@@ -91,9 +91,8 @@ class CpuLowering(Lowering):
     """One export on its way through the passes of the CPU."""
 
     def __init__(self, export: Path, folder: Path, forms: QuantConfigs, calibrated: Calibrated, cache: str) -> None:
-        target = capabilities("cpu")
-        opsets = {"": target.opset, "com.microsoft": 1}
-        super().__init__(export, folder, PASSES["cpu"], opsets, target.ir_version)
+        opsets = {"": OLD[0], "com.microsoft": 1}
+        super().__init__(export, folder, PASSES["cpu"], opsets, OLD[1])
         limits = Limits(max_context=CAPACITY, max_batch=1, prefill_chunk=CAPACITY)
         self.context = LoweringContext("prefill", self.geometry, limits, forms, self.weights, calibrated, cache)
 

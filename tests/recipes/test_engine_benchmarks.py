@@ -57,13 +57,13 @@ def test_a_check_compares_in_the_direction_that_it_states(script):
 def test_a_report_says_whether_all_targets_were_met_and_whether_to_quote_it(script, tmp_path, capsys):
     measures = script("engine_measures")
     checks = [measures.Check("a", 3.0, 2.0), measures.Check("b", 1.0, 2.0)]
-    report = measures.Report("tiny", "int8", 2, checks, {"rounds": [1]}, other_cpus=0.5)
-    report.write(tmp_path / "x.json")
+    named = {"model": "tiny", "precision": "int8", "threads": 2}
+    measures.Found(checks, {"rounds": [1]}).write(tmp_path / "x.json", 0.5, **named)
     found = json.loads((tmp_path / "x.json").read_text())
     assert (found["met"], found["details"], found["checks"][1]["target"]) == (False, {"rounds": [1]}, 2.0)
     assert found["machine"]["threads"] > 0
     assert "DISTURBED: 0.5 CPUs" in capsys.readouterr().out
-    measures.Report("tiny", "int8", 2, checks[:1], {}, other_cpus=0.0).write(tmp_path / "x.json")
+    measures.Found(checks[:1], {}).write(tmp_path / "x.json", 0.0, **named)
     assert json.loads((tmp_path / "x.json").read_text())["met"] is True
     assert "DISTURBED" not in capsys.readouterr().out
 
@@ -146,16 +146,15 @@ def test_overhead_is_the_time_between_runs_of_full_batches(script):
         (2, 1, 9.0, 9.2, 10.2, 10.3),  # 1.1 s after the last one ended, 0.3 of it in the session
         (1, 1, 99.0, 99.1, 199.0, 199.1),  # one has left
     )
-    found = script("engine_overhead").summarize("greedy", "peaked", calls, 2)
-    assert (found.steps, found.compute_ms) == (1, pytest.approx(1000))
-    assert (found.between_ms, found.session_ms) == (pytest.approx(1100), pytest.approx(300))
-    assert found.share == pytest.approx(1.1)
+    found = script("engine_overhead").summarize(calls, 2)
+    expected = {"steps": 1, "compute_ms": 1000, "between_ms": 1100, "session_ms": 300, "share": 1.1}
+    assert found == pytest.approx(expected)
 
 
 def test_without_a_full_batch_there_is_no_figure(script):
     calls = calls_of(script, (1, 1, 0.0, 0.1, 0.2, 0.3), (2, 1, 0.4, 0.5, 0.6, 0.7), (1, 1, 0.8, 0.9, 1.0, 1.1))
     with pytest.raises(SystemExit, match="never had 2 rows"):
-        script("engine_overhead").summarize("greedy", "peaked", calls, 2)
+        script("engine_overhead").summarize(calls, 2)
 
 
 def test_overhead_runs_with_every_setting(run_script, tiny_bundle):
@@ -220,12 +219,14 @@ def test_expected_tokens_are_the_sum_over_all_outcomes(script, right):
 
 
 def test_a_pair_divides_within_rounds_and_counts_drafts_of_its_own_runs(script):
-    pair = script("speculation_gain").Pair("x")
-    for speculates, rate in ((False, 10.0), (True, 20.0), (True, 90.0), (False, 30.0)):
-        timings, metrics = SimpleNamespace(decode_tokens_per_s=rate), SimpleNamespace(accepted=2, drafted=3)
-        pair.add(speculates, SimpleNamespace(timings=timings, metrics=metrics))
-    assert (pair.gain, pair.accepted, pair.drafted) == (2.5, 4, 6)
-    assert pair.row() == ("x", "20.0", "55.0", "6", "66.7%")
+    def results(*rates: float) -> list[Any]:
+        metrics = SimpleNamespace(accepted=2, drafted=3)
+        return [SimpleNamespace(timings=SimpleNamespace(decode_tokens_per_s=r), metrics=metrics) for r in rates]
+
+    gain = script("speculation_gain")
+    pair = gain.pair_of("x", results(10.0, 30.0), results(20.0, 90.0))
+    assert (pair["gain"], pair["accepted"], pair["drafted"]) == (2.5, 4, 6)
+    assert gain.row(pair) == ("x", "20.0", "55.0", "6", "66.7%")
 
 
 def test_speculation_runs_and_the_oracle_is_held_to_what_it_recorded(run_script, tiny_bundle, monkeypatch):
@@ -307,8 +308,11 @@ def test_the_soak_comes_to_its_end_on_the_small_model(script, tiny_bundle):
     soak = script("soak")
     sizes = {"requests": 60, "distinct": len(soak.KINDS), "seed": 1}
     args = argparse.Namespace(bundle=tiny_bundle, threads=1, determinism="batch", lookup=False, **sizes)
-    checks, details, _ = soak.soak(args)
-    missed = [check.name for check in checks[:-1] if not check.met]  # so few requests say nothing on memory
+    found = soak.soak(args)
+    details, missed = (
+        found.details,
+        [check.name for check in found.checks[:-1] if not check.met],
+    )  # so few requests say nothing on memory
     assert (missed, details["wrong"], details["alone_mistakes"]) == ([], [], [])
     assert sum(count for outcome, count in details["outcomes"].items() if outcome != "turned away") == 60
 

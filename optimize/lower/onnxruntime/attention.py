@@ -31,8 +31,6 @@ from llmc.optimize.quantize import kv_cache
 
 HEAD_MULTIPLE, ROTATED_MULTIPLE = 8, 16
 QUANTIZED_CACHES = {"int8": "PER_TENSOR", "int8-channel": "PER_CHANNEL"}
-# What the cache's values are declared as, where it is not as the portable graph has them.
-CACHE_TYPES = {"float16": ir.DataType.FLOAT16, **dict.fromkeys(QUANTIZED_CACHES, ir.DataType.INT8)}
 
 # Makes ``seqlens_k`` int32 [B] (total length - 1 of each row) and ``total_sequence_length`` int32 [] or [1], in front
 # of a node.
@@ -67,6 +65,19 @@ def _linear_before(value: ir.Value | None) -> Linear:
             f"{value.name if value else 'attention'}: expected a linear before attention, found {node and node.op_type}"
         )
     return Linear.of(node)
+
+
+def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
+    """llmc::CachedAttention -> GroupQueryAttention over the shared buffers of a CPU."""
+    return group_query_attention(graph, context, _lengths)
+
+
+def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
+    emit = Emitter(first, "positions")
+    sequence = emit("Shape", graph_input(graph, "input_ids"), start=1, end=2)
+    totals = emit("Cast", emit("Add", graph_input(graph, "past_lengths"), sequence), to=ir.DataType.INT32)
+    longest = emit("ReduceMax", totals, keepdims=0)
+    return [emit("Sub", totals, scalar(graph, 1, np.int32)), longest]
 
 
 def group_query_attention(graph: ir.Graph, context: LoweringContext, make_lengths: Lengths) -> int:
@@ -164,10 +175,10 @@ def _cache_scales(
 
 
 def type_cache(graph: ir.Graph, context: LoweringContext) -> int:
-    """Declare the cache's inputs and outputs in the type that they are kept in."""
-    if context.cache not in CACHE_TYPES:
+    """Declare the inputs and outputs of a quantized cache as integers."""
+    if context.cache not in QUANTIZED_CACHES:
         return 0
     values = [v for v in (*graph.inputs, *graph.outputs) if (v.name or "").startswith(("past_key_values.", "present."))]
     for value in values:
-        value.type = ir.TensorType(CACHE_TYPES[context.cache])
+        value.type = ir.TensorType(ir.DataType.INT8)
     return len(values)

@@ -11,9 +11,7 @@ from llmc.optimize.lower.context import Float16, Float32, LoweringContext, PerTo
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.onnxruntime.linears import (
     bias_of,
-    blocked,
-    float16_weight,
-    float32_weight,
+    blocked_linear,
     float_linear,
     with_bias,
 )
@@ -52,11 +50,12 @@ def _lowered(linear: Linear, context: LoweringContext, activations: dict[ir.Valu
     """``activations`` are those that earlier linears quantized."""
     match context.quant.of(linear.module):
         case Float32():
-            return float_linear(linear, float32_weight(linear.tensor, linear.weights, context), context)
+            return float_linear(linear, "float32", context)
         case Float16():
-            return float_linear(linear, float16_weight(linear.tensor, linear.weights, context), context)
+            return float_linear(linear, "float16", context)
         case WeightOnly(grid):
-            return _blocked_linear(linear, grid, context)
+            bias = bias_of(Emitter(linear.node).graph, linear, context) if linear.biases else None
+            return blocked_linear(linear, grid, context, bias, accuracy_level=ACCURACY_INT8)
         case PerToken(grid):
             return _per_token_linear(linear, grid, context, activations)
         case Static(grid):
@@ -66,26 +65,6 @@ def _lowered(linear: Linear, context: LoweringContext, activations: dict[ir.Valu
                 f"{linear.module} is to be stored as {config}, which the cpu target cannot; expected fp32, fp16, int8 "
                 "or int4"
             )
-
-
-def _blocked_linear(linear: Linear, grid: Grid, context: LoweringContext) -> ir.Value:
-    emit = Emitter(linear.node, main="MatMulNBits")
-    packed = [initializer(emit.graph, tensor) for tensor in blocked(linear.weights, grid, context)]
-    weight, scales, *zeros = packed
-    bias = bias_of(emit.graph, linear, context) if linear.biases else None
-    optional: list[ir.Value | None] = [zeros[0] if zeros else None, None, bias]
-    while optional and optional[-1] is None:
-        optional.pop()
-    return emit(
-        "MatMulNBits",
-        *(linear.node.inputs[0], weight, scales, *optional),
-        domain=MICROSOFT,
-        K=linear.inputs,
-        N=linear.outputs,
-        bits=grid.bits,
-        block_size=grid.block,
-        accuracy_level=ACCURACY_INT8,
-    )
 
 
 def _per_token_linear(
@@ -123,10 +102,13 @@ def _integer_product(
     emit: Emitter, linear: Linear, grid: Grid, context: LoweringContext, tokens: ir.Value, scale: ir.Value
 ) -> ir.Value:
     """(tokens - 128) @ W, exact in 32 bits, times weight scales [N] and ``scale``: float32 [M, N]."""
+
+    def by_column() -> tuple[NDArray[np.int8], Float]:
+        quantized = context.calibrated.quantized(linear.weights, grid)
+        return quantized.values.T, quantized.scales[:, 0]
+
     names = (f"{linear.name}.int8", f"{linear.name}.int8.scales")
-    weight, scales = (
-        initializer(emit.graph, t) for t in context.weights.add(names, lambda: by_column(linear, grid, context))
-    )
+    weight, scales = (initializer(emit.graph, tensor) for tensor in context.weights.add(names, by_column))
     zero_point = scalar(emit.graph, MIDDLE, np.uint8)
     return emit("MatMulIntegerToFloat", tokens, weight, scale, scales, zero_point, domain=MICROSOFT)
 
@@ -195,9 +177,3 @@ def _once(graph: ir.Graph, key: str, make: Callable[[], ir.Value]) -> ir.Value:
         graph.meta[key] = make()
     value: ir.Value = graph.meta[key]
     return value
-
-
-def by_column(linear: Linear, grid: Grid, context: LoweringContext) -> tuple[NDArray[np.int8], Float]:
-    """Weights int8 [K, N] with scales float32 [N], as integer matrix products want them."""
-    quantized = context.calibrated.quantized(linear.weights, grid)
-    return quantized.values.T, quantized.scales[:, 0]

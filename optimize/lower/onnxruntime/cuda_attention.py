@@ -1,4 +1,4 @@
-"""Attention for ONNX Runtime on GPUs, with nothing in it that the host must compute from what lies on the device.
+"""Attention, and which rows get logits, for ONNX Runtime on GPUs: the host computes nothing from what is on the device.
 
 A CUDA graph repeats recorded kernels; copies between host and device within a graph are slow, and ONNX Runtime refuses
 to record them. So what follows from lengths is computed on the device, without Shape, and what attention's host code
@@ -35,7 +35,7 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     raise BuildError(f"the cuda target computes in float16 or float32, not in {context.compute}; change compute")
 
 
-def sequence_lengths(graph: ir.Graph, emit: Emitter) -> ir.Value:
+def _sequence_lengths(graph: ir.Graph, emit: Emitter) -> ir.Value:
     """S for each row, int64 [B], on the device."""
     return emit("Gather", counted_tokens(graph), scalar(graph, -1, np.int64), axis=1)
 
@@ -46,7 +46,7 @@ def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
     The latter is the cache's capacity, an upper bound that sizes grids and buffers: lengths come from ``seqlens_k``.
     """
     emit = Emitter(first, "positions")
-    totals = emit("Add", graph_input(graph, "past_lengths"), sequence_lengths(graph, emit))
+    totals = emit("Add", graph_input(graph, "past_lengths"), _sequence_lengths(graph, emit))
     last = emit("Sub", totals, scalar(graph, 1, np.int64))
     return [emit("Cast", value, to=ir.DataType.INT32) for value in (last, _capacity(emit))]
 
@@ -130,3 +130,24 @@ def _mask(emit: Emitter, shared: _Shared, window: int) -> ir.Value:
             mask = emit("And", mask, emit("Greater", shared.slots, oldest))
         shared.masks[window] = mask
     return shared.masks[window]
+
+
+# ------------------------------------------------------------------------------------------------------------ logits
+
+
+def gather_logit_rows(graph: ir.Graph, context: LoweringContext) -> int:
+    """GatherND(hidden [B, S, N], indices [B, O]) -> Gather from rows [B * S, N], for the head.
+
+    GatherND's CUDA kernel copies sizes from host memory that is gone when a recorded graph is repeated.
+    """
+    count = 0
+    for node in nodes_of(graph, "GatherND"):
+        emit = Emitter(node, main="Gather")
+        flat = emit("Reshape", node.inputs[0], vector(graph, [-1, context.geometry.hidden_size]))
+        lengths = _sequence_lengths(graph, Emitter(node, "positions"))
+        firsts = emit("CumSum", lengths, scalar(graph, 0, np.int64), exclusive=1)
+        column = emit("Unsqueeze", firsts, vector(graph, [1]))
+        rows = emit("Add", graph_input(graph, "logit_indices"), column)
+        replace(node, emit("Gather", flat, rows, axis=0))
+        count += 1
+    return count

@@ -6,15 +6,12 @@ from llmc.errors import BuildError
 from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.onnxruntime.linears import (
-    blocked,
-    float16_weight,
-    float32_weight,
+    blocked_linear,
     float_linear,
     with_bias,
 )
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer
-from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.lower.rewrite import Emitter
 
 
 def lower_linears(graph: ir.Graph, context: LoweringContext) -> int:
@@ -28,27 +25,12 @@ def _lowered(linear: Linear, context: LoweringContext) -> ir.Value:
         config = Float16() if context.compute == "float16" else Float32()
     match config:
         case Float32():
-            return float_linear(linear, float32_weight(linear.tensor, linear.weights, context), context)
+            return float_linear(linear, "float32", context)
         case Float16():
-            return float_linear(linear, float16_weight(linear.tensor, linear.weights, context), context)
+            return float_linear(linear, "float16", context)
         case WeightOnly(grid) if grid.block:
-            return _blocked_linear(linear, grid, context)
+            product = blocked_linear(linear, grid, context)  # not every version adds a bias inside of it
+            return with_bias(Emitter(linear.node), product, linear, context, context.type)
     raise BuildError(
         f"{linear.module} is to be stored as {config}, which the cuda target cannot; expected fp32, fp16, int8 or int4"
     )
-
-
-def _blocked_linear(linear: Linear, grid: Grid, context: LoweringContext) -> ir.Value:
-    """MatMulNBits with scales in the type of the activations; not every version adds a bias inside of it."""
-    emit = Emitter(linear.node, main="MatMulNBits")
-    packed = [initializer(emit.graph, tensor) for tensor in blocked(linear.weights, grid, context)]
-    output = emit(
-        "MatMulNBits",
-        *(linear.node.inputs[0], *packed),
-        domain=MICROSOFT,
-        K=linear.inputs,
-        N=linear.outputs,
-        bits=grid.bits,
-        block_size=grid.block,
-    )
-    return with_bias(emit, output, linear, context, context.type)

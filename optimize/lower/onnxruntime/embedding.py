@@ -6,8 +6,8 @@ import onnx_ir as ir
 
 from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_embedding
-from llmc.optimize.lower.onnxruntime.linears import blocked, converted, float16_weight, float32_weight
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, sizes, vector
+from llmc.optimize.lower.onnxruntime.linears import blocked, float_weight
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, converted, initializer, sizes, vector
 from llmc.optimize.quantize.grid import Grid
 
 
@@ -17,18 +17,11 @@ def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def _rows(emit: Emitter, table: ir.ExternalTensor, context: LoweringContext) -> ir.Value:
-    match context.embedding:
-        case WeightOnly(grid):
-            return _blocked_rows(emit, (table,), grid, context)
-        case Float16():
-            return _float_rows(emit, float16_weight(table.name or "", (table,), context), context)
-    return _float_rows(emit, float32_weight(table.name or "", (table,), context), context)
-
-
-def _float_rows(emit: Emitter, table: ir.ExternalTensor, context: LoweringContext) -> ir.Value:
-    """Rows [B, S, H] of a matrix, converted after they were read."""
-    rows = emit("Gather", initializer(emit.graph, table), emit.anchor.inputs[1], axis=0)
-    return converted(emit, rows, table.dtype, context.type)
+    if isinstance(config := context.embedding, WeightOnly):
+        return _blocked_rows(emit, (table,), config.grid, context)
+    stored = float_weight(table.name or "", (table,), "float16" if config == Float16() else "float32", context)
+    rows = emit("Gather", initializer(emit.graph, stored), emit.anchor.inputs[1], axis=0)
+    return converted(emit, rows, stored.dtype, context.type)
 
 
 def _blocked_rows(emit: Emitter, table: tuple[ir.ExternalTensor], grid: Grid, context: LoweringContext) -> ir.Value:

@@ -8,16 +8,16 @@ from llmc.errors import BuildError
 from llmc.optimize.calibrate.store import grid_name
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, initializer
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, converted, initializer
 from llmc.optimize.quantize.grid import Grid, pack_blocks, pack_zero_points
 
 
-def float_linear(linear: Linear, stored: ir.ExternalTensor, context: LoweringContext) -> ir.Value:
-    """A product in float32, or in float16 where weights and activations both are.
+def float_linear(linear: Linear, dtype: str, context: LoweringContext) -> ir.Value:
+    """A product with weights of type ``dtype``, in float32, or in float16 where weights and activations both are.
 
     Of float16 weights in a float32 graph the engine makes float32 when it loads them: half the file, no less memory.
     """
-    emit = Emitter(linear.node)
+    emit, stored = Emitter(linear.node), float_weight(linear.tensor, linear.weights, dtype, context)
     x, activations = linear.node.inputs[0], context.type
     assert x is not None
     arithmetic = stored.dtype if stored.dtype == activations else ir.DataType.FLOAT
@@ -25,11 +25,6 @@ def float_linear(linear: Linear, stored: ir.ExternalTensor, context: LoweringCon
     x = converted(emit, x, activations, arithmetic)
     output = with_bias(emit, emit("FusedMatMul", x, weight, domain=MICROSOFT, transB=1), linear, context, arithmetic)
     return converted(emit, output, arithmetic, activations)
-
-
-def converted(emit: Emitter, value: ir.Value, before: ir.DataType, after: ir.DataType) -> ir.Value:
-    """``value`` as the type ``after``; it is ``before`` now."""
-    return value if before == after else emit("Cast", value, to=after)
 
 
 def with_bias(
@@ -44,6 +39,27 @@ def bias_of(
 ) -> ir.Value:
     kind = dtype.numpy()
     return constant(graph, f"{linear.name}.bias.{kind.name}", context.calibrated.matrix(linear.biases).astype(kind))
+
+
+def blocked_linear(
+    linear: Linear, grid: Grid, context: LoweringContext, bias: ir.Value | None = None, **attributes: int
+) -> ir.Value:
+    """MatMulNBits with scales in the type of the activations; ``bias`` is added inside of it."""
+    emit = Emitter(linear.node, main="MatMulNBits")
+    weight, scales, *zeros = [initializer(emit.graph, tensor) for tensor in blocked(linear.weights, grid, context)]
+    optional: list[ir.Value | None] = [zeros[0] if zeros else None, None, bias]
+    while optional and optional[-1] is None:
+        optional.pop()
+    return emit(
+        "MatMulNBits",
+        *(linear.node.inputs[0], weight, scales, *optional),
+        domain=MICROSOFT,
+        K=linear.inputs,
+        N=linear.outputs,
+        bits=grid.bits,
+        block_size=grid.block,
+        **attributes,
+    )
 
 
 def blocked(weights: tuple[ir.ExternalTensor, ...], grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
@@ -63,24 +79,20 @@ def blocked(weights: tuple[ir.ExternalTensor, ...], grid: Grid, context: Lowerin
     return context.weights.add(names, make)
 
 
-def float32_weight(name: str, weights: tuple[ir.ExternalTensor, ...], context: LoweringContext) -> ir.ExternalTensor:
-    """Stacked matrices as float32 [N, K]."""
-    (weight,) = context.weights.add([f"{name}.float32"], lambda: [context.calibrated.matrix(weights)])
-    return weight
-
-
-def float16_weight(name: str, weights: tuple[ir.ExternalTensor, ...], context: LoweringContext) -> ir.ExternalTensor:
-    """Stacked matrices as float16 [N, K].
+def float_weight(
+    name: str, weights: tuple[ir.ExternalTensor, ...], dtype: str, context: LoweringContext
+) -> ir.ExternalTensor:
+    """Stacked matrices [N, K] as float32 or float16.
 
     Raises:
         BuildError: a weight is beyond float16's range.
     """
 
-    def make() -> list[NDArray[np.float16]]:
+    def make() -> list[NDArray[np.generic]]:
         values = context.calibrated.matrix(weights)
-        if float(np.abs(values).max()) > float(np.finfo(np.float16).max):
+        if dtype == "float16" and float(np.abs(values).max()) > float(np.finfo(np.float16).max):
             raise BuildError(f"{name} holds weights beyond float16's 65504; keep it in fp32 with a layers pattern")
-        return [values.astype(np.float16)]
+        return [values.astype(dtype, copy=False)]
 
-    (weight,) = context.weights.add([f"{name}.float16"], make)
+    (weight,) = context.weights.add([f"{name}.{dtype}"], make)
     return weight

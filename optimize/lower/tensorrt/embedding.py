@@ -9,7 +9,7 @@ import onnx_ir as ir
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import Computed, LoweringContext, Static, WeightOnly
 from llmc.optimize.lower.linears import replace_embedding
-from llmc.optimize.lower.rewrite import Emitter, initializer, sizes, vector
+from llmc.optimize.lower.rewrite import Emitter, converted, initializer, sizes, vector
 from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.lower.tensorrt.words import packed_table, unpack_words
 from llmc.optimize.quantize.grid import Grid
@@ -45,7 +45,7 @@ def _unpacked_rows(emit: Emitter, table: ir.ExternalTensor, grid: Grid, context:
         rows = emit("Mul", rows, scales)
     if hidden % (32 // grid.bits):
         rows = emit("Slice", rows, vector(graph, [0]), vector(graph, [hidden]), vector(graph, [-1]))
-    return rows if context.compute == "float32" else emit("Cast", rows, to=context.type)
+    return converted(emit, rows, ir.DataType.FLOAT, context.type)
 
 
 def _grid(grid: Grid, hidden: int, name: str) -> Grid:

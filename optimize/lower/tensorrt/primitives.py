@@ -10,9 +10,19 @@ import onnx_ir as ir
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import stored
-from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, graph_input, nodes_of, replace, scalar, vector
+from llmc.optimize.lower.rewrite import (
+    LLMC,
+    Emitter,
+    constant,
+    converted,
+    graph_input,
+    nodes_of,
+    replace,
+    scalar,
+    vector,
+)
 from llmc.optimize.lower.rotary import rotary_tables
-from llmc.optimize.lower.tensorrt.attention import heads, merged
+from llmc.optimize.lower.tensorrt.native import heads, merged
 from llmc.optimize.lower.tensorrt.slots import Slots
 
 # Softmax makes 0 of it in float32, and unlike -inf it can never turn into NaN.
@@ -95,11 +105,12 @@ def _attend(
     key, value = presents
     # Before the product, which float16 could not hold otherwise.
     scale = emit.anchor.attributes["scale"].as_float()
-    scaled = emit("Mul", query, _scalar(graph, scale, context))
+    scaled = emit("Mul", query, scalar(graph, scale, context.array_type))
     stacked = emit("Reshape", scaled, vector(graph, [0, attention.kv_heads, -1, head_dim]))  # (B, KV, G*S, D)
-    scores = _wide(emit, emit("MatMul", stacked, emit("Transpose", key, perm=[0, 1, 3, 2])), context)
+    product = emit("MatMul", stacked, emit("Transpose", key, perm=[0, 1, 3, 2]))
+    scores = converted(emit, product, context.type, ir.DataType.FLOAT)
     seen = emit("Where", mask, scores, scalar(graph, MASKED, np.float32))
-    shares = _narrow(emit, emit("Softmax", seen, axis=-1), context)
+    shares = converted(emit, emit("Softmax", seen, axis=-1), ir.DataType.FLOAT, context.type)
     return emit("Reshape", emit("MatMul", shares, value), vector(graph, [0, attention.heads, -1, head_dim]))
 
 
@@ -112,22 +123,9 @@ def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
         weight = constant(graph, f"{tensor.name}.float32", context.calibrated.rows(tensor))
         epsilon = scalar(graph, norm.attributes["epsilon"].as_float(), np.float32)
         emit = Emitter(norm)
-        wide = _wide(emit, x, context)
+        wide = converted(emit, x, context.type, ir.DataType.FLOAT)
         mean = emit("ReduceMean", emit("Mul", wide, wide), vector(graph, [-1]), keepdims=1)
         normed = emit("Div", wide, emit("Sqrt", emit("Add", mean, epsilon)))
-        replace(norm, _narrow(emit, emit("Mul", normed, weight), context))
+        replace(norm, converted(emit, emit("Mul", normed, weight), ir.DataType.FLOAT, context.type))
         count += 1
     return count
-
-
-def _scalar(graph: ir.Graph, value: float, context: LoweringContext) -> ir.Value:
-    """A shared constant of shape [] in the compute type."""
-    return constant(graph, f"const.{context.compute}.{value}", np.array(value, context.array_type))
-
-
-def _wide(emit: Emitter, value: ir.Value, context: LoweringContext) -> ir.Value:
-    return value if context.compute == "float32" else emit("Cast", value, to=ir.DataType.FLOAT)
-
-
-def _narrow(emit: Emitter, value: ir.Value, context: LoweringContext) -> ir.Value:
-    return value if context.compute == "float32" else emit("Cast", value, to=context.type)

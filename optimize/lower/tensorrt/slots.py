@@ -39,7 +39,8 @@ class Slots:
         emit = Emitter(first, "positions")
         graph = emit.graph
         ids, past_lengths = graph_input(graph, "input_ids"), graph_input(graph, "past_lengths")
-        cache_slots = _add_input(graph, dim)
+        cache_slots = ir.Value(name=CACHE_SLOTS, shape=ir.Shape([dim]), type=ir.TensorType(ir.DataType.INT64))
+        graph.inputs.insert(3, cache_slots)  # behind those that every call has
         sequence = emit("Squeeze", emit("Shape", ids, start=1, end=2), vector(graph, [0]))
         steps = emit("Range", scalar(graph, 0, np.int64), sequence, scalar(graph, 1, np.int64))
         positions = emit("Add", emit("Unsqueeze", past_lengths, vector(graph, [1])), steps)
@@ -50,13 +51,6 @@ class Slots:
         }
         made = {(window, n): _mask(emit, cache_slots, columns[n], window) for window, n in sorted(set(masks))}
         return cls(cache_slots, past_lengths, positions, made)
-
-
-def _add_input(graph: ir.Graph, dim: str) -> ir.Value:
-    """The input ``cache_slots``, behind those that every call has."""
-    value = ir.Value(name=CACHE_SLOTS, shape=ir.Shape([dim]), type=ir.TensorType(ir.DataType.INT64))
-    graph.inputs.insert(3, value)
-    return value
 
 
 def _mask(emit: Emitter, slots: ir.Value, column: ir.Value, window: int) -> ir.Value:

@@ -66,7 +66,6 @@ def test_leading_dimensions_and_other_types_are_taken():
     x = inputs()[:60].to(torch.bfloat16)
     accumulator = Accumulator(24)
     accumulator.update(x.reshape(3, 4, 5, 24))
-    assert accumulator.finish().tokens == 60
     assert moment_error(x, accumulator.finish().second_moment) < MOMENT_TOLERANCE
 
 

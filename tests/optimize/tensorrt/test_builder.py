@@ -211,7 +211,6 @@ def test_a_monitor_counts_phases_within_phases():
     monitor.phase_start("build", None, 2)
     monitor.phase_start("tactics", "build", 4)
     assert [monitor.step_complete("tactics", step) for step in range(4)] == [True] * 4
-    monitor.phase_finish("tactics")
     assert monitor.step_complete("build", 0)
     monitor.phase_start("elsewhere", "nothing known", 3)
     assert monitor.step_complete("elsewhere", 0)

@@ -10,39 +10,39 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 from gpu_check import main, steps
 
 
-def fine(options: steps.Options) -> dict[str, object]:
+def fine(work: Path) -> dict[str, object]:
     sys.stdout.write("a library says { nothing\n")
-    with (options.work / "times").open("a") as file:
+    with (work / "times").open("a") as file:
         file.write("x")
-    return {"times": len((options.work / "times").read_text()), "nan": float("nan")}
+    return {"times": len((work / "times").read_text()), "nan": float("nan")}
 
 
-def hang(options: steps.Options) -> None:
+def hang(work: Path) -> None:
     time.sleep(600)
 
 
-def die(options: steps.Options) -> None:
+def die(work: Path) -> None:
     os.kill(os.getpid(), 11)
 
 
-def rubbish(options: steps.Options) -> list[str]:
+def rubbish(work: Path) -> list[str]:
     sys.stdout.buffer.write(b'\xff\x00{"result": {}}\n')
     return ["no object"]
 
 
-def leave(options: steps.Options) -> None:
+def leave(work: Path) -> None:
     os._exit(0)
 
 
-def fail(options: steps.Options) -> dict[str, object]:
+def fail(work: Path) -> dict[str, object]:
     return {"problems": ["a", "b"]}
 
 
-def lack(options: steps.Options) -> None:
+def lack(work: Path) -> None:
     raise steps.NotHereError("no torch")
 
 
-def raises(options: steps.Options) -> None:
+def raises(work: Path) -> None:
     raise ValueError("a bug")
 
 

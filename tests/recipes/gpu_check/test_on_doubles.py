@@ -53,7 +53,7 @@ def asked(part: Part, made: Path, drivers: list[FakeDriver], monkeypatch: pytest
         ("correctness", "LONG_PROMPT", 40),
     ]:
         monkeypatch.setattr(part(module), name, value)
-    return "tensorrt", "tiny", "fp32", part("steps").Options(made, None)
+    return "tensorrt", "tiny", "fp32", made
 
 
 def test_an_engine_is_verified(part: Part, asked: tuple[Any, ...], drivers: list[FakeDriver]):
@@ -194,11 +194,10 @@ def test_without_a_gpu_steps_that_need_one_are_not_run(part: Part, monkeypatch: 
         raise GpuError("no driver")
 
     monkeypatch.setattr(cuda, "open_driver", refuse)
-    options = part("steps").Options(tmp_path, None)
     with pytest.raises(part("steps").NotHereError, match="no driver"):
-        part("machine").driver(options)
+        part("machine").driver(tmp_path)
     with pytest.raises(part("steps").NotHereError, match="no driver"):
-        part("measure").measure("tensorrt-rtx", "tiny", "fp16", options)
+        part("measure").measure("tensorrt-rtx", "tiny", "fp16", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -209,12 +208,12 @@ def test_without_a_gpu_steps_that_need_one_are_not_run(part: Part, monkeypatch: 
 def finished(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A run of every step about one bundle, of which one does not build, and of what needs no bundle."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "models").mkdir()
-    (folder / "models" / "tiny").symlink_to(tiny_export)
-    (folder / "models" / "0.5b").mkdir()
-    (folder / "models" / "0.5b" / "export.json").write_text("{}")
+    exports = folder / "x.json.work" / "exports"
+    (exports / "0.5b").mkdir(parents=True)
+    (exports / "0.5b" / "export.json").write_text("{}")
+    (exports / "tiny").symlink_to(tiny_export)
     steps = ["driver", "*/cuda/tiny/fp16", "baseline/1b", "build/cuda/0.5b/int8", "measure/cuda/0.5b/int8"]
-    command = [sys.executable, str(SCRIPT), "--out", "x.json", "--models", "models", *steps]
+    command = [sys.executable, str(SCRIPT), "--out", "x.json", *steps]
     return folder / "x.json", subprocess.run(command, capture_output=True, text=True, cwd=folder)
 
 
@@ -242,13 +241,3 @@ def test_what_fails_leaves_the_rest_of_a_whole_run_alone(finished: tuple[Path, A
     assert "export.json" in steps["build/cuda/0.5b/int8"]["message"]
     later = steps["measure/cuda/0.5b/int8"]  # which does not wait for the same again
     assert later["state"] == "not run" and later["message"].startswith("no bundle: ")
-
-
-@pytest.mark.slow
-def test_the_table_of_a_whole_run_follows_from_its_steps(finished: tuple[Path, Any], part: Part):
-    document = json.loads(finished[0].read_text())
-    lines = finished[1].stdout.splitlines()
-    assert lines == part("report").markdown(document).splitlines() and lines[0].startswith("NVIDIA L4 ")
-    row = next(line for line in lines if line.startswith("| cuda/tiny/fp16 | yes |"))
-    step = document["steps"]["measure/cuda/tiny/fp16"]["result"]["step"]["p50_s"]
-    assert f"| {step * 1e3:.2f} ms |" in row

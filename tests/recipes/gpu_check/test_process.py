@@ -131,9 +131,9 @@ def test_what_is_not_installed_is_told_from_what_fails(part, monkeypatch, tmp_pa
     monkeypatch.setattr(steps.logging, "basicConfig", lambda **options: None)
     if status is None:
         with pytest.raises(ValueError, match="a bug"):  # which keeps its traceback
-            steps.work("machine", tmp_path / "x", steps.Options(tmp_path, None))
+            steps.work("machine", tmp_path / "x", tmp_path)
     else:
-        assert steps.work("machine", tmp_path / "x", steps.Options(tmp_path, None)) == status
+        assert steps.work("machine", tmp_path / "x", tmp_path) == status
 
 
 # -------------------------------------------------------------------------------------------------------------- clocks

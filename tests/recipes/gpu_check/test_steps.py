@@ -1,6 +1,5 @@
 """What single steps of the check of GPU targets compute, and that planted mistakes are found."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,97 +17,17 @@ CLOSE = 1e-9
 # -------------------------------------------------------------------------------------------------------------- models
 
 
-def safetensors(path: Path, tensors: dict[str, tuple[str, list[int], int]]) -> bytes:
-    """Write a file of zeros and return its header."""
-    entries, position = {}, 0
-    for name, (dtype, shape, size) in tensors.items():
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
-        position += size
-    text = json.dumps(entries | {"__metadata__": {"format": "pt"}}).encode()
-    head = len(text).to_bytes(8, "little") + text
-    path.write_bytes(head + bytes(position))
-    return head
-
-
-def test_random_weights_are_the_same_everywhere_and_of_the_right_kind(part, tmp_path):
-    from safetensors.numpy import load_file
-
-    models, path = part("models"), tmp_path / "model.safetensors"
-    tensors = {
-        "b.norm.weight": ("F32", [8], 32),
-        "a.proj.weight": ("F16", [64, 32], 4096),
-        "a.proj.bias": ("F32", [500], 2000),
-        "c.proj.weight": ("BF16", [16, 8], 256),
-    }
-    head = safetensors(path, tensors)
-    models.randomize(path)
-    first = path.read_bytes()
-    assert first.startswith(head) and len(first) == len(head) + 32 + 4096 + 2000 + 256
-    path.write_bytes(head)  # as it is carried along
-    models.randomize(path)
-    assert path.read_bytes() == first
-    del tensors["c.proj.weight"]  # numpy has no such type
-    safetensors(path, tensors)
-    models.randomize(path)
-    found = load_file(path)
-    assert found["b.norm.weight"].tolist() == [1.0] * 8
-    assert 0.018 < found["a.proj.weight"].astype(np.float64).std() < 0.022
-    assert 0.09 < found["a.proj.bias"].std() < 0.11
-
-
-def test_bfloat16_is_rounded_to_nearest_even(part):
-    import torch
-
-    values = np.concatenate([np.random.default_rng(0).standard_normal(5000), [1 + 2**-8, 1 + 3 * 2**-8, 0.0]])
-    values = values.astype(np.float32)
-    wanted = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    assert np.array_equal(part("models").stored(values, "BF16"), wanted)
-
-
 @pytest.fixture
-def options(part, tmp_path):
-    """Folders of what is made here, and of what was carried along."""
-    (tmp_path / "carried").mkdir()
-    return part("steps").Options(tmp_path / "work", tmp_path / "carried")
+def tiny(part, tmp_path, tiny_export, monkeypatch):
+    """A folder with the small model's export, of which a short prompt is asked."""
+    (tmp_path / "exports").mkdir()
+    (tmp_path / "exports" / "tiny").symlink_to(tiny_export)
+    monkeypatch.setattr(part("correctness"), "LONG_PROMPT", 40)
+    return tmp_path
 
 
-def test_an_export_travels_as_a_header_and_becomes_what_it_was(part, tmp_path, monkeypatch, options):
-    models = part("models")
-
-    def make(geometry: str, output: Path) -> None:
-        output.mkdir(parents=True)
-        (output / "export.json").write_text("{}")
-        safetensors(output / "model.safetensors", {"x.weight": ("F32", [1000], 4000)})
-        models.randomize(output / "model.safetensors")
-
-    monkeypatch.setattr(models, "make", make)
-    make("0.5b", tmp_path / "original")
-    models.prepare("0.5b", options.models)
-    assert sum(path.stat().st_size for path in (options.models / "0.5b").iterdir()) < 200
-    here = models.export("0.5b", options)
-    assert (here / "model.safetensors").read_bytes() == (tmp_path / "original" / "model.safetensors").read_bytes()
-    assert sorted(path.name for path in here.iterdir()) == ["export.json", "model.safetensors"]
-    models.prepare("tiny", options.models)  # is trained: its weights go along
-    assert (options.models / "tiny" / "model.safetensors").exists()
-
-
-def test_what_is_carried_along_is_not_changed_by_what_is_made_of_it(part, options):
-    carried = options.models / "1b"
-    carried.mkdir()
-    (carried / "export.json").write_text("{}")
-    head = safetensors(carried / "model.safetensors.header", {"x.weight": ("F32", [10], 0)})
-    part("models").export("1b", options)
-    assert (carried / "model.safetensors.header").read_bytes() == head
-
-
-def test_an_export_that_was_not_carried_along_is_not_run(part, options):
-    with pytest.raises(part("steps").NotHereError, match="--prepare"):
-        part("models").export("1b", options)
-
-
-def test_a_bundle_is_built_once_and_one_that_fails_is_not_waited_for_again(part, monkeypatch, options, tiny_export):
+def test_a_bundle_is_built_once_and_one_that_fails_is_not_waited_for_again(part, monkeypatch, tiny):
     models, calls = part("models"), []
-    (options.models / "tiny").symlink_to(tiny_export)
 
     def build(source: Path, folder: Path, *, target: str, **limits: Any) -> None:
         calls.append(target)
@@ -119,29 +38,28 @@ def test_a_bundle_is_built_once_and_one_that_fails_is_not_waited_for_again(part,
 
     monkeypatch.setattr("llmc.optimize.build.build", build)
     for _ in range(2):
-        assert (models.built("cpu", "tiny", "int8", options) / "llmc.json").exists()
+        assert (models.built("cpu", "tiny", "int8", tiny) / "llmc.json").exists()
     assert calls == ["cpu"]
     with pytest.raises(BuildError):
-        models.built("cuda", "tiny", "int8", options)
+        models.built("cuda", "tiny", "int8", tiny)
     with pytest.raises(part("steps").NotHereError, match="no bundle: float16 overflows"):
-        models.built("cuda", "tiny", "int8", options)
+        models.built("cuda", "tiny", "int8", tiny)
     assert calls == ["cpu", "cuda"]
     with pytest.raises(BuildError):  # the step that is about building tries again
-        models.build("cuda", "tiny", "int8", options)
-    found = models.build("cpu", "tiny", "int8", options)
+        models.build("cuda", "tiny", "int8", tiny)
+    found = models.build("cpu", "tiny", "int8", tiny)
     assert (found["bytes"], found["quality"], calls[2:]) == (5, "good", ["cuda", "cpu"])
 
 
-def test_a_build_that_was_cut_off_is_not_waited_for_again(part, monkeypatch, options, tiny_export):
+def test_a_build_that_was_cut_off_is_not_waited_for_again(part, monkeypatch, tiny):
     def killed(*arguments: Any, **limits: Any) -> None:
         raise KeyboardInterrupt
 
-    (options.models / "tiny").symlink_to(tiny_export)
     monkeypatch.setattr("llmc.optimize.build.build", killed)
     with pytest.raises(KeyboardInterrupt):
-        part("models").built("cpu", "tiny", "int8", options)
+        part("models").built("cpu", "tiny", "int8", tiny)
     with pytest.raises(part("steps").NotHereError, match="cut off"):
-        part("models").built("cpu", "tiny", "int8", options)
+        part("models").built("cpu", "tiny", "int8", tiny)
 
 
 # ----------------------------------------------------------------------------------------------- numbers of the model
@@ -188,15 +106,6 @@ def test_cases_of_the_reference_are_read_as_they_were_written(part, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x.npz"]
 
 
-@pytest.fixture
-def tiny(part, tmp_path, tiny_export, monkeypatch):
-    """Folders with the small model's export, of which a short prompt is asked."""
-    (tmp_path / "exports").mkdir()
-    (tmp_path / "exports" / "tiny").symlink_to(tiny_export)
-    monkeypatch.setattr(part("correctness"), "LONG_PROMPT", 40)
-    return part("steps").Options(tmp_path, None)
-
-
 def missing(name: str) -> Any:
     """A way to a reference that is not installed."""
 
@@ -219,7 +128,7 @@ def test_without_transformers_the_portable_graph_is_the_reference(part, monkeypa
     found = reference.reference("tiny", tiny)
     assert (found["source"], found["problems"], found["difference_of_both"]) == ("by_portable_graph", [], None)
     assert found["missing"] == ["by_transformers: no transformers"]
-    assert [len(logits) for _, logits in reference.read(tiny.work / "tiny.npz")][-1] == reference.POSITIONS
+    assert [len(logits) for _, logits in reference.read(tiny / "tiny.npz")][-1] == reference.POSITIONS
 
 
 def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny):
@@ -229,11 +138,11 @@ def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny):
     with pytest.raises(part("steps").NotHereError) as caught:
         reference.reference("tiny", tiny)
     assert str(caught.value) == "by_transformers: no transformers; by_portable_graph: no portable_graph"
-    assert not (tiny.work / "tiny.npz").exists()
+    assert not (tiny / "tiny.npz").exists()
 
 
 def test_verifying_without_any_reference_still_replays_the_golden_prompts(part, monkeypatch, tiny, tiny_bundle):
-    (tiny.work / "cpu-tiny-int8").symlink_to(tiny_bundle)
+    (tiny / "cpu-tiny-int8").symlink_to(tiny_bundle)
     for name in ("transformers", "portable_graph"):
         monkeypatch.setattr(part("correctness"), f"by_{name}", missing(name))
     found = part("correctness").verify("cpu", "tiny", "int8", tiny)
@@ -244,10 +153,15 @@ def test_verifying_without_any_reference_still_replays_the_golden_prompts(part, 
 def test_references_that_differ_are_a_problem(part):
     reference = part("correctness")
     limit = reference.SAME_MODEL
+
+    def disagreement(apart: float) -> list[str]:
+        found: list[str] = reference.beyond({"portable graph": apart}, limit, "from transformers")
+        return found
+
     one, other = (scale * np.arange(6.0).reshape(2, 3) for scale in (1.0, 1.1))
-    assert reference.disagreement(None) == reference.disagreement(limit) == []
-    assert len(reference.disagreement(reference.worst(other, one))) == 1
-    assert len(reference.disagreement(float("nan"))) == 1
+    assert disagreement(limit) == []
+    assert len(disagreement(reference.worst(other, one))) == 1
+    assert len(disagreement(float("nan"))) == 1
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
@@ -326,7 +240,7 @@ def test_medians_and_late_steps_are_told_apart(part):
 
 def test_a_bundle_without_a_gpu_is_timed_all_the_same(part, monkeypatch, tiny, tiny_bundle):
     measure = part("measure")
-    (tiny.work / "cpu-tiny-int8").symlink_to(tiny_bundle)
+    (tiny / "cpu-tiny-int8").symlink_to(tiny_bundle)
     for name, value in {"PROMPTS": (8,), "NEW_TOKENS": 4, "ROUNDS": 2, "STEPS": 2, "LENGTHS": (16, 32)}.items():
         monkeypatch.setattr(measure, name, value)
     found = measure.measure("cpu", "tiny", "int8", tiny)

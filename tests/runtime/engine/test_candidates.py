@@ -13,7 +13,7 @@ from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.sample_group import Sample
-from llmc.runtime.sampling.candidates import suffice
+from llmc.runtime.sampling.masses import suffice
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import Processor, SamplingContext
 from llmc.runtime.sampling.samplers import make_sampler

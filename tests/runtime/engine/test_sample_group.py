@@ -7,7 +7,7 @@ import pytest
 from llmc.errors import ProcessorError
 from llmc.runtime.api.request import Request
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.search.similarity import SIMILARITIES
+from llmc.runtime.search.consensus import SIMILARITIES
 
 PATIENCE = 120
 PROMPT = [11, 12, 13]

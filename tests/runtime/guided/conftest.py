@@ -49,7 +49,8 @@ class Vocabulary:
         return self.grammars()
 
     def ask(self, grammars: Grammars | None = None, **form: Any) -> GrammarGuide | None:
-        return (grammars or self.shared).guide(Form(**form))
+        compiled = (grammars or self.shared).compiled(Form(**form))
+        return None if compiled is None else GrammarGuide(compiled)
 
     def start(self, grammars: Grammars | None = None, **form: Any) -> GrammarGuide:
         guide = self.ask(grammars, **form)

@@ -26,18 +26,21 @@ UNITLESS = {
 @pytest.fixture
 def metrics() -> EngineMetrics:
     """One of everything, no two numbers alike."""
-    engine = EngineMetrics()
-    timeline = engine.timeline(50)
-    start = timeline.queued
-    timeline.admit(cached_tokens=16, now=start + 0.004)
-    timeline.token(now=start + 0.1)
-    for i in range(1, 12):
-        timeline.token(now=start + 0.1 + i * 0.02)
+    now = [100.0]
+    engine = EngineMetrics(lambda: now[0])
+    timeline, cancelled = engine.timeline(50), engine.timeline(3)
+    now[0] = 100.004
+    timeline.admit(cached_tokens=16)
+    for i in range(12):
+        now[0] = 100.1 + i * 0.02
+        timeline.token()
     timeline.draft(9, 5)
     timeline.overflow()
     timeline.overflow()
-    timeline.finish("stop", now=start + 3000)
-    engine.timeline(3).finish("cancelled", now=start + 1)
+    now[0] = 101.0
+    cancelled.finish("cancelled")
+    now[0] = 3100.0
+    timeline.finish("stop")
     engine.refuse()
     engine.step("prefill", 0.09, 1)
     engine.step("decode", 0.02, 7)

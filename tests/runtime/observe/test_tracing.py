@@ -151,13 +151,18 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 def timeline(reason: str = "stop", admitted: bool = True, tokens: bool = True) -> RequestTimeline:
     """1 s in the queue, 2 s of prefill, 3 s of decode; then it ended."""
-    line = EngineMetrics().timeline(12)
+    now = [100.0]
+    line = EngineMetrics(lambda: now[0]).timeline(12)
     if admitted:
-        line.admit(cached_tokens=8, now=line.queued + 1)
+        now[0] = 101.0
+        line.admit(cached_tokens=8)
     if tokens:
-        line.token(now=line.queued + 3)
-        line.token(count=4, now=line.queued + 5.5)
-    line.finish(reason, now=line.queued + 6)
+        now[0] = 103.0
+        line.token()
+        now[0] = 105.5
+        line.token(count=4)
+    now[0] = 106.0
+    line.finish(reason)
     return line
 
 

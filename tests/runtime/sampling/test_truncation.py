@@ -187,7 +187,7 @@ class TestEveryTruncation:
     def test_at_another_value_fails_that_check(self, name: str) -> None:
         rule, _, values, _ = RULES[name]
         logits = make_logits(1000, 1.5, 1)
-        others = [value - 1 if name == "top_k" else value * 0.98 for value in values]
+        others = [value + 1 if name == "top_k" else value * 0.98 for value in values]
         assert not all(
             agrees(name, logits, value, truncate(rule, logits, other))
             for value, other in zip(values, others, strict=True)
@@ -224,15 +224,6 @@ class TestEveryTruncation:
         rule, _, values, _ = RULES[name]
         with pytest.raises(RequestError, match=what):
             rule(np.full(10, bad, np.float32), values[0])
-
-
-@pytest.mark.parametrize(
-    ("rule", "value"),
-    [(top_k, 0), (top_k, 5000), (top_p, 1.0), (min_p, 0.0), (typical, 1.0), (epsilon_cutoff, 0.0), (eta_cutoff, 0.0),
-     (top_n_sigma, 0.0)],
-)  # fmt: skip
-def test_values_that_keep_all_keep_all(rule: Truncation, value: float) -> None:
-    assert truncate(rule, make_logits(5000, 3.0, 0), value).all()
 
 
 @pytest.mark.parametrize("rule", [top_k, top_p, min_p, epsilon_cutoff, eta_cutoff, top_n_sigma])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmc.errors import RequestError
 from llmc.runtime.sampling.draws import uniform
-from llmc.runtime.sampling.xtc import xtc
+from llmc.runtime.sampling.truncation import xtc
 
 # Relative distance from the threshold within which float32 may decide either way.
 EDGE_TOLERANCE = 1e-5

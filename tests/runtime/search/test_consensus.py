@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from llmc.errors import ProcessorError
-from llmc.runtime.search.consensus import expected_similarities
-from llmc.runtime.search.similarity import SIMILARITIES, token_f1
+from llmc.runtime.search.consensus import SIMILARITIES, expected_similarities, token_f1
 
 TEXTS = [
     "the train leaves at nine",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmc.runtime.search.similarity import SIMILARITIES, chrf, token_f1
+from llmc.runtime.search.consensus import SIMILARITIES, chrf, token_f1
 
 # Float64 sums of up to six terms; the recorded values have all digits.
 TOLERANCE = 1e-12

@@ -15,6 +15,7 @@ from doubles.lowerings import Lowering, difference, open_session, portable, rela
 from llmc.bundle import DECODER_FILE, Geometry, Limits
 from llmc.errors import BuildError
 from llmc.optimize import passes
+from llmc.optimize.build import OLD
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.context import (
@@ -28,7 +29,6 @@ from llmc.optimize.lower.context import (
     WeightOnly,
 )
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.targets import capabilities
 
 # Largest absolute difference of logits (up to 9) in float32, as the target promises it: sums in another order cost up
 # to 1e-5 here. A mask, a rotation or a row of the wrong place costs more than 1e-2.
@@ -59,9 +59,8 @@ class Lowered(Lowering):
         self, export: Path, folder: Path, form: QuantConfig, compute: str, layers: dict[str, QuantConfig]
     ) -> None:
         folder.mkdir()
-        target = capabilities("cuda")
-        opsets = {"": target.opset, "com.microsoft": 1}
-        super().__init__(export, folder, passes.PASSES["cuda"], opsets, target.ir_version)
+        opsets = {"": OLD[0], "com.microsoft": 1}
+        super().__init__(export, folder, passes.PASSES["cuda"], opsets, OLD[1])
         forms = QuantConfigs(form, form, tuple(layers.items()))
         limits = Limits(CAPACITY, 4, CAPACITY)
         self.context = LoweringContext(
@@ -326,7 +325,7 @@ ONLY_FLOAT16 = {"GroupQueryAttention"}
 @pytest.mark.parametrize("compute", ["float16", "float32"])
 @pytest.mark.parametrize("form", [Computed(), WeightOnly(Grid(4, 32))], ids=str)
 def test_every_operator_has_a_cuda_kernel(case, lowered, form, compute):
-    opset = capabilities("cuda").opset
+    opset = OLD[0]
     for node in lowered(case.export, form, compute).lower().graph:
         if node.op_type in CONTRIBUTED:
             assert compute == "float16" or node.op_type not in ONLY_FLOAT16

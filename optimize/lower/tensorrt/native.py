@@ -1,4 +1,4 @@
-"""Attention of TensorRT from 10.15 on, and of TensorRT-RTX: the cache is updated in place, and one operator attends.
+"""Attention and norms as operators of TensorRT from 10.15 on, and of TensorRT-RTX: the cache is updated in place.
 
 TensorScatter becomes a KV-cache update, whose output shares the memory of its input. Attention reads the first
 ``attended`` positions of the updated cache, so that a step costs what the sequence is long, not what the cache holds.
@@ -8,9 +8,11 @@ import onnx_ir as ir
 
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, vector
+from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, vector
 from llmc.optimize.lower.rotary import rotary_tables
 from llmc.optimize.lower.tensorrt.slots import Slots
+from llmc.optimize.lower.tensorrt.weights import narrowed
 
 
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
@@ -63,3 +65,14 @@ def merged(emit: Emitter, output: ir.Value) -> ir.Value:
     """[B, heads, S, D] -> [B, S, heads * D]."""
     turned = emit("Transpose", output, perm=[0, 2, 1, 3])
     return emit("Reshape", turned, vector(emit.graph, [0, 0, -1]))
+
+
+def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
+    """Give each RMSNormalization its weight in the compute type; it sums in float32."""
+    count = 0
+    for norm in nodes_of(graph, "RMSNormalization"):
+        tensor = stored(norm.inputs[1])
+        weight = narrowed(context.calibrated.rows(tensor), context.compute, tensor.name or "")
+        norm.replace_input_with(1, constant(graph, f"{tensor.name}.{context.compute}", weight))
+        count += 1
+    return count

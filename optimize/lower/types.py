@@ -1,0 +1,22 @@
+"""Types of activations on GPUs: the compute type everywhere, float32 where the contract says so."""
+
+import onnx_ir as ir
+
+from llmc.optimize.lower.context import LoweringContext
+
+
+def type_values(graph: ir.Graph, context: LoweringContext) -> int:
+    """Declare what is computed, and the cache, in the compute type; widen the other outputs. Returns the casts made."""
+    compute = ir.TensorType(context.type)
+    for value in [*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)]:
+        if value.dtype == ir.DataType.FLOAT:
+            value.type = compute
+    wide = [] if context.compute == "float32" else [v for v in graph.outputs if v.name in ("logits", "hidden_states")]
+    for value in wide:
+        cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+        [output] = cast.outputs
+        cast.name, output.name, value.name = f"{value.name}.Cast", value.name, f"{value.name}.narrow"
+        output.shape, output.type = value.shape, ir.TensorType(ir.DataType.FLOAT)
+        graph.append(cast)
+        graph.outputs[graph.outputs.index(value)] = output
+    return len(wide)

@@ -1,0 +1,16 @@
+"""The torch decoder with all of a checkpoint's weights, to compute eagerly with."""
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from llmc.export.decoder import Decoder
+from llmc.export.sources.checkpoint import read_checkpoint
+
+
+def load_decoder(folder: Path) -> Decoder:
+    checkpoint = read_checkpoint(folder)
+    decoder = Decoder(checkpoint.config)
+    weights = {name: tensor for shard in checkpoint.shards for name, tensor in load_file(shard.path).items()}
+    decoder.load_state_dict({name: weights[name] for name in checkpoint.tensors}, assign=True)
+    return decoder.eval()
