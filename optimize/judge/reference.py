@@ -24,7 +24,8 @@ from llmc.optimize.lower.rewrite import read_decoder, sizes
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.weights import rows_of
 from llmc.runtime.host import disk_cache
-from llmc.runtime.sessions.onnxruntime.cpu import LOG_FATAL_ONLY, import_onnxruntime, translated
+from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY
+from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translated
 
 ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 as the standard means them
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"

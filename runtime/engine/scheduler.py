@@ -27,9 +27,6 @@ class Queue:
         self._heap: list[tuple[tuple[int, int], int, Any]] = []  # place, entry, unit
         self._arrivals, self._entries = itertools.count(1), itertools.count()
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def push(self, unit: Any, priority: int) -> tuple[int, int]:
         """Let ``unit`` wait; its place lets others wait there too, with :meth:`again`."""
         arrival = next(self._arrivals)
@@ -49,13 +46,10 @@ class Queue:
         """Take the next one out."""
         return heapq.heappop(self._heap)[-1]
 
-    def remove(self, where: Callable[[Any], bool]) -> list[Any]:
+    def remove(self, where: Callable[[Any], bool]) -> None:
         """Take out everyone for whom ``where`` holds."""
-        gone = [unit for *_, unit in self._heap if where(unit)]
-        if gone:
-            self._heap = [entry for entry in self._heap if not where(entry[-1])]
-            heapq.heapify(self._heap)
-        return gone
+        self._heap = [entry for entry in self._heap if not where(entry[-1])]
+        heapq.heapify(self._heap)
 
 
 class ChunkedPrefill:

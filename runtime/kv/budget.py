@@ -84,7 +84,7 @@ class CacheBudget:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer whether a plan fits into ``available`` bytes.
+    """The answer whether a plan fits into so many bytes.
 
     Attributes:
         missing: bytes that lack, 0 where it fits.
@@ -92,7 +92,6 @@ class Verdict:
         largest_batch: rows that fit with the plan's context; 0 where none do.
     """
 
-    available: int
     missing: int
     largest_context: int
     largest_batch: int
@@ -130,7 +129,7 @@ class MemoryEstimate:
         """The verdict for ``available`` bytes."""
         context = largest(self.limits.max_context, lambda n: self.needed(n, self.batch), available)
         batch = largest(self.limits.max_batch, lambda n: self.needed(self.context, n), available)
-        return Verdict(available, max(0, self.total - available), context, batch)
+        return Verdict(max(0, self.total - available), context, batch)
 
     def check(self, what: Path, available: int) -> None:
         """Refuse to begin what cannot end.

@@ -154,8 +154,8 @@ class PrefixStore:
 
     def put(
         self, root: bytes, hashes: Sequence[bytes], tokens: NDArray[np.int64], blocks: Sequence[NDArray[Any]]
-    ) -> bool:
-        """Have what is not on disk of a chain written soon; False when it is not taken.
+    ) -> None:
+        """Have what is not on disk of a chain written soon, unless too much waits already.
 
         Args:
             root: what :func:`root_hash` gives for the key.
@@ -168,7 +168,7 @@ class PrefixStore:
             absent = [chain not in shelf.places and chain not in shelf.queued for chain in hashes]
             if True not in absent:
                 self._touch(shelf, hashes)
-                return True
+                return
             start = absent.index(True)
             end = absent.index(False, start) if False in absent[start:] else len(hashes)
             parent, size = hashes[start - 1] if start else root, len(tokens) // len(hashes)
@@ -176,10 +176,14 @@ class PrefixStore:
             job = _Job(root, parent, hashes[:start], hashes[start:end], span, blocks[start:end])
             full = bool(self._jobs) and self._waiting + job.nbytes > self.pending_bytes
             if full or self._closed or job.nbytes > self.max_bytes or time.monotonic() < self._paused_until:
-                return False
+                return
             shelf.queued.update(job.hashes)
-            self._enqueue(job)
-        return True
+            self._jobs.append(job)
+            self._waiting += job.nbytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="llmc-prefix-store", daemon=True)
+                self._thread.start()
+            self._lock.notify_all()
 
     def close(self) -> None:
         """Write what waits, then take nothing more. A second call does nothing."""
@@ -189,14 +193,6 @@ class PrefixStore:
             thread = self._thread
         if thread is not None:
             thread.join()
-
-    def _enqueue(self, job: _Job) -> None:
-        self._jobs.append(job)
-        self._waiting += job.nbytes
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="llmc-prefix-store", daemon=True)
-            self._thread.start()
-        self._lock.notify_all()
 
     def _shelf(self, root: bytes) -> _Shelf:
         if root not in self._shelves:
@@ -259,7 +255,7 @@ class PrefixStore:
         return self._examined(shelf, name, blocks)
 
     def _examined(self, shelf: _Shelf, name: str, look: Callable[[CacheFile], _T]) -> _T | None:
-        """What ``look`` finds in a file; None if it cannot be used, which the shelf remembers."""
+        """The answer of ``look`` about a file; None if it cannot be used, which the shelf remembers."""
         path = shelf.folder / name
         try:
             with opened(path, follow_symlinks=False) as file:

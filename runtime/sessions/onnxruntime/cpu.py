@@ -27,7 +27,6 @@ from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.sessions.base import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime import compiled
-from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY as LOG_FATAL_ONLY
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ one object whose listeners come and go.
 
 import hashlib
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from llmc.bundle import version
 from llmc.errors import GpuError, MissingExtraError, UsageError, install_command, require, text_of
 from llmc.runtime.host.disk_cache import entry, published
 from llmc.runtime.host.probe import IMPORT_TIMEOUT_S, try_import
@@ -116,7 +116,7 @@ def load_library(engine: str) -> Any:
     found = str(getattr(library, "__version__", ""))
     if not found:
         raise _broken(wanted, f"{_place(library)} has no __version__")
-    if _numbers(found) < wanted.minimum:
+    if version(found)[:2] < wanted.minimum:
         needed = ".".join(map(str, wanted.minimum))
         raise GpuError(f"{wanted.module} {found} is installed, llmc needs {needed} or later: {wanted.install()}")
     lacking = [name for name in NAMES if not hasattr(library, name)]
@@ -187,11 +187,6 @@ def _identity(module: str) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
-
-
 def made(library: Any, make: Any) -> Any:
     """``make`` a builder of engines, or a runtime to load them with: the library's Builder or Runtime.
 
@@ -206,5 +201,5 @@ def made(library: Any, make: Any) -> Any:
             return make(native.native)
         except (TypeError, RuntimeError) as error:  # the binding turns a null pointer into a TypeError
             said = "; ".join(dict.fromkeys(message.text for message in messages)) or str(error)
-            version = f"{library.__name__} {library_version(library)}"
-            raise GpuError(f"{version} cannot use a GPU here ({said}); {_DRIVER}") from error
+            name = f"{library.__name__} {library_version(library)}"
+            raise GpuError(f"{name} cannot use a GPU here ({said}); {_DRIVER}") from error

@@ -191,7 +191,7 @@ def test_whoever_comes_leaves_overflows_or_branches_changes_nobody_elses_tokens(
                 handle.result(PATIENCE)
     engine.close(drain=True)
     assert engine._scheduler.used_bytes == 0
-    assert not engine._requests and not len(engine._scheduler._queue) and not len(engine._scheduler._rows)
+    assert not engine._requests and not engine._scheduler._queue._heap and not len(engine._scheduler._rows)
 
 
 def disturbing(rng: random.Random) -> Request:
