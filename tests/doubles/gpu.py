@@ -51,7 +51,7 @@ def install(put: Replace = setattr) -> list[FakeDriver]:
     for module in (engine_library, tensorrt_session):
         put(module, "load_library", lambda target: library)
     for module in (cuda_provider, cuda_session):
-        put(module, "import_onnxruntime_gpu", lambda minimum: runtime)
+        put(module, "import_onnxruntime_gpu", lambda: runtime)
     put(build, "build", build_bundle)
     return opened
 
