@@ -36,7 +36,7 @@ def kernels(target: str, geometry: str, precision: str, options: Options) -> dic
     """A decode step on ONNX Runtime with its attention kernels for decode (XQA) and without: seconds, and microseconds
     by operator, of the host and, where the package was built with CUPTI, of each kernel."""
     models.check_here(target)
-    folder, runtime = models.built(target, geometry, precision, options), cuda_provider.import_onnxruntime_gpu("0")
+    folder, runtime = models.built(target, geometry, precision, options), cuda_provider.import_onnxruntime_gpu()
     found: dict[str, Any] = {}
     for name, value in {"xqa": "1", "without_xqa": "0"}.items():
         os.environ["ORT_ENABLE_XQA"] = value  # read when a session is made

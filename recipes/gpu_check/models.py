@@ -98,7 +98,7 @@ def check_here(target: str) -> None:
     """
     try:
         if target == "cuda":
-            cuda_provider.import_onnxruntime_gpu("0")
+            cuda_provider.check_provider(cuda_provider.import_onnxruntime_gpu(), "0")
         elif target != "cpu":
             library.load_library(target)
         if target != "cpu":
