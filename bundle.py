@@ -610,11 +610,13 @@ def read_export(folder: Path) -> ExportManifest:
     """Read an export's manifest.
 
     Raises:
-        BundleError: not an export, or written by a newer llmc.
+        BundleError: not an export, damaged, or written by a newer llmc.
     """
     if not (folder / EXPORT_MANIFEST).exists():
         refuse_bundle(folder, "an export")
     manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")
+    if not manifest.geometry.is_sound:
+        raise BundleError(f"{folder}: the geometry in {EXPORT_MANIFEST} cannot be right; export the checkpoint again")
     for name in (DECODER_FILE, TOKENIZER_FILE):
         if _size(folder / name) is None:
             raise BundleError(f"{folder}: {name} is missing; export the checkpoint again")

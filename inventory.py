@@ -205,11 +205,13 @@ class Geometry:
         sizes += [size for cache in self.caches for size in cache.shape]
         sizes += [norm.size for norm in self.norms] + [mlp.inner for mlp in self.mlps]
         parts: list[Linear | Norm | Attention | Mlp] = [*self.linears, *self.norms, *self.attentions, *self.mlps]
-        caches = {cache.name: cache for cache in self.caches}
+        names, caches = {part.name for part in parts}, {cache.name: cache for cache in self.caches}
         return (
             0 < min(sizes) <= max(sizes) < LARGEST_SIZE
             and all(part.layer is None or 0 <= part.layer < self.layers for part in parts)
-            and len({part.name for part in parts}) == len(parts)
+            and len(names) == len(parts)
+            and [linear.name for linear in self.linears if linear.layer is None] == [HEAD]
+            and all({linear.reads, linear.producer or linear.reads} <= names for linear in self.linears)
             and len(caches) == len(self.caches)
             and all(cache.kind == "state" or len(cache.shape) == 2 for cache in self.caches)
             and all(item.heads % item.kv_heads == 0 and item.window >= 0 for item in self.attentions)

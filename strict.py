@@ -28,7 +28,8 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
         return float(data)
     if (isinstance(kind, type) and type(data) is kind) or (origin is typing.Literal and data in arguments):
         return data
-    raise BundleError(f"{where or 'value'} is {data!r:.60}, expected {getattr(kind, '__name__', kind)}")
+    expected = f"one of {', '.join(arguments)}" if origin is typing.Literal else getattr(kind, "__name__", kind)
+    raise BundleError(f"{where or 'value'} is {data!r:.60}, expected {expected}")
 
 
 def _decode_dataclass(kind: type, data: Any, where: str) -> Any:

@@ -206,6 +206,10 @@ IMPOSSIBLE = [
     (put("1", "geometry", "caches", 0, "name"), "geometry"),
     (put(2, "geometry", "linears", 0, "layer"), "geometry"),
     (put("lm_head", "geometry", "linears", 0, "name"), "geometry"),
+    (put("nobody", "geometry", "linears", 0, "producer"), "geometry"),
+    (put("nobody", "geometry", "linears", 0, "reads"), "geometry"),
+    (put([], "geometry", "linears"), "geometry"),
+    (put([], "geometry", "caches"), "geometry"),
     (put(513, "limits", "max_context"), "limits"),
     (put(0, "limits", "prefill_chunk"), "limits"),
     (put(bundle.MOST_ROWS + 1, "limits", "max_batch"), "limits"),
@@ -340,3 +344,10 @@ def test_what_a_bundle_has_yet_to_be_built_of_is_named_with_the_command(tmp_path
         bundle.read_bundle(tmp_path)
     expected = f"{tmp_path} is {kind}, expected a bundle; build one with: llmc build {tmp_path} -o BUNDLE"
     assert str(caught.value) == expected
+
+
+def test_an_export_whose_inventory_does_not_fit_together_is_refused(tmp_path: Path, export_manifest: ExportManifest):
+    geometry = dataclasses.replace(export_manifest.geometry, linears=())
+    bundle.write_manifest(dataclasses.replace(export_manifest, geometry=geometry), tmp_path)
+    with pytest.raises(BundleError, match=r"the geometry in export.json cannot be right; export the checkpoint again"):
+        bundle.read_export(tmp_path)
