@@ -19,6 +19,7 @@ from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
 from llmc.runtime.guided.grammars import Grammars
 from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
+from llmc.runtime.sampling.dry import Breakers
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
@@ -86,8 +87,14 @@ class InputProcessor:
     def _group(self, state: RequestState, grammar: CompiledGrammar | None) -> SampleGroup | SearchGroup:
         """The sequences of a request, as its parameters ask for them."""
         params = state.params
-        processors, breakers = state.request.logits_processors, self._breakers(params)
-        context = SamplingContext(params, self._vocab_size, len(state.prompt), self._eos, processors, breakers=breakers)
+        context = SamplingContext(
+            params,
+            self._vocab_size,
+            len(state.prompt),
+            self._eos,
+            state.request.logits_processors,
+            breakers=Breakers(params.dry_sequence_breakers, self._tokenizer.spelling),
+        )
         strategy = self._strategy(state, context)
         if strategy is None:
             return SampleGroup(state, partial(self._sample, grammar=grammar, context=context))
@@ -170,11 +177,6 @@ class InputProcessor:
             check_tokens(f"{name} holds", getattr(request.params, name) or (), self._vocab_size)
         check_tokens("logit_bias holds", [token for token, _ in request.params.logit_bias], self._vocab_size)
         return ids
-
-    def _breakers(self, params: SamplingParams) -> set[int]:
-        """Tokens that end one of the texts across which DRY's repetitions may not reach."""
-        texts = params.dry_sequence_breakers if params.dry_multiplier else ()
-        return {ids[-1] for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))}
 
 
 def draws(params: SamplingParams) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmc.errors import UsageError
+from llmc.errors import UsageError, written
 from llmc.runtime.sampling.ranges import (
     FLAG,
     SCHEMA,
@@ -25,7 +25,6 @@ from llmc.runtime.sampling.ranges import (
     one_of,
     optional,
     parameter,
-    written,
 )
 
 if TYPE_CHECKING:

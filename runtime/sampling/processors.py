@@ -22,7 +22,7 @@ import numpy as np
 from llmc.errors import GrammarError, ProcessorError, text_of
 from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.draws import uniform
-from llmc.runtime.sampling.dry import Dry
+from llmc.runtime.sampling.dry import Breakers, Dry
 from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.sampling.params import STEPS, SamplingParams, step_order
 from llmc.runtime.sampling.penalties import NoRepeatNGram, OutputPenalty, RepetitionPenalty
@@ -61,7 +61,7 @@ class SamplingContext:
         eos_token_ids: the checkpoint's end-of-sequence tokens.
         processors: the request's own, called in this order with (tokens so far, logits).
         guide: what the request's grammar allows, if it has one; it is told every token chosen.
-        breakers: ids of the tokens that DRY's sequence breakers end with.
+        breakers: DRY's, found in the vocabulary's tokens.
         seed: of the draws; :func:`llmc.runtime.sampling.samplers.make_sampler` sets it.
         branching: calls may be of different sequences, as beams are.
     """
@@ -72,7 +72,7 @@ class SamplingContext:
     eos_token_ids: Collection[int] = ()
     processors: Sequence[Processor] = ()
     guide: Guide | None = None
-    breakers: Collection[int] = ()
+    breakers: Breakers | None = None
     seed: int = 0
     branching: bool = False
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmc.errors import UsageError
+from llmc.errors import UsageError, written
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,6 @@ class Parameter:
 def parameter(default: object, values: Range, meaning: str, section: str, **rest: Any) -> Any:
     """A field of a dataclass with the :class:`Parameter` that these arguments describe as its metadata."""
     return field(default=default, metadata={"parameter": Parameter(values, meaning, section, **rest)})
-
-
-def written(value: object) -> str:
-    """A value as an error shows it; Python refuses to write integers of thousands of digits."""
-    try:
-        return repr(value)
-    except Exception:  # noqa: BLE001 - see above; and the class may be anybody's
-        return f"an {type(value).__name__} that cannot be written" if isinstance(value, int) else type(value).__name__
 
 
 # ----------------------------------------------------------------------------------------------------------- checks
