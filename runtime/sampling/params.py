@@ -13,7 +13,6 @@ from llmc.runtime.sampling.ranges import (
     SCHEMA,
     TEXT,
     TEXTS,
-    TOKENS,
     Parameter,
     Range,
     above,
@@ -25,6 +24,9 @@ from llmc.runtime.sampling.ranges import (
     one_of,
     optional,
     parameter,
+    sequences,
+    texts,
+    tokens,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +34,16 @@ if TYPE_CHECKING:
 
 _UINT64_MAX = 2**64 - 1
 _MOST_SAMPLES = 1024
+# Samples of a request whose texts are compared pair by pair, in a thread that shares Python's lock with all others: of
+# 80 words each, 64 texts take 8 s with chrF, during which steps take a few milliseconds more.
+MOST_COMPARED = 64
+# The lists of a request are bounded, so that no client makes the steps of all others slow. Times are of one core of an
+# AMD EPYC.
+_MOST_TOKENS = 2**18  # no vocabulary is larger
+_STOPS = texts(128, 8_192)  # looked for after every token: 0.15 ms
+_BREAKERS = texts(64, 1_024)  # looked for in a prompt: 2 us per token and 1,024 characters at the worst
+_BAD_WORDS = texts(1_024, 8_192)
+_SEQUENCES = sequences(100, 1_024, 8_192)
 _LARGEST_PENALTY = 1e30  # its sums over groups and steps stay within float32
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint has defaults for
 _CUTS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "xtc_probability")
@@ -121,8 +133,10 @@ class SamplingParams:
         "same seed, same tokens; without one, the operating system gives one, which is reported",
         common=True,
     )
-    stop: tuple[str, ...] = _end((), TEXTS, "texts that end the output, and are not part of it", common=True)
-    stop_token_ids: tuple[int, ...] = _end((), TOKENS, "tokens that end the output, beside the checkpoint's")
+    stop: tuple[str, ...] = _end((), _STOPS, "texts that end the output, and are not part of it", common=True)
+    stop_token_ids: tuple[int, ...] = _end(
+        (), tokens(_MOST_TOKENS), "tokens that end the output, beside the checkpoint's"
+    )
     ignore_eos: bool = _end(False, FLAG, "go on after the checkpoint's end-of-sequence tokens")
     min_tokens: int = _end(
         0, integer(0), "new tokens before one that ends the output may come", short="0 to `max_tokens`"
@@ -196,15 +210,18 @@ class SamplingParams:
     )
     dry_range: int = _bias(0, integer(0, note="0 looks at all"), "tokens looked back at")
     dry_sequence_breakers: tuple[str, ...] = _bias(
-        ("\n", ":", '"', "*"), TEXTS, "texts that no repetition reaches across"
+        ("\n", ":", '"', "*"), _BREAKERS, "texts that no repetition reaches across", more=", see [DRY](#dry)"
     )
     no_repeat_ngram_size: int = _bias(
         0, integer(0, note="0 is off"), "no sequence of so many tokens occurs twice in prompt and output"
     )
-    logit_bias: tuple[tuple[int, float], ...] = _bias((), biases(100), "added to logits")
-    banned_tokens: tuple[int, ...] = _bias((), TOKENS, "tokens that may not come")
+    logit_bias: tuple[tuple[int, float], ...] = _bias((), biases(100, _MOST_TOKENS), "added to logits")
+    banned_tokens: tuple[int, ...] = _bias((), tokens(_MOST_TOKENS), "tokens that may not come")
     allowed_tokens: tuple[int, ...] | None = _bias(
-        None, optional(filled(TOKENS)), "the only tokens that may come", short="token ids, not empty"
+        None,
+        optional(filled(tokens(_MOST_TOKENS))),
+        "the only tokens that may come",
+        short=f"1 to {_MOST_TOKENS:,} token ids",
     )
     logprobs: int | None = _form(
         None, optional(integer(0, 20)), "log-probability of each token, and this many of the most probable ones"
@@ -286,6 +303,22 @@ class SamplingParams:
         more=". The draws are the same",
     )
 
+    include_stop_str_in_output: bool = _end(
+        False, FLAG, "the text keeps the stop text, or the text of the token, that ended the output"
+    )
+    bad_words: tuple[str, ...] = _bias(
+        (),
+        _BAD_WORDS,
+        "texts that may not come, with or without a space before them",
+        more=", see [Sequences](#sequences)",
+    )
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = _bias(
+        (),
+        _SEQUENCES,
+        "added to the logit of the last token of a sequence, where the tokens before it stand",
+    )
+    detokenize: bool = _form(True, FLAG, "make text of the tokens; without it every text is empty")
+
     def __post_init__(self) -> None:
         for name, values in _RANGES.items():
             value = getattr(self, name)
@@ -316,7 +349,7 @@ class SamplingParams:
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 PARAMETERS: dict[str, Parameter] = {field.name: field.metadata["parameter"] for field in fields(SamplingParams)}
 _RANGES = {name: stated.range for name, stated in PARAMETERS.items()}
-_TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases", "names")}
+_TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases", "sequences", "names")}
 _NEEDS_CHANCE = {"n", "best_of", "consensus", "mirostat", "dynatemp_range", *_CUTS}
 
 
@@ -325,9 +358,16 @@ def _as_tuple(name: str, value: Any) -> Any:
         return (value,)
     if name == "logit_bias" and isinstance(value, Mapping):
         return tuple(value.items())
+    if name == "sequence_bias" and isinstance(value, Mapping | list):  # as transformers takes it
+        pairs = value.items() if isinstance(value, Mapping) else value
+        return tuple(tuple(_tupled(part) for part in pair) if isinstance(pair, list | tuple) else pair for pair in pairs)
     if name == "logit_bias" and isinstance(value, list):
-        return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
+        return tuple(map(_tupled, value))
     return tuple(value) if name in _TUPLES and isinstance(value, list) else value
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _checkpoint_defaults(generation: "Generation", given: dict[str, Any]) -> dict[str, Any]:
@@ -380,6 +420,10 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
     ("num_return_sequences", "num_beams of at least as many", lambda p: (p.num_return_sequences or 1) <= p.num_beams),
     ("penalty_alpha", "top_k of at least 2", lambda p: p.top_k >= 2),
     ("consensus", "n of at least 2", lambda p: p.n >= 2),
+    ("consensus", f"n of at most {MOST_COMPARED}", lambda p: p.n <= MOST_COMPARED),
+    ("consensus", "detokenize", lambda p: p.detokenize),
+    ("stop", "detokenize", lambda p: p.detokenize),
+    ("include_stop_str_in_output", "detokenize", lambda p: p.detokenize),
     ("best_of", "n of at most as many", lambda p: p.n <= (p.best_of or p.n)),
     ("n", "temperature above 0", lambda p: p.temperature > 0),
     ("best_of", "temperature above 0", lambda p: p.temperature > 0),
