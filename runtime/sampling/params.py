@@ -385,7 +385,7 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
     for name in overrides.keys() - set(known):
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
-        raise UsageError(f"unknown sampling parameter {name!r}; {hint}")
+        raise UsageError(f"unknown sampling parameter {written(name)}; {hint}")
 
 
 # ------------------------------------------------------------------------------------------------------ combinations

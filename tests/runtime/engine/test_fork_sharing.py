@@ -60,6 +60,17 @@ def test_samples_that_find_no_row_with_the_prompt_any_more_are_fed_anew_or_from_
     assert counts[1] < 2 * len(PROMPT)
 
 
+def test_samples_that_end_at_once_take_turns_with_others(make_engine: Any):
+    """Nobody waits until a thousand of them are drawn: in one step they are no more than there are rows."""
+    came: list[str] = []
+    engine = make_engine(max_batch=4)
+    beside = engine.submit(Request([5], sampled(max_tokens=200), on_delta=lambda _: came.append("beside")))
+    many = engine.submit(Request(PROMPT, sampled(max_tokens=1, n=200), on_delta=lambda _: came.append("many")))
+    assert len(many.result(PATIENCE).outputs) == 200
+    beside.result(PATIENCE)
+    assert max(map(len, "".join("m" if name == "many" else " " for name in came).split())) <= 4 + 1
+
+
 def test_samples_join_beside_others_and_after_one_has_ended(make_engine: Any, alone: Alone):
     engine = make_engine(max_batch=3)
     params = sampled(n=6, max_tokens=5)

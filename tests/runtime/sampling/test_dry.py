@@ -101,7 +101,7 @@ def spelling(token: int) -> bytes:
     texts=st.lists(st.sampled_from(["a", "\n", "bc", "abc", "cab", "日", "ya", "aa"]), max_size=3),
     cuts=st.lists(st.integers(1, 30), max_size=3),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_breaker_breaks_where_it_ends_in_the_text_whatever_tokens_spell_it(
     tokens: list[int], texts: list[str], cuts: list[int]
 ) -> None:
