@@ -148,7 +148,6 @@ def written(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-
 def install_command(extra: str) -> str:
     """The pip command that installs what an extra of llmc consists of.
 

@@ -45,9 +45,7 @@ def biases(text: str) -> tuple[tuple[int, float], ...]:
     """Token ids with what to add to their logits: 13=-5,198=2.5."""
     pairs = [re.fullmatch(f"({_ID})=({_NUMBER})", part, re.ASCII) for part in text.split(",")]
     if not all(pairs):
-        raise click.BadParameter(
-            f"{written(text)} is no list of biases, expected ID=NUMBER, for example 13=-5,198=2.5"
-        )
+        raise click.BadParameter(f"{written(text)} is no list of biases, expected ID=NUMBER, for example 13=-5,198=2.5")
     return tuple((int(pair[1]), float(pair[2])) for pair in pairs if pair)
 
 

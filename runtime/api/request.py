@@ -55,7 +55,9 @@ class Request:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UsageError(f"{name} is {written(getattr(self, name))}, expected a function or None")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > 1000:
-            raise UsageError(f"priority is {written(self.priority)}, expected an integer from -1000 to 1000 (lower is sooner)")
+            raise UsageError(
+                f"priority is {written(self.priority)}, expected an integer from -1000 to 1000 (lower is sooner)"
+            )
         seconds = self.deadline_s
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and 0 < seconds <= LONGEST_DEADLINE):

@@ -107,7 +107,7 @@ class InputProcessor:
         params = group.request.params
         guide = None if grammar is None else GrammarGuide(grammar)
         sampler = make_sampler(replace(context, guide=guide), index)
-        text = NoText()
+        text: TextStream = NoText()
         if params.detokenize:
             text = TextStream(self._tokenizer, params.stop, keep_stop=params.include_stop_str_in_output)
         speculate = None if params.speculate is False else self._speculate
@@ -235,8 +235,8 @@ def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tupl
             "on_overflow to truncate_left or sink, or build with a larger --max-context if the model allows it"
         )
     raise RequestError(
-        f"the prompt has {len(ids)} tokens and {written(params.max_tokens)} new ones are asked for, but the context holds "
-        f"{max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with a larger "
+        f"the prompt has {len(ids)} tokens and {written(params.max_tokens)} new ones are asked for, but the context "
+        f"holds {max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with a larger "
         "--max-context if the model allows it"
     )
 

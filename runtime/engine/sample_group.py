@@ -22,7 +22,9 @@ class Sample(Sequence):
 
     Args:
         index: its number among the request's samples.
-        sampler, text, ends, guide: choose its tokens, turn them into text, and end it; each end with the reason to tell.
+        sampler, text: choose its tokens, and turn them into text.
+        ends: tokens that end it, each with the reason to tell.
+        guide: ends it too, where nothing more is allowed.
         speculate: makes what drafts for it, by its key; None for a sample that does not speculate.
 
     Attributes:

@@ -349,7 +349,9 @@ class SamplingParams:
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 PARAMETERS: dict[str, Parameter] = {field.name: field.metadata["parameter"] for field in fields(SamplingParams)}
 _RANGES = {name: stated.range for name, stated in PARAMETERS.items()}
-_TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases", "sequences", "names")}
+_TUPLES = {
+    name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases", "sequences", "names")
+}
 _NEEDS_CHANCE = {"n", "best_of", "consensus", "mirostat", "dynatemp_range", *_CUTS}
 
 
@@ -359,8 +361,8 @@ def _as_tuple(name: str, value: Any) -> Any:
     if name == "logit_bias" and isinstance(value, Mapping):
         return tuple(value.items())
     if name == "sequence_bias" and isinstance(value, Mapping | list):  # as transformers takes it
-        pairs = value.items() if isinstance(value, Mapping) else value
-        return tuple(tuple(_tupled(part) for part in pair) if isinstance(pair, list | tuple) else pair for pair in pairs)
+        pairs = map(_tupled, value.items() if isinstance(value, Mapping) else value)
+        return tuple(tuple(map(_tupled, pair)) if isinstance(pair, tuple) else pair for pair in pairs)
     if name == "logit_bias" and isinstance(value, list):
         return tuple(map(_tupled, value))
     return tuple(value) if name in _TUPLES and isinstance(value, list) else value

@@ -144,8 +144,7 @@ class SequenceBias:
     def __init__(self, biases: Iterable[tuple[Sequence[int], float]]) -> None:
         found: dict[tuple[int, ...], dict[int, float]] = {}
         for sequence, bias in biases:
-            *before, last = sequence
-            targets = found.setdefault(tuple(before), {})
+            targets, last = found.setdefault(tuple(sequence[:-1]), {}), sequence[-1]
             targets[last] = targets.get(last, 0.0) + bias
         self._added = {
             before: (np.array(list(targets), np.int64), np.array(list(targets.values()), np.float32))

@@ -109,7 +109,6 @@ class Tokenizer:
         """True for a byte-fallback token such as ``<0xE4>``, whose text depends on the bytes around it."""
         return token_id in self._byte_ids
 
-
     def spelling(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text that goes on; those of a special token are its name's, and an id
         without a token has none. A character may be spread over tokens, so they need not be UTF-8."""

@@ -104,7 +104,9 @@ def test_beams_write_no_bad_word(make_engine: Any, tiny_tokenizer: Any):
     free = make_engine().submit(beams({"num_beams": 3})).result(PATIENCE)
     word = tiny_tokenizer.decode(free.token_ids[2:4])
     forbidden = tuple(tiny_tokenizer.encode(word, add_special_tokens=False))
-    asked = SamplingParams(max_tokens=NEW, num_beams=3, bad_words=(word,), sequence_bias=((free.token_ids[:2], -100.0),))
+    asked = SamplingParams(
+        max_tokens=NEW, num_beams=3, bad_words=(word,), sequence_bias=((free.token_ids[:2], -100.0),)
+    )
     ids = make_engine().submit(Request(PROMPT, asked)).result(PATIENCE).token_ids
     assert ids[:2] != free.token_ids[:2]
     assert forbidden not in {ids[i : i + len(forbidden)] for i in range(len(ids))}
