@@ -236,8 +236,8 @@ def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tupl
         )
     raise RequestError(
         f"the prompt has {len(ids)} tokens and {written(params.max_tokens)} new ones are asked for, but the context "
-        f"holds {max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with a larger "
-        "--max-context if the model allows it"
+        f"holds {max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with a "
+        "larger --max-context if the model allows it"
     )
 
 
