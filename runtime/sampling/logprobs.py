@@ -45,8 +45,14 @@ class TokenLogprobs:
     processed_rank: int
 
 
-def token_rank(logits: Logits, token: int) -> int:
-    """Place of ``token`` by logits [V], from 1; of tokens equally probable the one with the lower id comes first."""
+def token_rank(logits: Logits, token: int, top: Top = ()) -> int:
+    """Place of ``token`` by logits [V], from 1; of tokens equally probable the one with the lower id comes first.
+
+    Args:
+        top: the most probable ones, where they are known: who is among them need not be searched for.
+    """
+    if (place := next((place for place, (listed, _) in enumerate(top, 1) if listed == token), 0)) > 0:
+        return place
     logit = logits[token]
     return 1 + int(np.count_nonzero(logits > logit)) + int(np.count_nonzero(logits[:token] == logit))
 
@@ -101,7 +107,8 @@ def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top:
         raise UsageError(f"{len(logits)} rows of logits and {len(tokens)} tokens, expected as many; give one per token")
     found = []
     for row, token in zip(logits, tokens, strict=True):
-        (logprob, most), rank = token_logprobs(row, token, top), token_rank(row, token)
+        logprob, most = token_logprobs(row, token, top)
+        rank = token_rank(row, token, most)
         found.append(TokenLogprobs(token, logprob, most, logprob, most, rank, rank))
     return found
 

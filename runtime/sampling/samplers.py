@@ -311,8 +311,9 @@ class ProcessedSampler(Sampler):
         assert self._top is not None
         if drawn_from[token] == -np.inf:  # it lies on the edge of the nucleus, which two ways to sum see differently
             drawn_from[token] = drawn_from[drawn_from > -np.inf].min()
-        (logprob, top), rank = token_logprobs(logits, token, self._top), token_rank(logits, token)
+        logprob, top = token_logprobs(logits, token, self._top)
+        rank = token_rank(logits, token, top)
         if drawn_from is logits:
             return TokenLogprobs(token, logprob, top, logprob, top, rank, rank)
-        processed = token_logprobs(drawn_from, token, self._top)
-        return TokenLogprobs(token, logprob, top, *processed, rank, token_rank(drawn_from, token))
+        processed, most = token_logprobs(drawn_from, token, self._top)
+        return TokenLogprobs(token, logprob, top, processed, most, rank, token_rank(drawn_from, token, most))
