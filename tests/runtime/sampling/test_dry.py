@@ -1,4 +1,5 @@
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +129,18 @@ def test_a_breaker_breaks_where_it_ends_in_the_text_whatever_tokens_spell_it(
     for cut in sorted(cuts):
         dry(tokens[:cut], zeros())
     np.testing.assert_allclose(-dry(tokens, zeros()), expected, rtol=RELATIVE_TOLERANCE)
+
+
+def test_every_token_whose_text_contains_a_breaker_is_one(tiny_tokenizer: Any) -> None:
+    """Not only the one that the tokenizer writes it as."""
+    breakers = Breakers((":",), tiny_tokenizer.spelling)
+    vocabulary = range(tiny_tokenizer.vocab_size)
+    containing = {i for i in vocabulary if ":" in tiny_tokenizer.decode([i], skip_special_tokens=False)}
+    assert {i for i in vocabulary if i in breakers} == containing
+    assert len(containing) > 5
+    inside = max(containing - set(tiny_tokenizer.encode(":")))
+    tokens = [1, 2, inside, 3, 4, 5, 9, 1, 2, inside, 3, 4]
+    assert Dry(1.0, 2.0, 2, breakers=breakers)(tokens, np.zeros(len(vocabulary), np.float32))[5] == -1.0
 
 
 def test_only_the_window_is_looked_at() -> None:
