@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from llmc.bundle import Manifest, read_bundle, verify_files
-from llmc.errors import EngineClosedError, UsageError
+from llmc.errors import EngineClosedError, UsageError, written
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
@@ -78,7 +78,7 @@ def load(
     if engine_options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
         raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
-        raise UsageError(f"memory is {memory!r}, expected bytes, an integer above 0, or None")
+        raise UsageError(f"memory is {written(memory)}, expected bytes, an integer above 0, or None")
     check_load(folder, manifest, context, memory)
     with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
         tokenizer = pool.submit(Tokenizer.from_folder, folder)
@@ -132,7 +132,7 @@ def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= highest:
-        raise UsageError(f"{name} is {value!r}, expected 1 ... {highest}")
+        raise UsageError(f"{name} is {written(value)}, expected 1 ... {highest}")
     return value
 
 
@@ -184,7 +184,7 @@ class Model:
     def submit(self, request: Request) -> Handle:
         """:meth:`llmc.runtime.engine.engine.Engine.submit`; the handle keeps the model."""
         if not isinstance(request, Request):
-            raise UsageError(f"submit takes a Request, not {request!r:.60}; stream and generate take prompts")
+            raise UsageError(f"submit takes a Request, not {written(request)}; stream and generate take prompts")
         handle = self.engine.submit(request)
         handle.owner = self
         return handle

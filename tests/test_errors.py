@@ -110,3 +110,32 @@ class MuteError(Exception):
 )
 def test_text_of_names_the_type_and_the_message_if_it_has_one(error: BaseException, text: str):
     assert errors.text_of(error) == text
+
+
+class Evil:
+    def __repr__(self) -> str:
+        raise SystemError("no")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1, "1"),
+        (-1.5, "-1.5"),
+        (True, "True"),
+        ("it's", '"it\'s"'),
+        (((1, 101.0), (2, 0.5)), "((1, 101.0), (2, 0.5))"),
+        (10**39, str(10**39)),
+        (10**5000, "an integer of about 5001 digits"),
+        ((-(10**5000),), "(an integer of about 5001 digits,)"),
+        (Evil(), "Evil"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_are_written_as_python_does_as_far_as_somebody_reads_them(value: object, shown: str):
+    assert errors.written(value) == shown
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, ["x" * 500] * 10**5, b"x" * 10**6, dict.fromkeys(range(99), "x" * 99)])
+def test_long_values_are_cut(value: object):
+    assert 50 < len(errors.written(value)) < 320

@@ -36,6 +36,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_ids = _byte_ids(backend)
+        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+        self._is_byte_level = backend.decoder is not None and b"ByteLevel" in backend.decoder.__getstate__()
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -107,6 +109,26 @@ class Tokenizer:
         """True for a byte-fallback token such as ``<0xE4>``, whose text depends on the bytes around it."""
         return token_id in self._byte_ids
 
+    def spelling(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text that goes on; those of a special token are its name's, and an id
+        without a token has none. A character may be spread over tokens, so they need not be UTF-8."""
+        if token_id in self._added:
+            return self._added[token_id]
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._byte_ids:
+            return bytes([int(token[3:5], 16)])
+        if self._is_byte_level:
+            with suppress(UnicodeEncodeError):  # not of that alphabet: it stands for itself
+                return token.translate(_BYTE_LEVEL).encode("latin-1")
+        # A decoder may drop a space at the start: the second of two shows what the token adds.
+        return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
+
+
+# Byte-level tokenizers write a byte that is no printable character of Latin-1 as one from U+0100 on, as GPT-2 did.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_BYTE_LEVEL = {0x100 + place: byte for place, byte in enumerate(sorted({*range(256)} - _PRINTABLE))}
 
 _REMEDY = "take it from the checkpoint again"
 

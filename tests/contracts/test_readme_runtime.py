@@ -19,7 +19,7 @@ from llmc.runtime.kv.prefix_cache import BLOCK
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.prometheus import EngineCollector
 from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAPH_FROM
-from llmc.runtime.sampling.params import PARAMETERS, STEPS
+from llmc.runtime.sampling.params import MOST_COMPARED, PARAMETERS, STEPS
 from llmc.runtime.speculation import control
 from llmc.runtime.speculation.control import LENGTHS
 
@@ -44,6 +44,7 @@ IN_WORDS = [
     f"more than {json_schema._MOST_SUBSCHEMAS:,} subschemas",
     f"The last {grammars._MOST_GRAMMARS} grammars",
     f"with {DECODE_STEPS_PER_CHUNK} decode steps",
+    f"it needs `n` of 2 to {MOST_COMPARED}, as `similarity` does",
     f"in blocks of {BLOCK} tokens",
     f"from {PREFILL_GRAPH_FROM['int8']} rows (int8) or {PREFILL_GRAPH_FROM['int4']} (int4) on",
 ]

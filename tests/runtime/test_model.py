@@ -154,6 +154,47 @@ def test_a_stop_string_that_the_end_of_the_text_completes_is_the_reason(
     assert (result.text, result.finish_reason) == ("x", "stop")
 
 
+@pytest.mark.parametrize(
+    ("params", "reason", "text"),
+    [
+        ({}, None, TEXT),
+        ({"stop": ["not there", "):"]}, "):", "def naïve(x"),
+        ({"stop": "):", "include_stop_str_in_output": True}, "):", "def naïve(x):"),
+        ({"stop_token_ids": [EOS]}, None, TEXT),
+        ({"stop_token_ids": [EOS], "ignore_eos": True}, EOS, TEXT),
+        ({"max_tokens": 1, "stop_token_ids": [EOS]}, None, "def"),
+        ({"stopping_criteria": [lambda tokens, text: True]}, None, "def"),
+    ],
+    ids=str,
+)
+def test_the_stop_text_or_token_that_ended_an_output_is_told_and_an_end_of_sequence_is_none(
+    scripted: Callable[..., Model], params: dict[str, Any], reason: str | int | None, text: str
+):
+    stream = scripted(TEXT, [EOS]).stream(PROMPT, **params)
+    assert "".join(stream) == text
+    result = stream.result()
+    assert (result.text, result.stop_reason, result.outputs[0].stop_reason) == (text, reason, reason)
+
+
+def test_the_text_of_a_stop_token_is_kept_on_demand(scripted: Callable[..., Model], tokenizer: Tokenizer):
+    ids = tokenizer.encode(TEXT)
+    for keep in (False, True):
+        result = scripted().generate(PROMPT, stop_token_ids=[ids[6]], include_stop_str_in_output=keep)
+        assert (result.text, result.stop_reason) == (tokenizer.decode(ids[: 6 + keep]), ids[6])
+
+
+def test_without_detokenizing_there_are_tokens_and_no_text(scripted: Callable[..., Model], tokenizer: Tokenizer):
+    texts: list[str] = []
+    ids = tokenizer.encode(TEXT)
+    stream = scripted(TEXT, [EOS]).stream(
+        PROMPT, detokenize=False, stopping_criteria=[lambda tokens, text: bool(texts.append(text))]
+    )
+    deltas = list(stream.events())
+    assert [token for delta in deltas for token in delta.token_ids] == [*ids, EOS]
+    assert {delta.text for delta in deltas} == {stream.result().text} == set(texts) == {""}
+    assert stream.result().finish_reason == "stop"
+
+
 def test_a_stop_string_ends_the_computation(scripted: Callable[..., Model], tokenizer: Tokenizer):
     model = scripted()
     model.generate(PROMPT, stop="naïve")
