@@ -6,12 +6,14 @@ so many digits, and a field has a range: what goes beyond is refused before anyt
 
 import json
 import os
+import re
 import stat
+import sys
 import types
 import typing
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,22 +103,32 @@ def _integer(digits: str) -> int:
 def decode(kind: Any, data: Any, where: str = "") -> Any:
     """Turn parsed JSON into the dataclass, tuple, dict or scalar that ``kind`` names, strictly.
 
+    ``Annotated[int, range(1, 9)]`` bounds a number, and a range beside a tuple or a dict the number of its items.
+    Floats are finite, and texts hold no control characters, which a terminal would obey.
+
     Raises:
-        BundleError: a field is missing, unknown or of another type; the message names its place.
+        BundleError: a field is missing, unknown, of another type or out of its range; the message names its place.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        number = len(data) if isinstance(data, list | dict) else data
+        if type(number) is int and number not in arguments[1]:
+            what = "" if number is data else " items"
+            bounds = f"{arguments[1].start} ... {arguments[1].stop - 1}"
+            raise BundleError(f"{where} is {number!r:.60}{what}, expected {bounds}")
+        return decode(arguments[0], data, where)
     if is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(kind, data, where)
     if origin is tuple and isinstance(data, list):
         return tuple(decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin is dict and isinstance(data, dict):
-        return {key: decode(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
-    if origin is types.UnionType:
+        return {_text(key, where): decode(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
+    if origin in (types.UnionType, typing.Union):  # the latter is what Annotated | None makes
         return None if data is None else decode(arguments[0], data, where)
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+    if kind is float and type(data) in (int, float):
+        return _finite(data, where)
     if (isinstance(kind, type) and type(data) is kind) or (origin is typing.Literal and data in arguments):
-        return data
+        return _text(data, where) if kind is str else data
     expected = f"one of {', '.join(arguments)}" if origin is typing.Literal else getattr(kind, "__name__", kind)
     raise BundleError(f"{where or 'value'} is {data!r:.60}, expected {expected}")
 
@@ -128,8 +140,21 @@ def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
     names = {field.name for field in fields(kind)}
     for problem, keys in (("unknown", data.keys() - names), ("missing", names - data.keys())):
         if keys:
-            raise BundleError(f"{problem} field {where}{'.' if where else ''}{min(keys)}")
+            raise BundleError(f"{problem} field {where}{'.' if where else ''}{ascii(min(keys))[1:-1]:.60}")
     return kind(**{name: decode(hints[name], data[name], f"{where}.{name}".lstrip(".")) for name in names})
 
 
-_type_hints = cache(typing.get_type_hints)  # of a hundred linears they are the same
+def _finite(number: float, where: str) -> float:
+    if not abs(number) <= sys.float_info.max:  # also of an integer, which may be too large for a float, and of NaN
+        raise BundleError(f"{where} is {number!r:.60}, expected a finite number")
+    return float(number)
+
+
+def _text(found: str, where: str) -> str:
+    if wrong := _UNPRINTABLE.search(found):
+        raise BundleError(f"{where} is {found!a:.60}, expected text without U+{ord(wrong[0]):04X}")
+    return found
+
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # controls, and halves of characters
+_type_hints = cache(partial(typing.get_type_hints, include_extras=True))  # of a hundred linears they are the same

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import math
+import os
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc import bundle, inventory
+from llmc import bundle
 from llmc.bundle import BUNDLE_MANIFEST, DECODER_FILE, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest
 from llmc.errors import BundleError
 from llmc.publish import file_entries
@@ -112,6 +115,8 @@ def put(value: Any, *path: Any) -> Any:
     return change
 
 
+DEVICE = {"context": 1, "weights": 1, "workspace": 1, "cache_per_token": 1, "logits": 1}
+
 DAMAGE = [
     (drop("llmc_version"), "missing field llmc_version"),
     (drop("geometry", "layers"), "missing field geometry.layers"),
@@ -140,7 +145,21 @@ DAMAGE = [
     (put("1", "schema_version"), "no schema_version"),
     (put(0, "schema_version"), "no schema_version"),
     (put(True, "schema_version"), "no schema_version"),
-    (put(10**400, "quality", "phases", "decode", "mean_kl"), "too large"),
+    (put(10**400, "quality", "phases", "decode", "mean_kl"), "an integer of 401 digits"),
+    (put(0, "geometry", "layers"), "geometry.layers is 0, expected 1 ... 4095"),
+    (put(1 << 31, "geometry", "hidden_size"), "geometry.hidden_size is 2147483648, expected 1 ... 1048575"),
+    (put(-1, "geometry", "attentions", 0, "window"), r"geometry.attentions\[0\].window is -1, expected 0 ..."),
+    (put(0, "limits", "prefill_chunk"), "limits.prefill_chunk is 0, expected 1 ..."),
+    (put(1025, "limits", "max_batch"), "limits.max_batch is 1025, expected 1 ... 1024"),
+    (put(-1, "memory", "workspace"), "memory.workspace is -1, expected 0 ..."),
+    (put(10**39, "memory", "weights"), "memory.weights is 10{39}, expected 0 ..."),
+    (put({**DEVICE, "weights": 1 << 60}, "device"), "device.weights is 1152921504606846976, expected 0 ..."),
+    (put([{}] * 80_000, "golden"), r"golden is 80000 items, expected 0 ... 16"),
+    (put([1] * 1025, "golden", 0, "prompt"), r"golden\[0\].prompt is 1025 items, expected 0 ... 1024"),
+    (put(math.inf, "golden_tolerance"), "golden_tolerance is inf, expected a finite number"),
+    (put("\x1b[2J", "source", "name"), r"source.name is '\\x1b\[2J', expected text without U\+001B"),
+    (put({"size": 1, "sha256": ""}, "files", "a\nb"), r"files is 'a\\nb', expected text without U\+000A"),
+    (put(1, "\x1b]0;x"), r"unknown field \\x1b\]0;x"),
 ]
 
 
@@ -195,12 +214,8 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
         bundle.read_bundle(folder)
 
 
-DEVICE = {"context": 1, "weights": 1, "workspace": 1, "cache_per_token": 1, "logits": 1}
-
 IMPOSSIBLE = [
-    (put(0, "geometry", "layers"), "geometry"),
     (put(3, "geometry", "attentions", 0, "kv_heads"), "geometry"),
-    (put(-1, "geometry", "attentions", 0, "window"), "geometry"),
     (put("9", "geometry", "attentions", 0, "cache"), "geometry"),
     (put([2], "geometry", "caches", 0, "shape"), "geometry"),
     (put("1", "geometry", "caches", 0, "name"), "geometry"),
@@ -211,14 +226,6 @@ IMPOSSIBLE = [
     (put([], "geometry", "linears"), "geometry"),
     (put([], "geometry", "caches"), "geometry"),
     (put(513, "limits", "max_context"), "limits"),
-    (put(0, "limits", "prefill_chunk"), "limits"),
-    (put(bundle.MOST_ROWS + 1, "limits", "max_batch"), "limits"),
-    (put(inventory.LARGEST_SIZE, "geometry", "vocab_size"), "geometry"),
-    (put(inventory.LARGEST_SIZE, "geometry", "max_positions"), "geometry"),
-    (put(0, "geometry", "attentions", 0, "heads"), "geometry"),
-    (put(-1, "memory", "workspace"), "memory"),
-    (put({**DEVICE, "workspace": -1}, "device"), "device"),
-    (put({**DEVICE, "weights": 10**400}, "device"), "device"),
     (put({}, "graphs"), "graphs"),
     (put("int4", "cache"), "cache"),
     (put("1.x", "target", "engine_minimum"), "target"),
@@ -292,6 +299,89 @@ def test_a_graph_that_no_hash_covers_is_refused(folder: Path):
         bundle.read_bundle(folder)
 
 
+def test_a_tokenizer_file_that_no_hash_covers_is_refused(folder: Path):
+    (folder / "chat_template.jinja").symlink_to("nowhere yet")
+    with pytest.raises(BundleError, match=r"chat_template.jinja is not in llmc.json.*remove it"):
+        bundle.read_bundle(folder)
+
+
+@pytest.mark.parametrize("name", ["weights.bin", BUNDLE_MANIFEST])
+def test_a_link_that_leads_out_of_the_folder_is_refused(folder: Path, tmp_path_factory: Any, name: str):
+    outside = tmp_path_factory.mktemp("outside") / "secret"
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(BundleError, match=rf"{name} is a link that leads out of the bundle"):
+        bundle.read_bundle(folder)
+
+
+def test_a_file_in_a_linked_folder_is_refused(folder: Path, tmp_path_factory: Any):
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "more.bin").write_bytes(b"1")
+    (folder / "parts").symlink_to(outside)
+    edit(folder, put(dataclasses.asdict(FileEntry(1, "0" * 64)), "files", "parts/more.bin"))
+    with pytest.raises(BundleError, match=r"more.bin is a link that leads out of the bundle"):
+        bundle.read_bundle(folder)
+
+
+def test_links_within_the_folder_and_within_a_download_cache_are_followed(folder: Path, tmp_path_factory: Any):
+    (folder / "weights.bin").rename(folder / "elsewhere.bin")
+    (folder / "weights.bin").symlink_to("elsewhere.bin")
+    bundle.read_bundle(folder)
+    repository = tmp_path_factory.mktemp("models--tiny")
+    (repository / "snapshots").mkdir()
+    folder.rename(repository / "blobs")
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir()
+    for name in (*FILES, BUNDLE_MANIFEST):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    bundle.read_bundle(snapshot)
+
+
+def test_a_bundle_that_is_replaced_while_it_is_read_is_read_again(folder: Path, whole: Manifest):
+    """A build may publish at any moment; no mixture of two bundles is ever returned, nor taken for damage."""
+    seen: list[str] = []
+
+    def replace(version: str) -> None:
+        bundle.write_manifest(dataclasses.replace(whole, llmc_version=version), folder)
+
+    def work() -> str:
+        found = bundle.read_bundle(folder).llmc_version
+        seen.append(found)
+        if len(seen) == 1:
+            replace("0.2.0 begins")
+        if len(seen) == 2:
+            replace("0.3.0 has come")
+            raise BundleError("a file of the old bundle is gone")
+        return found
+
+    thrown_away: list[str] = []
+    assert bundle.undisturbed(folder, work, thrown_away.append) == "0.3.0 has come"
+    assert thrown_away == ["0.1.0"]
+
+
+def test_a_bundle_that_is_replaced_without_end_is_refused(folder: Path):
+    ticks = iter(range(100))
+    with pytest.raises(BundleError, match="was replaced 10 times while it was read"):
+        bundle.undisturbed(folder, lambda: (folder / BUNDLE_MANIFEST).write_text("x" * next(ticks)))
+
+
+def test_every_number_of_a_manifest_has_a_range():
+    unbounded = {place for kind in (Manifest, ExportManifest) for place in numbers_without_range(kind)}
+    assert not unbounded
+
+
+def numbers_without_range(kind: Any, place: str = "") -> Iterator[str]:
+    if kind is int:
+        yield place
+    if dataclasses.is_dataclass(kind):
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            yield from numbers_without_range(hint, f"{place}.{name}")
+    if typing.get_origin(kind) is typing.Annotated and typing.get_args(kind)[0] is int:
+        return
+    for argument in typing.get_args(kind):
+        yield from numbers_without_range(argument, place)
+
+
 def test_a_file_name_that_no_file_system_takes_counts_as_missing(folder: Path):
     edit(folder, put(dataclasses.asdict(FileEntry(1, "0" * 64)), "files", "x" * 5000))
     with pytest.raises(BundleError, match="is missing"):
@@ -308,10 +398,11 @@ def test_a_folder_of_someone_else_is_refused_with_the_command_to_use(tmp_path: P
             read(place)
 
 
-def test_an_unreadable_manifest_is_named(folder: Path):
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_manifest_that_is_no_regular_file_is_refused_at_once(folder: Path, make: Any):
     (folder / BUNDLE_MANIFEST).unlink()
-    (folder / BUNDLE_MANIFEST).mkdir()
-    with pytest.raises(BundleError, match=r"llmc.json cannot be read \(Is a directory\)"):
+    make(folder / BUNDLE_MANIFEST)
+    with pytest.raises(BundleError, match=r"llmc.json is corrupt \(it is no regular file\)"):
         bundle.read_bundle(folder)
 
 
