@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llmc.bundle import Manifest, read_bundle, undisturbed, unlisted_files, verify_files
-from llmc.errors import EngineClosedError, UsageError
+from llmc.bundle import Manifest, publication, read_bundle, undisturbed, unlisted_files, verify_files
+from llmc.errors import BundleError, EngineClosedError, UsageError
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
@@ -205,6 +205,7 @@ class Model:
         self._options = options or EngineOptions()
         self._memory = memory
         self._chat_template: ChatTemplate | None = None
+        self._publication = publication(folder)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._closed = False
@@ -292,8 +293,13 @@ class Model:
 
         Raises:
             RequestError: the model has none.
+            BundleError: it was not read yet, and another bundle has taken the place of this one.
         """
         if self._chat_template is None:
+            if publication(self.folder) != self._publication:
+                raise BundleError(
+                    f"{self.folder} was replaced since it was loaded, and its chat template with it; load it again"
+                )
             self._chat_template = ChatTemplate.from_folder(self.folder, self.tokenizer)
         return self._chat_template
 
