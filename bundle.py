@@ -714,13 +714,14 @@ def verify_samples(folder: Path, manifest: Manifest, chance: random.Random) -> I
     Raises:
         BundleError: a file cannot be read, or a hash differs.
     """
-    small = {name: entry for name, entry in manifest.files.items() if entry.size <= SAMPLED_CHUNKS * CHUNK}
+    largest = SAMPLED_CHUNKS * CHUNK
+    small = {name: entry for name, entry in manifest.files.items() if entry.size <= largest or name == CHUNKS_FILE}
     yield from verify_files(folder, replace(manifest, files=small))
     if CHUNKS_FILE not in small:
         return
     try:
         recorded: dict[str, str] = decode(dict[str, str], read_json(folder / CHUNKS_FILE))
-        for name in manifest.files.keys() - small.keys():
+        for name in sorted(manifest.files.keys() - small.keys()):
             hashes = textwrap.wrap(recorded.get(name, ""), CHUNK_DIGITS)
             count = -(-manifest.files[name].size // CHUNK)
             if len(hashes) != count:

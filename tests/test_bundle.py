@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import random
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,6 +285,86 @@ def test_verify_names_a_file_that_vanished(folder: Path):
     (folder / "weights.bin").unlink()
     with pytest.raises(BundleError, match=r"weights.bin cannot be read"):
         list(bundle.verify_files(folder, manifest))
+
+
+# Of a file with 250 chunks of 28 bytes, 10 are hashed.
+SMALL = {"CHUNK": 28, "SAMPLED_CHUNKS": 10}
+
+
+@pytest.fixture
+def sampled(folder: Path, whole: Manifest, monkeypatch: pytest.MonkeyPatch) -> Manifest:
+    """The bundle with one file so large that only samples of it are hashed."""
+    for name, value in SMALL.items():
+        monkeypatch.setattr(bundle, name, value)
+    for name in FILES[:2]:
+        (folder / name).write_bytes(CONTENT[:100])
+    bundle.write_chunks(folder, FILES)
+    return dataclasses.replace(whole, files=file_entries(folder, [*FILES, "chunks.json"]))
+
+
+def test_samples_of_whole_files_pass(folder: Path, sampled: Manifest):
+    assert sorted(bundle.verify_samples(folder, sampled, random.Random(0))) == sorted(sampled.files)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_samples_notice_damage_as_often_as_the_formula_says(folder: Path, sampled: Manifest, share: float):
+    damaged = bytearray(CONTENT)
+    for chunk in range(int(250 * share)):
+        damaged[chunk * 28] ^= 1
+    (folder / "weights.bin").write_bytes(bytes(damaged))
+    files = {name: sampled.files[name] for name in ("weights.bin", "chunks.json")}
+    noticed = sum(notices(folder, dataclasses.replace(sampled, files=files), seed) for seed in range(200))
+    expected = 1 - math.comb(250 - int(250 * share), 10) / math.comb(250, 10)
+    assert noticed == pytest.approx(200 * expected, abs=4 * math.sqrt(200 * expected * (1 - expected)) + 1)
+
+
+def notices(folder: Path, manifest: Manifest, seed: int) -> bool:
+    try:
+        list(bundle.verify_samples(folder, manifest, random.Random(seed)))
+    except BundleError as error:
+        assert "weights.bin is corrupt" in str(error)
+        return True
+    return False
+
+
+def test_a_damaged_small_file_is_always_noticed(folder: Path, sampled: Manifest):
+    (folder / "decode.onnx").write_bytes(CONTENT[1:101])
+    with pytest.raises(BundleError, match="decode.onnx is corrupt"):
+        list(bundle.verify_samples(folder, sampled, random.Random(0)))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{}", "does not cover weights.bin"), ("[", "cannot be read"), ('{"weights.bin": "0"}', "does not cover")],
+)
+def test_a_list_of_chunks_that_is_none_is_refused(folder: Path, sampled: Manifest, content: str, words: str):
+    (folder / "chunks.json").write_text(content)
+    manifest = dataclasses.replace(sampled, files=file_entries(folder, [*FILES, "chunks.json"]))
+    with pytest.raises(BundleError, match=words):
+        list(bundle.verify_samples(folder, manifest, random.Random(0)))
+
+
+def test_a_bundle_of_small_files_has_no_list_of_chunks(folder: Path):
+    bundle.write_chunks(folder, FILES)
+    assert not (folder / "chunks.json").exists()
+
+
+def test_writing_a_list_of_chunks_leaves_a_linked_bundle_alone(folder: Path, sampled: Manifest, tmp_path: Path):
+    os.link(folder / "chunks.json", folder / "other")
+    before = (folder / "other").read_bytes()
+    (folder / "weights.bin").write_bytes(CONTENT[::-1])
+    bundle.write_chunks(folder, FILES)
+    assert (folder / "other").read_bytes() == before != (folder / "chunks.json").read_bytes()
+
+
+def test_files_that_are_not_the_bundles_are_named(folder: Path, whole: Manifest):
+    for name in ("README.md", "a\x1b[2J", *(f"{number:02}" for number in range(20))):
+        (folder / name).touch()
+    (folder / "more").mkdir()
+    (folder / "README.md").rename(folder / "0 README.md")
+    found = bundle.unlisted_files(folder, whole)
+    assert len(found) == 16 and found[0] == "0 README.md"
+    assert not set(found) & {*FILES, BUNDLE_MANIFEST}
 
 
 @pytest.mark.parametrize("name", ["../outside.bin", "/etc/hostname", "a/../../outside.bin"])
