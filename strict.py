@@ -11,9 +11,9 @@ import stat
 import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -109,52 +109,111 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
     Raises:
         BundleError: a field is missing, unknown, of another type or out of its range; the message names its place.
     """
+    return _decoder(kind)(data, (where,))
+
+
+# The names of a value's place, the last one first: most are never spelt out.
+_Place = tuple[Any, ...]
+_Decoder = Callable[[Any, _Place], Any]
+
+
+@cache
+def _decoder(kind: Any) -> _Decoder:
+    """The function that decodes values of a kind: which one is found out once, for a manifest has thousands."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        number = len(data) if isinstance(data, list | dict) else data
-        if type(number) is int and number not in arguments[1]:
-            what = "" if number is data else " items"
-            bounds = f"{arguments[1].start} ... {arguments[1].stop - 1}"
-            raise BundleError(f"{where} is {number!r:.60}{what}, expected {bounds}")
-        return decode(arguments[0], data, where)
+        return _bounded(arguments[1], _decoder(arguments[0]))
     if is_dataclass(kind) and isinstance(kind, type):
-        return _decode_dataclass(kind, data, where)
-    if origin is tuple and isinstance(data, list):
-        return tuple(decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if origin is dict and isinstance(data, dict):
-        return {_text(key, where): decode(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
+        return _object(kind)
+    if origin in (tuple, dict):
+        return _container(origin, _decoder(arguments[0 if origin is tuple else 1]))
     if origin in (types.UnionType, typing.Union):  # the latter is what Annotated | None makes
-        return None if data is None else decode(arguments[0], data, where)
-    if kind is float and type(data) in (int, float):
-        return _finite(data, where)
-    if (isinstance(kind, type) and type(data) is kind) or (origin is typing.Literal and data in arguments):
-        return _text(data, where) if kind is str else data
-    expected = f"one of {', '.join(arguments)}" if origin is typing.Literal else getattr(kind, "__name__", kind)
-    raise BundleError(f"{where or 'value'} is {data!r:.60}, expected {expected}")
+        inner = _decoder(arguments[0])
+        return lambda data, place: None if data is None else inner(data, place)
+    if kind is float:
+        return _finite
+    if kind is str:
+        return _text
+    return _scalar(kind, arguments)
 
 
-def _decode_dataclass(kind: type, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise BundleError(f"{where or kind.__name__} is {data!r:.60}, expected an object")
-    hints = _type_hints(kind)
-    names = {field.name for field in fields(kind)}
-    for problem, keys in (("unknown", data.keys() - names), ("missing", names - data.keys())):
-        if keys:
-            raise BundleError(f"{problem} field {where}{'.' if where else ''}{ascii(min(keys))[1:-1]:.60}")
-    return kind(**{name: decode(hints[name], data[name], f"{where}.{name}".lstrip(".")) for name in names})
+def _object(kind: type) -> _Decoder:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    readers = {field.name: _decoder(hints[field.name]) for field in fields(kind)}
+
+    def read(data: Any, place: _Place) -> Any:
+        if not isinstance(data, dict):
+            raise BundleError(f"{_spelt(place) or kind.__name__} is {data!r:.60}, expected an object")
+        for problem, keys in (("unknown", data.keys() - readers), ("missing", readers.keys() - data)):
+            if keys:
+                raise BundleError(f"{problem} field {_spelt((f'.{ascii(min(keys))[1:-1]:.60}', place))}")
+        return kind(**{name: read_field(data[name], (f".{name}", place)) for name, read_field in readers.items()})
+
+    return read
 
 
-def _finite(number: float, where: str) -> float:
-    if not abs(number) <= sys.float_info.max:  # also of an integer, which may be too large for a float, and of NaN
-        raise BundleError(f"{where} is {number!r:.60}, expected a finite number")
-    return float(number)
+def _container(kind: type, read_item: _Decoder) -> _Decoder:
+    def read_tuple(data: Any, place: _Place) -> Any:
+        if type(data) is not list:
+            raise _other(data, place, "tuple")
+        return tuple([read_item(item, (i, place)) for i, item in enumerate(data)])
+
+    def read_dict(data: Any, place: _Place) -> Any:
+        if type(data) is not dict:
+            raise _other(data, place, "dict")
+        return {_text(key, place): read_item(item, (f".{key}", place)) for key, item in data.items()}
+
+    return read_tuple if kind is tuple else read_dict
 
 
-def _text(found: str, where: str) -> str:
-    if wrong := _UNPRINTABLE.search(found):
-        raise BundleError(f"{where} is {found!a:.60}, expected text without U+{ord(wrong[0]):04X}")
-    return found
+def _bounded(values: range, read_inner: _Decoder) -> _Decoder:
+    def read(data: Any, place: _Place) -> Any:
+        number = data if type(data) is int else len(data) if type(data) in (list, dict) else None
+        if number is not None and number not in values:
+            what = "" if number is data else " items"
+            raise _other(number, place, f"{values.start} ... {values.stop - 1}", what)
+        return read_inner(data, place)
+
+    return read
 
 
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # controls, and halves of characters
-_type_hints = cache(partial(typing.get_type_hints, include_extras=True))  # of a hundred linears they are the same
+def _scalar(kind: Any, choices: tuple[Any, ...]) -> _Decoder:
+    expected = f"one of {', '.join(choices)}" if choices else getattr(kind, "__name__", kind)
+
+    def read(data: Any, place: _Place) -> Any:
+        if type(data) is not kind and not (choices and type(data) is str and data in choices):
+            raise _other(data, place, expected)
+        return data
+
+    return read
+
+
+def _finite(data: Any, place: _Place) -> float:
+    if type(data) not in (int, float):
+        raise _other(data, place, "float")
+    if not abs(data) <= sys.float_info.max:  # also of an integer, which may be too large for a float, and of NaN
+        raise _other(data, place, "a finite number")
+    return float(data)
+
+
+def _text(data: Any, place: _Place) -> str:
+    if type(data) is not str:
+        raise _other(data, place, "str")
+    if not data.isprintable() and (wrong := _CONTROLS.search(data)):
+        raise BundleError(f"{_spelt(place)} is {data!a:.60}, expected text without U+{ord(wrong[0]):04X}")
+    return data
+
+
+def _other(found: Any, place: _Place, expected: str, what: str = "") -> BundleError:
+    return BundleError(f"{_spelt(place) or 'value'} is {found!r:.60}{what}, expected {expected}")
+
+
+def _spelt(place: _Place) -> str:
+    names = []
+    while place:
+        name, place = place[0], place[1] if len(place) > 1 else ()
+        names.append(f"[{name}]" if isinstance(name, int) else name)
+    return "".join(reversed(names)).lstrip(".")
+
+
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and halves of characters

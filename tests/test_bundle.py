@@ -329,7 +329,7 @@ def notices(folder: Path, manifest: Manifest, seed: int) -> bool:
 
 def test_a_damaged_small_file_is_always_noticed(folder: Path, sampled: Manifest):
     (folder / "decode.onnx").write_bytes(CONTENT[1:101])
-    with pytest.raises(BundleError, match="decode.onnx is corrupt"):
+    with pytest.raises(BundleError, match=r"decode.onnx is corrupt"):
         list(bundle.verify_samples(folder, sampled, random.Random(0)))
 
 

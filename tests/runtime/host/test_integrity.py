@@ -77,7 +77,7 @@ def test_damage_is_found_whenever_all_is_read_and_not_remembered_as_sound(folder
     (folder / "weights.bin").write_bytes(damaged)
     check_files(folder, listed, False)
     for _ in range(2):
-        with pytest.raises(BundleError, match="weights.bin is corrupt"):
+        with pytest.raises(BundleError, match=r"weights.bin is corrupt"):
             check_files(folder, listed, True)
 
 
