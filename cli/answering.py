@@ -12,7 +12,7 @@ from llmc.errors import UsageError
 if TYPE_CHECKING:
     from llmc.runtime import GenerationResult
 
-LOADING = ("threads", "max_context", "memory", "self_test", "emulate")
+LOADING = ("threads", "max_context", "memory", "self_test", "verify", "emulate")
 max_context_option = engine_option(
     "--max-context", type=int, help="Longest sequence in tokens.  [default: the bundle's]"
 )

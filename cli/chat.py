@@ -31,6 +31,7 @@ from llmc.cli.options import (
     memory_option,
     take,
     threads_option,
+    verify_option,
     with_flags,
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
@@ -71,6 +72,7 @@ LEAVING = ("/exit", "/quit")
 @threads_option
 @memory_option
 @self_test_option
+@verify_option
 @debug_option
 @sampling_options
 @max_context_option

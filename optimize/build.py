@@ -34,6 +34,7 @@ from llmc.bundle import (
     Target,
     read_bundle,
     read_export,
+    write_chunks,
     write_manifest,
 )
 from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
@@ -307,6 +308,7 @@ def _manifest(
     tokenizer = (folder / TOKENIZER_FILE).stat().st_size
     plan = host_plan(export.geometry, tokenizer) if target.has_gpu else None
     device = device_plan(export.geometry, order.limits, recipe, order.form) if target.has_gpu else None
+    write_chunks(folder, sorted(path.name for path in folder.iterdir()))
     return Manifest(
         schema_version=SCHEMA_VERSION,
         llmc_version=__version__,

@@ -1,6 +1,8 @@
 """The runtime's front door: load a bundle, generate text."""
 
 import hashlib
+import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -10,14 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llmc.bundle import Manifest, read_bundle, verify_files
-from llmc.errors import EngineClosedError, UsageError, written
+from llmc.bundle import Manifest, publication, read_bundle, undisturbed, unlisted_files, verify_files
+from llmc.errors import BundleError, EngineClosedError, UsageError, written
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.input_processor import token_ids
+from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.kv.budget import check_load
 from llmc.runtime.kv.prefix_cache import PrefixCache
@@ -41,11 +44,14 @@ def load(
     max_context: int | None = None,
     prefill_chunk: int | None = None,
     self_test: bool | None = None,
+    verify: bool | None = None,
     memory: int | None = None,
     emulate: bool = False,
     **options: Any,
 ) -> "Model":
     """Load a bundle.
+
+    If a build replaces it meanwhile, the new one is loaded, and never a mixture.
 
     Args:
         bundle: the folder that ``llmc build`` wrote.
@@ -55,6 +61,8 @@ def load(
         prefill_chunk: prompt tokens per call; default and upper bound: what memory was planned for.
         self_test: replay golden prompts before anything else; default: the first time that this machine loads this
             bundle with this engine, as far as the cache remembers.
+        verify: hash every file before it is used; default: 64 MiB of each file, the first time that this machine loads
+            these files, unless ``self_test`` is False; False: none.
         memory: bytes that this process may take, in which the whole of ``max_context`` must fit; default: what is
             available, and the cache is held against it as it grows.
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
@@ -67,7 +75,22 @@ def load(
         ResourceError: memory does not suffice.
         UsageError: an argument is out of range.
     """
-    folder = Path(bundle)
+    folder = _folder(bundle)
+    arguments = (threads, max_context, prefill_chunk, self_test, verify, memory, emulate)
+    return undisturbed(folder, lambda: _load(folder, *arguments, options), Model.close)
+
+
+def _load(
+    folder: Path,
+    threads: int | None,
+    max_context: int | None,
+    prefill_chunk: int | None,
+    self_test: bool | None,
+    verify: bool | None,
+    memory: int | None,
+    emulate: bool,
+    options: Mapping[str, Any],
+) -> "Model":
     manifest = emulated(read_bundle(folder)) if emulate else read_bundle(folder)
     limits = manifest.limits
     context = _in_range("max_context", max_context, limits.max_context, limits.max_context)
@@ -80,6 +103,7 @@ def load(
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
         raise UsageError(f"memory is {written(memory)}, expected bytes, an integer above 0, or None")
     check_load(folder, manifest, context, memory)
+    check_files(folder, manifest, False if verify is None and self_test is False else verify)
     with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
         tokenizer = pool.submit(Tokenizer.from_folder, folder)
         session = open_session(folder, manifest, workers)
@@ -104,15 +128,35 @@ def verify(
 ) -> VerifyReport:
     """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU.
 
+    Files in the folder that the manifest does not list are named in the report; nothing reads them.
+
     Raises:
         BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
     """
+    folder = _folder(bundle)
+
+    def verified() -> VerifyReport:
+        manifest = read_bundle(folder)
+        for name in verify_files(folder, manifest):
+            progress(f"hashed {name}")
+        with load(folder, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
+            return replace(replayed(model, progress), unlisted=unlisted_files(folder, manifest))
+
+    return undisturbed(folder, verified)
+
+
+def _folder(bundle: str | Path) -> Path:
+    """The path of a bundle, which every engine's library can open.
+
+    Raises:
+        UsageError: it is no path, or not in UTF-8.
+    """
+    if not isinstance(bundle, str | os.PathLike):
+        raise UsageError(f"bundle is {bundle!r:.60}, expected the path of a folder that llmc build wrote")
     folder = Path(bundle)
-    manifest = read_bundle(folder)
-    for name in verify_files(folder, manifest):
-        progress(f"hashed {name}")
-    with load(folder, threads=threads, self_test=False, emulate=emulate) as model:
-        return replayed(model, progress)
+    if re.search("[\0\ud800-\udfff]", str(folder)):
+        raise UsageError(f"the path {str(folder)!a} is not text in UTF-8; rename the folder")
+    return folder
 
 
 def _options(given: Mapping[str, Any]) -> EngineOptions:
@@ -161,6 +205,7 @@ class Model:
         self._options = options or EngineOptions()
         self._memory = memory
         self._chat_template: ChatTemplate | None = None
+        self._publication = publication(folder)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._closed = False
@@ -248,8 +293,13 @@ class Model:
 
         Raises:
             RequestError: the model has none.
+            BundleError: it was not read yet, and another bundle has taken the place of this one.
         """
         if self._chat_template is None:
+            if publication(self.folder) != self._publication:
+                raise BundleError(
+                    f"{self.folder} was replaced since it was loaded, and its chat template with it; load it again"
+                )
             self._chat_template = ChatTemplate.from_folder(self.folder, self.tokenizer)
         return self._chat_template
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from llmc.bundle import (
     BUNDLE_MANIFEST,
+    CHUNKS_FILE,
     EngineConfig,
     FileEntry,
     Manifest,
     Target,
     read_bundle,
     verify_files,
+    write_chunks,
     write_manifest,
 )
 from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
@@ -93,7 +95,9 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
     plan = compile_engine(spec, graph, manifest.geometry, progress)
     if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
         plan = replace(plan, verified=old.verified)
-    files = kept | file_entries(folder, [plan.file, plan.select, plan.inspector])
+    write_chunks(folder, [*kept, plan.file])
+    names = [plan.file, plan.select, plan.inspector, *([CHUNKS_FILE] if (folder / CHUNKS_FILE).exists() else [])]
+    files = kept | file_entries(folder, names)
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
     device = manifest.device and with_engine(manifest.device, folder, plan)
     made = replace(manifest, target=here, engine=plan, device=device, files=files)

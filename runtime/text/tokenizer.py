@@ -6,7 +6,6 @@ tokens, before a space).
 """
 
 import ctypes
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ import tokenizers
 
 from llmc.bundle import TOKENIZER_FILE
 from llmc.errors import BundleError, RequestError, UsageError
+from llmc.strict import read_json
 
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -147,7 +147,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -25,7 +25,7 @@ import llmc
 from llmc.bundle import WEIGHTS_FILE, Compiled, Manifest
 from llmc.errors import BundleError
 from llmc.runtime.host import disk_cache
-from llmc.runtime.sessions.onnxruntime.onnx_file import ExternalData, relocated
+from llmc.runtime.sessions.onnxruntime.onnx_file import ExternalData, check_weights, relocated
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +115,7 @@ def _cached(runtime: Any, folder: Path, here: str, manifest: Manifest, names: li
         try:
             with disk_cache.published(entry) as staging, _Blobs(staging / WEIGHTS_FILE) as blobs:
                 for name in names:
+                    check_weights(folder / name, manifest.files)
                     _compile(runtime, folder / name, staging, blobs)
         except (OSError, BundleError) as error:
             log.warning("%s cannot be compiled (%s); using its plain graphs, which load slower", folder, error)

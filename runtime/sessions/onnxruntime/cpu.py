@@ -10,7 +10,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is i
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import Manifest, version
+from llmc.bundle import WEIGHTS_FILE, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import computable, cpu_model
@@ -27,6 +27,7 @@ from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.sessions.base import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime import compiled
+from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 
 log = logging.getLogger(__name__)
 
@@ -190,23 +191,33 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
     place = compiled.find(runtime, folder, manifest, names)
     if place is not None:
         try:
-            return _opened(runtime, place.files, threads, levels.ORT_DISABLE_ALL)  # they are optimised already
+            files = manifest.files if place.entry is None else {WEIGHTS_FILE}
+            return _opened(runtime, place.files, files, threads, levels.ORT_DISABLE_ALL)  # they are optimised already
         except BundleError as error:
             log.warning("%s; using the plain graphs, which load slower", error)
             if place.entry is not None:
                 disk_cache.remove(place.entry)
     plain = {name: folder / name for name in names}
     if manifest.recipe.phases != "single":
-        return _opened(runtime, plain, threads, levels.ORT_ENABLE_ALL)
+        return _opened(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_ALL)
     # Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would compute
     # something else than the graph says.
-    return _opened(runtime, plain, threads, levels.ORT_ENABLE_BASIC, ("session.disable_quant_qdq", "1"))
+    once = "session.disable_quant_qdq", "1"
+    return _opened(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_BASIC, once)
 
 
-def _opened(runtime: Any, paths: dict[str, Path], threads: int, level: Any, *config: tuple[str, str]) -> dict[str, Any]:
+def _opened(
+    runtime: Any,
+    paths: dict[str, Path],
+    files: Collection[str],
+    threads: int,
+    level: Any,
+    *config: tuple[str, str],
+) -> dict[str, Any]:
     """Opened side by side: most of the time goes into packing weights, or into checking those that are packed."""
 
     def opened(path: Path) -> Any:
+        check_weights(path, files)
         options = compiled.session_options(runtime, threads)
         options.graph_optimization_level = level
         for key, value in config:
