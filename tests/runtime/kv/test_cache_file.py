@@ -30,8 +30,15 @@ def save(path: Path, tokens: list[int], blocks: list[NDArray[Any]], key: str = "
     save_session(path, tokens, blocks, SIZE, key)
 
 
-def load(path: Path, key: str = "model") -> tuple[list[int], list[NDArray[Any]]]:
-    return load_session(path, SIZE, key)
+VOCAB = 151_001
+PLENTY = 1 << 20
+
+
+def load(path: Path, key: str = "model", block: int = SIZE, **form: Any) -> tuple[list[int], list[NDArray[Any]]]:
+    shape, dtype = form.get("shape", (64 * SIZE,)), np.dtype(form.get("dtype", "float32"))
+    return load_session(
+        path, block, key, form=(shape, dtype), vocab_size=VOCAB, max_bytes=form.get("max_bytes", PLENTY)
+    )
 
 
 @pytest.fixture
@@ -43,7 +50,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "int8", "float16"])
 def test_a_session_comes_back_bit_for_bit(tmp_path: Path, dtype: str):
     save(tmp_path / "chat.kv", TOKENS, values(dtype=dtype))
-    tokens, restored = load(tmp_path / "chat.kv")
+    tokens, restored = load(tmp_path / "chat.kv", dtype=dtype)
     assert tokens == TOKENS
     assert {block.dtype for block in restored} == {np.dtype(dtype)}
     np.testing.assert_array_equal(restored, values(dtype=dtype))
@@ -52,7 +59,7 @@ def test_a_session_comes_back_bit_for_bit(tmp_path: Path, dtype: str):
 def test_a_strided_view_is_saved_as_what_it_shows(tmp_path: Path):
     view = [block[::2] for block in values()]
     save(tmp_path / "chat.kv", TOKENS, view)
-    np.testing.assert_array_equal(load(tmp_path / "chat.kv")[1], view)
+    np.testing.assert_array_equal(load(tmp_path / "chat.kv", shape=(64,))[1], view)
 
 
 def test_only_its_owner_may_read_a_session(saved: Path):
@@ -176,7 +183,7 @@ def test_blocks_that_do_not_fit_the_tokens_are_refused(tmp_path: Path, tokens: l
 
 def test_blocks_of_another_size_are_refused(saved: Path):
     with pytest.raises(RequestError, match="saved in blocks of 2 tokens, expected 4; start the session anew"):
-        load_session(saved, 4, "model")
+        load(saved, block=4)
 
 
 def test_tokens_after_the_last_block_come_back_too(tmp_path: Path):
