@@ -340,14 +340,13 @@ class PrefixStore:
     def _prune(self, kept: int) -> None:
         """Remove this user's least recently used files until ``kept`` bytes remain, and what killed writers left."""
         found = []
-        for folder in _entries(self.folder):
-            if not _OUR_FOLDER.fullmatch(folder.name) or folder.is_symlink():
-                continue
-            for entry in _entries(Path(folder.path)):
-                with suppress(OSError):
-                    about = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(about.st_mode) and _is_own(about):
-                        found.append((about.st_mtime_ns, about.st_size, Path(entry.path)))
+        for folder in _own_entries(self.folder):
+            if _OUR_FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
+                for entry in _own_entries(Path(folder.path)):
+                    with suppress(OSError):
+                        if entry.is_file(follow_symlinks=False):
+                            about = entry.stat(follow_symlinks=False)
+                            found.append((about.st_mtime_ns, about.st_size, Path(entry.path)))
         total = 0
         for used_ns, size, path in sorted(found, reverse=True):  # newest first
             if path.name.startswith(STAGING):
@@ -394,9 +393,15 @@ def _private(folder: Path) -> os.stat_result:
     return status
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _own_entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What this user has in a folder; nothing if nobody may look."""
+    own: list[os.DirEntry[str]] = []
     try:
         with os.scandir(folder) as entries:
-            return list(entries)
+            for entry in entries:
+                with suppress(OSError):  # another process removed it
+                    if _is_own(entry.stat(follow_symlinks=False)):
+                        own.append(entry)
     except OSError:
-        return []
+        pass
+    return own
