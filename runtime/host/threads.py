@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -23,13 +24,16 @@ from llmc.errors import ResourceError
 
 log = logging.getLogger(__name__)
 
-# Python's end waits so long for all threads together: a call of the library cannot be interrupted, and the longest,
-# a chunk of a prompt, takes seconds on small machines. What takes longer is left to the end of the process, which
-# is still SIGABRT if it comes out of the library in the milliseconds between.
+# A step takes milliseconds, so requests usually end by themselves within this time. Calls of the library that take
+# longer are interrupted where the library can do that: ONNX Runtime on the CPU stops before the next node of a graph.
+GRACE_S = 1.0
+# Python's end waits so long for all threads together. What takes longer, a client's function or a call of a library
+# that cannot be interrupted, is left to the end of the process, which is still SIGABRT if the library is left then.
 EXIT_S = 10.0
 
 _T = TypeVar("_T")
 _running: dict[threading.Thread, Callable[[], object]] = {}  # and what tells it to end
+_interrupts: weakref.WeakKeyDictionary[object, Callable[[], object]] = weakref.WeakKeyDictionary()
 _leaving = False
 
 
@@ -122,6 +126,11 @@ def _settle(future: Future[_T], function: Callable[[], _T]) -> None:
         future.set_exception(error)
 
 
+def on_leaving(owner: object, interrupt: Callable[[], object]) -> None:
+    """Have ``interrupt`` called if ``owner`` keeps a thread busy when Python ends; it must not hold its owner."""
+    _interrupts[owner] = interrupt
+
+
 @atexit.register
 def _leave() -> None:
     """Tell all threads to end, and wait until they have."""
@@ -129,11 +138,21 @@ def _leave() -> None:
     _leaving = True
     for stop in [*_running.values()]:
         stop()
-    deadline = time.monotonic() + EXIT_S
-    for thread in [*_running]:
+    began = time.monotonic()
+    if not _join(began + min(GRACE_S, EXIT_S)):
+        return
+    for interrupt in [*_interrupts.values()]:
+        interrupt()
+    for thread in _join(began + EXIT_S):
+        log.warning("%s did not end within %g s and is left to the end of the process", thread.name, EXIT_S)
+
+
+def _join(deadline: float) -> list[threading.Thread]:
+    """Those that still run at the deadline."""
+    left = [*_running]
+    for thread in left:
         thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            log.warning("%s did not end within %g s and is left to the end of the process", thread.name, EXIT_S)
+    return [thread for thread in left if thread.is_alive()]
 
 
 if hasattr(os, "register_at_fork"):  # in a forked process there are none of them

@@ -13,13 +13,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from doubles.brakes import Brake
 
-from llmc.errors import DeadlineError, EngineClosedError, LlmcError, ProcessorError, ResourceError, UsageError
+from llmc.errors import (
+    DeadlineError,
+    EngineClosedError,
+    LlmcError,
+    ProcessorError,
+    RequestError,
+    ResourceError,
+    UsageError,
+)
 from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host import threads
+from llmc.runtime.kv.cache_file import save_session
 
 PATIENCE = 120.0
 PROMPT = "def area(width, height):\n    return "
@@ -271,6 +281,31 @@ def test_a_failure_that_cannot_be_recovered_from_ends_the_engine_and_leaves_nobo
             handle.result(PATIENCE)
     with pytest.raises(EngineClosedError):
         engine.submit(request)
+
+
+def test_a_call_of_the_library_can_be_interrupted(own: Model):
+    """Which is what Python's end does with a step that takes long."""
+    handle = companion(own, brake := Brake(3))
+    threads._interrupts[own.runner.session]()
+    brake.let_go()
+    with pytest.raises(LlmcError, match="terminate"):
+        handle.result(PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape"), [([10**6] * 32, None), ([-1] * 32, None), ([1] * 32, 2), ([1] * 32, 1 << 20)]
+)
+def test_a_forged_conversation_is_refused_and_changes_no_answer(
+    model: Model, tmp_path: Path, tokens: list[int], shape: int | None
+):
+    before = model.generate([1] * 40, max_tokens=4, temperature=0).token_ids
+    prefixes, (size, dtype) = model.engine.prefixes, model.runner.session.cache.form(32)
+    assert prefixes is not None
+    values = np.ones(size if shape is None else (shape,), dtype)
+    save_session(tmp_path / "talk", tokens, [values], prefixes.block, prefixes.key)
+    with pytest.raises(RequestError, match="start the session anew"):
+        model.engine.restore(tmp_path / "talk")
+    assert model.generate([1] * 40, max_tokens=4, temperature=0).token_ids == before
 
 
 def test_a_handle_keeps_its_model(tiny_bundle: Path):

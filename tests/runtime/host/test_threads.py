@@ -1,6 +1,7 @@
 """Threads that start or say why not, and that all end before Python does."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +61,20 @@ def test_all_threads_are_told_to_end_before_any_is_waited_for(alone: None):
     assert not any(thread.is_alive() for thread in started)
     with pytest.raises(ResourceError, match="Python is ending"):
         threads.start(lambda: None, "llmc-x")
+
+
+def test_what_keeps_a_thread_busy_is_interrupted_after_a_while(alone: None, monkeypatch: pytest.MonkeyPatch):
+    class Owner:
+        """Of something that takes long."""
+
+    monkeypatch.setattr(threads, "GRACE_S", 0.01)
+    monkeypatch.setattr(threads, "_interrupts", weakref.WeakKeyDictionary())
+    busy, gone, owner, told = threading.Event(), threading.Event(), Owner(), threading.Event()
+    threads.on_leaving(owner, busy.set)
+    threads.on_leaving(Owner(), gone.set)
+    thread = threads.start(busy.wait, "llmc-x", told.set)
+    threads._leave()
+    assert told.is_set() and not thread.is_alive() and not gone.is_set()
 
 
 def test_a_pool_makes_do_with_the_threads_that_it_gets(limit: Limit):
