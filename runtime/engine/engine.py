@@ -26,7 +26,7 @@ from llmc.errors import (
 from llmc.runtime.api.handle import Handle, OutputCollector, is_serving, mark_serving
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
-from llmc.runtime.engine.input_processor import InputProcessor
+from llmc.runtime.engine.input_processor import InputProcessor, check_tokens, token_ids
 from llmc.runtime.engine.output_processor import OutputProcessor
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
@@ -179,23 +179,28 @@ class Engine:
         """Save what the prefix cache has of ``tokens``, a conversation so far, to a file; says how many tokens that is.
 
         Raises:
-            UsageError: there is no prefix cache, or the file cannot be written.
+            UsageError: there is no prefix cache, ``tokens`` are no token ids, or the file cannot be written.
             RequestError: nothing of ``tokens`` is cached: they were never fed, are fewer than a block, or were evicted.
             ResourceError: the disk is full.
         """
         prefixes = self._prefix_cache()
+        try:
+            ids = token_ids(tokens)
+        except UsageError as error:
+            raise UsageError(f"tokens is {tokens!r:.60}, expected a list of token ids") from error
+        check_tokens("the conversation holds", ids, self._vocab_size)
 
         def read() -> Match:
-            with prefixes.match(tokens) as match:
+            with prefixes.match(ids) as match:
                 return match
 
         held = self.call(read).blocks
         if not held:
             raise RequestError(
-                f"none of the {len(tokens)} tokens is in the prefix cache, which keeps blocks of {prefixes.block}; "
+                f"none of the {len(ids)} tokens is in the prefix cache, which keeps blocks of {prefixes.block}; "
                 "generate from them first, or give the cache more memory"
             )
-        save_session(Path(path), tokens, held, prefixes.block, prefixes.key)
+        save_session(path, ids, held, prefixes.block, prefixes.key)
         return len(held) * prefixes.block
 
     def restore(self, path: str | Path) -> list[int]:
@@ -209,7 +214,7 @@ class Engine:
         prefixes = self._prefix_cache()
         size = prefixes.block
         tokens, blocks = load_session(
-            Path(path),
+            path,
             size,
             prefixes.key,
             form=self._runner.session.cache.form(size),

@@ -196,10 +196,12 @@ def possible_path(path: str | Path) -> Path:
     """``path``, if any file can have this name.
 
     Raises:
-        UsageError: it holds a NUL, or what is no Unicode text.
+        UsageError: it is no path, holds a NUL, or what is no Unicode text.
     """
     try:
         encoded = os.fsencode(path)
+    except TypeError as error:
+        raise UsageError(f"{path!r:.60} is no path; give the name as text") from error
     except UnicodeEncodeError as error:
         raise UsageError(f"{str(path)!r} is no path: it holds a lone surrogate; give the name as text") from error
     if b"\0" in encoded:
@@ -283,7 +285,7 @@ def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]]) -> N
             file.write(_raw(block))
 
 
-def save_session(path: Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any]], block: int, key: str) -> None:
+def save_session(path: str | Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any]], block: int, key: str) -> None:
     """Save what the cache holds of one sequence; an existing file is replaced, at the end.
 
     Only its owner may read the file: it holds what was said.
@@ -314,7 +316,7 @@ def save_session(path: Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any
 
 
 def load_session(
-    path: Path, block: int, key: str, *, form: Form, vocab_size: int, max_bytes: int
+    path: str | Path, block: int, key: str, *, form: Form, vocab_size: int, max_bytes: int
 ) -> tuple[list[int], list[NDArray[Any]]]:
     """The tokens that :func:`save_session` was given, and as many of its first blocks as are asked for.
 

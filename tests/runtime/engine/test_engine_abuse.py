@@ -308,6 +308,15 @@ def test_a_forged_conversation_is_refused_and_changes_no_answer(
     assert model.generate([1] * 40, max_tokens=4, temperature=0).token_ids == before
 
 
+def test_what_is_no_conversation_or_no_path_is_refused(model: Model, tmp_path: Path):
+    for tokens in ([10**30] * 40, [-1] * 40, ["a"] * 40, [1.5] * 40, None, "abc", b"abc"):
+        with pytest.raises(UsageError, match=r"token ids|token id"):
+            model.engine.save(tmp_path / "talk", tokens)  # type: ignore[arg-type]
+    for path in (None, 5):
+        with pytest.raises(UsageError, match="is no path"):
+            model.engine.restore(path)  # type: ignore[arg-type]
+
+
 def test_a_handle_keeps_its_model(tiny_bundle: Path):
     handle = load(tiny_bundle, self_test=False).stream(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
     gc.collect()
