@@ -23,7 +23,7 @@ from llmc.runtime.engine.input_processor import token_ids
 from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.kv.budget import check_load
-from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_cache import BLOCK, PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.params import SamplingParams
@@ -354,6 +354,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         store = PrefixStore(
             Path(options.prefix_cache_folder), options.prefix_cache_disk_bytes, pending_bytes=PENDING_BYTES
         )
+    form = runner.session.cache.form(BLOCK)
     return Engine(
         runner.session,
         manifest,
@@ -362,7 +363,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         prefill_chunk=runner.prefill_chunk,
         options=options,
         memory=limit - (PENDING_BYTES if store else 0),
-        prefixes=PrefixCache(prefix_key(manifest), max_bytes=size, store=store) if size else None,
+        prefixes=PrefixCache(prefix_key(manifest), max_bytes=size, store=store, form=form) if size else None,
         store=store,
         drafter=make_drafter(model, options),
     )

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from llmc.bundle import WEIGHTS_FILE, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import computable, cpu_model
+from llmc.runtime.host.threads import on_leaving
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.sessions.base import Batch, Phase, Session
@@ -51,6 +53,8 @@ class OnnxRuntimeSession(Session):
         files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs = {phase: files[name] for phase, name in names.items()}
         self._takes_slots = any(value.name == "cache_slots" for value in self._graphs[Phase.DECODE].get_inputs())
+        self._options = self._runtime.RunOptions()
+        on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
@@ -75,7 +79,7 @@ class OnnxRuntimeSession(Session):
         binding.past_lengths[:] = batch.past_lengths
         binding.logit_indices[:] = batch.logit_indices
         with translated("running the model"):
-            binding.session.run_with_iobinding(binding.io)
+            binding.session.run_with_iobinding(binding.io, self._options)
         self.cache.computed(batch.first_row, ends)
         self._logits, self._hidden = binding.logits, binding.hidden
         return self._logits
