@@ -9,6 +9,7 @@ import os
 import stat
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -79,16 +80,16 @@ def parse_json(content: bytes) -> Any:
         value = json.loads(content.decode("utf-8"), parse_int=_integer)
     except RecursionError:
         raise ValueError(too_deep) from None
-    level = [value]
-    for _ in range(DEEPEST_JSON + 1):
-        level = [item for box in level if type(box) in (dict, list) for item in _items(box)]
-        if not level:
+    boxes = _boxes([value])
+    for _ in range(DEEPEST_JSON):
+        boxes = [inner for box in boxes for inner in _boxes(box.values() if type(box) is dict else box)]
+        if not boxes:
             return value
     raise ValueError(too_deep)
 
 
-def _items(box: Any) -> Any:
-    return box.values() if type(box) is dict else box
+def _boxes(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if type(value) in (dict, list)]
 
 
 def _integer(digits: str) -> int:
