@@ -2,7 +2,6 @@
 
 import logging
 import platform
-import shutil
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from llmc.bundle import (
     GRAPH_CONTRACT_VERSION,
     SCHEMA_VERSION,
     TOKENIZER_FILE,
-    TOKENIZER_FILES,
     Budget,
     Compiled,
     EngineConfig,
@@ -60,6 +58,7 @@ from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.targets import Capabilities, capabilities
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
+from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, staged
 from llmc.runtime import Model, load
 from llmc.runtime.host import disk_cache
@@ -170,6 +169,7 @@ def build(
     """
     start = time.perf_counter()
     export = read_export(Path(source))
+    check_unchanged(Path(source), export)
     abilities = capabilities(target)
     asked = recipes.Request(
         precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine
@@ -219,7 +219,8 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     weights, used = calibrated_weights(order.source, order.export, order.recipe, calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs = _compile(order, folder, weights)
-    _copy_tokenizer(order.source, folder)
+    copy_tokenizer(order.source, folder)
+    check_unchanged(order.source, order.export)  # all that is needed of the weights has been read
     compiled = engine = None
     if order.compiled and not order.target.has_gpu:
         order.progress("compiling the graphs for this machine")
@@ -289,12 +290,6 @@ def _describe(graph: ir.Graph, name: str, stored: QuantConfigs, target: Capabili
         step_weight_bytes=sum(sizes.values()) - tables,
         cpu_features=features,
     )
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def _manifest(
@@ -407,7 +402,8 @@ def _in_float32(order: _Order, folder: Path, manifest: Manifest, weights: Calibr
     """The same graph computing in float32: no CPU kernel knows bfloat16."""
     recipe = replace(order.recipe, compute="float32", cache="float32")
     graphs = _compile(replace(order, recipe=recipe, dump=None), folder, weights)
-    _copy_tokenizer(order.source, folder)
+    copy_tokenizer(order.source, folder)
+    check_unchanged(order.source, order.export)  # all that is needed of the weights has been read
     files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}  # nobody else will see it
     stand_in = replace(manifest, recipe=recipe, cache="float32", graphs=graphs, engine=None, files=files)
     write_manifest(stand_in, folder)
