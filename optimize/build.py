@@ -216,11 +216,11 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     check_patterns(order.recipe, [linear.name for linear in geometry.linears])
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
         check_head_sizes(geometry)
+    copy_tokenizer(order.source, folder)
     weights, used = calibrated_weights(order.source, order.export, order.recipe, calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs = _compile(order, folder, weights)
-    copy_tokenizer(order.source, folder)
-    check_unchanged(order.source, order.export)  # all that is needed of the weights has been read
+    check_unchanged(order.source, order.export)  # the weights have been read now
     compiled = engine = None
     if order.compiled and not order.target.has_gpu:
         order.progress("compiling the graphs for this machine")
@@ -403,7 +403,7 @@ def _in_float32(order: _Order, folder: Path, manifest: Manifest, weights: Calibr
     recipe = replace(order.recipe, compute="float32", cache="float32")
     graphs = _compile(replace(order, recipe=recipe, dump=None), folder, weights)
     copy_tokenizer(order.source, folder)
-    check_unchanged(order.source, order.export)  # all that is needed of the weights has been read
+    check_unchanged(order.source, order.export)  # the weights have been read now
     files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}  # nobody else will see it
     stand_in = replace(manifest, recipe=recipe, cache="float32", graphs=graphs, engine=None, files=files)
     write_manifest(stand_in, folder)

@@ -38,11 +38,9 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file: its tensors, and what identifies it without reading the weights."""
+    """One safetensors file, and its tensors in the order of its header."""
 
     path: Path
-    size: int
-    header: bytes
     tensors: dict[str, StoredTensor]
 
 
@@ -85,7 +83,7 @@ def read_shard(path: Path) -> Shard:
     start = 8 + length
     tensors = {name: _stored(path, name, entry, start) for name, entry in entries.items()}
     _check_layout(path, tensors, start, size)
-    return Shard(path, size, header, tensors)
+    return Shard(path, tensors)
 
 
 def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
@@ -146,7 +144,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is corrupt (no weight_map in it); download it again") from error
     for name, file in index.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(SUFFIX):
-            expected = f"the name of a {SUFFIX} file in the same folder"
+            expected = f"a file name in the same folder that ends in {SUFFIX}"
             raise CheckpointError(f"{path}: {name:.500} is said to be in {file!r:.80}, expected {expected}")
     return index
 
