@@ -1,6 +1,7 @@
 """Export -> bundle: calibrate, lower, quantize, write, run, judge, publish."""
 
 import logging
+import os
 import platform
 import time
 from contextlib import ExitStack, closing
@@ -34,7 +35,7 @@ from llmc.bundle import (
     read_export,
     write_manifest,
 )
-from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
+from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError, printable
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
 from llmc.optimize.calibrate.store import Calibrated
@@ -59,7 +60,7 @@ from llmc.optimize.targets import Capabilities, capabilities
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.origin import check_unchanged, copy_tokenizer
-from llmc.publish import file_entries, staged
+from llmc.publish import file_entries, refuse_bytes, staged
 from llmc.runtime import Model, load
 from llmc.runtime.host import disk_cache
 from llmc.runtime.kv.budget import usable_memory
@@ -168,6 +169,7 @@ def build(
         ResourceError: the build takes more memory, by its plan.
     """
     start = time.perf_counter()
+    refuse_bytes(Path(source))
     export = read_export(Path(source))
     check_unchanged(Path(source), export)
     abilities = capabilities(target)
@@ -176,13 +178,16 @@ def build(
     )
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
-    name = recipe.stem if isinstance(recipe, Path) else "default"
+    name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
     with_text = calibration is not None and calibration.text is not None
     chosen, limits = recipes.resolve(asked, abilities, export.geometry.max_positions, name, with_text)
-    if Path(output).resolve() == Path(source).resolve():
+    place = Path(os.path.realpath(output))  # unlike resolve, at a loss for no loop of links
+    if place == Path(os.path.realpath(source)):
         raise UsageError(f"{output} is the export itself; choose another output folder")
-    if dump is not None and Path(dump).resolve().is_relative_to(Path(output).resolve()):
+    if dump is not None and Path(os.path.realpath(dump)).is_relative_to(place):
         raise UsageError(f"{dump} lies in the output folder {output}; choose another folder for the dumps")
+    if dump is not None and dump.exists() and not dump.is_dir():
+        raise UsageError(f"{dump} is no folder; choose another one for the dumps")
     judged = judged or text is not None or bool(chosen.budget)
     order = _Order(
         Path(source), export, abilities, chosen, limits, text, judged, asked.compiled is not False, dump, progress
