@@ -31,10 +31,24 @@ from types import ModuleType
 DISTRIBUTION = "llmc-deploy"  # as pip knows it; llmc is the name of another project there
 
 
+def printable(text: str) -> str:
+    """``text`` with every character that no reader sees as it is, but for ends of lines and tabs, as its escape.
+
+    Names of files and tensors, and what a template says, are somebody else's: an escape sequence among them would
+    clear a terminal or forge its lines, and half a character cannot be written as UTF-8.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 class LlmcError(Exception):
-    """Base of all errors that llmc raises on purpose."""
+    """Base of all errors that llmc raises on purpose. The message is made :func:`printable`."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class UsageError(LlmcError):

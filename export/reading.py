@@ -11,6 +11,7 @@ from llmc.export.keys import Keys
 
 _ROPE_TYPES = ("default", "linear", "llama3")
 _DEFAULT_THETA = 10_000.0  # transformers' default where a config says nothing
+MOST_TOKEN_IDS = 1024  # each new token is looked up among those that end a text; models name up to ten
 
 
 def read_decoder(
@@ -55,7 +56,7 @@ def windows_from_layer(keys: Keys) -> tuple[int, ...]:
     layers, used = keys.integer("num_hidden_layers"), keys.flag("use_sliding_window")
     window = keys.nullable_integer("sliding_window") if used else 0
     keys.skip("sliding_window")
-    first = keys.integer("max_window_layers", minimum=0) if used and window else layers
+    first = keys.integer("max_window_layers") if used and window else layers
     keys.skip("max_window_layers")
     types = keys.raw("layer_types")
     if types is None:
@@ -70,8 +71,9 @@ def token_ids(keys: Keys, name: str, vocab_size: int) -> tuple[int, ...]:
     """One token id, a list of them or null, each inside the vocabulary."""
     value = keys.raw(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(type(token) is not int or not 0 <= token < vocab_size for token in ids):
-        raise keys.error(name, value, f"null, a token id below vocab_size={vocab_size} or a list of such")
+    if len(ids) > MOST_TOKEN_IDS or any(type(token) is not int or not 0 <= token < vocab_size for token in ids):
+        few = f"a list of at most {MOST_TOKEN_IDS} such"
+        raise keys.error(name, value, f"null, a token id below vocab_size={vocab_size} or {few}")
     return tuple(ids)
 
 

@@ -1,8 +1,8 @@
 """Export -> bundle: calibrate, lower, quantize, write, run, judge, publish."""
 
 import logging
+import os
 import platform
-import shutil
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -20,7 +20,6 @@ from llmc.bundle import (
     GRAPH_CONTRACT_VERSION,
     SCHEMA_VERSION,
     TOKENIZER_FILE,
-    TOKENIZER_FILES,
     Budget,
     Compiled,
     EngineConfig,
@@ -37,7 +36,7 @@ from llmc.bundle import (
     write_chunks,
     write_manifest,
 )
-from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
+from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError, printable
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
 from llmc.optimize.calibrate.store import Calibrated
@@ -61,7 +60,8 @@ from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.targets import Capabilities, capabilities
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
-from llmc.publish import file_entries, staged
+from llmc.origin import check_unchanged, copy_tokenizer
+from llmc.publish import file_entries, refuse_bytes, staged
 from llmc.runtime import Model, load
 from llmc.runtime.host import disk_cache
 from llmc.runtime.kv.budget import usable_memory
@@ -170,20 +170,25 @@ def build(
         ResourceError: the build takes more memory, by its plan.
     """
     start = time.perf_counter()
+    refuse_bytes(Path(source))
     export = read_export(Path(source))
+    check_unchanged(Path(source), export)
     abilities = capabilities(target)
     asked = recipes.Request(
         precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine
     )
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
-    name = recipe.stem if isinstance(recipe, Path) else "default"
+    name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
     with_text = calibration is not None and calibration.text is not None
     chosen, limits = recipes.resolve(asked, abilities, export.geometry.max_positions, name, with_text)
-    if Path(output).resolve() == Path(source).resolve():
+    place = Path(os.path.realpath(output))  # unlike resolve, at a loss for no loop of links
+    if place == Path(os.path.realpath(source)):
         raise UsageError(f"{output} is the export itself; choose another output folder")
-    if dump is not None and Path(dump).resolve().is_relative_to(Path(output).resolve()):
+    if dump is not None and Path(os.path.realpath(dump)).is_relative_to(place):
         raise UsageError(f"{dump} lies in the output folder {output}; choose another folder for the dumps")
+    if dump is not None and dump.exists() and not dump.is_dir():
+        raise UsageError(f"{dump} is no folder; choose another one for the dumps")
     judged = judged or text is not None or bool(chosen.budget)
     order = _Order(
         Path(source), export, abilities, chosen, limits, text, judged, asked.compiled is not False, dump, progress
@@ -217,10 +222,11 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     check_patterns(order.recipe, [linear.name for linear in geometry.linears])
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
         check_head_sizes(geometry)
+    copy_tokenizer(order.source, folder)
     weights, used = calibrated_weights(order.source, order.export, order.recipe, calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs = _compile(order, folder, weights)
-    _copy_tokenizer(order.source, folder)
+    check_unchanged(order.source, order.export)  # the weights have been read now
     compiled = engine = None
     if order.compiled and not order.target.has_gpu:
         order.progress("compiling the graphs for this machine")
@@ -290,12 +296,6 @@ def _describe(graph: ir.Graph, name: str, stored: QuantConfigs, target: Capabili
         step_weight_bytes=sum(sizes.values()) - tables,
         cpu_features=features,
     )
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def _manifest(
@@ -409,7 +409,8 @@ def _in_float32(order: _Order, folder: Path, manifest: Manifest, weights: Calibr
     """The same graph computing in float32: no CPU kernel knows bfloat16."""
     recipe = replace(order.recipe, compute="float32", cache="float32")
     graphs = _compile(replace(order, recipe=recipe, dump=None), folder, weights)
-    _copy_tokenizer(order.source, folder)
+    copy_tokenizer(order.source, folder)
+    check_unchanged(order.source, order.export)  # the weights have been read now
     files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}  # nobody else will see it
     stand_in = replace(manifest, recipe=recipe, cache="float32", graphs=graphs, engine=None, files=files)
     write_manifest(stand_in, folder)

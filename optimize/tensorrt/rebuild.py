@@ -1,6 +1,7 @@
 """A bundle's engine compiled anew, on the machine that is to run it: the graph and its weights are in the bundle."""
 
 import logging
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -71,8 +72,9 @@ def _kept(manifest: Manifest) -> dict[str, FileEntry]:
 
 def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
     """Refuse to replace a bundle beside whose files lie others, and to write into it."""
-    if output.resolve() != source.resolve():
-        if output.resolve().is_relative_to(source.resolve()):
+    place, bundle = (Path(os.path.realpath(path)) for path in (output, source))
+    if place != bundle:
+        if place.is_relative_to(bundle):
             raise UsageError(f"{output} lies in the bundle {source}; choose another output folder")
         return
     known = {*manifest.files, BUNDLE_MANIFEST}
