@@ -11,7 +11,8 @@ from typing import Any
 from llmc.errors import GrammarError, UsageError, require
 from llmc.runtime.guided.gbnf import without_long_escapes
 from llmc.runtime.guided.guide import CompiledGrammar
-from llmc.runtime.guided.json_schema import LONGEST_REGEX, check_schema, schema_text
+from llmc.runtime.guided.json_schema import check_schema, enforceable, schema_text
+from llmc.runtime.guided.regexes import LONGEST_REGEX, check_regex
 from llmc.runtime.guided.vocabulary import Vocabulary, shortened
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -20,11 +21,11 @@ from llmc.runtime.text.tokenizer import Tokenizer
 _LONGEST = {"json_schema": 256 * 1024, "regex": LONGEST_REGEX, "grammar": 64 * 1024, "choice": 64 * 1024}
 _MOST_GRAMMARS = 64
 # One spelling for each character: with \u0061 for "a", a model could repeat a property under a name that the schema's
-# rules for "a" miss. Control characters without a short escape are thereby left out.
+# rules for "a" miss. Control characters without a short escape are thereby left out, unless a schema names one.
+_SHORT_ESCAPES = '"\\bfnrt'
 _JSON_OPTIONS: dict[str, Any] = {
     "lenient": False,
     "coerce_one_of": False,
-    "json_allowed_escapes": '"\\bfnrt',
     # Bounded, since models at a loss write blanks without end; a line break and an indentation of 31 fit.
     "whitespace_pattern": r"[ \n\r\t]{1,32}",
 }
@@ -108,8 +109,13 @@ class _Source:
             return str(library.LLMatcher.grammar_from_lark(self._choice_grammar(vocabulary)))
         try:
             if self.kind == "json_schema":
-                check_schema(json.loads(self.text))
-                return str(library.LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON_OPTIONS))
+                schema = json.loads(self.text)
+                check_schema(schema)
+                schema, escapes = enforceable(schema)
+                options = {**_JSON_OPTIONS, "json_allowed_escapes": _SHORT_ESCAPES + "u" * escapes}
+                return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+            if self.kind == "regex":
+                check_regex(self.text, "regex")
             return str(library.grammar_from(self.kind, without_long_escapes(self.kind, self.text)))
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"{self.kind} cannot be read: {shortened(str(error))}") from error
