@@ -54,7 +54,7 @@ _FORMAT_PATTERNS = {
     "hostname": "{label}(?:[.]{label})*".replace(
         "{label}",
         "[a-zA-Z0-9](?:[a-zA-Z0-9-]?[a-zA-Z0-9]|[a-zA-Z0-9-][a-zA-Z0-9][a-zA-Z0-9-]{0,59}[a-zA-Z0-9]"
-        "|[a-zA-Z0-9]-[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,58}[a-zA-Z0-9])?)?",
+        "|[a-zA-Z0-9-]-[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,58}[a-zA-Z0-9])?)?",
     ),
 }
 _FORMAT_PATTERNS["date-time"] = f"(?:{_FORMAT_PATTERNS['date']})[tT](?:{_FORMAT_PATTERNS['time']})"
@@ -254,7 +254,7 @@ def _scale(number: Fraction) -> int:
 
 def _merges(node: dict[str, Any]) -> bool:
     """True if the library may enforce two subschemas at once on account of this one."""
-    return bool("allOf" in node or _MERGING & node.keys() and len(node.keys() - _ANNOTATIONS - _DEFINITIONS) > 1)
+    return bool("allOf" in node or (_MERGING & node.keys() and len(node.keys() - _ANNOTATIONS - _DEFINITIONS) > 1))
 
 
 def _subschemas(path: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -111,7 +111,7 @@ class TestControlCharacters:
 
     @pytest.mark.parametrize("value", [{"const": "\x01"}, {"enum": [["\x7f"]]}, {"type": "string", "pattern": "\x01"}])
     def test_are_refused_where_a_name_could_be_spelt_twice(self, tiny: Any, value: dict[str, Any]) -> None:
-        with pytest.raises(GrammarError, match="holds a control character .* additionalProperties"):
+        with pytest.raises(GrammarError, match=r"holds a control character .* additionalProperties"):
             tiny.ask(json_schema={"properties": {"a": value}})
 
     def test_never_give_a_name_a_second_spelling(self, tiny: Any) -> None:
