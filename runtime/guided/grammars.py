@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from llmc.errors import GrammarError, UsageError, require
-from llmc.runtime.guided.gbnf import without_long_escapes
+from llmc.runtime.guided.gbnf import is_gbnf, read_gbnf
 from llmc.runtime.guided.guide import CompiledGrammar
 from llmc.runtime.guided.json_schema import check_schema, enforceable, schema_text
+from llmc.runtime.guided.lexemes import to_lark
 from llmc.runtime.guided.regexes import LONGEST_REGEX, check_regex
 from llmc.runtime.guided.vocabulary import Vocabulary, shortened
 from llmc.runtime.sampling.params import SamplingParams
@@ -116,7 +117,9 @@ class _Source:
                 return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
             if self.kind == "regex":
                 check_regex(self.text, "regex")
-            return str(library.grammar_from(self.kind, without_long_escapes(self.kind, self.text)))
+                return str(library.LLMatcher.grammar_from_regex(self.text))
+            lark = to_lark(read_gbnf(self.text)) if is_gbnf(self.text) else self.text
+            return str(library.LLMatcher.grammar_from_lark(lark))
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"{self.kind} cannot be read: {shortened(str(error))}") from error
 
