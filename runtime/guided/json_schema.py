@@ -38,6 +38,8 @@ _MOST_SUBSCHEMAS = 10_000
 _LARGEST_INTEGER = 2**53
 LARGEST_MULTIPLE = 10_000
 """Of the digits of ``multipleOf``: the automaton has a state for each remainder; 100,000 take seconds, more minutes."""
+# Each may take some milliseconds.
+_MOST_QUICK_COMBINATIONS = 100
 # Those of the library take leap seconds at any time, 29 February in any year and names without an end.
 _FORMAT_PATTERNS = {
     "date": (
@@ -63,6 +65,21 @@ _NUMBERS = ("const", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum
 # Keywords beside which another one with subschemas makes the library enforce both at once.
 _MERGING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 
+# One spelling for each character: with \u0061 for "a", a model could repeat a property under a name that the schema's
+# rules for "a" miss. Control characters without a short escape are thereby left out, unless a schema names one.
+_SHORT_ESCAPES = '"\\bfnrt'
+
+
+def options(escapes: bool) -> dict[str, Any]:
+    r"""How the library reads schemas: strictly, and with escapes ``\u00XX`` in strings or without."""
+    return {
+        "lenient": False,
+        "coerce_one_of": False,
+        "json_allowed_escapes": _SHORT_ESCAPES + "u" * escapes,
+        # Bounded, since models at a loss write blanks without end; a line break and an indentation of 31 fit.
+        "whitespace_pattern": r"[ \n\r\t]{1,32}",
+    }
+
 
 def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
     """A schema as JSON text, with its properties in their order, which is that of the output.
@@ -82,8 +99,11 @@ def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
     return text
 
 
-def check_schema(schema: Any) -> None:
+def check_schema(schema: Any) -> bool:
     """Refuse a parsed schema that would not be enforced as a whole, or that is too large.
+
+    Returns:
+        True if it may take long to compile: for all combinations of its alternatives, or for many large divisors.
 
     Raises:
         GrammarError: naming the keyword and where it stands.
@@ -91,7 +111,7 @@ def check_schema(schema: Any) -> None:
     nodes = list(_nodes(schema))
     for path, node in nodes:
         _check_keywords(path, node)
-    _check_multiples(nodes)
+    return _check_multiples(nodes) > LARGEST_MULTIPLE or _combinations(nodes) > _MOST_QUICK_COMBINATIONS
 
 
 def enforceable(schema: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -218,18 +238,29 @@ def _check_numbers(value: Any, where: str) -> None:
         raise GrammarError(f"json_schema: {where} is an integer beyond +-2**53, expected one nearer to zero")
 
 
-def _check_multiples(nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Refuse divisors with an automaton that is too large, alone or as the common multiple of those that may meet."""
+def _check_multiples(nodes: Iterable[tuple[str, dict[str, Any]]]) -> int:
+    """Refuse divisors with an automaton that is too large, alone or as the common multiple of those that may meet.
+
+    Returns:
+        the states of all automata.
+    """
     found: list[Fraction] = []
-    meet = False
+    meet = any(_merges(node) for _, node in nodes)
     for path, node in nodes:
-        meet = meet or _merges(node)
         divisor = node.get("multipleOf")
         if isinstance(divisor, int | float) and math.isfinite(divisor) and divisor:
             found.append(Fraction(repr(float(abs(divisor)))))
-            _check_divisors(found if meet else found[-1:], path)
-    if meet and found:
-        _check_divisors(found, "# and below it")
+            _check_divisors(list(set(found)) if meet else found[-1:], path)
+    return sum(int(divisor * _scale(divisor)) for divisor in found)
+
+
+def _combinations(nodes: Iterable[tuple[str, dict[str, Any]]]) -> int:
+    """Alternatives that the library may multiply with each other, at most, and pairs of patterns that it compares."""
+    if not any(_merges(node) for _, node in nodes):
+        return 1
+    lists = (node.get(name) for _, node in nodes for name in ("anyOf", "enum", "oneOf"))
+    pairs = sum(len(_patterns({**node, "pattern": None})) ** 2 for _, node in nodes)
+    return max(1, pairs) * math.prod(len(found) for found in lists if isinstance(found, list) and found)
 
 
 def _check_divisors(divisors: list[Fraction], path: str) -> None:
@@ -238,9 +269,10 @@ def _check_divisors(divisors: list[Fraction], path: str) -> None:
     common = Fraction(math.lcm(*scaled), scale)
     # The second is what the library multiplies on its way, in 32 bits.
     if common * _scale(common) > LARGEST_MULTIPLE or math.lcm(*scaled) * max(scaled) >= 2**32:
+        what = "is" if len(divisors) == 1 else "and those that it may meet have a least common multiple of"
         raise GrammarError(
-            f"json_schema: keyword 'multipleOf' at {path} has a least common multiple whose digits, without the point, "
-            f"are above {LARGEST_MULTIPLE}; use divisors of fewer digits"
+            f"json_schema: keyword 'multipleOf' at {path} {what} {float(common):g}, whose digits without a point are "
+            f"above {LARGEST_MULTIPLE}; use divisors of fewer digits"
         )
 
 

@@ -98,3 +98,72 @@ class TestLanguage:
             return
         found = {text for text in texts if byte_level.reads(byte_level.start(grammar=grammar), text)}
         assert found == expected, grammar
+
+    def test_notices_a_lexer_that_never_looks_back(self, byte_level: Any) -> None:
+        """The planted error: the lexemes as the grammar has them."""
+        lark = 'start: (B | BC) "c"\nB: "b"\nBC: "bc"'
+        assert not byte_level.reads(byte_level.start(grammar=lark), "bc")
+        assert byte_level.reads(byte_level.start(grammar='root ::= ("b" | "bc") "c"'), "bc")
+
+
+# A grammar, texts that it derives, and texts that it does not.
+FORMS: list[tuple[str, list[str], list[str]]] = [
+    ('root ::= ("b" | "bc") "c"', ["bc", "bcc"], ["b", "bccc"]),
+    ('root ::= ("ab"* ("a" "b"))?', ["", "ab", "abab"], ["a", "aba"]),
+    ('root ::= ("a"+)? "!"', ["!", "aa!"], ["a"]),
+    ("root ::= ([x]*)* [y]", ["y", "xxy"], ["x"]),
+    ("root ::= ([x]{2}){2}", ["xxxx"], ["xx", "xxx", "xxxxx"]),
+    ('root ::= "a"{0} "b"{1,2} "c"{2,}', ["bcc", "bbccc"], ["abcc", "bc"]),
+    (r"root ::= [a\-z] [^\x00-\x1f\]] [+-] [-a]", ["-a+-", "z!-a"], ["b!+-", "a]+-"]),
+    ("root ::= . .", ["\n\n", "é🎉"], ["a"]),
+    (r'root ::= "\"\\\[\]\n\r\t\x41\u00e9\U0001F389"', ['"\\[]\n\r\tAé🎉'], []),
+    ("root ::= # the whole\n  (\n  x # one\n  |\n  y-Y_1\n) \r\nx ::= |\n[a]\ny-Y_1 ::= [b]", ["", "a", "b"], ["ab"]),
+    ('root ::= "(" root ")" | word\nword ::= [a-z]+ ("if" | "i")', ["((xif))", "xi", "(iif)"], ["(xif", "f"]),
+    ('root ::= root "+" term | term\nterm ::= [0-9]+', ["1+22+3"], ["+1", "1+"]),
+    ('root ::= x\nx ::= "a" x | "b"\ny ::= "c" y', ["ab"], ["c"]),
+]
+REFUSED = [
+    ("root ::= <think>", "line 1, column 10: found '<think>', expected characters, for tokens"),
+    ('root ::= !<think>* "a"', "for tokens"),
+    ("root ::= []", "expected a member of the class"),
+    ("root ::= [z-a]", "expected a range that does not end below its start"),
+    ("root ::= [a", "found the end, expected ] that ends the class"),
+    ('root ::= "a', "found the end, expected a quote"),
+    ('root ::= "a"{,2}', "found '{,2}', expected {2}, {2,} or {2,3}"),
+    ('root ::= "a"{3,2}', "expected at least as many as the 3"),
+    ('root ::= "a"{4000000000}', "expected {2}"),
+    (r'root ::= "\ud800"', "expected a character"),
+    (r"root ::= \d", "expected the end of the line"),
+    (r"root ::= [\d]", "expected one of the escapes"),
+    ('root ::= ("a"', "found the end, expected )"),
+    ('root ::= "a" )', "expected the end of the line"),
+    ('root ::= "a"\nroot ::= "b"', "'root' is already"),
+    ('root ::= "a"\nx', "expected ::="),
+    ("root ::= " + "(" * 200, "at most 100 parentheses"),
+    ('root ::= "a" root', "it allows no text"),
+    ('root ::= x{200}\nx ::= y{100}\ny ::= "a"', "rule 'root' repeats something 20000 times, expected at most 16384"),
+    ('root ::= "(" root ")" | x{200}\nx ::= "a"{100}', "repeats something 20000 times"),
+]
+
+
+class TestForms:
+    @pytest.mark.parametrize(("grammar", "derived", "others"), FORMS)
+    def test_mean_what_they_mean_in_llama_cpp(
+        self, byte_level: Any, grammar: str, derived: list[str], others: list[str]
+    ) -> None:
+        for text in derived:
+            assert byte_level.reads(byte_level.start(grammar=grammar), text), text
+        for text in others:
+            assert not byte_level.reads(byte_level.start(grammar=grammar), text), text
+
+    @pytest.mark.parametrize(("grammar", "message"), REFUSED, ids=[message for _, message in REFUSED])
+    def test_are_refused_in_a_sentence(self, byte_level: Any, grammar: str, message: str) -> None:
+        with pytest.raises(GrammarError) as caught:
+            byte_level.ask(grammar=grammar)
+        assert message in str(caught.value)
+        assert len(str(caught.value)) < 200
+
+    def test_keep_lexemes_whole_where_the_lexer_can_tell_them_apart(self) -> None:
+        """Masks over lexemes of one character take several times as long."""
+        grammar = 'root ::= "[" (item ("," item)*)? "]"\nitem ::= root | string\nstring ::= "\\"" [^"]* "\\""'
+        assert 'R0: "\\"" (/[' in to_lark(read_gbnf(grammar))
