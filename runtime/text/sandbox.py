@@ -63,20 +63,26 @@ def _measure(value: Any, known: dict[int, tuple[int, int]], depth: int) -> tuple
     """Weight and height of ``value``, which lies ``depth`` deep; ``known`` are those of lists by their ids."""
     if isinstance(value, str):
         return len(value) + 1, 0
-    items: Iterable[Any]
-    if isinstance(value, (list, tuple)):
-        items = value
-    elif isinstance(value, (dict, *_VIEWS)):
+    if isinstance(value, (dict, *_VIEWS)):
         pairs = value if isinstance(value, dict) else value.mapping
-        items = chain(pairs, pairs.values())
+        items: Iterable[Any] = chain(pairs, pairs.values())
+    elif isinstance(value, (list, tuple)):
+        items = value
     else:
         return 1, 0
-    if id(value) not in known:
-        if depth == DEEPEST:
-            raise ExcessError(f"it nests values more than {DEEPEST} deep")
-        found = [_measure(item, known, depth + 1) for item in items]
-        known[id(value)] = 1 + sum(size for size, _ in found), 1 + max((height for _, height in found), default=0)
-    return known[id(value)]
+    if (found := known.get(id(value))) is not None:
+        return found
+    if depth == DEEPEST:
+        raise ExcessError(f"it nests values more than {DEEPEST} deep")
+    size = height = 1
+    for item in items:
+        if type(item) is str:
+            size += len(item) + 1
+        else:
+            inner = _measure(item, known, depth + 1)
+            size, height = size + inner[0], max(height, inner[1] + 1)
+    known[id(value)] = size, height
+    return size, height
 
 
 class Budget:
@@ -117,7 +123,7 @@ class Budget:
 
     def read(self, value: Any) -> Any:
         """``value``, counted with all that it holds: it is compared, or becomes text."""
-        self.charge(weight(value))
+        self.charge(len(value) if type(value) is str else weight(value))
         return value
 
     def made(self, value: Any) -> Any:
@@ -229,6 +235,8 @@ def _indented(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
 
 
 def _json(value: Any, *_: Any, indent: Any = None, separators: Any = None, **__: Any) -> int:
+    if indent is None and separators is None:
+        return 0
     indent = indent if isinstance(indent, int) else len(indent or "")
     size, height = _measure(value, {}, 0)
     return size * (height * indent + weight(separators))
@@ -369,6 +377,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute ``left operator right``, counted before it is done."""
         assert isinstance(context, _Context)
+        if operator == "+" and type(left) is type(right) is str:  # nearly all of them
+            context.budget.charge(len(left) + len(right))
+            return left + right
         context.budget.charge(_binop_work(operator, left, right))
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, int) and result.bit_length() > LARGEST_BITS:
