@@ -32,6 +32,7 @@ from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
+from llmc.runtime.text.trial import tried_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -83,7 +84,7 @@ def load(
         raise UsageError(f"memory is {memory!r}, expected bytes, an integer above 0, or None")
     check_load(folder, manifest, context, memory)
     with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
-        tokenizer = pool.submit(Tokenizer.from_folder, folder)
+        tokenizer = pool.submit(tried_tokenizer, folder)
         session = open_session(folder, manifest, workers)
         runner = SingleRunner(session, context, chunk)
         model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
@@ -228,9 +229,7 @@ class Model:
     def stream_chat(self, messages: Messages, *, parse_special: bool = False, **sampling: Any) -> Handle:
         """Like :meth:`chat`, as an iterator of text."""
         overflow = sampling.get("on_overflow")
-        return self.stream(
-            self.chat_tokens(messages, parse_special=parse_special, on_overflow=overflow), **sampling
-        )
+        return self.stream(self.chat_tokens(messages, parse_special=parse_special, on_overflow=overflow), **sampling)
 
     def chat_tokens(
         self,

@@ -204,12 +204,13 @@ def text_tokens(
     if on_overflow not in ("truncate_left", "sink"):
         if len(text) > most:
             raise RequestError(
-                f"the prompt has {len(text)} characters, a context of {max_context} tokens holds at most {most}; {advice}"
+                f"the prompt has {len(text)} characters, a context of {max_context} tokens holds at most {most}; "
+                f"{advice}"
             )
         ids, read = tokenizer.encode_within(text, max_context, encode)
         if read < len(text):
             raise RequestError(
-                f"the prompt has {len(text)} characters, of which the first {read} are about {len(ids)} tokens already, "
+                f"the prompt has {len(text)} characters, of which the first {read} are some {len(ids)} tokens already, "
                 f"which leaves no room in a context of {max_context}; {advice}"
             )
         return ids

@@ -169,7 +169,9 @@ class _Copies:
             return self._hide(str.__str__(value))  # whatever a subclass makes of str()
         if isinstance(value, int):
             if value.bit_length() > LARGEST_BITS:
-                raise UsageError(f"{where} is an integer of {value.bit_length()} bits, at most {LARGEST_BITS} are expected")
+                raise UsageError(
+                    f"{where} is an integer of {value.bit_length()} bits, at most {LARGEST_BITS} are expected"
+                )
             return int.__int__(value)
         if isinstance(value, float):
             return float.__float__(value)

@@ -9,6 +9,7 @@ unguessable names (:class:`ControlTokens`); those that the template wrote are gi
 import re
 import secrets
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import tokenizers
 
@@ -148,16 +149,16 @@ def _twin_of(
 
 def _any_of(texts: Iterable[str]) -> str:
     """A regular expression that matches the longest of ``texts``, however many there are."""
-    tree: dict[str, dict[str, object]] = {}
+    tree: dict[str, Any] = {}
     for text in texts:
-        node: dict = tree
+        node = tree
         for character in text:
             node = node.setdefault(character, {})
         node[""] = {}
     return _branches(tree) if tree else "(?!)"
 
 
-def _branches(node: dict) -> str:
+def _branches(node: dict[str, Any]) -> str:
     found = [re.escape(character) + _branches(rest) for character, rest in node.items() if character]
     if not found:
         return ""

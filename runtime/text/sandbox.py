@@ -43,7 +43,7 @@ LONGEST_SOURCE = 100_000
 # A date's form.
 LONGEST_FORM = 200
 
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 
 
 class ExcessError(SecurityError):
@@ -231,15 +231,16 @@ def _formatted(form: str, places: list[str], borrowed: str, values: Any) -> int:
 
 
 def _indented(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
-    return (str(text).count("\n") + 1) * (width if isinstance(width, int) else len(width))
+    columns: int = width if isinstance(width, int) else len(width)
+    return (str(text).count("\n") + 1) * columns
 
 
-def _json(value: Any, *_: Any, indent: Any = None, separators: Any = None, **__: Any) -> int:
+def _json(value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, *_: Any, **__: Any) -> int:
     if indent is None and separators is None:
         return 0
-    indent = indent if isinstance(indent, int) else len(indent or "")
+    width = indent if isinstance(indent, int) else len(indent or "")
     size, height = _measure(value, {}, 0)
-    return size * (height * indent + weight(separators))
+    return size * (height * width + weight(separators))
 
 
 def _summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
@@ -252,6 +253,15 @@ def _integer(value: Any, *_: Any, **__: Any) -> int:
     return len(value) ** 2 // LARGEST_BITS if isinstance(value, str) else 0  # so long does Python take
 
 
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_PLAIN_METHODS = _words(
+    "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
+    "isnumeric isprintable isspace istitle isupper lower lstrip partition removeprefix removesuffix rfind rindex "
+    "rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"
+)
 # Filters whose work does not follow from the length of what they take and give, and methods likewise.
 _FILTERS: dict[str, Callable[..., int]] = {
     "batch": lambda value, linecount, *_, **__: linecount,
@@ -276,24 +286,19 @@ _METHODS: dict[str, Callable[..., int]] = {
     "replace": _replaced,
     "rjust": lambda text, width, *_: width,
     "zfill": lambda text, width: width,
-    **dict.fromkeys(
-        "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
-        "isnumeric isprintable isspace istitle isupper lower lstrip partition removeprefix removesuffix rfind rindex "
-        "rpartition rsplit rstrip split splitlines startswith strip swapcase title upper".split(),
-        lambda text, *arguments, **named: weight(arguments),
-    ),
 }
+_METHODS |= {name: lambda text, *arguments, **named: weight(arguments) for name in _PLAIN_METHODS}
 # Methods of other values: by whether all that the value holds is compared.
 _OTHER_METHODS = {"get": False, "items": False, "keys": False, "values": False, "copy": False, "is_integer": False}
 _OTHER_METHODS |= {"count": True, "index": True}
 # Filters that do not look into what they are given, and those that are left out: slow, random, or about HTML.
-_SHALLOW = frozenset(
-    "abs attr batch count d default first float int items last length list map random reject rejectattr reverse round "
-    "select selectattr slice".split()
+_SHALLOW = _words(
+    "abs attr batch count d default first float int items last length list map random reject rejectattr reverse "
+    "round select selectattr slice"
 )
-_LEFT_OUT = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
+_LEFT_OUT = {"pprint", "striptags", "urlize", "wordwrap", "xmlattr"}
 # Tests that look into what they are given.
-_COMPARING = frozenset("== != < <= > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper".split())
+_COMPARING = _words("== != < <= > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper")
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -359,7 +364,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
         filters = {**jinja2.filters.FILTERS, "tojson": to_json}
         self.filters = {name: _bounded_filter(name, each) for name, each in filters.items() if name not in _LEFT_OUT}
-        self.tests |= {name: _bounded_test(jinja2.tests.TESTS[name]) for name in _COMPARING}
+        self.tests |= {name: _bounded_test(self.tests[name]) for name in _COMPARING}
 
     def render(self, template: jinja2.Template, values: dict[str, Any], size: int) -> str:
         """The text of ``template``, which may do the work that ``values`` of that :func:`weight` allow."""
@@ -388,7 +393,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """``obj[argument]``; no key is a tuple, for hashing nested ones may take for ever."""
-        return self.undefined(obj=obj, name="a tuple") if isinstance(argument, tuple) else super().getitem(obj, argument)
+        return (
+            self.undefined(obj=obj, name="a tuple") if isinstance(argument, tuple) else super().getitem(obj, argument)
+        )
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **named: Any) -> Any:  # noqa: N805 (as jinja's)
         """Call a macro, a function or a method, counted before it is done."""

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from llmc.bundle import TOKENIZER_FILE
-from llmc.errors import BundleError, RequestError, UsageError, text_of
+from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime.text.control_tokens import ControlTokens, Disguise
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -142,6 +142,11 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise UsageError(f"token ids are integers of at least 0: {error}") from error
 
+    def normalized_length(self, text: str) -> int:
+        """Characters of ``text`` as the model's vocabulary sees it."""
+        normalizer = self._backend.normalizer
+        return len(text) if normalizer is None else len(normalizer.normalize_str(text))
+
     def token_to_id(self, token: str) -> int | None:
         """Id of a token by its exact text in tokenizer.json, None if there is none."""
         return self._backend.token_to_id(token)
@@ -202,11 +207,13 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    if not path.is_file():
+        raise BundleError(f"{path} is no regular file; {_REMEDY}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{path} is broken ({error}); {_REMEDY}") from error
     if not isinstance(found, dict):
         raise BundleError(f"{path} holds a {type(found).__name__}, expected an object; {_REMEDY}")
@@ -218,7 +225,9 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         raise BundleError(f"{path} is missing; llmc needs the checkpoint's {TOKENIZER_FILE}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
+    except BaseException as error:
+        if not _is_of_tokenizers(error):
+            raise
         raise BundleError(f"{path} is broken ({error}); {_REMEDY}") from error
     return_freed_memory()
     backend.no_truncation()  # a prompt is never cut nor padded, whatever the file was saved with
