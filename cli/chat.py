@@ -253,8 +253,7 @@ class Conversation:
     def _full(self) -> str | None:
         """Advice for a conversation that does not fit into the context; None for one that does."""
         with suppress(LlmcError):
-            prompt = self._model.chat_template.render(self.messages, add_generation_prompt=True)
-            held = len(self._model.tokenizer.encode(prompt, add_special_tokens=False))
+            held = len(self._model.chat_tokens(self.messages, on_overflow="truncate_left"))
             new, room = self._sampling.get("max_tokens", 1), self._model.engine.max_context
             if held + new > room:
                 asked = f" and --max-tokens asks for {new} more" if new > 1 else ""
@@ -295,8 +294,7 @@ class Conversation:
 
     def _save_state(self, state: Path) -> int:
         try:
-            prompt = self._model.chat_template.render(self.messages, add_generation_prompt=False)
-            tokens = self._model.tokenizer.encode(prompt, add_special_tokens=False)
+            tokens = self._model.chat_tokens(self.messages, add_generation_prompt=False)
             return self._model.engine.save(state, tokens)
         except RequestError:  # too short, or evicted: it is computed again
             return 0

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.engine.input_processor import token_ids
+from llmc.runtime.engine.input_processor import text_tokens, token_ids
 from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.kv.budget import check_load
@@ -32,7 +33,9 @@ from llmc.runtime.sessions import emulated, open_session
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
+from llmc.runtime.text.trial import tried_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -105,7 +108,7 @@ def _load(
     check_load(folder, manifest, context, memory)
     check_files(folder, manifest, False if verify is None and self_test is False else verify)
     with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
-        tokenizer = pool.submit(Tokenizer.from_folder, folder)
+        tokenizer = pool.submit(tried_tokenizer, folder)
         session = open_session(folder, manifest, workers)
         runner = SingleRunner(session, context, chunk)
         model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
@@ -238,6 +241,8 @@ class Model:
         """Complete ``prompt`` (text, or token ids taken as they are).
 
         Args:
+            prompt: special tokens that the text spells are special tokens, so it may be a whole conversation; do not
+                put a stranger's words into it, for which there is :meth:`chat`.
             sampling: fields of :class:`llmc.runtime.SamplingParams`, where what is left out comes from the
                 checkpoint's generation defaults, and those of :class:`llmc.runtime.api.request.Request`.
 
@@ -251,15 +256,55 @@ class Model:
         """Like :meth:`generate`, as an iterator of text; its ``result()`` is there at the end."""
         return self.submit(self.request(prompt, **sampling))
 
-    def chat(self, messages: Messages, **sampling: Any) -> GenerationResult:
-        """Answer ``messages`` ([{"role": ..., "content": ...}, ...]) through the checkpoint's chat template."""
-        return self.stream_chat(messages, **sampling).result()
+    def chat(self, messages: Messages, *, parse_special: bool = False, **sampling: Any) -> GenerationResult:
+        """Answer ``messages`` ([{"role": ..., "content": ...}, ...]) through the checkpoint's chat template.
 
-    def stream_chat(self, messages: Messages, **sampling: Any) -> Handle:
+        Args:
+            messages: what was said.
+            parse_special: take special tokens that messages spell, such as ``<|im_end|>``, for special tokens; then
+                whoever writes a message can end it, and speak in any role. By default they are text.
+            sampling: as for :meth:`generate`.
+
+        Raises:
+            RequestError: the template refuses the messages, or they are too long.
+            UsageError: the messages are malformed, or a sampling value is.
+        """
+        return self.stream_chat(messages, parse_special=parse_special, **sampling).result()
+
+    def stream_chat(self, messages: Messages, *, parse_special: bool = False, **sampling: Any) -> Handle:
         """Like :meth:`chat`, as an iterator of text."""
-        prompt = self.chat_template.render(messages, add_generation_prompt=True)
-        # The template writes the special tokens itself.
-        return self.stream(self.tokenizer.encode(prompt, add_special_tokens=False), **sampling)
+        overflow = sampling.get("on_overflow")
+        return self.stream(self.chat_tokens(messages, parse_special=parse_special, on_overflow=overflow), **sampling)
+
+    def chat_tokens(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        parse_special: bool = False,
+        on_overflow: str | None = None,
+    ) -> list[int]:
+        """The prompt that :meth:`chat` makes of ``messages``, as token ids.
+
+        Args:
+            messages: what was said.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            parse_special: as for :meth:`chat`.
+            on_overflow: as among the sampling values; where it drops text, not all tokens are made.
+
+        Raises:
+            RequestError: the template refuses the messages, or they are too long.
+            UsageError: the messages are malformed.
+        """
+        tokenizer = self.tokenizer
+        disguise = None if parse_special else Disguise(tokenizer.controls)
+        prompt = self.chat_template.render(messages, add_generation_prompt, disguise=disguise)
+
+        def encode(text: str) -> list[int]:
+            # The template writes the special tokens itself.
+            return tokenizer.encode_disguised(text, disguise) if disguise else tokenizer.encode(text, False)
+
+        return text_tokens(tokenizer, prompt, encode, self.engine.max_context, on_overflow)
 
     def request(self, prompt: str | Sequence[int], **arguments: Any) -> Request:
         """A request with the checkpoint's generation defaults for what ``arguments`` leave out.
@@ -274,7 +319,9 @@ class Model:
         """
         own = {name: arguments.pop(name) for name in REQUEST_FIELDS & arguments.keys()}
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, add_special_tokens=own.pop("add_special_tokens", True))
+            encode = partial(self.tokenizer.encode, add_special_tokens=own.pop("add_special_tokens", True))
+            overflow = arguments.get("on_overflow")
+            prompt = text_tokens(self.tokenizer, prompt, encode, self.engine.max_context, overflow)
         else:
             prompt = token_ids(prompt)
         if arguments.get("max_tokens") is None:  # nobody asked for more than fits

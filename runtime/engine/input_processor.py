@@ -28,12 +28,12 @@ from llmc.runtime.search.beam import BeamSearch
 from llmc.runtime.search.contrastive import Contrastive
 from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.detokenizer import NoText, TextStream
-from llmc.runtime.text.tokenizer import Tokenizer
+from llmc.runtime.text.tokenizer import PLAIN_CHARACTERS, Tokenizer
 
 # Below it, the half of the context that stays would hardly be more than the sinks.
 SHORTEST_SLIDING = 4 * SINK_TOKENS
-# Characters that no usual token exceeds: runs of spaces are the longest. Text beyond it is not even tokenized.
-LONGEST_TOKEN = 256
+# Characters of a text in which its first tokens are looked for, where its middle is dropped.
+SINK_CHARACTERS = 1024
 
 
 class InputProcessor:
@@ -174,16 +174,10 @@ class InputProcessor:
         return {**own, **dict.fromkeys(() if params.ignore_eos else self._eos)}
 
     def _ids(self, request: Request) -> list[int]:
-        prompt = request.prompt
-        if isinstance(prompt, str) and request.params.on_overflow == "refuse":
-            most = self.max_context * LONGEST_TOKEN
-            if len(prompt) > most:
-                raise RequestError(
-                    f"the prompt has {len(prompt)} characters, a context of {self.max_context} tokens holds "
-                    f"fewer than {most}; shorten the prompt, or set on_overflow"
-                )
+        prompt, special = request.prompt, request.add_special_tokens
         if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+            encode = partial(self._tokenizer.encode, add_special_tokens=special)
+            ids = text_tokens(self._tokenizer, prompt, encode, self.max_context, request.params.on_overflow)
         else:
             ids = token_ids(prompt)
         if not ids:
@@ -210,6 +204,45 @@ def draws(params: SamplingParams) -> bool:
 def width(params: SamplingParams) -> int:
     """Rows that are needed at once."""
     return params.top_k if params.penalty_alpha is not None else params.num_beams
+
+
+def text_tokens(
+    tokenizer: Tokenizer, text: str, encode: Callable[[str], list[int]], max_context: int, on_overflow: object
+) -> list[int]:
+    """Token ids of a prompt; of a text that cannot fit only those that :func:`fit_prompt` may keep.
+
+    Tokenizing takes over a hundred times the memory of the text, so this reads no more than the context may hold.
+
+    Args:
+        tokenizer: of the model.
+        text: the prompt.
+        encode: how it makes tokens of a text.
+        max_context: longest sequence.
+        on_overflow: of the request's parameters.
+
+    Raises:
+        RequestError: the text has more tokens than the context, and nothing may be left out.
+    """
+    advice = "shorten it, or set on_overflow to truncate_left or sink"
+    # Less than this is read anyway, and the longest token need not be known.
+    most = max_context * (tokenizer.longest_token if len(text) > PLAIN_CHARACTERS * max_context else len(text))
+    if on_overflow not in ("truncate_left", "sink"):
+        if len(text) > most:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, a context of {max_context} tokens holds at most {most}; "
+                f"{advice}"
+            )
+        ids, read = tokenizer.encode_within(text, max_context, encode)
+        if read < len(text):
+            raise RequestError(
+                f"the prompt has {len(text)} characters, of which the first {read} are some {len(ids)} tokens already, "
+                f"which leaves no room in a context of {max_context}; {advice}"
+            )
+        return ids
+    ids, read = tokenizer.encode_within(text[-most:], max_context, encode, from_end=True)
+    if read == len(text) or on_overflow == "truncate_left":
+        return ids
+    return [*encode(text[:SINK_CHARACTERS])[:SINK_TOKENS], *ids]
 
 
 def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tuple[list[int], int]:
