@@ -7,6 +7,7 @@ atomically by :mod:`llmc.publish`, so a folder with a manifest is complete.
 
 import hashlib
 import json
+import math
 import re
 import shlex
 import stat
@@ -19,7 +20,7 @@ from llmc.errors import BundleError, LlmcError
 from llmc.inventory import Geometry as Geometry
 from llmc.strict import decode as decode
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 GRAPH_CONTRACT_VERSION = 2
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -472,8 +473,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class GoldenPrompt:
-    """One self-test case. Logits belong to the position after the prompt, ``top_logits`` through the prefill path and
-    ``decode_logits`` of the same ids through the decode path; ``margins`` are the gaps in logits between the first and
+    """One self-test case. Logits belong to the position after the prompt, by the calls that replaying makes:
+    ``top_logits`` on the graph of prefill and ``decode_logits`` of the same ids on that of decode, where it stands in for
+    the other; ``margins`` are the gaps in logits between the first and
     second choice at each generated token (a tie may fall the other way elsewhere)."""
 
     prompt: tuple[int, ...]
@@ -491,9 +493,10 @@ class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
     ``cache`` is the type of the KV cache's values. ``compiled`` is None where the recipe wants no compiled graphs.
-    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. ``engine`` is there
-    for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every target with a GPU. ``notes``
-    are those of the export.
+    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. ``golden_spread`` is how
+    far they were apart where it was built, between calls of other shapes that an engine may make; the tolerance follows
+    from it. ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
+    target with a GPU. ``notes`` are those of the export.
     """
 
     schema_version: int
@@ -513,6 +516,7 @@ class Manifest:
     quality: Quality | None
     golden: tuple[GoldenPrompt, ...]
     golden_tolerance: float
+    golden_spread: float
     files: dict[str, FileEntry]
     engine: EngineConfig | None = None
     device: DeviceMemory | None = None
@@ -594,6 +598,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "invariance": all(graph.invariance.is_sound for graph in manifest.graphs.values()),
         "device": manifest.device is None or all(0 <= part < LARGEST_MEMORY for part in vars(manifest.device).values()),
         "cache": manifest.cache in CACHE_BYTES,
+        "golden_spread": 0 <= manifest.golden_spread < math.inf,
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
         "recipe": manifest.recipe.threads is None or 0 < manifest.recipe.threads <= 1024,
         "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
