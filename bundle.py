@@ -474,9 +474,9 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class GoldenPrompt:
     """One self-test case. Logits belong to the position after the prompt, by the calls that replaying makes:
-    ``top_logits`` on the graph of prefill and ``decode_logits`` of the same ids on that of decode, where it stands in for
-    the other; ``margins`` are the gaps in logits between the first and
-    second choice at each generated token (a tie may fall the other way elsewhere)."""
+    ``top_logits`` on the graph of prefill, and ``decode_logits`` of the same ids on that of decode, where it stands in
+    for the other. ``margins`` are the gaps in logits between the first and second choice at each generated token (a tie
+    may fall the other way elsewhere)."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -493,9 +493,9 @@ class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
     ``cache`` is the type of the KV cache's values. ``compiled`` is None where the recipe wants no compiled graphs.
-    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. ``golden_spread`` is how
-    far they were apart where it was built, between calls of other shapes that an engine may make; the tolerance follows
-    from it. ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
+    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. It follows from
+    ``golden_spread``: how far they were apart where it was built, between calls of other shapes that an engine may make.
+    ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
     target with a GPU. ``notes`` are those of the export.
     """
 

@@ -336,7 +336,7 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
     manifest with them, and replay it.
 
     Raises:
-        BuildError: the quality is beyond the recipe's budget, or a process that loads the bundle computes something else.
+        BuildError: the quality is beyond the budget, or a process that loads the bundle computes something else.
         ResourceError: it cannot be run here, yet a budget is to be kept.
     """
     write_manifest(manifest, folder)

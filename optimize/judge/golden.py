@@ -1,9 +1,9 @@
 """The golden self-test: what the built bundle answers, and what the unquantized model would have said.
 
-Logits are recorded by the very calls that replaying them makes. Calls of other shapes run other code, which rounds
-otherwise; where activations are quantized, one that falls on the other side moves logits by a hundredth of their spread,
-and by more in deep models. How far the calls of an engine are apart is measured, and what another machine may differ by
-follows from that: its kernels round otherwise, too.
+Logits are recorded by the very calls that replaying makes. Calls of other shapes run other code, which rounds otherwise;
+a quantized activation then falls on the other side, and in a deep model logits move by several tenths. How far the calls
+of an engine are apart is measured, and what another machine may differ by follows from it: its kernels round otherwise,
+too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,8 +34,8 @@ TOP_LOGITS = 10
 TEXT = "golden prompts"  # what quality was measured on when there is no text
 
 # The tolerance is so many times what calls were measured to differ by. In SmolLM2-135M with 4-bit weights in one graph
-# that was 0.39, 0.61, 0.53 and 0.51, by prompt: the largest of a few prompts is not the largest there is. Zeroing a whole
-# matrix in one of its 30 layers moved some logit by 1.5 to 38, so that the double still finds it.
+# that was 0.39, 0.61, 0.53 and 0.51, by prompt: the largest of a few prompts is not the largest there is. Zeroing a
+# whole matrix in one of its 30 layers moved some logit by 1.5 to 38, which the double still finds.
 SPREAD_FACTOR = 2.0
 # Tokens of the pieces in which prompts are fed beside the whole: even, as all pieces of the engine's are.
 PIECE = 8
@@ -155,7 +155,7 @@ def _other_calls(model: Model, prompt: list[int], graph: Phase) -> Iterator[Floa
 
 
 def _spread(recorded: dict[Phase, Float], others: dict[Phase, list[Float]], ids: list[int]) -> float:
-    """The largest difference of logits of ``ids`` between what was recorded of a graph and what its other calls give."""
+    """The largest difference of logits of ``ids`` between what was recorded of a graph and its other calls."""
     return max(float(np.abs((each - recorded[phase])[ids]).max()) for phase in Phase for each in others[phase])
 
 
