@@ -8,6 +8,7 @@ atomically by :mod:`llmc.publish`, so a folder with a manifest is complete.
 import hashlib
 import heapq
 import json
+import math
 import os
 import random
 import re
@@ -26,7 +27,7 @@ from llmc.inventory import Positions
 from llmc.strict import decode as decode
 from llmc.strict import open_regular, read_json
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 GRAPH_CONTRACT_VERSION = 2
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -492,9 +493,10 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class GoldenPrompt:
-    """One self-test case. Logits belong to the position after the prompt, ``top_logits`` through the prefill path and
-    ``decode_logits`` of the same ids through the decode path; ``margins`` are the gaps in logits between the first and
-    second choice at each generated token (a tie may fall the other way elsewhere)."""
+    """One self-test case. Logits belong to the position after the prompt, by the calls that replaying makes:
+    ``top_logits`` on the graph of prefill, and ``decode_logits`` of the same ids on that of decode, where it stands in
+    for the other. ``margins`` are the gaps in logits between the first and second choice at each generated token (a tie
+    may fall the other way elsewhere)."""
 
     prompt: TokenIds
     tokens: TokenIds
@@ -511,9 +513,10 @@ class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
     ``cache`` is the type of the KV cache's values. ``compiled`` is None where the recipe wants no compiled graphs.
-    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. ``engine`` is there
-    for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every target with a GPU. ``notes``
-    are those of the export.
+    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. It follows from
+    ``golden_spread``: how far they were apart where it was built, between calls of other shapes that an engine may make.
+    ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
+    target with a GPU. ``notes`` are those of the export.
     """
 
     schema_version: Version
@@ -533,6 +536,7 @@ class Manifest:
     quality: Quality | None
     golden: Annotated[tuple[GoldenPrompt, ...], range(17)]
     golden_tolerance: float
+    golden_spread: float
     files: Annotated[dict[str, FileEntry], range(1025)]
     engine: EngineConfig | None = None
     device: DeviceMemory | None = None
@@ -655,6 +659,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "limits": limits.prefill_chunk <= limits.max_context <= g.max_positions,
         "graphs": "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
         "cache": manifest.cache in CACHE_BYTES,
+        "golden_spread": 0 <= manifest.golden_spread < math.inf,
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
         "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
         "engine": manifest.engine is None

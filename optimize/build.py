@@ -42,9 +42,10 @@ from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, cali
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge.evaluate import evaluate, read_windows
 from llmc.optimize.judge.gate import Advice, advise, check
-from llmc.optimize.judge.golden import golden_prompts, prompt_ids
+from llmc.optimize.judge.golden import golden_prompts, prompt_ids, tolerance
 from llmc.optimize.judge.invariance import measured
 from llmc.optimize.judge.overflow import check_range
+from llmc.optimize.judge.replay import replay_apart
 from llmc.optimize.lower.context import (
     LoweringContext,
     QuantConfigs,
@@ -238,9 +239,7 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
         graph = folder / graphs["decode"].file
         engine = compile_engine(order.engine, graph, geometry, order.progress)
     order.progress("hashing")
-    manifest = _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
-    write_manifest(manifest, folder)
-    return manifest
+    return _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
 
 
 def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, Graph]:
@@ -327,6 +326,7 @@ def _manifest(
         quality=None,
         golden=(),
         golden_tolerance=LOGIT_TOLERANCES[recipe.compute] if target.has_gpu else LOGIT_TOLERANCE,
+        golden_spread=0.0,
         files=file_entries(folder, sorted(path.name for path in folder.iterdir())),
         engine=engine,
         device=device and with_engine(device, folder, engine),
@@ -334,10 +334,11 @@ def _manifest(
 
 
 def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:
-    """Load what was built, run the golden prompts and a text, and put the results beside the unquantized model's.
+    """Load what was built, run the golden prompts and a text, put the results beside the unquantized model's, write the
+    manifest with them, and replay it.
 
     Raises:
-        BuildError: the quality is beyond the recipe's budget.
+        BuildError: the quality is beyond the budget, or a process that loads the bundle computes something else.
         ResourceError: it cannot be run here, yet a budget is to be kept.
     """
     write_manifest(manifest, folder)
@@ -353,7 +354,8 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
         if order.target.has_gpu and verified != "device":
             order.progress("looking for values beyond float16")
             check_range(folder, manifest, [*prompt_ids(model), *(text.ids[:1].tolist() if text else [])])
-        golden, quality = golden_prompts(model, order.source, order.progress)
+        golden = golden_prompts(model, order.source, order.progress)
+        quality = golden.quality
         if text is not None:
             kept = disk_cache.entry("reference", order.export.source.fingerprint)
             found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
@@ -364,8 +366,19 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
         if verified == "device":
             order.progress("comparing calls of different sizes")
             manifest = measured(model.runner.session, manifest)
-    engine = manifest.engine and replace(manifest.engine, verified=verified)
-    return replace(manifest, golden=golden, quality=quality, engine=engine)
+    finished = replace(
+        manifest,
+        golden=golden.cases,
+        golden_tolerance=tolerance(manifest.golden_tolerance, golden.spread),
+        golden_spread=golden.spread,
+        quality=quality,
+        engine=manifest.engine and replace(manifest.engine, verified=verified),
+    )
+    write_manifest(finished, folder)
+    if verified != "float32":  # what stood in for the bundle is gone, and nothing here runs the bundle itself
+        order.progress("replaying the golden prompts as a first load does")
+        replay_apart(folder, emulate=verified == "cpu")
+    return finished
 
 
 def _advice(

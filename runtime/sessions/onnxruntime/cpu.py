@@ -227,7 +227,7 @@ def _opened(
         for key, value in config:
             options.add_session_config_entry(key, value)
         with translated(f"{path}: loading"):
-            return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            return compiled.inference_session(runtime, str(path), options)
 
     with ThreadPoolExecutor(len(paths)) as pool:
         return dict(zip(paths, pool.map(opened, paths.values()), strict=True))
@@ -265,6 +265,12 @@ def usable_graphs(manifest: Manifest) -> dict[Phase, str]:
     return {phase: usable.get(phase.value, fallback).file for phase in Phase}
 
 
+def _of_engine(error: Exception) -> bool:
+    """True for an error of ONNX Runtime's; where it quotes a damaged file, its message may be no text."""
+    named = type(error).__module__.startswith("onnxruntime") or "Error in execution" in str(error)
+    return named or isinstance(error, UnicodeDecodeError)
+
+
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
     """Turn exceptions of ONNX Runtime into ours."""
@@ -275,7 +281,7 @@ def translated(doing: str) -> Iterator[None]:
     except MemoryError as error:
         raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
     except Exception as error:
-        if not type(error).__module__.startswith("onnxruntime") and "Error in execution" not in str(error):
+        if not _of_engine(error):
             raise
         if "bad_alloc" in str(error) or "Failed to allocate memory" in str(error):
             raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
