@@ -514,7 +514,7 @@ class Manifest:
 
     ``cache`` is the type of the KV cache's values. ``compiled`` is None where the recipe wants no compiled graphs.
     ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. It follows from
-    ``golden_spread``: how far they were apart where it was built, between calls of other shapes that an engine may make.
+    ``golden_spread``: how far they were apart where it was built, between calls of other shapes that an engine makes.
     ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
     target with a GPU. ``notes`` are those of the export.
     """

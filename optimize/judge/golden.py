@@ -1,9 +1,9 @@
 """The golden self-test: what the built bundle answers, and what the unquantized model would have said.
 
-Logits are recorded by the very calls that replaying makes. Calls of other shapes run other code, which rounds otherwise;
-a quantized activation then falls on the other side, and in a deep model logits move by several tenths. How far the calls
-of an engine are apart is measured, and what another machine may differ by follows from it: its kernels round otherwise,
-too.
+Logits are recorded by the very calls that replaying makes. Calls of other shapes run other code, which rounds
+otherwise; a quantized activation then falls on the other side, and in a deep model logits move by several tenths. How
+far the calls of an engine are apart is measured, and what another machine may differ by follows from it: its kernels
+round otherwise, too.
 """
 
 from collections.abc import Iterator, Sequence

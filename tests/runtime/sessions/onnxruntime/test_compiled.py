@@ -265,7 +265,7 @@ def test_weights_that_the_engine_wrote_only_in_part_are_noticed(
 
 
 def refusing(runtime: object, graph: str, options: object) -> object:
-    raise RuntimeError("graph.cc:5511 ToGraphProtoWithExternalInitializers")
+    raise RuntimeError("Error in execution: graph.cc:5511 ToGraphProtoWithExternalInitializers")
 
 
 def test_a_disk_that_fills_while_graphs_are_compiled_is_called_full(
@@ -274,8 +274,8 @@ def test_a_disk_that_fills_while_graphs_are_compiled_is_called_full(
     """The engine only says in which of its lines it failed."""
     monkeypatch.setattr(compiled, "inference_session", refusing)
     needed, copy = 2 * (foreign / "weights.bin").stat().st_size, Path(shutil.copytree(foreign, tmp_path / "copy"))
-    full = rf"the disk at /\S* is full: compiling decode\.onnx writes about {needed:,} bytes, {needed - 1:,} are free; free"
-    other = r"compiling failed in ONNX Runtime \(graph\.cc:5511"
+    full = rf"the disk at /\S* is full: compiling decode\.onnx writes about {needed:,} bytes, {needed - 1:,} are free"
+    other = r"compiling failed in ONNX Runtime \(.*graph\.cc:5511"
     for free, error, words in ((needed - 1, ResourceError, full), (needed, BundleError, other)):
         monkeypatch.setattr(compiled.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         with pytest.raises(error, match=words):
@@ -295,6 +295,10 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(b"MatMul")] ^= 0x80
     path.write_bytes(content)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if "this CPU lacks" not in message]
 
 
 @pytest.mark.parametrize(
@@ -322,8 +326,7 @@ def test_a_damaged_entry_is_thrown_away_and_made_anew_and_the_log_says_so_once(
     spoil(entry / spoiled)
     caplog.clear()
     assert opened(foreign, monkeypatch) == opened(foreign, monkeypatch) == good
-    (said,) = caplog.messages
-    assert said == f"{entry / spoiled} is damaged; compiling the graphs for this machine, once"
+    assert said(caplog) == [f"{entry / spoiled} is damaged; compiling the graphs for this machine, once"]
     assert (entry / spoiled).read_bytes() == whole
 
 
@@ -355,7 +358,7 @@ def test_a_damaged_compiled_graph_in_the_bundle_is_made_anew_in_the_cache(
     monkeypatch.setattr(sys.modules[__name__], "read_bundle", lambda folder: manifest)  # it looked before that happened
     for _ in range(2):
         assert {graph.parent.parent.name for graph in opened(copy, monkeypatch)} == {"compiled"}
-    assert caplog.messages == [f"{path} is damaged; compiling the graphs for this machine, once"]
+    assert said(caplog) == [f"{path} is damaged; compiling the graphs for this machine, once"]
     assert capfd.readouterr().out == ""
     with pytest.raises(BundleError, match=r"compiled-decode.onnx (is corrupt|has)"):
         from llmc.runtime.model import verify
