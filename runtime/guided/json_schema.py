@@ -71,7 +71,7 @@ _SHORT_ESCAPES = '"\\bfnrt'
 
 
 def options(escapes: bool) -> dict[str, Any]:
-    r"""How the library reads schemas: strictly, and with escapes ``\u00XX`` in strings or without."""
+    r"""The library's reading of schemas: strict, and with escapes ``\u00XX`` in strings or without."""
     return {
         "lenient": False,
         "coerce_one_of": False,
