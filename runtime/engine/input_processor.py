@@ -78,7 +78,7 @@ class InputProcessor:
                 f"{width(params)} rows are needed at once (beams or candidates), the engine has {self.max_rows}; "
                 "ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
             )
-        grammar = self._grammars.compiled(params)
+        grammar = self._grammars.compiled(params, request.deadline_s)
         state = RequestState(request, params, prompt, collector, metrics.timeline(len(prompt)))
         state.truncated_tokens = cut
         state.group = self._group(state, grammar)

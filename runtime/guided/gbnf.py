@@ -39,7 +39,7 @@ class Characters(Node):
 
 @dataclass(frozen=True, eq=False)
 class Reference(Node):
-    """What another rule says."""
+    """A text of another rule."""
 
     name: str
 

@@ -61,7 +61,8 @@ _FORMAT_PATTERNS = {
 }
 _FORMAT_PATTERNS["date-time"] = f"(?:{_FORMAT_PATTERNS['date']})[tT](?:{_FORMAT_PATTERNS['time']})"
 _LONGEST_HOSTNAME = 253
-_NUMBERS = ("const", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
+_BOUNDS = {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"}
+_NUMBERS = ("const", "enum", "multipleOf", *sorted(_BOUNDS))
 # Keywords beside which another one with subschemas makes the library enforce both at once.
 _MERGING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 
@@ -71,7 +72,7 @@ _SHORT_ESCAPES = '"\\bfnrt'
 
 
 def options(escapes: bool) -> dict[str, Any]:
-    r"""How the library reads schemas: strictly, and with escapes ``\u00XX`` in strings or without."""
+    r"""The library's reading of schemas: strict, and with escapes ``\u00XX`` in strings or without."""
     return {
         "lenient": False,
         "coerce_one_of": False,
@@ -111,6 +112,9 @@ def check_schema(schema: Any) -> bool:
     nodes = list(_nodes(schema))
     for path, node in nodes:
         _check_keywords(path, node)
+    merging = any(_merges(node) for _, node in nodes)
+    for group in [nodes] if merging else [[item] for item in nodes]:
+        _check_bounds(group)
     return _check_multiples(nodes) > LARGEST_MULTIPLE or _combinations(nodes) > _MOST_QUICK_COMBINATIONS
 
 
@@ -225,7 +229,7 @@ def _check_keywords(path: str, node: dict[str, Any]) -> None:
         raise GrammarError(f"json_schema: keyword '$ref' at {path} stands beside '$id'; leave out one of them")
     for pattern in _patterns(node):
         check_regex(pattern, f"json_schema: a pattern at {path}")
-    for name in (*_NUMBERS, "enum"):
+    for name in _NUMBERS:
         _check_numbers(node.get(name), f"keyword {name!r} at {path}")
 
 
@@ -236,6 +240,29 @@ def _check_numbers(value: Any, where: str) -> None:
             _check_numbers(part, where)
     elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
         raise GrammarError(f"json_schema: {where} is an integer beyond +-2**53, expected one nearer to zero")
+
+
+def _check_bounds(nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Refuse a bound at an integer that the library would take in: one with the other bound before the next integer."""
+    found: dict[str, dict[float, str]] = {name: {} for name in _BOUNDS}
+    for path, node in nodes:
+        for name in _BOUNDS & node.keys():
+            value = node[name]
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise GrammarError(f"json_schema: keyword {name!r} at {path} is {value!r:.60}, expected a number")
+            if math.isfinite(value):
+                found[name][value] = path
+    for exclusive, others, nearest in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), math.floor),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), math.ceil),
+    ):
+        for other in (value for name in others for value in found[name]):
+            bound = nearest(other)
+            if bound != other and bound in found[exclusive]:
+                raise GrammarError(
+                    f"json_schema: keyword {exclusive!r} at {found[exclusive][bound]} cannot be enforced beside the "
+                    f"bound {other:g}, before the next integer; use a bound with a fraction"
+                )
 
 
 def _check_multiples(nodes: Iterable[tuple[str, dict[str, Any]]]) -> int:

@@ -156,7 +156,7 @@ def _rebuilt(node: Node, change: Callable[[Node], Node]) -> Node:
 
 
 class _Starts:
-    """With which characters the texts of a part begin, and whether one of them is empty."""
+    """The characters with which the texts of a part begin, and whether one of them is empty."""
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
         self._known: dict[str, tuple[Ranges, bool]] = dict.fromkeys(rules, ((), False))
@@ -194,7 +194,7 @@ class _Starts:
 
 @dataclass
 class _Automaton:
-    """Which characters of a part come first, last and after each other, repetitions taken as without an end."""
+    """The characters of a part that come first, last and after each other, repetitions taken as without an end."""
 
     empty: bool = True
     first: frozenset[Characters] = frozenset()
@@ -351,7 +351,7 @@ _Found = tuple[_Automaton, dict[Characters, list[Characters]]]
 
 
 class _Order:
-    """Which lexemes come first in the rule ``root``, and which after each other, in whatever place of the grammar."""
+    """The lexemes that come first in the rule ``root``, and those that come after each, in any place of the grammar."""
 
     def __init__(self, bodies: Mapping[str, Node], starts: _Starts) -> None:
         self._starts = starts
@@ -432,9 +432,9 @@ class _Text:
             return known or self._names[node.name]
         if isinstance(node, Sequence):
             return " ".join(self._runs(node.parts, terminal)) or '""'
-        if isinstance(node, Choice):
-            return f"({' | '.join(self._of(part, terminal) for part in node.parts)})"
-        return self._repetition(node, terminal)
+        if isinstance(node, Repetition):
+            return self._repetition(node, terminal)
+        return f"({' | '.join(self._of(part, terminal) for part in children(node))})"
 
     def _runs(self, parts: Iterable[Node], terminal: bool) -> Iterator[str]:
         """Texts of the parts, characters beside each other as one."""

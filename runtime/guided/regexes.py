@@ -1,4 +1,4 @@
-"""What a regular expression would cost: repetitions multiplied out."""
+"""The bounds of regular expressions: their length, and their repetitions multiplied out."""
 
 import re
 
@@ -7,7 +7,7 @@ from llmc.errors import GrammarError
 LONGEST_REGEX = 16 * 1024
 """Characters of a regular expression at most; longer ones cost minutes before a limit of the library stops them."""
 MOST_REPETITIONS = LONGEST_REGEX
-"""What nested repetitions multiply to at most: ``a{20000}`` costs as much as its characters written out would."""
+"""Nested repetitions multiply to no more: ``a{20000}`` costs as much as its characters written out would."""
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{([0-9]*)(,?)([0-9]*)\}|.", re.DOTALL)
 
 

