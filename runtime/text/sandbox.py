@@ -32,8 +32,8 @@ from markupsafe import Markup
 BASE_WORK, WORK_PER_ITEM = 4_000_000, 64
 # However much it is given: what is made of it is held in memory, with up to 4 bytes for a unit of work.
 MOST_WORK = 256_000_000
-# A round of a loop, and a call, in the same unit; a character or item is 1. They take some 0.1 and 10 us.
-STEP, CALL = 8, 64
+# A round of a loop, and a call, in the same unit; a character or item is 1. They take 0.1 to 1 us, and 10 to 50 us.
+STEP, CALL = 8, 256
 # Lists in lists: JSON schemas of tools stay below 20, and Python's own recursion ends at some hundreds.
 DEEPEST = 100
 # Numbers beyond what a float holds are no business of a prompt; multiplying them is slow.
