@@ -73,7 +73,8 @@ ENDLESS = {
     "nested unique": TUPLES + "{{ [ns.x] | unique | list }}",
     "search": "{% set x = 'a' * 1000000 %}{% for i in range(90000) %}{{ 'b' in x }}{% endfor %}",
     "find": "{% set x = 'a' * 1000000 %}{% for i in range(90000) %}{{ x.find('b') }}{% endfor %}",
-    "arguments": "{% macro m() %}{{ varargs }}{% endmacro %}{% for i in range(90000) %}{{ m(*range(100000)) }}{% endfor %}",
+    "arguments": "{% macro m() %}{{ varargs }}{% endmacro %}"
+    "{% for i in range(9999) %}{{ m(*range(9999)) }}{% endfor %}",
     "date": "{{ strftime_now('%c' * 1000) }}",
     **{
         call: f"{{{{ {call} }}}}"
