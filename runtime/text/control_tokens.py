@@ -1,4 +1,4 @@
-"""Control tokens are the template's: texts of messages that spell one, such as ``<|im_end|>``, stay text.
+"""Control tokens are the template's: texts of messages that spell one, such as ``</s>``, stay text.
 
 Otherwise whoever writes a message could end it, and speak as the system. It takes two steps. While the template runs,
 what messages spell is hidden behind single characters (:class:`Disguise`), so that the template can trim, compare and

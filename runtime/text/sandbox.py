@@ -64,7 +64,7 @@ def _measure(value: Any, known: dict[int, tuple[int, int]], depth: int) -> tuple
     if isinstance(value, str):
         return len(value) + 1, 0
     if isinstance(value, (dict, *_VIEWS)):
-        pairs = value if isinstance(value, dict) else value.mapping
+        pairs: Mapping[Any, Any] = getattr(value, "mapping", value)  # a view's
         items: Iterable[Any] = chain(pairs, pairs.values())
     elif isinstance(value, (list, tuple)):
         items = value
@@ -323,7 +323,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     return bounded
 
 
-def _bounded_test(function: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded_test(function: Any) -> Callable[..., Any]:
     @jinja2.pass_context
     def bounded(context: _Context, value: Any, *args: Any) -> Any:
         context.budget.charge(STEP + weight((value, args)))
