@@ -1,11 +1,12 @@
-"""Control tokens are the template's: texts of messages that spell one, such as ``<|im_end|>``, stay text.
+"""Control tokens are the template's: texts of messages that spell one, such as ``</s>``, stay text.
 
 Otherwise whoever writes a message could end it, and speak as the system. It takes two steps. While the template runs,
-what messages spell is hidden behind characters for private use (:class:`Disguise`), so that the template can trim,
-compare and slice as always. Then the prompt goes through a twin of the tokenizer that knows control tokens by other,
+what messages spell is hidden behind single characters (:class:`Disguise`), so that the template can trim, compare and
+slice as always. Then the prompt goes through a twin of the tokenizer that knows control tokens by other,
 unguessable names (:class:`ControlTokens`); those that the template wrote are given these names.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Collection, Iterable
@@ -15,11 +16,11 @@ import tokenizers
 
 from llmc.errors import BundleError, RequestError
 
-# The last plane of Unicode is for private use, and no template writes it. Texts that do are hidden, too.
-FIRST_STAND, LAST_STAND = 0x100000, 0x10FFFD
+# Stands are Tangut ideographs: letters without case, which only JSON in ASCII escapes, and which no template writes.
+# Those that messages write are hidden, too.
+FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
 _STAND = f"[{chr(FIRST_STAND)}-{chr(LAST_STAND)}]"
-_ESCAPED_STAND = re.compile(r"\\udb[c-f][0-9a-f]\\ud[c-f][0-9a-f]{2}")  # as JSON in ASCII writes them
-_HALF = 0x400  # a surrogate's share of a character
+_ESCAPED_STAND = re.compile(r"\\ud8[12][0-9a-f]\\ud[c-f][0-9a-f]{2}")
 
 
 class ControlTokens:
@@ -108,7 +109,7 @@ class Disguise:
     def _stand(self, text: str) -> str:
         if text not in self._stands:
             if FIRST_STAND + len(self._stands) > LAST_STAND:
-                raise RequestError("the messages hold too many characters for private use; leave them out")
+                raise RequestError("the messages hold too many control tokens and Tangut ideographs; leave some out")
             self._stands[text] = chr(FIRST_STAND + len(self._stands))
             self.hidden[self._stands[text]] = text
         return self._stands[text]
@@ -117,9 +118,11 @@ class Disguise:
         """What was rendered, with stands as they were where JSON in ASCII has escaped them."""
 
         def character(match: re.Match[str]) -> str:
-            high, low = int(match[0][2:6], 16), int(match[0][8:], 16)
-            found = chr(0x10000 + (high - 0xD800) * _HALF + low - 0xDC00)
-            return found if found in self.hidden else match[0]
+            found: str = json.loads(f'"{match[0]}"')
+            text = self.hidden.get(found)
+            if text is None:
+                return match[0]
+            return json.dumps(text)[1:-1] if re.fullmatch(_STAND, text) else found
 
         return _ESCAPED_STAND.sub(character, rendered) if self.hidden else rendered
 

@@ -123,10 +123,8 @@ def _use(tokenizer: Tokenizer, sample: str, path: Path) -> None:
     most = MOST_PER_CHARACTER * (len(sample) + MOST_PER_CHARACTER)
     for special in (True, False):
         ids = tokenizer.encode(sample, add_special_tokens=special)
-        if max(len(ids), tokenizer.normalized_length(sample)) > most:
-            raise BundleError(
-                f"{path} makes {len(ids)} tokens of {len(sample)} characters, at most {most} are expected"
-            )
+        if (made := max(len(ids), tokenizer.normalized_length(sample))) > most:
+            raise BundleError(f"{path} makes {made} tokens or characters of {len(sample)}, at most {most} are expected")
         tokenizer.decode(ids, skip_special_tokens=special)
 
 
