@@ -394,7 +394,7 @@ def _private(folder: Path) -> os.stat_result:
 
 
 def _own_entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What this user has in a folder; nothing if nobody may look."""
+    """Entries of a folder that this user owns; none if nobody may look."""
     own: list[os.DirEntry[str]] = []
     try:
         with os.scandir(folder) as entries:
