@@ -59,7 +59,7 @@ from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.targets import Capabilities, capabilities
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.tensorrt.request import EngineRequest, for_heads
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, refuse_bytes, staged
@@ -198,7 +198,7 @@ def build(
     if abilities.makes_engine:
         from llmc.optimize.tensorrt.spec import resolve_engine
 
-        spec = resolve_engine(abilities, chosen, limits, asked.engine or EngineRequest())
+        spec = resolve_engine(abilities, chosen, limits, for_heads(asked.engine or EngineRequest(), export.geometry))
         order = replace(order, engine=spec)
     with staged(Path(output), force=force) as folder:
         manifest = _make(order, folder, calibration)
