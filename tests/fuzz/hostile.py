@@ -105,8 +105,8 @@ FRAMES = (
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one file: ``value`` (a name of :data:`VALUES`, or JSON) and ``drop`` at a place of its JSON, ``bytes``
-    and ``cut`` at an offset, a whole new ``text``, or a file of another ``kind`` in its place."""
+    """A change of one file: ``value`` (a name of :data:`VALUES`, or JSON) and ``drop`` at a place of its JSON,
+    ``bytes`` and ``cut`` at an offset, a whole new ``text``, or a file of another ``kind`` in its place."""
 
     file: str
     what: Literal["value", "drop", "bytes", "cut", "text", "kind"]
