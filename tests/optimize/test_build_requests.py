@@ -90,7 +90,7 @@ def change_manifest(source: Path, **changes: object) -> None:
 
 def test_an_export_of_a_newer_llmc_is_refused(source, untouched):
     change_manifest(source, schema_version=99, llmc_version="9.9")
-    with pytest.raises(BundleError, match=r"schema version 99, written by llmc 9\.9; this llmc reads up to 5: upgrade"):
+    with pytest.raises(BundleError, match=r"schema version 99, written by llmc 9\.9; this llmc reads up to 6: upgrade"):
         build(source, untouched, force=True)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.bundle import GoldenPrompt, read_bundle, write_manifest
+from llmc.bundle import LARGEST_TOLERANCE, GoldenPrompt, read_bundle, write_manifest
 from llmc.errors import BundleError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load, selftest
@@ -52,7 +52,7 @@ def test_a_sound_bundle_is_reported_with_what_was_checked(tiny_bundle: Path):
     tokens = sum(len(case.tokens) for case in manifest.golden)
     assert (report.files, report.prompts, report.tokens) == (len(manifest.files), len(manifest.golden), tokens)
     assert 0 < report.equal_tokens <= tokens
-    assert 0 <= report.largest_difference <= LOGIT_TOLERANCE
+    assert report.largest_difference == 0  # the very calls that were recorded, here
     assert steps == [
         *(f"hashed {name}" for name in manifest.files),
         *(f"golden prompt {i} of {report.prompts}" for i in range(1, report.prompts + 1)),
@@ -89,7 +89,8 @@ def test_threads_out_of_range_are_refused(tiny_bundle: Path):
 # ------------------------------------------------------------------------------------------------------------- logits
 
 
-def test_wrong_weights_whose_hash_is_right_are_found_by_the_logits(copied_bundle: Path):
+@pytest.mark.parametrize("tolerance", [LOGIT_TOLERANCE, LARGEST_TOLERANCE])
+def test_wrong_weights_whose_hash_is_right_are_found_by_the_logits(copied_bundle: Path, tolerance: float):
     """The planted error: were the tolerance too wide, this would pass."""
     weights = copied_bundle / "weights.bin"
     content = bytearray(weights.read_bytes())
@@ -97,10 +98,11 @@ def test_wrong_weights_whose_hash_is_right_are_found_by_the_logits(copied_bundle
     content[quarter : 2 * quarter] = bytes(quarter)
     weights.write_bytes(content)
     manifest = read_bundle(copied_bundle)
-    write_manifest(
-        replace(manifest, files=manifest.files | file_entries(copied_bundle, ["weights.bin"])), copied_bundle
-    )
-    with pytest.raises(BundleError, match=r"logits differ by .* at most 0\.25 is expected; .*: build the bundle on it"):
+    files = manifest.files | file_entries(copied_bundle, ["weights.bin"])
+    write_manifest(replace(manifest, files=files, golden_tolerance=tolerance), copied_bundle)
+    with pytest.raises(
+        BundleError, match=rf"logits differ by .* at most {tolerance} is expected; .*: build the bundle on"
+    ):
         verify(copied_bundle, threads=1)
 
 
@@ -143,7 +145,7 @@ def test_where_one_graph_stands_in_for_the_other_its_own_logits_are_compared(wit
     record(without_vnni, top_logits=far)
     report = replay(without_vnni)
     assert (report.tokens, report.equal_tokens) == (0, 0)
-    assert report.largest_difference <= LOGIT_TOLERANCE
+    assert report.largest_difference == 0  # the calls that are made of it here, not steps
     record(without_vnni, decode_logits=far)
     with pytest.raises(BundleError, match="logits differ by"):
         replay(without_vnni)
