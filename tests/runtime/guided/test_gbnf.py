@@ -53,7 +53,8 @@ class Matcher:
 def random_tree(random: Random, names: list[str], depth: int = 0) -> Tree:
     kind = random.choice(["set", "set", "rule", "sequence", "choice", "repetition"] if depth < 3 else ["set", "rule"])
     if kind == "set":
-        return ("set", random.choice(["a", "b", "c", "ab", "bc", "abc"]))
+        letters = random.choice(["a", "b", "c", "ab", "bc", "abc"])
+        return ("set", letters) if random.random() < 0.6 else ("sequence", *(("set", letter) for letter in letters))
     if kind == "rule":
         return ("rule", random.choice(names))
     if kind == "repetition":
@@ -87,6 +88,12 @@ class TestLanguage:
         random = Random(seed)
         names = ["root", "x", "y-1"]
         rules = {name: random_tree(random, names) for name in names}
+        if seed % 2:  # with recursion for certain, so that lexemes stand beside each other
+            parts = [random_tree(random, ["x"], 1) for _ in range(3)]
+            rules = {
+                "root": ("choice", parts[0], ("sequence", parts[1], ("rule", "root"), parts[2])),
+                "x": random_tree(random, ["x"]),
+            }
         grammar = "\n".join(f"{name} ::= {written(tree)}" for name, tree in rules.items())
         texts = random.sample(TEXTS, 60)
         expected = {text for text in texts if Matcher(rules, text).matches()}
@@ -120,6 +127,9 @@ FORMS: list[tuple[str, list[str], list[str]]] = [
     ("root ::= # the whole\n  (\n  x # one\n  |\n  y-Y_1\n) \r\nx ::= |\n[a]\ny-Y_1 ::= [b]", ["", "a", "b"], ["ab"]),
     ('root ::= "(" root ")" | word\nword ::= [a-z]+ ("if" | "i")', ["((xif))", "xi", "(iif)"], ["(xif", "f"]),
     ('root ::= root "+" term | term\nterm ::= [0-9]+', ["1+22+3"], ["+1", "1+"]),
+    ('root ::= [ab]+ root | "b"', ["b", "ab", "aab"], ["a", "aba"]),
+    ('root ::= "(" root ")" | x y\nx ::= "b" | "bc"\ny ::= "c" root?', ["bc", "bcc", "bcbc"], ["b", "bcb"]),
+    ('root ::= ("b" | "bc") ("c" | "(" root ")")', ["bc", "bcc", "bc(bc)", "b(bcc)"], ["b", "b()"]),
     ('root ::= x\nx ::= "a" x | "b"\ny ::= "c" y', ["ab"], ["c"]),
 ]
 REFUSED = [
