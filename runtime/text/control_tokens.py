@@ -115,7 +115,7 @@ class Disguise:
         return self._stands[text]
 
     def unescaped(self, rendered: str) -> str:
-        """What was rendered, with stands as they were where JSON in ASCII has escaped them."""
+        """The rendered text, with stands as they were where JSON in ASCII has escaped them."""
 
         def character(match: re.Match[str]) -> str:
             found: str = json.loads(f'"{match[0]}"')

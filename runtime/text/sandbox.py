@@ -64,7 +64,7 @@ def _measure(value: Any, known: dict[int, tuple[int, int]], depth: int) -> tuple
     if isinstance(value, str):
         return len(value) + 1, 0
     if isinstance(value, (dict, *_VIEWS)):
-        pairs: Mapping[Any, Any] = getattr(value, "mapping", value)  # a view's
+        pairs: Any = getattr(value, "mapping", value)  # a view's
         items: Iterable[Any] = chain(pairs, pairs.values())
     elif isinstance(value, (list, tuple)):
         items = value

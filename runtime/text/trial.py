@@ -7,8 +7,7 @@ replacement that makes a thousand characters of one. What passed is remembered.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,27 @@ def try_tokenizer(folder: Path) -> None:
     Raises:
         BundleError: it is missing or broken, or does not work within the limits.
     """
-    entry = disk_cache.entry(KIND, _identity(folder))
-    if entry.exists():
+    # By their times first, so that no start reads the files for it; by their content, so that copies are known.
+    seen = disk_cache.entry(KIND, _key(folder, _times))
+    if seen.exists():
         return
+    known = disk_cache.entry(KIND, _key(folder, _content))
+    if known.exists() or _passes(folder):
+        try:
+            for entry in (seen, known):
+                with disk_cache.published(entry):
+                    pass
+        except OSError as error:
+            log.warning("the trial of a tokenizer is not kept (%s)", error)
+        disk_cache.prune(KIND, CACHE_BYTES)
+
+
+def _passes(folder: Path) -> bool:
+    """True after a trial, false where none can be made.
+
+    Raises:
+        BundleError: the tokenizer does not pass.
+    """
     try:
         call_apart(f"{__name__}:examine", str(folder), seconds=TRIAL_S, memory=TRIAL_BYTES)
     except ApartError as error:
@@ -77,26 +94,30 @@ def try_tokenizer(folder: Path) -> None:
         ) from error
     except OSError as error:
         log.warning("%s is not tried before its use, for no process can be started (%s)", folder, error)
-        return
-    try:
-        with disk_cache.published(entry):
-            pass
-    except OSError as error:
-        log.warning("the trial of a tokenizer is not kept (%s)", error)
-    disk_cache.prune(KIND, CACHE_BYTES)
+        return False
+    return True
 
 
-def _identity(folder: Path) -> str:
-    """A hash of what tells the files from any others, and of the library that runs them.
-
-    Not of their content, whose reading would count at every start: nobody can set a file's time of change back.
-    """
+def _key(folder: Path, tell: Callable[[Path], object]) -> str:
+    """A hash of what tells the files from any others, and of the library that runs them."""
     found: list[object] = [TRIAL, tokenizers.__version__]
     for name in (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE):
-        with suppress(OSError):
-            status = (folder / name).stat()
-            found.append((name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        if (folder / name).is_file():  # a pipe would never end
+            try:
+                found.append((name, tell(folder / name)))
+            except OSError as error:
+                raise BundleError(f"{folder / name} cannot be read ({error}); {_REMEDY}") from error
     return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
+
+
+def _times(path: Path) -> object:
+    """Nobody can set the time of a file's change back."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _content(path: Path) -> object:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def examine(folder: str) -> None:
@@ -116,7 +137,8 @@ def examine(folder: str) -> None:
         try:
             _use(tokenizer, sample, path)
         except RequestError as error:
-            raise BundleError(f"{path} does not work: {error}; {_REMEDY}") from error
+            if not isinstance(error.__cause__, Exception):  # a panic; others are for requests with such texts
+                raise BundleError(f"{path} does not work: {error}; {_REMEDY}") from error
 
 
 def _use(tokenizer: Tokenizer, sample: str, path: Path) -> None:

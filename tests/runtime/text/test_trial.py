@@ -106,6 +106,8 @@ def test_a_tokenizer_is_tried_once_and_anew_when_it_changed(calls: list[str], wr
     for _ in range(2):
         try_tokenizer(folder)
     assert calls == ["llmc.runtime.text.trial:examine"]
+    try_tokenizer(shutil.copytree(folder, folder / "copy", ignore=lambda *_: ["cache"]))
+    assert len(calls) == 1, "the files of a copy are the same"
     (folder / "tokenizer_config.json").write_text("{}")
     try_tokenizer(folder)
     assert len(calls) == 2
@@ -140,6 +142,16 @@ def test_where_no_process_can_be_started_the_log_says_so(
 
 def test_the_trial_passes_what_the_recipes_hold(tiny_checkpoint: Path):
     assert call_apart("llmc.runtime.text.trial:examine", str(tiny_checkpoint), seconds=60, memory=4 << 30) is None
+
+
+def test_the_trial_passes_a_vocabulary_that_lacks_most_words(tmp_path: Path):
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    Backend(models.WordLevel({"a": 0}, unk_token="b")).save(str(tmp_path / "tokenizer.json"))
+    examine(str(tmp_path))
+    with pytest.raises(RequestError, match="cannot encode the text"):
+        Tokenizer.from_folder(tmp_path).encode("c")
 
 
 @pytest.mark.parametrize("fixture", ["byte_level_folder", "metaspace_folder"])
