@@ -158,7 +158,7 @@ AMPERE = (8, 0)
 
 def version(text: str) -> tuple[int, ...]:
     """10.3.0.26 -> (10, 3, 0, 26), so that versions and compute capabilities can be compared."""
-    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
+    return tuple(map(int, re.findall(r"\d{1,9}", text.partition("+")[0])))
 
 
 @dataclass(frozen=True)
@@ -653,18 +653,21 @@ def build_command(source: str | Path) -> str:
 
 def _check_values(folder: Path, manifest: Manifest) -> None:
     """Refuse numbers that no build writes, before anything is computed from them."""
-    g, limits = manifest.geometry, manifest.limits
+    g, limits, generation = manifest.geometry, manifest.limits, manifest.generation
     sound = {
         "geometry": g.is_sound,
         "limits": limits.prefill_chunk <= limits.max_context <= g.max_positions,
         "graphs": "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
+        "generation": max((*generation.eos_token_ids, generation.bos_token_id or 0)) < g.vocab_size
+        and (generation.temperature or 0) >= 0
+        and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p)),
         "cache": manifest.cache in CACHE_BYTES,
         "golden_spread": 0 <= manifest.golden_spread < math.inf,
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
         "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
         "engine": manifest.engine is None
         or manifest.engine.is_sound(limits.max_context, limits.max_batch, limits.prefill_chunk),
-        "target": all(part.isdigit() for part in manifest.target.engine_minimum.split(".")),
+        "target": re.fullmatch(r"\d{1,9}(\.\d{1,9})*", manifest.target.engine_minimum, re.ASCII) is not None,
     }
     for part, holds in sound.items():
         if not holds:

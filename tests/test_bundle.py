@@ -230,6 +230,11 @@ IMPOSSIBLE = [
     (put({}, "graphs"), "graphs"),
     (put("int4", "cache"), "cache"),
     (put("1.x", "target", "engine_minimum"), "target"),
+    (put("²", "target", "engine_minimum"), "target"),
+    (put("9" * 5000, "target", "engine_minimum"), "target"),
+    (put(-1.0, "generation", "temperature"), "generation"),
+    (put(1.5, "generation", "top_p"), "generation"),
+    (put([512], "generation", "eos_token_ids"), "generation"),
 ]
 
 
