@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """It is there, and the model has a row for each of its tokens; a model may have more rows, and often does."""
+    """Its files can be read, and the model has a row for each of its tokens; a model may have more, and often does."""
     path = folder / bundle.TOKENIZER_FILE
     if own_file(folder, path.name) is None:
         raise CheckpointError(
@@ -93,6 +93,9 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
             f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
             f".save_pretrained('{folder}')\""
         )
+    for name in bundle.TOKENIZER_FILES:
+        if name.endswith(".json") and own_file(folder, name):
+            read_json(folder / name)
     last, token = max(_tokens(path, read_json(path)), default=(0, ""))
     if last >= vocab_size:
         raise CheckpointError(
