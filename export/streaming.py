@@ -44,7 +44,7 @@ class StreamedDecoder:
         """ids (B, S) -> vectors (B, S, hidden); only the rows asked for are read."""
         unique, inverse = torch.unique(ids, return_inverse=True)
         rows = torch.cat([self.rows(EMBEDDING, token, token + 1) for token in unique.tolist()])
-        return rows[inverse]
+        return rows[inverse] * self.config.embedding_scale
 
     def layer(self, index: int) -> DecoderLayer:
         """Decoder layer ``index`` with its weights."""
