@@ -6,20 +6,28 @@ atomically by :mod:`llmc.publish`, so a folder with a manifest is complete.
 """
 
 import hashlib
+import heapq
 import json
+import math
+import os
+import random
 import re
 import shlex
 import stat
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from llmc.errors import BundleError, LlmcError
 from llmc.inventory import Geometry as Geometry
+from llmc.inventory import Positions
 from llmc.strict import decode as decode
+from llmc.strict import open_regular, read_json
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 GRAPH_CONTRACT_VERSION = 2
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -30,11 +38,29 @@ TOKENIZER_FILE = "tokenizer.json"
 # Everything the runtime may need to speak the model's language; only the first one must exist.
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
+# Hashes of pieces of large files, so that some bytes can be checked without reading all. They are cut to 64 bits: who
+# damages a file by chance looks for no piece with the same hash, and who changes it on purpose can change this one too.
+CHUNKS_FILE = "chunks.json"
+CHUNK, CHUNK_DIGITS = 4 << 20, 16
+SAMPLED_CHUNKS = 16  # of one file, 64 MiB: 50 ms of hashing
+
 # Of logits, in a self-test: beyond this, nothing would be tested.
 LARGEST_TOLERANCE = 1.0
 # No build writes more rows.
 MOST_ROWS = 1024
-LARGEST_MEMORY = 1 << 60  # bytes
+MOST_MANIFEST = 32 << 20  # bytes: of 4,096 layers, it has 20 MB
+# Ranges of the manifests' numbers. What is computed, or reserved, from one that no build writes could take for ever or
+# all memory: a self-test of 80,000 prompts never ends.
+Version = Annotated[int, range(1, 1 << 16)]
+Bytes = Annotated[int, range(1 << 60)]
+Rows = Annotated[int, range(1, MOST_ROWS + 1)]
+Tokens = Annotated[int, range(1 << 40)]  # of a text
+Parity = Annotated[int, range(3)]
+TokenIds = Annotated[tuple[Annotated[int, range(1 << 24)], ...], range(1025)]
+Logits = Annotated[tuple[float, ...], range(1025)]
+# A build that replaces a bundle takes its place in two steps: so long the folder is gone at most.
+SWAP_S = 0.02
+MOST_TRIES = 10
 # Bytes of one value of the KV cache, by its type.
 CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
@@ -55,15 +81,10 @@ class Invariance:
         single: whether a new token alone in its row is computed as one among several in the same row.
     """
 
-    rows: int = 0
-    tokens: int = 0
-    outputs: int = 0
+    rows: Parity = 0
+    tokens: Parity = 0
+    outputs: Parity = 0
     single: bool = False
-
-    @property
-    def is_sound(self) -> bool:
-        """True if every number is one that has a meaning."""
-        return {self.rows, self.tokens, self.outputs} <= {0, 1, 2}
 
 
 NOTHING_KNOWN = Invariance()
@@ -103,12 +124,12 @@ class Quality:
 
     text: str
     sha256: str
-    positions: int
-    window: int
+    positions: Tokens
+    window: Tokens
     reference_perplexity: float | None
     phases: dict[str, PhaseQuality]
     greedy_match: float | None
-    greedy_tokens: int
+    greedy_tokens: Tokens
 
     @property
     def perplexity(self) -> float:
@@ -144,9 +165,9 @@ def version(text: str) -> tuple[int, ...]:
 class Profile:
     """The largest call that an optimisation profile takes: rows, new tokens and logits of each row."""
 
-    batch: int
-    sequence: int
-    outputs: int
+    batch: Rows
+    sequence: Positions
+    outputs: Positions
 
 
 @dataclass(frozen=True)
@@ -161,11 +182,11 @@ class DeviceMemory:
         logits: of one row.
     """
 
-    context: int
-    weights: int
-    workspace: int
-    cache_per_token: int
-    logits: int
+    context: Bytes
+    weights: Bytes
+    workspace: Bytes
+    cache_per_token: Bytes
+    logits: Bytes
 
     def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
         """Bytes by what they are for, with room for ``positions`` in each of ``batch`` rows."""
@@ -209,12 +230,12 @@ class EngineConfig:
     file: str
     form: str
     compute: str
-    capacity: int
-    buckets: tuple[int, ...]
+    capacity: Annotated[int, range(1 << 28)]
+    buckets: Annotated[tuple[Positions, ...], range(1, 65)]
     decode: Profile
     prefill: Profile
     select: str
-    candidates: int
+    candidates: Annotated[int, range(1 << 24)]
     platform: str
     compute_capabilities: tuple[str, ...]
     version_compatible: bool
@@ -222,8 +243,8 @@ class EngineConfig:
     stripped: bool
     verified: str
     inspector: str
-    workspace: int = 1 << 30
-    optimization_level: int | None = None
+    workspace: Annotated[int, range(1, 1 << 60)] = 1 << 30
+    optimization_level: Annotated[int, range(6)] | None = None
 
     @property
     def gpus(self) -> str:
@@ -270,18 +291,18 @@ class Source:
     name: str
     fingerprint: str
     dtype: str
-    parameters: int
+    parameters: Annotated[int, range(1 << 50)]
 
 
 @dataclass(frozen=True)
 class Generation:
     """Defaults of the checkpoint's generation_config.json; None where it says nothing."""
 
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
+    eos_token_ids: TokenIds
+    bos_token_id: Annotated[int, range(1 << 24)] | None
     do_sample: bool
     temperature: float | None
-    top_k: int | None
+    top_k: Annotated[int, range(1 << 31)] | None
     top_p: float | None
     min_p: float | None
 
@@ -290,7 +311,7 @@ class Generation:
 class FileEntry:
     """Size in bytes and SHA-256 of one file."""
 
-    size: int
+    size: Bytes
     sha256: str
 
 
@@ -301,9 +322,9 @@ class ExportManifest:
     ``notes`` are sentences about what of the checkpoint's settings was left out on purpose.
     """
 
-    schema_version: int
+    schema_version: Version
     llmc_version: str
-    graph_contract: int
+    graph_contract: Version
     geometry: Geometry
     source: Source
     generation: Generation
@@ -315,8 +336,8 @@ class Graph:
     """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong."""
 
     file: str
-    weight_bytes: int
-    step_weight_bytes: int
+    weight_bytes: Bytes
+    step_weight_bytes: Bytes
     cpu_features: tuple[str, ...]
     invariance: Invariance = NOTHING_KNOWN
 
@@ -350,8 +371,8 @@ class Calibration:
     text: str
     sha256: str
     default: bool
-    samples: int
-    length: int
+    samples: Annotated[int, range(1 << 31)]
+    length: Positions
 
 
 @dataclass(frozen=True)
@@ -397,7 +418,7 @@ class Recipe:
     name: str
     precision: str
     scheme: str
-    block_size: int
+    block_size: Annotated[int, range(1 << 20)]
     symmetric: bool
     head: str
     phases: str
@@ -406,7 +427,7 @@ class Recipe:
     sparsity: str
     cache: str
     layers: dict[str, str]
-    threads: int | None
+    threads: Annotated[int, range(1, 1025)] | None
     budget: Budget
     calibration: Calibration | None
     compute: str = "float32"
@@ -424,9 +445,9 @@ class Recipe:
 class Limits:
     """Largest calls that the bundle was planned for, in tokens and rows."""
 
-    max_context: int
-    max_batch: int
-    prefill_chunk: int
+    max_context: Positions
+    max_batch: Rows
+    prefill_chunk: Positions
 
 
 @dataclass(frozen=True)
@@ -444,14 +465,14 @@ class MemoryPlan:
         logits: of one row, with what sampling makes of them.
     """
 
-    engine: int
-    tokenizer: int
-    logits: int
-    weights: int = 0
-    embedding: int = 0
-    workspace: int = 0
-    workspace_per_token: int = 0
-    cache_per_token: int = 0
+    engine: Bytes
+    tokenizer: Bytes
+    logits: Bytes
+    weights: Bytes = 0
+    embedding: Bytes = 0
+    workspace: Bytes = 0
+    workspace_per_token: Bytes = 0
+    cache_per_token: Bytes = 0
 
     def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
         """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``batch`` rows."""
@@ -472,18 +493,19 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class GoldenPrompt:
-    """One self-test case. Logits belong to the position after the prompt, ``top_logits`` through the prefill path and
-    ``decode_logits`` of the same ids through the decode path; ``margins`` are the gaps in logits between the first and
-    second choice at each generated token (a tie may fall the other way elsewhere)."""
+    """One self-test case. Logits belong to the position after the prompt, by the calls that replaying makes:
+    ``top_logits`` on the graph of prefill, and ``decode_logits`` of the same ids on that of decode, where it stands in
+    for the other. ``margins`` are the gaps in logits between the first and second choice at each generated token (a tie
+    may fall the other way elsewhere)."""
 
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    margins: tuple[float, ...]
-    top_ids: tuple[int, ...]
-    top_logits: tuple[float, ...]
-    decode_logits: tuple[float, ...]
-    reference_ids: tuple[int, ...]
-    reference_logits: tuple[float, ...]
+    prompt: TokenIds
+    tokens: TokenIds
+    margins: Logits
+    top_ids: TokenIds
+    top_logits: Logits
+    decode_logits: Logits
+    reference_ids: TokenIds
+    reference_logits: Logits
 
 
 @dataclass(frozen=True)
@@ -491,14 +513,15 @@ class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
     ``cache`` is the type of the KV cache's values. ``compiled`` is None where the recipe wants no compiled graphs.
-    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. ``engine`` is there
-    for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every target with a GPU. ``notes``
-    are those of the export.
+    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. It follows from
+    ``golden_spread``: how far they were apart where it was built, between calls of other shapes that an engine makes.
+    ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
+    target with a GPU. ``notes`` are those of the export.
     """
 
-    schema_version: int
+    schema_version: Version
     llmc_version: str
-    graph_contract: int
+    graph_contract: Version
     geometry: Geometry
     source: Source
     generation: Generation
@@ -511,9 +534,10 @@ class Manifest:
     graphs: dict[str, Graph]
     compiled: Compiled | None
     quality: Quality | None
-    golden: tuple[GoldenPrompt, ...]
+    golden: Annotated[tuple[GoldenPrompt, ...], range(17)]
     golden_tolerance: float
-    files: dict[str, FileEntry]
+    golden_spread: float
+    files: Annotated[dict[str, FileEntry], range(1025)]
     engine: EngineConfig | None = None
     device: DeviceMemory | None = None
 
@@ -544,8 +568,12 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
     Without ``engine_matters`` the files of an engine, which is about to be replaced, may be missing or damaged.
 
     Raises:
-        BundleError: not a bundle, written by a newer llmc, or files are missing or truncated.
+        BundleError: not a bundle, written by a newer llmc, or files are missing or truncated, or lie elsewhere.
     """
+    return undisturbed(folder, lambda: _read_bundle(folder, engine_matters))
+
+
+def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
     if kind := unbuilt(folder):
         raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
     manifest = _read(folder, BUNDLE_MANIFEST, Manifest, build_command("CHECKPOINT"))
@@ -553,14 +581,55 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
     for name in (*manifest.files, *manifest.named_files()):
         if name not in manifest.files or name.startswith("/") or ".." in name.split("/"):
             raise BundleError(f"{folder}: {BUNDLE_MANIFEST} names {name!r}, which is unlisted or lies outside; refused")
+    for name in TOKENIZER_FILES:
+        if name not in manifest.files and os.path.lexists(folder / name):
+            raise BundleError(
+                f"{folder}: {name} is not in {BUNDLE_MANIFEST}, so it came later, and would be used; "
+                "remove it, or build the bundle again"
+            )
     for name, entry in manifest.files.items():
-        found = _size(folder / name)
+        found = _size(folder, name)
         remade = name in manifest.engine_files()
         if found != entry.size and (engine_matters or not remade):
             state = "is missing" if found is None else f"has {found} bytes"
             remedy = f"llmc build --rebuild {folder}" if remade else "copy or build the bundle again"
             raise BundleError(f"{folder}: {name} {state}, {entry.size} expected; {remedy}")
     return manifest
+
+
+def publication(folder: Path) -> tuple[int, ...] | None:
+    """Identity of what is published in ``folder``, another one for every build; None where there is no bundle."""
+    try:
+        found = (folder / BUNDLE_MANIFEST).stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def undisturbed(folder: Path, work: Callable[[], T], undo: Callable[[T], object] = lambda result: None) -> T:
+    """The result of ``work`` on one and the same bundle: done again if another one took its place meanwhile.
+
+    Args:
+        undo: gets a result that is thrown away.
+
+    Raises:
+        BundleError: the bundle is replaced again and again.
+        LlmcError: whatever ``work`` raises, unless the bundle was replaced.
+    """
+    for _ in range(MOST_TRIES):
+        before = publication(folder)
+        try:
+            result = work()
+        except LlmcError:
+            if before is None:
+                time.sleep(SWAP_S)
+            if publication(folder) == before:
+                raise
+        else:
+            if publication(folder) == before:
+                return result
+            undo(result)
+    raise BundleError(f"{folder} was replaced {MOST_TRIES} times while it was read; let the build end, and try again")
 
 
 def unbuilt(folder: Path) -> str | None:
@@ -584,18 +653,14 @@ def build_command(source: str | Path) -> str:
 
 def _check_values(folder: Path, manifest: Manifest) -> None:
     """Refuse numbers that no build writes, before anything is computed from them."""
-    g, limits, memory = manifest.geometry, manifest.limits, manifest.memory
+    g, limits = manifest.geometry, manifest.limits
     sound = {
         "geometry": g.is_sound,
-        "limits": 0 < limits.prefill_chunk <= limits.max_context <= g.max_positions
-        and 0 < limits.max_batch <= MOST_ROWS,
-        "memory": min(asdict(memory).values()) >= 0,
+        "limits": limits.prefill_chunk <= limits.max_context <= g.max_positions,
         "graphs": "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
-        "invariance": all(graph.invariance.is_sound for graph in manifest.graphs.values()),
-        "device": manifest.device is None or all(0 <= part < LARGEST_MEMORY for part in vars(manifest.device).values()),
         "cache": manifest.cache in CACHE_BYTES,
+        "golden_spread": 0 <= manifest.golden_spread < math.inf,
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
-        "recipe": manifest.recipe.threads is None or 0 < manifest.recipe.threads <= 1024,
         "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
         "engine": manifest.engine is None
         or manifest.engine.is_sound(limits.max_context, limits.max_batch, limits.prefill_chunk),
@@ -618,7 +683,7 @@ def read_export(folder: Path) -> ExportManifest:
     if not manifest.geometry.is_sound:
         raise BundleError(f"{folder}: the geometry in {EXPORT_MANIFEST} cannot be right; export the checkpoint again")
     for name in (DECODER_FILE, TOKENIZER_FILE):
-        if _size(folder / name) is None:
+        if _size(folder, name) is None:
             raise BundleError(f"{folder}: {name} is missing; export the checkpoint again")
     return manifest
 
@@ -635,8 +700,65 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
         except OSError as error:
             raise BundleError(f"{folder}: {name} cannot be read ({error.strerror}); build the bundle again") from error
         if found != entry.sha256:
-            raise BundleError(f"{folder}: {name} is corrupt (its SHA-256 changed); build the bundle again")
+            raise _corrupt(folder, name)
         yield name
+
+
+def unlisted_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Names of what lies in the folder and is not the bundle's, sorted; 16 at most, for a reader wants few."""
+    found = (entry.name for entry in os.scandir(folder))
+    listed = {name.partition("/")[0] for name in manifest.files}
+    return tuple(heapq.nsmallest(16, (name for name in found if name not in listed and name != BUNDLE_MANIFEST)))
+
+
+def verify_samples(folder: Path, manifest: Manifest, chance: random.Random) -> Iterator[str]:
+    """Hash 64 MiB of every file, at places that ``chance`` chooses, or all of a smaller one, and yield its name.
+
+    A bundle without :data:`CHUNKS_FILE`, of an older llmc, has only its smaller files checked.
+
+    Raises:
+        BundleError: a file cannot be read, or a hash differs.
+    """
+    largest = SAMPLED_CHUNKS * CHUNK
+    small = {name: entry for name, entry in manifest.files.items() if entry.size <= largest or name == CHUNKS_FILE}
+    yield from verify_files(folder, replace(manifest, files=small))
+    if CHUNKS_FILE not in small:
+        return
+    try:
+        recorded: dict[str, str] = decode(dict[str, str], read_json(folder / CHUNKS_FILE))
+        for name in sorted(manifest.files.keys() - small.keys()):
+            hashes = textwrap.wrap(recorded.get(name, ""), CHUNK_DIGITS)
+            count = -(-manifest.files[name].size // CHUNK)
+            if len(hashes) != count:
+                raise BundleError(f"{folder}: {CHUNKS_FILE} does not cover {name}; build the bundle again")
+            with open_regular(folder / name) as file:
+                for number in sorted(chance.sample(range(count), SAMPLED_CHUNKS)):
+                    file.seek(number * CHUNK)
+                    if _chunk_hash(file.read(CHUNK)) != hashes[number]:
+                        raise _corrupt(folder, name)
+            yield name
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{folder}: its files cannot be read ({error}); copy or build the bundle again") from error
+
+
+def write_chunks(folder: Path, names: Iterable[str]) -> None:
+    """Write :data:`CHUNKS_FILE`, if there are files with more bytes than :func:`verify_samples` reads of each."""
+    hashes: dict[str, str] = {}
+    for name in names:
+        if (folder / name).stat().st_size > SAMPLED_CHUNKS * CHUNK:
+            with (folder / name).open("rb") as file:
+                hashes[name] = "".join(map(_chunk_hash, iter(lambda: file.read(CHUNK), b"")))
+    (folder / CHUNKS_FILE).unlink(missing_ok=True)  # it may be a hard link to another bundle's
+    if hashes:
+        (folder / CHUNKS_FILE).write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
+
+
+def _chunk_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:CHUNK_DIGITS]
+
+
+def _corrupt(folder: Path, name: str) -> BundleError:
+    return BundleError(f"{folder}: {name} is corrupt (its SHA-256 changed); copy or build the bundle again")
 
 
 def sha256_file(path: Path) -> str:
@@ -648,13 +770,29 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _size(path: Path) -> int | None:
-    """Size of a regular file, None for anything else."""
+def _size(folder: Path, name: str) -> int | None:
+    """Size of a regular file, None for anything else.
+
+    Raises:
+        BundleError: it is a link that leads out of the folder.
+    """
+    path = folder / name
     try:
-        info = path.stat()
+        info = path.lstat()
+        if "/" in name or stat.S_ISLNK(info.st_mode):
+            _refuse_to_leave(folder, path)
+            info = path.stat()
     except (OSError, ValueError):
         return None
     return info.st_size if stat.S_ISREG(info.st_mode) else None
+
+
+def _refuse_to_leave(folder: Path, path: Path) -> None:
+    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    # Hugging Face's cache keeps a repository's files in one folder, and its versions as folders of links to them.
+    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
+    if not any(target.is_relative_to(place) for place in (root, *blobs)):
+        raise BundleError(f"{path} is a link that leads out of the bundle; refused: put the file itself there")
 
 
 def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
@@ -663,19 +801,20 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if type(version) is not int or version < 1:
         raise BundleError(f"{path} is corrupt (no schema_version); make it again with: {remedy}")
+    writer = ascii(data.get("llmc_version"))[:40].strip("'")
     if version < SCHEMA_VERSION:
         raise BundleError(
-            f"{path} has schema version {version} of an older llmc ({data.get('llmc_version')}), this one reads "
+            f"{path} has schema version {version} of an older llmc ({writer}), this one reads "
             f"{SCHEMA_VERSION}; make it again with: {remedy}"
         )
     if version > SCHEMA_VERSION:
         raise BundleError(
-            f"{path} has schema version {version}, written by llmc {data.get('llmc_version')}; this llmc reads up to "
+            f"{path} has schema version {version}, written by llmc {writer}; this llmc reads up to "
             f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc-deploy"
         )
     try:
         manifest: T = decode(kind, data)
-    except (LlmcError, OverflowError) as error:
+    except LlmcError as error:
         raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
     if data["graph_contract"] != GRAPH_CONTRACT_VERSION:
         found = f"graph contract {data['graph_contract']}, not {GRAPH_CONTRACT_VERSION}"
@@ -685,10 +824,12 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
 
 def _load(path: Path, remedy: str) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        if path.is_symlink():
+            _refuse_to_leave(path.parent, path)
+        return read_json(path, MOST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise BundleError(f"{path.parent}: no {path.name} here, not written by llmc; make it with: {remedy}") from None
     except OSError as error:
         raise BundleError(f"{path} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error

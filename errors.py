@@ -24,16 +24,31 @@ enter, with ``raise ... from``; an ``assert`` marks a bug of our own.
 """
 
 import importlib
+import reprlib
 import shlex
 from types import ModuleType
 
 DISTRIBUTION = "llmc-deploy"  # as pip knows it; llmc is the name of another project there
 
 
+def printable(text: str) -> str:
+    """``text`` with every character that no reader sees as it is, but for ends of lines and tabs, as its escape.
+
+    Names of files and tensors, and what a template says, are somebody else's: an escape sequence among them would
+    clear a terminal or forge its lines, and half a character cannot be written as UTF-8.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 class LlmcError(Exception):
-    """Base of all errors that llmc raises on purpose."""
+    """Base of all errors that llmc raises on purpose. The message is made :func:`printable`."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class UsageError(LlmcError):
@@ -113,6 +128,38 @@ def text_of(error: BaseException) -> str:
     except BaseException:  # noqa: BLE001 - a foreign __str__ may raise anything
         return name
     return f"{name}: {message}" if message else name
+
+
+class _Short(reprlib.Repr):
+    """Values as messages show them: the beginning of long ones, for a client may send a hundred megabytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxtuple = self.maxlist = self.maxdict = 8
+
+    def repr_int(self, value: int, level: int) -> str:
+        """Python refuses to write integers of more than 4,300 digits, and nobody reads hundreds."""
+        digits = int(value.bit_length() * 0.30103) + 1
+        return repr(value) if digits <= 40 else f"an integer of about {digits} digits"
+
+    def repr_instance(self, value: object, level: int) -> str:
+        """Of any other class; it may be anybody's, and fail."""
+        text = repr(value)
+        return text if len(text) <= self.maxother else f"{text[: self.maxother]}..."
+
+
+_SHORT = _Short()
+_LONGEST = 300  # characters: lists in lists multiply what is left of each
+
+
+def written(value: object) -> str:
+    """A value as an error shows it, in a few hundred characters at most, however long the list or the text is."""
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # noqa: BLE001 - a foreign __repr__ may raise anything
+        return type(value).__name__
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def install_command(extra: str) -> str:

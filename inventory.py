@@ -8,12 +8,20 @@ know no model family. Names are module paths of the checkpoint, ``model.layers.0
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Annotated, Literal
 
 # Modules that every decoder has, by llmc's own names.
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 CacheKind = Literal["kv", "state"]
+
+# Ranges of what comes from a file, far beyond the largest decoders there are, and small enough that a product of a few
+# of them is a number of bytes that somebody can be told.
+Index = Annotated[int, range(1 << 12)]
+Count = Annotated[int, range(1, 1 << 12)]  # layers, heads
+Width = Annotated[int, range(1, 1 << 20)]
+Vocabulary = Annotated[int, range(1, 1 << 24)]
+Positions = Annotated[int, range(1, 1 << 28)]
 
 
 @dataclass(frozen=True)
@@ -31,12 +39,12 @@ class Linear:
     """
 
     name: str
-    outputs: int
-    inputs: int
+    outputs: Vocabulary
+    inputs: Width
     bias: bool
     reads: str
     producer: str
-    layer: int | None
+    layer: Index | None
 
     @property
     def size(self) -> int:
@@ -56,9 +64,9 @@ class Norm:
     """
 
     name: str
-    size: int
+    size: Width
     follows_residual: bool
-    layer: int | None
+    layer: Index | None
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,12 @@ class Attention:
     """
 
     name: str
-    layer: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int
-    rope: int | None
+    layer: Index
+    heads: Count
+    kv_heads: Count
+    head_dim: Width
+    window: Annotated[int, range(1 << 28)]
+    rope: Index | None
     projections: tuple[str, ...]
     cache: str
 
@@ -91,8 +99,8 @@ class Mlp:
     """A feed-forward part: ``down(act(gate x) * up x)`` if gated, else ``down(act(up x))``, ``inner`` values wide."""
 
     name: str
-    layer: int
-    inner: int
+    layer: Index
+    inner: Width
     activation: str
     gated: bool
 
@@ -110,8 +118,8 @@ class Cache:
 
     name: str
     kind: CacheKind
-    shape: tuple[int, ...]
-    window: int
+    shape: Annotated[tuple[Width, ...], range(1, 5)]
+    window: Annotated[int, range(1 << 28)]
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -148,10 +156,10 @@ class Geometry:
     """
 
     model_type: str
-    layers: int
-    hidden_size: int
-    vocab_size: int
-    max_positions: int
+    layers: Count
+    hidden_size: Width
+    vocab_size: Vocabulary
+    max_positions: Positions
     tied_head: bool
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...]
@@ -198,28 +206,19 @@ class Geometry:
 
     @property
     def is_sound(self) -> bool:
-        """True if numbers and names fit together, as in everything that export writes."""
-        sizes = [self.layers, self.hidden_size, self.vocab_size, self.max_positions]
-        sizes += [size for linear in self.linears for size in (linear.outputs, linear.inputs)]
-        sizes += [size for item in self.attentions for size in (item.heads, item.kv_heads, item.head_dim)]
-        sizes += [size for cache in self.caches for size in cache.shape]
-        sizes += [norm.size for norm in self.norms] + [mlp.inner for mlp in self.mlps]
+        """True if names and shapes fit together, as in everything that export writes; sizes are in their ranges."""
         parts: list[Linear | Norm | Attention | Mlp] = [*self.linears, *self.norms, *self.attentions, *self.mlps]
         names, caches = {part.name for part in parts}, {cache.name: cache for cache in self.caches}
         return (
-            0 < min(sizes) <= max(sizes) < LARGEST_SIZE
-            and all(part.layer is None or 0 <= part.layer < self.layers for part in parts)
+            all(part.layer is None or 0 <= part.layer < self.layers for part in parts)
             and len(names) == len(parts)
             and [linear.name for linear in self.linears if linear.layer is None] == [HEAD]
             and all({linear.reads, linear.producer or linear.reads} <= names for linear in self.linears)
             and len(caches) == len(self.caches)
             and all(cache.kind == "state" or len(cache.shape) == 2 for cache in self.caches)
-            and all(item.heads % item.kv_heads == 0 and item.window >= 0 for item in self.attentions)
+            and all(item.heads % item.kv_heads == 0 for item in self.attentions)
             and all(
                 item.cache in caches and caches[item.cache].shape == (item.kv_heads, item.head_dim)
                 for item in self.attentions
             )
         )
-
-
-LARGEST_SIZE = 1 << 31  # no decoder has a size beyond

@@ -125,22 +125,38 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
     """Check before any work that :func:`staged` may publish to ``target``.
 
     Raises:
-        UsageError: the target exists and ``force`` is false, or is no folder of llmc's.
+        UsageError: the target exists and ``force`` is false, or is no folder of llmc's, or has a name for no folder.
     """
-    if not target.exists():
-        return
-    if not force:
-        raise UsageError(f"{target} exists; choose another output folder, or pass --force to replace it")
-    ours = target.is_dir() and any((target / name).exists() for name in (BUNDLE_MANIFEST, EXPORT_MANIFEST))
-    if not ours and not (target.is_dir() and not any(target.iterdir())):
-        raise UsageError(f"{target} is not llmc's, so --force does not replace it; choose another output folder")
-    # A checkpoint or notes that somebody keeps in there would go with the old folder.
-    others = sorted(path.name for path in target.iterdir() if path.is_dir() or path.suffix not in OUR_SUFFIXES)
-    if others:
-        raise UsageError(
-            f"{target} also holds {others[0]!r}, which llmc did not write, so --force does not replace it; "
-            "move that away or choose another output folder"
-        )
+    refuse_bytes(target)
+    if os.path.islink(os.path.realpath(target)):
+        raise UsageError(f"{target} is a link to itself, by way of others perhaps; choose another output folder")
+    with _writing(target):
+        if not target.exists():
+            return
+        if not force:
+            raise UsageError(f"{target} exists; choose another output folder, or pass --force to replace it")
+        ours = target.is_dir() and any((target / name).exists() for name in (BUNDLE_MANIFEST, EXPORT_MANIFEST))
+        if not ours and not (target.is_dir() and not any(target.iterdir())):
+            raise UsageError(f"{target} is not llmc's, so --force does not replace it; choose another output folder")
+        # A checkpoint or notes that somebody keeps in there would go with the old folder.
+        others = sorted(path.name for path in target.iterdir() if path.is_dir() or path.suffix not in OUR_SUFFIXES)
+        if others:
+            raise UsageError(
+                f"{target} also holds {others[0]!r}, which llmc did not write, so --force does not replace it; "
+                "move that away or choose another output folder"
+            )
+
+
+def refuse_bytes(path: Path) -> None:
+    """Refuse a path, as it is after links, that is not UTF-8: engines open files by names in UTF-8 only.
+
+    Raises:
+        UsageError: with its bytes as escapes.
+    """
+    try:
+        os.path.realpath(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{path}: the name is not UTF-8, which engines expect; choose another folder") from error
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from llmc.errors import UsageError
 if TYPE_CHECKING:
     from llmc.runtime import GenerationResult
 
-LOADING = ("threads", "max_context", "memory", "self_test", "emulate")
+LOADING = ("threads", "max_context", "memory", "self_test", "verify", "emulate")
 max_context_option = engine_option(
     "--max-context", type=int, help="Longest sequence in tokens.  [default: the bundle's]"
 )
@@ -33,10 +33,10 @@ def refuse_unseen(sampling: dict[str, Any]) -> None:
     """Refuse what only JSON shows.
 
     Raises:
-        UsageError: log-probabilities were asked for.
+        UsageError: log-probabilities were asked for, or no text.
     """
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in sampling:
+    for name in ("logprobs", "prompt_logprobs", "detokenize"):
+        if sampling.get(name, True) is not True:
             raise UsageError(f"{name} is {sampling[name]}, which only llmc run with --json shows; add it, or leave it")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmc.bundle import read_bundle, verify_files
 from llmc.cli import output as show
 from llmc.cli.options import (
     SectionCommand,
@@ -19,6 +20,7 @@ from llmc.cli.options import (
     flag,
     json_option,
     threads_option,
+    verify_option,
 )
 from llmc.errors import UsageError
 
@@ -42,6 +44,7 @@ load_option = partial(click.option, cls=SectionOption, section="Under load (with
     help=f"Timed runs, after one that is not counted.  [default: {REPEATS}]",
 )
 @threads_option
+@verify_option
 @json_option
 @debug_option
 @load_option("--concurrency", type=int, help="Rows that run at once.  [default: the bundle's]")
@@ -57,6 +60,7 @@ def bench_command(
     new_tokens: int,
     repeats: int | None,
     threads: int | None,
+    verify: bool | None,
     as_json: bool,
     **load: Any,
 ) -> None:
@@ -68,6 +72,10 @@ def bench_command(
     load = {name: value for name, value in load.items() if value is not None}
     common: dict[str, Any] = {"prompt_length": prompt_length, "new_tokens": new_tokens, "threads": threads}
     report: LoadReport | BenchmarkReport
+    if verify:
+        with show.progress() as progress:
+            for name in verify_files(bundle, read_bundle(bundle)):
+                progress(f"hashed {name}")
     if "concurrency" in load or "rate" in load:
         from llmc.runtime.bench.load_test import load_test
 

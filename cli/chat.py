@@ -31,6 +31,7 @@ from llmc.cli.options import (
     memory_option,
     take,
     threads_option,
+    verify_option,
     with_flags,
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
@@ -71,6 +72,7 @@ LEAVING = ("/exit", "/quit")
 @threads_option
 @memory_option
 @self_test_option
+@verify_option
 @debug_option
 @sampling_options
 @max_context_option
@@ -251,8 +253,7 @@ class Conversation:
     def _full(self) -> str | None:
         """Advice for a conversation that does not fit into the context; None for one that does."""
         with suppress(LlmcError):
-            prompt = self._model.chat_template.render(self.messages, add_generation_prompt=True)
-            held = len(self._model.tokenizer.encode(prompt, add_special_tokens=False))
+            held = len(self._model.chat_tokens(self.messages, on_overflow="truncate_left"))
             new, room = self._sampling.get("max_tokens", 1), self._model.engine.max_context
             if held + new > room:
                 asked = f" and --max-tokens asks for {new} more" if new > 1 else ""
@@ -293,8 +294,7 @@ class Conversation:
 
     def _save_state(self, state: Path) -> int:
         try:
-            prompt = self._model.chat_template.render(self.messages, add_generation_prompt=False)
-            tokens = self._model.tokenizer.encode(prompt, add_special_tokens=False)
+            tokens = self._model.chat_tokens(self.messages, add_generation_prompt=False)
             return self._model.engine.save(state, tokens)
         except RequestError:  # too short, or evicted: it is computed again
             return 0

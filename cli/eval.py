@@ -18,6 +18,7 @@ from llmc.cli.options import (
     emulate_option,
     json_option,
     threads_option,
+    verify_option,
 )
 from llmc.errors import UsageError, require
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--layers", is_flag=True, help="Measure the error of each layer on its own, too.")
 @click.option("--plot", type=NEW_FILE, help="Draw errors of layers and the histogram of KL into this PNG file.")
 @threads_option
+@verify_option
 @emulate_option
 @json_option
 @debug_option
@@ -47,6 +49,7 @@ def eval_command(
     layers: bool,
     plot: Path | None,
     threads: int | None,
+    verify: bool | None,
     emulate: bool,
     as_json: bool,
 ) -> None:
@@ -69,7 +72,7 @@ def eval_command(
     from llmc.runtime import load
 
     with show.progress() as progress:
-        with load(bundle, threads=threads, emulate=emulate) as model:
+        with load(bundle, threads=threads, verify=verify, emulate=emulate) as model:
             windows = read_windows(text, model, window, MAX_WINDOWS if max_windows is None else max_windows)
             found = evaluate(model, windows, reference=reference, progress=progress)
             manifest, substitutes = model.manifest, model.runner.session.substitutes

@@ -11,6 +11,7 @@ from llmc.bundle import CONFIG_FILE, refuse_bundle
 from llmc.cli import output as show
 from llmc.cli.options import EXISTING_FOLDER, debug_option, force_option, json_option, output_option
 from llmc.cli.stopping import cleanly_stopped
+from llmc.errors import printable
 
 if TYPE_CHECKING:
     from llmc.export import ExportReport
@@ -55,5 +56,5 @@ def print_report(report: ExportReport) -> None:
         ]
     )
     for note in report.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {printable(note)}", err=True)
     click.echo(f"wrote {report.output}")

@@ -11,7 +11,7 @@ import click
 
 from llmc import __version__
 from llmc.cli.options import debug_option
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, printable
 
 VERBS = {
     "export": "llmc.cli.export:export_command",
@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if state["debug"]:
             traceback.print_exc()
         message, code = explain(error)
-        click.echo(f"llmc: error: {' '.join(message.split())}", err=True)  # one line, whatever a file put into it
+        line = printable(" ".join(message.split()))  # one line, whatever a file put into it
+        click.echo(f"llmc: error: {line}", err=True)
     sys.exit(code or 0)
 
 

@@ -67,6 +67,12 @@ memory_option = click.option("--memory", type=size, help="Memory it may take, as
 emulate_option = click.option(
     "--emulate", is_flag=True, help="Run the graph of a GPU's bundle on the CPU: slow, to check it without the GPU."
 )
+verify_option = click.option(
+    "--verify",
+    is_flag=True,
+    default=None,
+    help="Hash every file first.  [default: 64 MiB of each, the first time on this machine]",
+)
 bundle_argument = click.argument("bundle", type=EXISTING_FOLDER)
 
 

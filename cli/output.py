@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from llmc.bundle import PhaseQuality, Quality, Recipe
+from llmc.errors import printable
 
 Report = Callable[..., None]
 _DIGITS = {"B": 0, "kB": 1, "MB": 1, "GB": 2}  # after the decimal point, by unit
@@ -64,7 +65,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
         justify = "right" if numbers and index else "left"
         table.add_column(columns[index] if columns else "", justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))  # names are somebody else's
     # In a pipe nothing is wrapped: a program reads it, or a person who searches it.
     console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False)
     with console.capture() as capture:

@@ -29,6 +29,7 @@ from llmc.cli.options import (
     memory_option,
     take,
     threads_option,
+    verify_option,
 )
 from llmc.cli.reading import at_terminal, read_stdin, stdin_limit
 from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 @threads_option
 @memory_option
 @self_test_option
+@verify_option
 @emulate_option
 @debug_option
 @sampling_options

@@ -10,6 +10,7 @@ import click
 
 from llmc.cli.options import ENGINE_NAMES, Command, SectionOption, flag
 from llmc.cli.reading import read_text
+from llmc.errors import written
 from llmc.runtime.sampling.params import PARAMETERS, SAMPLED, SamplingParams
 from llmc.runtime.sampling.ranges import Parameter, Range
 
@@ -19,20 +20,43 @@ SAMPLING_NAMES = frozenset(PARAMETERS)
 # ---------------------------------------------------------------------------------------------------- kinds of values
 
 
+_ID = r"\s*\d{1,18}\s*"  # Python reads no integer of thousands of digits, and no vocabulary needs one
+_IDS = rf"{_ID}(?:\+{_ID})*"
+_NUMBER = r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*"
+
+
+def integer(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{written(text)} is not a valid integer.") from error
+
+
 def tokens(text: str) -> tuple[int, ...]:
     """Token ids with commas between them."""
-    ids = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"\d+", part, re.ASCII) for part in ids):
-        raise click.BadParameter(f"{text!r} is no list of token ids, expected for example 13 or 13,198")
+    ids = text.split(",")
+    if not all(re.fullmatch(_ID, part, re.ASCII) for part in ids):
+        raise click.BadParameter(f"{written(text)} is no list of token ids, expected for example 13 or 13,198")
     return tuple(map(int, ids))
 
 
 def biases(text: str) -> tuple[tuple[int, float], ...]:
     """Token ids with what to add to their logits: 13=-5,198=2.5."""
-    pairs = [re.fullmatch(r"\s*(\d+)\s*=\s*([+-]?(?:\d+\.?\d*|\.\d+))\s*", part, re.ASCII) for part in text.split(",")]
+    pairs = [re.fullmatch(f"({_ID})=({_NUMBER})", part, re.ASCII) for part in text.split(",")]
     if not all(pairs):
-        raise click.BadParameter(f"{text!r} is no list of biases, expected ID=NUMBER, for example 13=-5,198=2.5")
+        raise click.BadParameter(f"{written(text)} is no list of biases, expected ID=NUMBER, for example 13=-5,198=2.5")
     return tuple((int(pair[1]), float(pair[2])) for pair in pairs if pair)
+
+
+def sequences(text: str) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """Sequences of token ids with what to add to the logit of their last one: 13+198=-5,7=2.5."""
+    pairs = [re.fullmatch(f"({_IDS})=({_NUMBER})", part, re.ASCII) for part in text.split(",")]
+    if not all(pairs):
+        raise click.BadParameter(
+            f"{written(text)} is no list of biases, expected ID+ID=NUMBER, for example 13+198=-5,7=2.5"
+        )
+    return tuple((tuple(map(int, pair[1].split("+"))), float(pair[2])) for pair in pairs if pair)
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -68,7 +92,7 @@ def one_of(choices: tuple[str | bool, ...]) -> Callable[[str], str | bool]:
 
     def read(text: str) -> str | bool:
         if text not in values:
-            raise click.BadParameter(f"{text!r} is not one of {', '.join(values)}")
+            raise click.BadParameter(f"{written(text)} is not one of {', '.join(values)}")
         return values[text]
 
     return read
@@ -78,13 +102,14 @@ def one_of(choices: tuple[str | bool, ...]) -> Callable[[str], str | bool]:
 
 # By the kind of a range: what reads the text, and what the help adds about it.
 _KINDS: dict[str, tuple[Any, str]] = {
-    "integer": (int, ""),
+    "integer": (integer, ""),
     "number": (float, ""),
     "flag": (bool, ""),
     "text": (str, ""),
     "texts": (str, "may be repeated"),
     "tokens": (tokens, "as 2,13"),
     "biases": (biases, "as 13=-5,198=2.5"),
+    "sequences": (sequences, "as 13+198=-5,7=2"),
     "choice": (str, ""),
     "names": (names, "as top_p,top_k"),
     "schema": (schema, "a file, or the schema itself"),
@@ -92,6 +117,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 _NOTES = {
     "max_tokens": "fewer where the context ends",
     "grammar": "a file, or its text",
+    "detokenize": "for run --json",
     "logprobs": "for run --json",
     "prompt_logprobs": "for run --json",
 }

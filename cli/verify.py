@@ -32,6 +32,7 @@ def verify_command(bundle: Path, threads: int | None, emulate: bool, as_json: bo
     show.print_rows(
         [
             ("files", f"{report.files} whole"),
+            *(("not the bundle's", f"{ascii(name)[1:-1]}, which nothing reads") for name in report.unlisted),
             ("golden prompts", f"{report.prompts} replayed"),
             ("equal tokens", f"{report.equal_tokens} of {report.tokens} (the rest follow a near tie)"),
             ("largest difference", f"{report.largest_difference:.2g} in logits"),

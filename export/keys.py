@@ -1,6 +1,5 @@
 """Strict reading of ``config.json``: every key is read, known to be irrelevant, or refused by name."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,48 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 _MISSING = object()
-LARGEST_INTEGER = 2**31 - 1
-LARGEST_LAYERS = 10_000  # tables with an entry per layer are made before any tensor is looked at
+# The range of every number that is read: what lies beyond cannot be meant, and would be computed with all the same.
+RANGES: dict[str, tuple[float, float]] = {
+    # Tables with an entry per layer are made, and every layer is traced; the deepest known decoder has 126.
+    "num_hidden_layers": (1, 1024),
+    # Far beyond any decoder; products of two of them fit into 31 bits, which engines count with.
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 24),
+    "num_attention_heads": (1, 4096),
+    "num_key_value_heads": (1, 4096),
+    "head_dim": (2, 4096),
+    "vocab_size": (1, 1 << 24),
+    # Angles are products with a position in float32, which holds whole numbers up to here.
+    "max_position_embeddings": (1, 1 << 24),
+    "original_max_position_embeddings": (1, 1 << 24),
+    # Compared with positions and layers, in 31 bits.
+    "sliding_window": (1, (1 << 31) - 1),
+    "max_window_layers": (0, (1 << 31) - 1),
+    # Added to a mean of squares: 0 makes a row of zeros no number, as float32 does with much less than 1e-30, and with
+    # more than 1 it would outweigh the values.
+    "rms_norm_eps": (1e-30, 1),
+    # The slowest frequency, 1 / (theta * factor), stays a normal float32; below 1 the later pairs would turn faster.
+    "rope_theta": (1, 1e30),
+    "factor": (1e-3, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "beta_fast": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "mscale": (0, 1e3),
+    "mscale_all_dim": (0, 1e3),
+    "no_rope_layer_interval": (1, 1024),
+    # Published ones lie between 0.007 and 16; squares of these are far from float32's ends.
+    "attention_multiplier": (1e-6, 1e6),
+    "embedding_multiplier": (1e-6, 1e6),
+    "residual_multiplier": (1e-6, 1e6),
+    "logits_scaling": (1e-6, 1e6),
+    # Defaults of generation, as sampling takes them; 0 of top_p would keep no token.
+    "temperature": (0, 1e6),
+    "top_k": (0, (1 << 31) - 1),
+    "top_p": (1e-9, 1),
+    "min_p": (0, 1),
+}
 
 
 class Keys:
@@ -56,19 +95,18 @@ class Keys:
         self._values = values
         self._read: set[str] = set()
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number; ``default`` also stands for null."""
-        value = self._get(name, default)
-        maximum = LARGEST_LAYERS if name == "num_hidden_layers" else LARGEST_INTEGER
-        if type(value) is not int or not minimum <= value <= maximum:
-            raise self.error(name, value, f"a whole number of at least {minimum} and at most {maximum}")
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number in its range of :data:`RANGES`; ``default`` also stands for null."""
+        value, (low, high) = self._get(name, default), RANGES[name]
+        if type(value) is not int or not low <= value <= high:
+            raise self.error(name, value, f"a whole number of at least {low} and at most {high}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number; ``default`` also stands for null."""
-        value = self._get(name, default)
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            raise self.error(name, value, "a positive number")
+        """A number in its range of :data:`RANGES`; ``default`` also stands for null."""
+        value, (low, high) = self._get(name, default), RANGES[name]
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise self.error(name, value, f"a number from {low:g} to {high:g}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -92,16 +130,13 @@ class Keys:
             return 0
         return self.integer(name)
 
-    def optional_number(self, name: str, maximum: float = sys.float_info.max) -> float | None:
-        """A number from 0 to ``maximum``, or None where the key is null or absent."""
-        value = self.raw(name)
-        if value is not None and (type(value) not in (int, float) or not 0 <= value <= maximum):
-            raise self.error(name, value, f"null or a number from 0 to {maximum}")
-        return None if value is None else float(value)
+    def optional_number(self, name: str) -> float | None:
+        """As :meth:`number`, or None where the key is null or absent."""
+        return None if self.raw(name) is None else self.number(name)
 
     def optional_integer(self, name: str) -> int | None:
-        """A whole number from 0 on, or None where the key is null or absent."""
-        return None if self.raw(name) is None else self.integer(name, minimum=0)
+        """As :meth:`integer`, or None where the key is null or absent."""
+        return None if self.raw(name) is None else self.integer(name)
 
     def inside(self, name: str) -> "Keys":
         """The object under ``name``, to be accounted for in the same way."""

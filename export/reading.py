@@ -12,6 +12,7 @@ from llmc.export.keys import Keys
 
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _DEFAULT_THETA = 10_000.0  # transformers' default where a config says nothing
+MOST_TOKEN_IDS = 1024  # each new token is looked up among those that end a text; models name up to ten
 
 
 def read_decoder(
@@ -71,7 +72,7 @@ def windows_from_layer(keys: Keys) -> tuple[int, ...]:
     layers, used = keys.integer("num_hidden_layers"), keys.flag("use_sliding_window")
     window = keys.nullable_integer("sliding_window") if used else 0
     keys.skip("sliding_window")
-    first = keys.integer("max_window_layers", minimum=0) if used and window else layers
+    first = keys.integer("max_window_layers") if used and window else layers
     keys.skip("max_window_layers")
     return windows_by_type(keys, window, tuple(i >= first for i in range(layers)))
 
@@ -91,8 +92,9 @@ def token_ids(keys: Keys, name: str, vocab_size: int) -> tuple[int, ...]:
     """One token id, a list of them or null, each inside the vocabulary."""
     value = keys.raw(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(type(token) is not int or not 0 <= token < vocab_size for token in ids):
-        raise keys.error(name, value, f"null, a token id below vocab_size={vocab_size} or a list of such")
+    if len(ids) > MOST_TOKEN_IDS or any(type(token) is not int or not 0 <= token < vocab_size for token in ids):
+        few = f"a list of at most {MOST_TOKEN_IDS} such"
+        raise keys.error(name, value, f"null, a token id below vocab_size={vocab_size} or {few}")
     return tuple(ids)
 
 
@@ -142,6 +144,8 @@ def _rope(keys: Keys, dim: int, max_positions: int, default_theta: float) -> Rop
     inner_theta = inner.number("rope_theta", theta)
     if inner_theta != theta and keys.raw("rope_theta") is not None:
         raise keys.error("rope_theta", theta, f"the same as in {styles[0]} ({inner_theta})")
+    if kind == "yarn" and inner_theta <= 1:
+        raise keys.error("rope_theta", inner_theta, "more than 1, of which yarn takes the logarithm")
     scaling = _scaling(keys, inner, kind, max_positions) if kind != "default" else {}
     inner.finish()
     if kind == "dynamic":  # the base grows with what lies beyond max_position_embeddings, where this context ends

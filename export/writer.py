@@ -1,6 +1,5 @@
-"""The export folder: graph, weights by hard link, tokenizer files, manifest; published in one piece."""
+"""The export folder: graph, weights by hard link, copies of config and tokenizer, manifest; published in one piece."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from llmc.export import ExportReport
 from llmc.export.graph import build_graph, check_graph
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
+from llmc.origin import copy_own
 from llmc.publish import link, staged
 
 
@@ -45,16 +45,8 @@ def _manifest(source: Checkpoint) -> bundle.ExportManifest:
 
 
 def _place_files(source: Checkpoint, staging: Path) -> int:
-    """Link what is large and copy what somebody may edit; return the bytes that were copied."""
-    linked = [*(shard.path for shard in source.shards), source.folder / bundle.TOKENIZER_FILE]
+    """Link the weights, which nobody edits, and copy what somebody may; return the bytes that were copied."""
+    new_bytes = sum(link(shard.path, staging / shard.path.name) for shard in source.shards)
     # The config goes along so that calibration can build the torch decoder again.
-    others = (name for name in bundle.TOKENIZER_FILES if name != bundle.TOKENIZER_FILE)
-    copied = [source.folder / name for name in (bundle.CONFIG_FILE, *others)]
-    if source.shards[0].path.name != SINGLE_FILE:
-        copied.append(source.folder / INDEX_FILE)
-    new_bytes = sum(link(path, staging / path.name) for path in linked)
-    for path in copied:
-        if path.is_file():
-            shutil.copyfile(path, staging / path.name)
-            new_bytes += path.stat().st_size
-    return new_bytes
+    index = [INDEX_FILE] if source.shards[0].path.name != SINGLE_FILE else []
+    return new_bytes + copy_own(source.folder, [bundle.CONFIG_FILE, *bundle.TOKENIZER_FILES, *index], staging)

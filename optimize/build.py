@@ -1,8 +1,8 @@
 """Export -> bundle: calibrate, lower, quantize, write, run, judge, publish."""
 
 import logging
+import os
 import platform
-import shutil
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -20,7 +20,6 @@ from llmc.bundle import (
     GRAPH_CONTRACT_VERSION,
     SCHEMA_VERSION,
     TOKENIZER_FILE,
-    TOKENIZER_FILES,
     Budget,
     Compiled,
     EngineConfig,
@@ -34,17 +33,19 @@ from llmc.bundle import (
     Target,
     read_bundle,
     read_export,
+    write_chunks,
     write_manifest,
 )
-from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
+from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError, printable
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge.evaluate import evaluate, read_windows
 from llmc.optimize.judge.gate import Advice, advise, check
-from llmc.optimize.judge.golden import golden_prompts, prompt_ids
+from llmc.optimize.judge.golden import golden_prompts, prompt_ids, tolerance
 from llmc.optimize.judge.invariance import measured
 from llmc.optimize.judge.overflow import check_range
+from llmc.optimize.judge.replay import replay_apart
 from llmc.optimize.lower.context import (
     LoweringContext,
     QuantConfigs,
@@ -58,9 +59,10 @@ from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.targets import Capabilities, capabilities
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.tensorrt.request import EngineRequest, for_heads
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
-from llmc.publish import file_entries, staged
+from llmc.origin import check_unchanged, copy_tokenizer
+from llmc.publish import file_entries, refuse_bytes, staged
 from llmc.runtime import Model, load
 from llmc.runtime.host import disk_cache
 from llmc.runtime.kv.budget import usable_memory
@@ -169,20 +171,25 @@ def build(
         ResourceError: the build takes more memory, by its plan.
     """
     start = time.perf_counter()
+    refuse_bytes(Path(source))
     export = read_export(Path(source))
+    check_unchanged(Path(source), export)
     abilities = capabilities(target)
     asked = recipes.Request(
         precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine
     )
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
-    name = recipe.stem if isinstance(recipe, Path) else "default"
+    name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
     with_text = calibration is not None and calibration.text is not None
     chosen, limits = recipes.resolve(asked, abilities, export.geometry.max_positions, name, with_text)
-    if Path(output).resolve() == Path(source).resolve():
+    place = Path(os.path.realpath(output))  # unlike resolve, at a loss for no loop of links
+    if place == Path(os.path.realpath(source)):
         raise UsageError(f"{output} is the export itself; choose another output folder")
-    if dump is not None and Path(dump).resolve().is_relative_to(Path(output).resolve()):
+    if dump is not None and Path(os.path.realpath(dump)).is_relative_to(place):
         raise UsageError(f"{dump} lies in the output folder {output}; choose another folder for the dumps")
+    if dump is not None and dump.exists() and not dump.is_dir():
+        raise UsageError(f"{dump} is no folder; choose another one for the dumps")
     judged = judged or text is not None or bool(chosen.budget)
     order = _Order(
         Path(source), export, abilities, chosen, limits, text, judged, asked.compiled is not False, dump, progress
@@ -191,7 +198,7 @@ def build(
     if abilities.makes_engine:
         from llmc.optimize.tensorrt.spec import resolve_engine
 
-        spec = resolve_engine(abilities, chosen, limits, asked.engine or EngineRequest())
+        spec = resolve_engine(abilities, chosen, limits, for_heads(asked.engine or EngineRequest(), export.geometry))
         order = replace(order, engine=spec)
     with staged(Path(output), force=force) as folder:
         manifest = _make(order, folder, calibration)
@@ -216,10 +223,11 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     check_patterns(order.recipe, [linear.name for linear in geometry.linears])
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
         check_head_sizes(geometry)
+    copy_tokenizer(order.source, folder)
     weights, used = calibrated_weights(order.source, order.export, order.recipe, calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs = _compile(order, folder, weights)
-    _copy_tokenizer(order.source, folder)
+    check_unchanged(order.source, order.export)  # the weights have been read now
     compiled = engine = None
     if order.compiled and not order.target.has_gpu:
         order.progress("compiling the graphs for this machine")
@@ -231,9 +239,7 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
         graph = folder / graphs["decode"].file
         engine = compile_engine(order.engine, graph, geometry, order.progress)
     order.progress("hashing")
-    manifest = _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
-    write_manifest(manifest, folder)
-    return manifest
+    return _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
 
 
 def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, Graph]:
@@ -291,12 +297,6 @@ def _describe(graph: ir.Graph, name: str, stored: QuantConfigs, target: Capabili
     )
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-
-
 def _manifest(
     order: _Order, graphs: dict[str, Graph], compiled: Compiled | None, engine: EngineConfig | None, folder: Path
 ) -> Manifest:
@@ -307,6 +307,7 @@ def _manifest(
     tokenizer = (folder / TOKENIZER_FILE).stat().st_size
     plan = host_plan(export.geometry, tokenizer) if target.has_gpu else None
     device = device_plan(export.geometry, order.limits, recipe, order.form) if target.has_gpu else None
+    write_chunks(folder, sorted(path.name for path in folder.iterdir()))
     return Manifest(
         schema_version=SCHEMA_VERSION,
         llmc_version=__version__,
@@ -325,6 +326,7 @@ def _manifest(
         quality=None,
         golden=(),
         golden_tolerance=LOGIT_TOLERANCES[recipe.compute] if target.has_gpu else LOGIT_TOLERANCE,
+        golden_spread=0.0,
         files=file_entries(folder, sorted(path.name for path in folder.iterdir())),
         engine=engine,
         device=device and with_engine(device, folder, engine),
@@ -332,10 +334,11 @@ def _manifest(
 
 
 def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:
-    """Load what was built, run the golden prompts and a text, and put the results beside the unquantized model's.
+    """Load what was built, run the golden prompts and a text, put the results beside the unquantized model's, write the
+    manifest with them, and replay it.
 
     Raises:
-        BuildError: the quality is beyond the recipe's budget.
+        BuildError: the quality is beyond the budget, or a process that loads the bundle computes something else.
         ResourceError: it cannot be run here, yet a budget is to be kept.
     """
     write_manifest(manifest, folder)
@@ -351,7 +354,8 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
         if order.target.has_gpu and verified != "device":
             order.progress("looking for values beyond float16")
             check_range(folder, manifest, [*prompt_ids(model), *(text.ids[:1].tolist() if text else [])])
-        golden, quality = golden_prompts(model, order.source, order.progress)
+        golden = golden_prompts(model, order.source, order.progress)
+        quality = golden.quality
         if text is not None:
             kept = disk_cache.entry("reference", order.export.source.fingerprint)
             found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
@@ -362,8 +366,19 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
         if verified == "device":
             order.progress("comparing calls of different sizes")
             manifest = measured(model.runner.session, manifest)
-    engine = manifest.engine and replace(manifest.engine, verified=verified)
-    return replace(manifest, golden=golden, quality=quality, engine=engine)
+    finished = replace(
+        manifest,
+        golden=golden.cases,
+        golden_tolerance=tolerance(manifest.golden_tolerance, golden.spread),
+        golden_spread=golden.spread,
+        quality=quality,
+        engine=manifest.engine and replace(manifest.engine, verified=verified),
+    )
+    write_manifest(finished, folder)
+    if verified != "float32":  # what stood in for the bundle is gone, and nothing here runs the bundle itself
+        order.progress("replaying the golden prompts as a first load does")
+        replay_apart(folder, emulate=verified == "cpu")
+    return finished
 
 
 def _advice(
@@ -407,7 +422,8 @@ def _in_float32(order: _Order, folder: Path, manifest: Manifest, weights: Calibr
     """The same graph computing in float32: no CPU kernel knows bfloat16."""
     recipe = replace(order.recipe, compute="float32", cache="float32")
     graphs = _compile(replace(order, recipe=recipe, dump=None), folder, weights)
-    _copy_tokenizer(order.source, folder)
+    copy_tokenizer(order.source, folder)
+    check_unchanged(order.source, order.export)  # the weights have been read now
     files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}  # nobody else will see it
     stand_in = replace(manifest, recipe=recipe, cache="float32", graphs=graphs, engine=None, files=files)
     write_manifest(stand_in, folder)

@@ -14,6 +14,7 @@ from llmc.errors import UsageError
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime.bench.stages import LARGEST_BATCH
+from llmc.strict import read_bytes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,6 +37,7 @@ BITS = {"int8": 8, "int4": 4}
 QUANTIZED = (*BITS, "fp8")
 # Float precisions and what they compute in, where the target can choose.
 COMPUTED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+MOST_RECIPE = 1 << 20  # bytes of a recipe file; those that come with llmc have a thousand
 LARGEST_NUMBER = 1 << 53  # whole numbers beyond are no exact floats
 SCHEMES = ("rtn", "gptq", "awq", "awq+gptq")
 ACTIVATIONS = ("per-token", "static")
@@ -140,7 +142,7 @@ def read_recipe(path: Path) -> Request:
         UsageError: unreadable, not TOML, an unknown key or a value of the wrong type.
     """
     try:
-        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        data: dict[str, Any] = tomllib.loads(read_bytes(path, MOST_RECIPE).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not TOML, absurd numbers, absurd depth
         raise UsageError(f"{path}: not a readable TOML recipe ({str(error)[:200]})") from error
     request: Request = _read_table(Request, data, f"{path}:")

@@ -1,26 +1,30 @@
 """The runtime's front door: load a bundle, generate text."""
 
 import hashlib
+import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llmc.bundle import Manifest, read_bundle, verify_files
-from llmc.errors import EngineClosedError, UsageError
+from llmc.bundle import Manifest, publication, read_bundle, undisturbed, unlisted_files, verify_files
+from llmc.errors import BundleError, EngineClosedError, UsageError, written
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.engine.input_processor import token_ids
+from llmc.runtime.engine.input_processor import text_tokens, token_ids
+from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.kv.budget import check_load
-from llmc.runtime.kv.prefix_cache import PrefixCache
+from llmc.runtime.kv.prefix_cache import BLOCK, PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.params import SamplingParams
@@ -29,7 +33,9 @@ from llmc.runtime.sessions import emulated, open_session
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
+from llmc.runtime.text.trial import tried_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -41,11 +47,14 @@ def load(
     max_context: int | None = None,
     prefill_chunk: int | None = None,
     self_test: bool | None = None,
+    verify: bool | None = None,
     memory: int | None = None,
     emulate: bool = False,
     **options: Any,
 ) -> "Model":
     """Load a bundle.
+
+    If a build replaces it meanwhile, the new one is loaded, and never a mixture.
 
     Args:
         bundle: the folder that ``llmc build`` wrote.
@@ -55,6 +64,8 @@ def load(
         prefill_chunk: prompt tokens per call; default and upper bound: what memory was planned for.
         self_test: replay golden prompts before anything else; default: the first time that this machine loads this
             bundle with this engine, as far as the cache remembers.
+        verify: hash every file before it is used; default: 64 MiB of each file, the first time that this machine loads
+            these files, unless ``self_test`` is False; False: none.
         memory: bytes that this process may take, in which the whole of ``max_context`` must fit; default: what is
             available, and the cache is held against it as it grows.
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
@@ -67,7 +78,22 @@ def load(
         ResourceError: memory does not suffice.
         UsageError: an argument is out of range.
     """
-    folder = Path(bundle)
+    folder = _folder(bundle)
+    arguments = (threads, max_context, prefill_chunk, self_test, verify, memory, emulate)
+    return undisturbed(folder, lambda: _load(folder, *arguments, options), Model.close)
+
+
+def _load(
+    folder: Path,
+    threads: int | None,
+    max_context: int | None,
+    prefill_chunk: int | None,
+    self_test: bool | None,
+    verify: bool | None,
+    memory: int | None,
+    emulate: bool,
+    options: Mapping[str, Any],
+) -> "Model":
     manifest = emulated(read_bundle(folder)) if emulate else read_bundle(folder)
     limits = manifest.limits
     context = _in_range("max_context", max_context, limits.max_context, limits.max_context)
@@ -78,10 +104,11 @@ def load(
     if engine_options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
         raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
-        raise UsageError(f"memory is {memory!r}, expected bytes, an integer above 0, or None")
+        raise UsageError(f"memory is {written(memory)}, expected bytes, an integer above 0, or None")
     check_load(folder, manifest, context, memory)
+    check_files(folder, manifest, False if verify is None and self_test is False else verify)
     with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
-        tokenizer = pool.submit(Tokenizer.from_folder, folder)
+        tokenizer = pool.submit(tried_tokenizer, folder)
         session = open_session(folder, manifest, workers)
         runner = SingleRunner(session, context, chunk)
         model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
@@ -104,15 +131,35 @@ def verify(
 ) -> VerifyReport:
     """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU.
 
+    Files in the folder that the manifest does not list are named in the report; nothing reads them.
+
     Raises:
         BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
     """
+    folder = _folder(bundle)
+
+    def verified() -> VerifyReport:
+        manifest = read_bundle(folder)
+        for name in verify_files(folder, manifest):
+            progress(f"hashed {name}")
+        with load(folder, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
+            return replace(replayed(model, progress), unlisted=unlisted_files(folder, manifest))
+
+    return undisturbed(folder, verified)
+
+
+def _folder(bundle: str | Path) -> Path:
+    """The path of a bundle, which every engine's library can open.
+
+    Raises:
+        UsageError: it is no path, or not in UTF-8.
+    """
+    if not isinstance(bundle, str | os.PathLike):
+        raise UsageError(f"bundle is {bundle!r:.60}, expected the path of a folder that llmc build wrote")
     folder = Path(bundle)
-    manifest = read_bundle(folder)
-    for name in verify_files(folder, manifest):
-        progress(f"hashed {name}")
-    with load(folder, threads=threads, self_test=False, emulate=emulate) as model:
-        return replayed(model, progress)
+    if re.search("[\0\ud800-\udfff]", str(folder)):
+        raise UsageError(f"the path {str(folder)!a} is not text in UTF-8; rename the folder")
+    return folder
 
 
 def _options(given: Mapping[str, Any]) -> EngineOptions:
@@ -132,7 +179,7 @@ def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= highest:
-        raise UsageError(f"{name} is {value!r}, expected 1 ... {highest}")
+        raise UsageError(f"{name} is {written(value)}, expected 1 ... {highest}")
     return value
 
 
@@ -161,6 +208,7 @@ class Model:
         self._options = options or EngineOptions()
         self._memory = memory
         self._chat_template: ChatTemplate | None = None
+        self._publication = publication(folder)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._closed = False
@@ -184,7 +232,7 @@ class Model:
     def submit(self, request: Request) -> Handle:
         """:meth:`llmc.runtime.engine.engine.Engine.submit`; the handle keeps the model."""
         if not isinstance(request, Request):
-            raise UsageError(f"submit takes a Request, not {request!r:.60}; stream and generate take prompts")
+            raise UsageError(f"submit takes a Request, not {written(request)}; stream and generate take prompts")
         handle = self.engine.submit(request)
         handle.owner = self
         return handle
@@ -193,6 +241,8 @@ class Model:
         """Complete ``prompt`` (text, or token ids taken as they are).
 
         Args:
+            prompt: special tokens that the text spells are special tokens, so it may be a whole conversation; do not
+                put a stranger's words into it, for which there is :meth:`chat`.
             sampling: fields of :class:`llmc.runtime.SamplingParams`, where what is left out comes from the
                 checkpoint's generation defaults, and those of :class:`llmc.runtime.api.request.Request`.
 
@@ -206,15 +256,55 @@ class Model:
         """Like :meth:`generate`, as an iterator of text; its ``result()`` is there at the end."""
         return self.submit(self.request(prompt, **sampling))
 
-    def chat(self, messages: Messages, **sampling: Any) -> GenerationResult:
-        """Answer ``messages`` ([{"role": ..., "content": ...}, ...]) through the checkpoint's chat template."""
-        return self.stream_chat(messages, **sampling).result()
+    def chat(self, messages: Messages, *, parse_special: bool = False, **sampling: Any) -> GenerationResult:
+        """Answer ``messages`` ([{"role": ..., "content": ...}, ...]) through the checkpoint's chat template.
 
-    def stream_chat(self, messages: Messages, **sampling: Any) -> Handle:
+        Args:
+            messages: what was said.
+            parse_special: take special tokens that messages spell, such as ``<|im_end|>``, for special tokens; then
+                whoever writes a message can end it, and speak in any role. By default they are text.
+            sampling: as for :meth:`generate`.
+
+        Raises:
+            RequestError: the template refuses the messages, or they are too long.
+            UsageError: the messages are malformed, or a sampling value is.
+        """
+        return self.stream_chat(messages, parse_special=parse_special, **sampling).result()
+
+    def stream_chat(self, messages: Messages, *, parse_special: bool = False, **sampling: Any) -> Handle:
         """Like :meth:`chat`, as an iterator of text."""
-        prompt = self.chat_template.render(messages, add_generation_prompt=True)
-        # The template writes the special tokens itself.
-        return self.stream(self.tokenizer.encode(prompt, add_special_tokens=False), **sampling)
+        overflow = sampling.get("on_overflow")
+        return self.stream(self.chat_tokens(messages, parse_special=parse_special, on_overflow=overflow), **sampling)
+
+    def chat_tokens(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        parse_special: bool = False,
+        on_overflow: str | None = None,
+    ) -> list[int]:
+        """The prompt that :meth:`chat` makes of ``messages``, as token ids.
+
+        Args:
+            messages: what was said.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            parse_special: as for :meth:`chat`.
+            on_overflow: as among the sampling values; where it drops text, not all tokens are made.
+
+        Raises:
+            RequestError: the template refuses the messages, or they are too long.
+            UsageError: the messages are malformed.
+        """
+        tokenizer = self.tokenizer
+        disguise = None if parse_special else Disguise(tokenizer.controls)
+        prompt = self.chat_template.render(messages, add_generation_prompt, disguise=disguise)
+
+        def encode(text: str) -> list[int]:
+            # The template writes the special tokens itself.
+            return tokenizer.encode_disguised(text, disguise) if disguise else tokenizer.encode(text, False)
+
+        return text_tokens(tokenizer, prompt, encode, self.engine.max_context, on_overflow)
 
     def request(self, prompt: str | Sequence[int], **arguments: Any) -> Request:
         """A request with the checkpoint's generation defaults for what ``arguments`` leave out.
@@ -229,7 +319,9 @@ class Model:
         """
         own = {name: arguments.pop(name) for name in REQUEST_FIELDS & arguments.keys()}
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, add_special_tokens=own.pop("add_special_tokens", True))
+            encode = partial(self.tokenizer.encode, add_special_tokens=own.pop("add_special_tokens", True))
+            overflow = arguments.get("on_overflow")
+            prompt = text_tokens(self.tokenizer, prompt, encode, self.engine.max_context, overflow)
         else:
             prompt = token_ids(prompt)
         if arguments.get("max_tokens") is None:  # nobody asked for more than fits
@@ -248,8 +340,13 @@ class Model:
 
         Raises:
             RequestError: the model has none.
+            BundleError: it was not read yet, and another bundle has taken the place of this one.
         """
         if self._chat_template is None:
+            if publication(self.folder) != self._publication:
+                raise BundleError(
+                    f"{self.folder} was replaced since it was loaded, and its chat template with it; load it again"
+                )
             self._chat_template = ChatTemplate.from_folder(self.folder, self.tokenizer)
         return self._chat_template
 
@@ -304,6 +401,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         store = PrefixStore(
             Path(options.prefix_cache_folder), options.prefix_cache_disk_bytes, pending_bytes=PENDING_BYTES
         )
+    form = runner.session.cache.form(BLOCK)
     return Engine(
         runner.session,
         manifest,
@@ -312,7 +410,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         prefill_chunk=runner.prefill_chunk,
         options=options,
         memory=limit - (PENDING_BYTES if store else 0),
-        prefixes=PrefixCache(prefix_key(manifest), max_bytes=size, store=store) if size else None,
+        prefixes=PrefixCache(prefix_key(manifest), max_bytes=size, store=store, form=form) if size else None,
         store=store,
         drafter=make_drafter(model, options),
     )

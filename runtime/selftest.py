@@ -36,13 +36,18 @@ CACHE_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Counts of what was checked. ``largest_difference`` is between logits here and when the bundle was built."""
+    """Counts of what was checked. ``largest_difference`` is between logits here and when the bundle was built.
+
+    ``unlisted`` are names in the folder that the manifest does not list, the first 16 of them: nothing reads those
+    files.
+    """
 
     files: int
     prompts: int
     tokens: int
     equal_tokens: int
     largest_difference: float
+    unlisted: tuple[str, ...] = ()
 
 
 class Loaded(Protocol):

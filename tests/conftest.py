@@ -102,6 +102,7 @@ def manifest() -> bundle.Manifest:
         ),
         golden=(bundle.GoldenPrompt((1, 2), (3, 4), (0.5, 1.0), (3, 9), (7.25, 6.5), (7.5, 6.25), (3, 8), (7.0, 6.0)),),
         golden_tolerance=0.25,
+        golden_spread=0.1,
         files={},
     )
 

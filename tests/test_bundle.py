@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import math
+import os
+import random
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc import bundle, inventory
+from llmc import bundle
 from llmc.bundle import BUNDLE_MANIFEST, DECODER_FILE, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest
 from llmc.errors import BundleError
 from llmc.publish import file_entries
@@ -112,6 +116,8 @@ def put(value: Any, *path: Any) -> Any:
     return change
 
 
+DEVICE = {"context": 1, "weights": 1, "workspace": 1, "cache_per_token": 1, "logits": 1}
+
 DAMAGE = [
     (drop("llmc_version"), "missing field llmc_version"),
     (drop("geometry", "layers"), "missing field geometry.layers"),
@@ -140,7 +146,21 @@ DAMAGE = [
     (put("1", "schema_version"), "no schema_version"),
     (put(0, "schema_version"), "no schema_version"),
     (put(True, "schema_version"), "no schema_version"),
-    (put(10**400, "quality", "phases", "decode", "mean_kl"), "too large"),
+    (put(10**400, "quality", "phases", "decode", "mean_kl"), "an integer of 401 digits"),
+    (put(0, "geometry", "layers"), "geometry.layers is 0, expected 1 ... 4095"),
+    (put(1 << 31, "geometry", "hidden_size"), "geometry.hidden_size is 2147483648, expected 1 ... 1048575"),
+    (put(-1, "geometry", "attentions", 0, "window"), r"geometry.attentions\[0\].window is -1, expected 0 ..."),
+    (put(0, "limits", "prefill_chunk"), "limits.prefill_chunk is 0, expected 1 ..."),
+    (put(1025, "limits", "max_batch"), "limits.max_batch is 1025, expected 1 ... 1024"),
+    (put(-1, "memory", "workspace"), "memory.workspace is -1, expected 0 ..."),
+    (put(10**39, "memory", "weights"), "memory.weights is 10{39}, expected 0 ..."),
+    (put({**DEVICE, "weights": 1 << 60}, "device"), "device.weights is 1152921504606846976, expected 0 ..."),
+    (put([{}] * 80_000, "golden"), r"golden is 80000 items, expected 0 ... 16"),
+    (put([1] * 1025, "golden", 0, "prompt"), r"golden\[0\].prompt is 1025 items, expected 0 ... 1024"),
+    (put(math.inf, "golden_tolerance"), "golden_tolerance is inf, expected a finite number"),
+    (put("\x1b[2J", "source", "name"), r"source.name is '\\x1b\[2J', expected text without U\+001B"),
+    (put({"size": 1, "sha256": ""}, "files", "a\nb"), r"files is 'a\\nb', expected text without U\+000A"),
+    (put(1, "\x1b]0;x"), r"unknown field \\x1b\]0;x"),
 ]
 
 
@@ -195,12 +215,8 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
         bundle.read_bundle(folder)
 
 
-DEVICE = {"context": 1, "weights": 1, "workspace": 1, "cache_per_token": 1, "logits": 1}
-
 IMPOSSIBLE = [
-    (put(0, "geometry", "layers"), "geometry"),
     (put(3, "geometry", "attentions", 0, "kv_heads"), "geometry"),
-    (put(-1, "geometry", "attentions", 0, "window"), "geometry"),
     (put("9", "geometry", "attentions", 0, "cache"), "geometry"),
     (put([2], "geometry", "caches", 0, "shape"), "geometry"),
     (put("1", "geometry", "caches", 0, "name"), "geometry"),
@@ -211,14 +227,6 @@ IMPOSSIBLE = [
     (put([], "geometry", "linears"), "geometry"),
     (put([], "geometry", "caches"), "geometry"),
     (put(513, "limits", "max_context"), "limits"),
-    (put(0, "limits", "prefill_chunk"), "limits"),
-    (put(bundle.MOST_ROWS + 1, "limits", "max_batch"), "limits"),
-    (put(inventory.LARGEST_SIZE, "geometry", "vocab_size"), "geometry"),
-    (put(inventory.LARGEST_SIZE, "geometry", "max_positions"), "geometry"),
-    (put(0, "geometry", "attentions", 0, "heads"), "geometry"),
-    (put(-1, "memory", "workspace"), "memory"),
-    (put({**DEVICE, "workspace": -1}, "device"), "device"),
-    (put({**DEVICE, "weights": 10**400}, "device"), "device"),
     (put({}, "graphs"), "graphs"),
     (put("int4", "cache"), "cache"),
     (put("1.x", "target", "engine_minimum"), "target"),
@@ -279,6 +287,86 @@ def test_verify_names_a_file_that_vanished(folder: Path):
         list(bundle.verify_files(folder, manifest))
 
 
+# Of a file with 250 chunks of 28 bytes, 10 are hashed.
+SMALL = {"CHUNK": 28, "SAMPLED_CHUNKS": 10}
+
+
+@pytest.fixture
+def sampled(folder: Path, whole: Manifest, monkeypatch: pytest.MonkeyPatch) -> Manifest:
+    """The bundle with one file so large that only samples of it are hashed."""
+    for name, value in SMALL.items():
+        monkeypatch.setattr(bundle, name, value)
+    for name in FILES[:2]:
+        (folder / name).write_bytes(CONTENT[:100])
+    bundle.write_chunks(folder, FILES)
+    return dataclasses.replace(whole, files=file_entries(folder, [*FILES, "chunks.json"]))
+
+
+def test_samples_of_whole_files_pass(folder: Path, sampled: Manifest):
+    assert sorted(bundle.verify_samples(folder, sampled, random.Random(0))) == sorted(sampled.files)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_samples_notice_damage_as_often_as_the_formula_says(folder: Path, sampled: Manifest, share: float):
+    damaged = bytearray(CONTENT)
+    for chunk in range(int(250 * share)):
+        damaged[chunk * 28] ^= 1
+    (folder / "weights.bin").write_bytes(bytes(damaged))
+    files = {name: sampled.files[name] for name in ("weights.bin", "chunks.json")}
+    noticed = sum(notices(folder, dataclasses.replace(sampled, files=files), seed) for seed in range(200))
+    expected = 1 - math.comb(250 - int(250 * share), 10) / math.comb(250, 10)
+    assert noticed == pytest.approx(200 * expected, abs=4 * math.sqrt(200 * expected * (1 - expected)) + 1)
+
+
+def notices(folder: Path, manifest: Manifest, seed: int) -> bool:
+    try:
+        list(bundle.verify_samples(folder, manifest, random.Random(seed)))
+    except BundleError as error:
+        assert "weights.bin is corrupt" in str(error)
+        return True
+    return False
+
+
+def test_a_damaged_small_file_is_always_noticed(folder: Path, sampled: Manifest):
+    (folder / "decode.onnx").write_bytes(CONTENT[1:101])
+    with pytest.raises(BundleError, match=r"decode.onnx is corrupt"):
+        list(bundle.verify_samples(folder, sampled, random.Random(0)))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{}", "does not cover weights.bin"), ("[", "cannot be read"), ('{"weights.bin": "0"}', "does not cover")],
+)
+def test_a_list_of_chunks_that_is_none_is_refused(folder: Path, sampled: Manifest, content: str, words: str):
+    (folder / "chunks.json").write_text(content)
+    manifest = dataclasses.replace(sampled, files=file_entries(folder, [*FILES, "chunks.json"]))
+    with pytest.raises(BundleError, match=words):
+        list(bundle.verify_samples(folder, manifest, random.Random(0)))
+
+
+def test_a_bundle_of_small_files_has_no_list_of_chunks(folder: Path):
+    bundle.write_chunks(folder, FILES)
+    assert not (folder / "chunks.json").exists()
+
+
+def test_writing_a_list_of_chunks_leaves_a_linked_bundle_alone(folder: Path, sampled: Manifest, tmp_path: Path):
+    os.link(folder / "chunks.json", folder / "other")
+    before = (folder / "other").read_bytes()
+    (folder / "weights.bin").write_bytes(CONTENT[::-1])
+    bundle.write_chunks(folder, FILES)
+    assert (folder / "other").read_bytes() == before != (folder / "chunks.json").read_bytes()
+
+
+def test_files_that_are_not_the_bundles_are_named(folder: Path, whole: Manifest):
+    for name in ("README.md", "a\x1b[2J", *(f"{number:02}" for number in range(20))):
+        (folder / name).touch()
+    (folder / "more").mkdir()
+    (folder / "README.md").rename(folder / "0 README.md")
+    found = bundle.unlisted_files(folder, whole)
+    assert len(found) == 16 and found[0] == "0 README.md"
+    assert not set(found) & {*FILES, BUNDLE_MANIFEST}
+
+
 @pytest.mark.parametrize("name", ["../outside.bin", "/etc/hostname", "a/../../outside.bin"])
 def test_a_manifest_that_leads_outside_its_folder_is_refused(folder: Path, name: str):
     edit(folder, put(dataclasses.asdict(FileEntry(1, "0" * 64)), "files", name))
@@ -290,6 +378,89 @@ def test_a_graph_that_no_hash_covers_is_refused(folder: Path):
     edit(folder, put("other.onnx", "graphs", "decode", "file"))
     with pytest.raises(BundleError, match=r"'other.onnx', which is unlisted"):
         bundle.read_bundle(folder)
+
+
+def test_a_tokenizer_file_that_no_hash_covers_is_refused(folder: Path):
+    (folder / "chat_template.jinja").symlink_to("nowhere yet")
+    with pytest.raises(BundleError, match=r"chat_template.jinja is not in llmc.json.*remove it"):
+        bundle.read_bundle(folder)
+
+
+@pytest.mark.parametrize("name", ["weights.bin", BUNDLE_MANIFEST])
+def test_a_link_that_leads_out_of_the_folder_is_refused(folder: Path, tmp_path_factory: Any, name: str):
+    outside = tmp_path_factory.mktemp("outside") / "secret"
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(BundleError, match=rf"{name} is a link that leads out of the bundle"):
+        bundle.read_bundle(folder)
+
+
+def test_a_file_in_a_linked_folder_is_refused(folder: Path, tmp_path_factory: Any):
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "more.bin").write_bytes(b"1")
+    (folder / "parts").symlink_to(outside)
+    edit(folder, put(dataclasses.asdict(FileEntry(1, "0" * 64)), "files", "parts/more.bin"))
+    with pytest.raises(BundleError, match=r"more.bin is a link that leads out of the bundle"):
+        bundle.read_bundle(folder)
+
+
+def test_links_within_the_folder_and_within_a_download_cache_are_followed(folder: Path, tmp_path_factory: Any):
+    (folder / "weights.bin").rename(folder / "elsewhere.bin")
+    (folder / "weights.bin").symlink_to("elsewhere.bin")
+    bundle.read_bundle(folder)
+    repository = tmp_path_factory.mktemp("models--tiny")
+    (repository / "snapshots").mkdir()
+    folder.rename(repository / "blobs")
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir()
+    for name in (*FILES, BUNDLE_MANIFEST):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    bundle.read_bundle(snapshot)
+
+
+def test_a_bundle_that_is_replaced_while_it_is_read_is_read_again(folder: Path, whole: Manifest):
+    """A build may publish at any moment; no mixture of two bundles is ever returned, nor taken for damage."""
+    seen: list[str] = []
+
+    def replace(version: str) -> None:
+        bundle.write_manifest(dataclasses.replace(whole, llmc_version=version), folder)
+
+    def work() -> str:
+        found = bundle.read_bundle(folder).llmc_version
+        seen.append(found)
+        if len(seen) == 1:
+            replace("0.2.0 begins")
+        if len(seen) == 2:
+            replace("0.3.0 has come")
+            raise BundleError("a file of the old bundle is gone")
+        return found
+
+    thrown_away: list[str] = []
+    assert bundle.undisturbed(folder, work, thrown_away.append) == "0.3.0 has come"
+    assert thrown_away == ["0.1.0"]
+
+
+def test_a_bundle_that_is_replaced_without_end_is_refused(folder: Path):
+    ticks = iter(range(100))
+    with pytest.raises(BundleError, match="was replaced 10 times while it was read"):
+        bundle.undisturbed(folder, lambda: (folder / BUNDLE_MANIFEST).write_text("x" * next(ticks)))
+
+
+def test_every_number_of_a_manifest_has_a_range():
+    unbounded = {place for kind in (Manifest, ExportManifest) for place in numbers_without_range(kind)}
+    assert not unbounded
+
+
+def numbers_without_range(kind: Any, place: str = "") -> Iterator[str]:
+    if kind is int:
+        yield place
+    if dataclasses.is_dataclass(kind):
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            yield from numbers_without_range(hint, f"{place}.{name}")
+    if typing.get_origin(kind) is typing.Annotated and typing.get_args(kind)[0] is int:
+        return
+    for argument in typing.get_args(kind):
+        yield from numbers_without_range(argument, place)
 
 
 def test_a_file_name_that_no_file_system_takes_counts_as_missing(folder: Path):
@@ -308,10 +479,11 @@ def test_a_folder_of_someone_else_is_refused_with_the_command_to_use(tmp_path: P
             read(place)
 
 
-def test_an_unreadable_manifest_is_named(folder: Path):
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_manifest_that_is_no_regular_file_is_refused_at_once(folder: Path, make: Any):
     (folder / BUNDLE_MANIFEST).unlink()
-    (folder / BUNDLE_MANIFEST).mkdir()
-    with pytest.raises(BundleError, match=r"llmc.json cannot be read \(Is a directory\)"):
+    make(folder / BUNDLE_MANIFEST)
+    with pytest.raises(BundleError, match=r"llmc.json is corrupt \(it is no regular file\)"):
         bundle.read_bundle(folder)
 
 

@@ -37,6 +37,13 @@ def test_only_usage_errors_exit_with_two(leaf: type[errors.LlmcError]):
     assert leaf.exit_code == (2 if leaf is errors.UsageError else 1)
 
 
+def test_a_message_is_text_whatever_names_are_in_it():
+    """Escape sequences, turned directions and halves of characters; ends of lines and letters stay."""
+    error = errors.GpuError("no \x1b[31mfile\u202e \udcff\x9b\r\n\tGröße 大")
+    assert str(error) == "no \\x1b[31mfile\\u202e \\udcff\\x9b\\r\n\tGröße 大"
+    assert errors.printable(str(error)) == str(error)
+
+
 def test_require_gives_the_module():
     import json.decoder
 
@@ -110,3 +117,32 @@ class MuteError(Exception):
 )
 def test_text_of_names_the_type_and_the_message_if_it_has_one(error: BaseException, text: str):
     assert errors.text_of(error) == text
+
+
+class Evil:
+    def __repr__(self) -> str:
+        raise SystemError("no")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1, "1"),
+        (-1.5, "-1.5"),
+        (True, "True"),
+        ("it's", '"it\'s"'),
+        (((1, 101.0), (2, 0.5)), "((1, 101.0), (2, 0.5))"),
+        (10**39, str(10**39)),
+        (10**5000, "an integer of about 5001 digits"),
+        ((-(10**5000),), "(an integer of about 5001 digits,)"),
+        (Evil(), "Evil"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_are_written_as_python_does_as_far_as_somebody_reads_them(value: object, shown: str):
+    assert errors.written(value) == shown
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, ["x" * 500] * 10**5, b"x" * 10**6, dict.fromkeys(range(99), "x" * 99)])
+def test_long_values_are_cut(value: object):
+    assert 50 < len(errors.written(value)) < 320

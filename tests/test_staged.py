@@ -168,6 +168,29 @@ def test_a_place_that_cannot_be_written_is_a_usage_error(target: Path, monkeypat
         publish(target, "new")
 
 
+BYTES = os.fsdecode(b"b\xffd")
+NO_FOLDERS = {
+    BYTES: r"b\\udcffd: the name is not UTF-8",
+    f"{BYTES}/below": "the name is not UTF-8",
+    "link": "the name is not UTF-8",
+    "loop": "is a link to itself",
+    "x" * 300: r"cannot write here \(File name too long\)",
+    "pipe": "exists; choose another output folder",
+    "pipe/below": r"cannot write here \(Not a directory\)",
+}
+
+
+@pytest.mark.parametrize(("name", "sentence"), NO_FOLDERS.items(), ids=[ascii(name)[:12] for name in NO_FOLDERS])
+def test_a_name_for_no_folder_is_refused_before_any_work(tmp_path: Path, name: str, sentence: str):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "link").symlink_to(BYTES)
+    before = names(tmp_path)
+    with pytest.raises(UsageError, match=sentence), staged(tmp_path / name):
+        raise AssertionError("no work was to be done")
+    assert names(tmp_path) == before
+
+
 def test_a_target_below_a_file_is_a_usage_error(tmp_path: Path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UsageError, match="cannot write here"):

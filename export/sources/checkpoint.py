@@ -1,26 +1,23 @@
 """A Hugging Face folder: its config in llmc's words, and where each of the decoder's tensors lies on disk."""
 
-import hashlib
-import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from llmc import bundle
-from llmc.errors import CheckpointError
+from llmc import bundle, strict
+from llmc.errors import CheckpointError, printable
 from llmc.export.config import DecoderConfig, parameter_shapes
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
 from llmc.export.sources.safetensors import DTYPE_NAMES, Shard, StoredTensor, read_shards
+from llmc.origin import fingerprint, own_file
 
 CONFIG_FILE = bundle.CONFIG_FILE
 GENERATION_FILE = "generation_config.json"
-# Of each of three places of every tensor, for the fingerprint: a page costs no more to read than a byte.
-SAMPLED_BYTES = 4096
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Buffers that some checkpoints store although they follow from the config.
 _COMPUTED = ("rotary_emb.inv_freq",)
@@ -61,7 +58,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
     keys = Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
     config = read_config(keys)
-    _check_tokenizer(folder)
+    _check_tokenizer(folder, config.vocab_size)
     generation, left_out = _read_generation(folder, config)
     shards = tuple(read_shards(folder))
     tensors = _match(folder, config, {n: t for shard in shards for n, t in shard.tensors.items()})
@@ -70,30 +67,54 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file.
+    """An object in a JSON file of a checkpoint or an export, see :func:`llmc.origin.own_file`.
 
     Raises:
-        CheckpointError: the file is missing or broken.
+        CheckpointError: the file is missing, broken or somebody else's.
     """
+    found = own_file(path.parent, path.name)
+    if found is None:
+        raise CheckpointError(f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder") from None
-    except (OSError, ValueError, RecursionError) as error:
+        data = strict.read_json(found)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} holds a JSON {type(data).__name__}, expected an object; download it again")
     return data
 
 
-def _check_tokenizer(folder: Path) -> None:
-    if not (folder / bundle.TOKENIZER_FILE).is_file():
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """It is there, and the model has a row for each of its tokens; a model may have more rows, and often does."""
+    path = folder / bundle.TOKENIZER_FILE
+    if own_file(folder, path.name) is None:
         raise CheckpointError(
             f"{folder}: no {bundle.TOKENIZER_FILE} here, which the runtime needs; make it from what is here: "
             f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
             f".save_pretrained('{folder}')\""
         )
-    read_json(folder / bundle.TOKENIZER_FILE)
+    last, token = max(_tokens(path, read_json(path)), default=(0, ""))
+    if last >= vocab_size:
+        raise CheckpointError(
+            f"{path}: it knows {last + 1} tokens, the last one {token!r:.80}, but {CONFIG_FILE} says "
+            f"vocab_size={vocab_size}, and the model has no more; give it the tokenizer that it was trained with"
+        )
+
+
+def _tokens(path: Path, content: dict[str, Any]) -> Iterator[tuple[int, str]]:
+    """Number and text of every token that a ``tokenizer.json`` names; Unigram's vocabulary is a list."""
+    try:
+        vocab = content["model"].get("vocab", {})
+        known = vocab.items() if isinstance(vocab, dict) else ((row[0], index) for index, row in enumerate(vocab))
+        added = ((entry["content"], entry["id"]) for entry in content.get("added_tokens") or ())
+        for token, number in chain(known, added):
+            if type(number) is not int or type(token) is not str:
+                raise TypeError("no text and a number")
+            yield number, token
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is no tokenizer (its vocabulary is not a list of tokens); download it again"
+        ) from error
 
 
 def _match(folder: Path, config: DecoderConfig, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -149,7 +170,7 @@ def _pieces(folder: Path, tensor: StoredTensor, size: int = 1 << 22) -> Iterator
 def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Generation, list[str]]:
     """Defaults from generation_config.json, and notes; stop tokens from config.json where it says nothing."""
     path = folder / GENERATION_FILE
-    values = read_json(path) if path.exists() else {}
+    values = read_json(path) if own_file(folder, path.name) else {}
     keys = Keys(values, str(path))
     eos = token_ids(keys, "eos_token_id", config.vocab_size) or config.eos_token_ids
     bos = next(iter(token_ids(keys, "bos_token_id", config.vocab_size)), config.bos_token_id)
@@ -159,38 +180,22 @@ def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Genera
         do_sample=keys.flag("do_sample"),
         temperature=keys.optional_number("temperature"),
         top_k=keys.optional_integer("top_k"),
-        top_p=keys.optional_number("top_p", maximum=1),
-        min_p=keys.optional_number("min_p", maximum=1),
+        top_p=keys.optional_number("top_p"),
+        min_p=keys.optional_number("min_p"),
     )
     for name, plain in _PLAIN_GENERATION.items():
         if values.get(name, plain) not in (plain, None):
-            keys.note(f"{name}={values[name]!r} is not supported and was left out")
+            keys.note(f"{name}={values[name]!r:.80} is not supported and was left out")
     return generation, keys.notes
 
 
-def _samples(shard: Shard) -> bytes:
-    """Some bytes of the beginning, middle and end of every tensor: other weights of the same shapes are seen."""
-    found = b""
-    with shard.path.open("rb") as file:
-        for tensor in shard.tensors.values():
-            for start in (0, tensor.length // 2, max(0, tensor.length - SAMPLED_BYTES)):
-                size = min(SAMPLED_BYTES, tensor.length - start)
-                found += hashlib.sha256(os.pread(file.fileno(), size, tensor.offset + start)).digest()
-    return found
-
-
 def _source(folder: Path, shards: tuple[Shard, ...], tensors: dict[str, StoredTensor]) -> bundle.Source:
-    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
-    for shard in shards:
-        digest.update(shard.header)
-        digest.update(str(shard.size).encode())
-        digest.update(_samples(shard))
     sizes: dict[str, int] = {}
     for tensor in tensors.values():
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.length
     return bundle.Source(
-        name=folder.resolve().name,
-        fingerprint=digest.hexdigest(),
+        name=printable(folder.resolve().name),
+        fingerprint=fingerprint((folder / CONFIG_FILE).read_bytes(), (shard.path for shard in shards)),
         dtype=DTYPE_NAMES[max(sizes, key=lambda dtype: sizes[dtype])],
         parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()),
     )

@@ -4,19 +4,25 @@ Format: 8 bytes of header length (little endian), the header as JSON, then the t
 Source: https://github.com/huggingface/safetensors#format
 """
 
-import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmc.errors import CheckpointError
+from llmc.origin import MOST_HEADER, own_file
+from llmc.strict import open_regular, parse_json, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
-_MAX_HEADER = 100_000_000  # the limit of the safetensors library
+SUFFIX = ".safetensors"
+# A decoder's tensors have one or two dimensions; the numbers of a shape are multiplied.
+MOST_DIMENSIONS = 8
+# Characters of a tensor's name, which messages repeat; a decoder's have some fifty.
+LONGEST_NAME = 500
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,9 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file: its tensors, and what identifies it without reading the weights."""
+    """One safetensors file, and its tensors in the order of its header."""
 
     path: Path
-    size: int
-    header: bytes
     tensors: dict[str, StoredTensor]
 
 
@@ -67,24 +71,24 @@ def read_shard(path: Path) -> Shard:
         CheckpointError: the file is truncated, not safetensors, or holds a dtype other than F32, F16 and BF16.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER):
+            if size < 8 or length > min(size - 8, MOST_HEADER):
                 raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes); download it again")
             header = file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
     entries = _parse_header(path, header)
     start = 8 + length
     tensors = {name: _stored(path, name, entry, start) for name, entry in entries.items()}
     _check_layout(path, tensors, start, size)
-    return Shard(path, size, header, tensors)
+    return Shard(path, tensors)
 
 
 def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
     try:
-        entries = json.loads(header)
+        entries = parse_json(header)
     except ValueError as error:
         raise CheckpointError(f"{path} has a corrupt safetensors header ({error}); download it again") from error
     if not isinstance(entries, dict):
@@ -94,16 +98,22 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
 
 
 def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+    if len(name) > LONGEST_NAME:
+        raise CheckpointError(
+            f"{path}: {name:.50}... is a tensor's name of {len(name)} characters, expected at most {LONGEST_NAME}; get "
+            "the checkpoint from somebody else"
+        )
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         numbers = (*shape, begin, end)
-        if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in numbers):
+        sound = len(shape) <= MOST_DIMENSIONS and all(type(n) is int and n >= 0 for n in numbers)
+        if not isinstance(dtype, str) or not sound:
             raise TypeError("not a dtype, a shape and two offsets")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the header's entry for {name} is corrupt; download the file again") from error
     if dtype not in ITEM_SIZES:
         raise CheckpointError(
-            f"{path}: {name} has dtype {dtype}, expected one of {', '.join(ITEM_SIZES)}; llmc reads unquantized "
+            f"{path}: {name} has dtype {dtype:.20}, expected one of {', '.join(ITEM_SIZES)}; llmc reads unquantized "
             "checkpoints: export the original one"
         )
     if end - begin != math.prod(shape) * ITEM_SIZES[dtype]:
@@ -128,13 +138,14 @@ def _check_layout(path: Path, tensors: dict[str, StoredTensor], start: int, size
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        index = dict(data["weight_map"])
-    except (ValueError, TypeError, KeyError) as error:
+        found = own_file(path.parent, path.name) or path
+        index = dict(read_json(found)["weight_map"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is corrupt (no weight_map in it); download it again") from error
     for name, file in index.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{path}: {name} is said to be in {file!r}, expected a file name in the same folder")
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(SUFFIX):
+            expected = f"a file name in the same folder that ends in {SUFFIX}"
+            raise CheckpointError(f"{path}: {name:.500} is said to be in {file!r:.80}, expected {expected}")
     return index
 
 

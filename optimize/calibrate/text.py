@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import RequestError, UsageError
+from llmc.errors import RequestError, UsageError, printable
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ def read_samples(
     _check_length(ids, fewest * step, source)
     return CalibrationSamples(
         ids=_windows(ids, step, samples, prefix),
-        name="default text" if path is None else path.name,
+        name="default text" if path is None else printable(path.name),
         sha256=sha256,
         default=path is None,
         tokens=len(ids),

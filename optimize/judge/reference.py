@@ -24,7 +24,7 @@ from llmc.optimize.lower.rewrite import read_decoder, sizes
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.weights import rows_of
 from llmc.runtime.host import disk_cache
-from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY
+from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY, inference_session
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translated
 
 ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 as the standard means them
@@ -160,9 +160,7 @@ def open_part(part: ir.Model, folder: Path) -> Any:
     options.log_severity_level = LOG_FATAL_ONLY
     options.add_session_config_entry(EXTERNAL_FOLDER, str(folder))
     with translated(f"{folder}: running a part of the model"):
-        return runtime.InferenceSession(
-            ir.to_proto(part).SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        return inference_session(runtime, ir.to_proto(part).SerializeToString(), options)
 
 
 def _groups(sequences: Sequence[Sequence[int]]) -> list[Ids]:

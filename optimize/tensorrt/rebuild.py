@@ -1,18 +1,21 @@
 """A bundle's engine compiled anew, on the machine that is to run it: the graph and its weights are in the bundle."""
 
 import logging
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from llmc.bundle import (
     BUNDLE_MANIFEST,
+    CHUNKS_FILE,
     EngineConfig,
     FileEntry,
     Manifest,
     Target,
     read_bundle,
     verify_files,
+    write_chunks,
     write_manifest,
 )
 from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
@@ -69,8 +72,9 @@ def _kept(manifest: Manifest) -> dict[str, FileEntry]:
 
 def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
     """Refuse to replace a bundle beside whose files lie others, and to write into it."""
-    if output.resolve() != source.resolve():
-        if output.resolve().is_relative_to(source.resolve()):
+    place, bundle = (Path(os.path.realpath(path)) for path in (output, source))
+    if place != bundle:
+        if place.is_relative_to(bundle):
             raise UsageError(f"{output} lies in the bundle {source}; choose another output folder")
         return
     known = {*manifest.files, BUNDLE_MANIFEST}
@@ -93,7 +97,9 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
     plan = compile_engine(spec, graph, manifest.geometry, progress)
     if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
         plan = replace(plan, verified=old.verified)
-    files = kept | file_entries(folder, [plan.file, plan.select, plan.inspector])
+    write_chunks(folder, [*kept, plan.file])
+    names = [plan.file, plan.select, plan.inspector, *([CHUNKS_FILE] if (folder / CHUNKS_FILE).exists() else [])]
+    files = kept | file_entries(folder, names)
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
     device = manifest.device and with_engine(manifest.device, folder, plan)
     made = replace(manifest, target=here, engine=plan, device=device, files=files)

@@ -1,6 +1,13 @@
 """The engine's table of a recipe."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from llmc.errors import BuildError
+from llmc.inventory import Geometry
+
+# TensorRT-RTX 1.7.1 compiles its attention for heads whose width is a multiple of this, and fails inside for others
+# (tried with 10, 12, 14, 18, 20 and 100); basic operators it compiles for any.
+NATIVE_HEAD_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -26,3 +33,20 @@ class EngineRequest:
     deferred: bool | None = None
     workspace: int | None = None
     optimization_level: int | None = None
+
+
+def for_heads(request: EngineRequest, geometry: Geometry) -> EngineRequest:
+    """The request with a form that takes the heads of this geometry, if it leaves the form open.
+
+    Raises:
+        BuildError: it asks for the native form, which does not.
+    """
+    odd = next((item for item in geometry.attentions if item.head_dim % NATIVE_HEAD_MULTIPLE), None)
+    if odd is None or request.form == "primitives":
+        return request
+    if request.form is not None:
+        raise BuildError(
+            f"{odd.name} has a head_dim of {odd.head_dim}, and attention of the {request.form} form takes multiples of "
+            f"{NATIVE_HEAD_MULTIPLE}; leave the form out, or ask for primitives"
+        )
+    return replace(request, form="primitives")

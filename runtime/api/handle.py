@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import os
 import threading
 import weakref
 from collections import deque
@@ -9,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
 from typing import Any
 
-from llmc.errors import UsageError
+from llmc.errors import EngineClosedError, UsageError
 from llmc.runtime.api.results import Delta, GenerationResult
 
 _SERVING = threading.local()
@@ -26,9 +27,13 @@ def is_serving() -> bool:
 
 
 class OutputCollector:
-    """A request's output on its way from the engine's thread to its reader: pieces, then a result or an error."""
+    """A request's output on its way from the engine's thread to its reader: pieces, then a result or an error.
+
+    In a process that was forked meanwhile nothing more comes: what had ended can be read, all else is refused.
+    """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._changed = threading.Condition()
         self._deltas: deque[Delta] = deque()
         self._wakers: list[Callable[[], None]] = []
@@ -59,14 +64,21 @@ class OutputCollector:
 
         Raises:
             TimeoutError: nothing came within ``timeout`` seconds.
+            EngineClosedError: the engine stayed in another process.
         """
+        self.refuse_forked()
         with self._changed:
             if not self._waited(lambda: bool(self._deltas) or self.ended, timeout):
                 raise TimeoutError(f"nothing came within {timeout} s; the request goes on")
             return self._deltas.popleft() if self._deltas else None
 
     def poll(self) -> Delta | None:
-        """The next piece if there is one."""
+        """The next piece if there is one.
+
+        Raises:
+            EngineClosedError: the engine stayed in another process.
+        """
+        self.refuse_forked()
         with self._changed:
             return self._deltas.popleft() if self._deltas else None
 
@@ -75,17 +87,38 @@ class OutputCollector:
 
         Raises:
             TimeoutError: it did not come within ``timeout`` seconds.
+            EngineClosedError: the engine stayed in another process.
         """
+        self.refuse_forked()
         with self._changed:
             if not self._waited(lambda: self.ended, timeout):
                 raise TimeoutError(f"the request did not end within {timeout} s; it goes on")
 
     def call(self, waker: Callable[[], None], pieces: bool) -> None:
-        """Call ``waker`` once: at the end, or with ``pieces`` at the next change; now if that has been."""
+        """Call ``waker`` once: at the end, or with ``pieces`` at the next change; now if that has been.
+
+        Raises:
+            EngineClosedError: the engine stayed in another process.
+        """
+        self.refuse_forked()
         with self._changed:
             (self._wakers if pieces else self._end_wakers).append(waker)
             if self.ended or (pieces and self._deltas):
                 self._wake()
+
+    def refuse_forked(self) -> None:
+        """Before the lock is taken: the thread that held it in that moment is not here to let it go.
+
+        Raises:
+            EngineClosedError: the engine stayed in another process, and the request had not ended by then.
+        """
+        if os.getpid() == self._pid:
+            return
+        if not self.ended:
+            raise EngineClosedError(
+                "the engine's thread stayed in the process that this one was forked from; wait for the request there"
+            )
+        self._pid, self._changed = os.getpid(), threading.Condition()
 
     def _waited(self, holds: Callable[[], bool], timeout: float | None) -> bool:
         if is_serving() and not holds():
@@ -111,7 +144,8 @@ class Handle:
 
     Iterating gives text as it becomes final; ``events()`` gives every piece of every output; ``result()`` waits for the
     whole. All three exist for ``async for`` and ``await`` too. Whoever drops the handle before the end cancels the
-    request, unless it has an ``on_delta``.
+    request, unless it has an ``on_delta``. In a process that was forked meanwhile nothing more comes: what had ended
+    can be read there, and everything else is refused with an EngineClosedError.
     """
 
     def __init__(self, collector: OutputCollector, cancel: Callable[[], None], outputs: int, keep: bool) -> None:
@@ -137,9 +171,14 @@ class Handle:
         return self._tokens
 
     def cancel(self) -> bool:
-        """Stop the request; its cache row is free after the engine's present step. False if it had ended already."""
+        """Stop the request; its cache row is free after the engine's present step. False if it had ended already.
+
+        Raises:
+            EngineClosedError: the engine stayed in the process that this one was forked from.
+        """
         if self._cancelled or self._collector.ended:
             return False
+        self._collector.refuse_forked()
         self._cancelled = True
         self._cancel()
         return True

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llmc.errors import UsageError
+from llmc.errors import UsageError, written
 from llmc.runtime.api.results import Delta
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import Processor
@@ -43,22 +43,24 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
-            raise UsageError(f"params is {self.params!r:.80}, expected SamplingParams")
+            raise UsageError(f"params is {written(self.params)}, expected SamplingParams")
         for name in ("logits_processors", "stopping_criteria"):
             listed = getattr(self, name)
             if not isinstance(listed, list | tuple):
-                raise UsageError(f"{name} is {listed!r:.80}, expected a list of functions")
+                raise UsageError(f"{name} is {written(listed)}, expected a list of functions")
             object.__setattr__(self, name, tuple(listed))
             if not all(callable(item) for item in listed):
-                raise UsageError(f"{name} holds {listed!r:.80}, expected functions")
+                raise UsageError(f"{name} holds {written(listed)}, expected functions")
         for name in ("similarity", "on_delta"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise UsageError(f"{name} is {getattr(self, name)!r:.80}, expected a function or None")
+                raise UsageError(f"{name} is {written(getattr(self, name))}, expected a function or None")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > 1000:
-            raise UsageError(f"priority is {self.priority!r}, expected an integer from -1000 to 1000 (lower is sooner)")
+            raise UsageError(
+                f"priority is {written(self.priority)}, expected an integer from -1000 to 1000 (lower is sooner)"
+            )
         seconds = self.deadline_s
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and 0 < seconds <= LONGEST_DEADLINE):
             raise UsageError(
-                f"deadline_s is {seconds!r:.80}, expected seconds above 0, up to {LONGEST_DEADLINE}, or None"
+                f"deadline_s is {written(seconds)}, expected seconds above 0, up to {LONGEST_DEADLINE}, or None"
             )

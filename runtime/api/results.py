@@ -88,12 +88,14 @@ class Output:
 
     Attributes:
         index: which sample it is; its draws came from the request's seed + index.
-        text: the completion without the stop string or end-of-sequence token that ended it.
+        text: the completion without the stop string or token that ended it, unless the request keeps them.
         token_ids: every token, the one that ended it included.
         finish_reason: ``stop`` (end of sequence, stop token, stop string or stopping criterion) or ``length``.
         seed: what the random draws came from; None when nothing was drawn. The same seed gives the same tokens.
         score: what the outputs were ranked by (beam search, best_of, consensus); None where they were not.
         logprobs: one per token, where the request asked for them.
+        stop_reason: the stop string, or the token of the request's ``stop_token_ids``, that ended it; None for an end
+            of sequence and everything else.
     """
 
     index: int
@@ -103,11 +105,13 @@ class Output:
     seed: int | None = None
     score: float | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A finished request. ``text``, ``token_ids``, ``finish_reason`` and ``seed`` are those of its first output.
+    """A finished request. ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` and ``seed`` are those of its
+    first output.
 
     Attributes:
         outputs: as many as asked for; the best first where they are ranked.
@@ -137,6 +141,11 @@ class GenerationResult:
     def finish_reason(self) -> FinishReason:
         """The reason why the first output ended."""
         return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or token that ended the first output."""
+        return self.outputs[0].stop_reason
 
     @property
     def seed(self) -> int | None:

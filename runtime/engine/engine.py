@@ -26,10 +26,11 @@ from llmc.errors import (
 from llmc.runtime.api.handle import Handle, OutputCollector, is_serving, mark_serving
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
-from llmc.runtime.engine.input_processor import InputProcessor
+from llmc.runtime.engine.input_processor import InputProcessor, check_tokens, token_ids
 from llmc.runtime.engine.output_processor import OutputProcessor
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
+from llmc.runtime.host import threads
 from llmc.runtime.kv.budget import CacheBudget
 from llmc.runtime.kv.cache_file import load_session, save_session
 from llmc.runtime.kv.prefix_cache import Match, PrefixCache
@@ -85,6 +86,7 @@ class Engine:
         self.options = options
         self.metrics = EngineMetrics()
         self.prefixes = prefixes
+        self._vocab_size = manifest.geometry.vocab_size
         # A strict step feeds a dummy token after the last one, which wants a position of its own.
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
         max_rows = row_limit(manifest, options)
@@ -177,23 +179,28 @@ class Engine:
         """Save what the prefix cache has of ``tokens``, a conversation so far, to a file; says how many tokens that is.
 
         Raises:
-            UsageError: there is no prefix cache, or the file cannot be written.
+            UsageError: there is no prefix cache, ``tokens`` are no token ids, or the file cannot be written.
             RequestError: nothing of ``tokens`` is cached: they were never fed, are fewer than a block, or were evicted.
             ResourceError: the disk is full.
         """
         prefixes = self._prefix_cache()
+        try:
+            ids = token_ids(tokens)
+        except UsageError as error:
+            raise UsageError(f"tokens is {tokens!r:.60}, expected a list of token ids") from error
+        check_tokens("the conversation holds", ids, self._vocab_size)
 
         def read() -> Match:
-            with prefixes.match(tokens) as match:
+            with prefixes.match(ids) as match:
                 return match
 
         held = self.call(read).blocks
         if not held:
             raise RequestError(
-                f"none of the {len(tokens)} tokens is in the prefix cache, which keeps blocks of {prefixes.block}; "
+                f"none of the {len(ids)} tokens is in the prefix cache, which keeps blocks of {prefixes.block}; "
                 "generate from them first, or give the cache more memory"
             )
-        save_session(Path(path), tokens, held, prefixes.block, prefixes.key)
+        save_session(path, ids, held, prefixes.block, prefixes.key)
         return len(held) * prefixes.block
 
     def restore(self, path: str | Path) -> list[int]:
@@ -201,11 +208,19 @@ class Engine:
 
         Raises:
             UsageError: there is no prefix cache, or the file cannot be opened.
-            RequestError: it is no such file, is damaged, or belongs to another model.
+            RequestError: it is no such file, is damaged, belongs to another model, or others may have written it: what
+                is restored serves every request that begins with the same tokens.
         """
         prefixes = self._prefix_cache()
         size = prefixes.block
-        tokens, blocks = load_session(Path(path), size, prefixes.key)
+        tokens, blocks = load_session(
+            path,
+            size,
+            prefixes.key,
+            form=self._runner.session.cache.form(size),
+            vocab_size=self._vocab_size,
+            max_bytes=prefixes.max_bytes,
+        )
         cached = tokens[: len(blocks) * size]
         self.call(lambda: prefixes.insert(cached, lambda start, end: blocks[start // size : end // size]))
         return tokens
@@ -232,9 +247,15 @@ class Engine:
             if first:
                 self._free()
         else:
-            self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
+            self._stop(drain)
         if thread is not None and not is_serving():  # a client's function or the garbage collector may close it
             thread.join()
+
+    def _stop(self, drain: bool = False) -> None:
+        """Make the engine's thread end soon, without waiting for it."""
+        with self._lock:
+            self._closing = True
+        self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
 
     def _free(self) -> None:
         """After the last request."""
@@ -290,8 +311,7 @@ class Engine:
         if self._closing:
             raise EngineClosedError("the engine is closed; load the bundle again")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="llmc-engine", daemon=True)
-            self._thread.start()
+            self._thread = threads.start(self._serve, "llmc-engine", self._stop)
 
     def _cancel(self, number: int) -> None:
         """May be called by the garbage collector, anywhere: it only leaves a message."""
@@ -301,11 +321,14 @@ class Engine:
 
     def _serve(self) -> None:
         mark_serving()
-        while self._busy or not self._closing or not self._inbox.empty():
-            try:
-                self.step()
-            except BaseException as error:  # noqa: BLE001  # without this thread, clients would wait for ever
-                self._recover(error)
+        try:
+            while self._busy or not self._closing or not self._inbox.empty():
+                try:
+                    self.step()
+                except BaseException as error:  # noqa: BLE001  # without this thread, clients would wait for ever
+                    self._recover(error)
+        except BaseException as error:  # noqa: BLE001  # nor could it recover: of no memory, say
+            self._give_up(error)
         self._free()
 
     def step(self) -> None:
@@ -446,6 +469,16 @@ class Engine:
             torn, reason = False, self._lose(reason)
         holders = self._scheduler.abandon(self._requests.values())
         self._fail_all(named(reason), holders if torn else None)
+
+    def _give_up(self, error: BaseException) -> None:
+        """The thread ends, whatever it was in the middle of: nobody may wait for it, and nobody may come any more."""
+        with self._lock:
+            self._closing = True
+        while not self._inbox.empty():  # those who came, and functions that somebody waits for
+            with suppress(BaseException):
+                self._inbox.get()()
+        for request in [*self._requests.values()]:
+            request.collector.end(None, named(error))
 
     def _lose(self, error: BaseException) -> GpuError:
         """Note that nothing can be run any more: no request is accepted, and the thread ends."""

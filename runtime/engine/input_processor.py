@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmc.bundle import Manifest
-from llmc.errors import RequestError, UsageError
+from llmc.errors import RequestError, UsageError, written
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Output
@@ -19,20 +19,21 @@ from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
 from llmc.runtime.guided.grammars import Grammars
 from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
-from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.dry import Breakers
+from llmc.runtime.sampling.params import MOST_COMPARED, SamplingParams
 from llmc.runtime.sampling.processors import SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.search.base import Hypothesis, StopCriterion, Strategy
 from llmc.runtime.search.beam import BeamSearch
 from llmc.runtime.search.contrastive import Contrastive
 from llmc.runtime.speculation.speculator import Speculator
-from llmc.runtime.text.detokenizer import TextStream
-from llmc.runtime.text.tokenizer import Tokenizer
+from llmc.runtime.text.detokenizer import NoText, TextStream
+from llmc.runtime.text.tokenizer import PLAIN_CHARACTERS, Tokenizer
 
 # Below it, the half of the context that stays would hardly be more than the sinks.
 SHORTEST_SLIDING = 4 * SINK_TOKENS
-# Characters that no usual token exceeds: runs of spaces are the longest. Text beyond it is not even tokenized.
-LONGEST_TOKEN = 256
+# Characters of a text in which its first tokens are looked for, where its middle is dropped.
+SINK_CHARACTERS = 1024
 
 
 class InputProcessor:
@@ -77,7 +78,7 @@ class InputProcessor:
                 f"{width(params)} rows are needed at once (beams or candidates), the engine has {self.max_rows}; "
                 "ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
             )
-        grammar = self._grammars.compiled(params)
+        grammar = self._grammars.compiled(params, request.deadline_s)
         state = RequestState(request, params, prompt, collector, metrics.timeline(len(prompt)))
         state.truncated_tokens = cut
         state.group = self._group(state, grammar)
@@ -86,12 +87,19 @@ class InputProcessor:
     def _group(self, state: RequestState, grammar: CompiledGrammar | None) -> SampleGroup | SearchGroup:
         """The sequences of a request, as its parameters ask for them."""
         params = state.params
-        processors, breakers = state.request.logits_processors, self._breakers(params)
-        context = SamplingContext(params, self._vocab_size, len(state.prompt), self._eos, processors, breakers=breakers)
+        context = SamplingContext(
+            params,
+            self._vocab_size,
+            len(state.prompt),
+            self._eos,
+            state.request.logits_processors,
+            breakers=Breakers(params.dry_sequence_breakers, self._tokenizer.spelling),
+            bad_words=self._bad_words(params),
+        )
         strategy = self._strategy(state, context)
         if strategy is None:
             return SampleGroup(state, partial(self._sample, grammar=grammar, context=context))
-        return SearchGroup(state, strategy, width(params), partial(self._output, self._ends(params)))
+        return SearchGroup(state, strategy, width(params), partial(self._output, params))
 
     def _sample(
         self, group: SampleGroup, index: int, grammar: CompiledGrammar | None, context: SamplingContext
@@ -99,7 +107,9 @@ class InputProcessor:
         params = group.request.params
         guide = None if grammar is None else GrammarGuide(grammar)
         sampler = make_sampler(replace(context, guide=guide), index)
-        text = TextStream(self._tokenizer, params.stop)
+        text: TextStream = NoText()
+        if params.detokenize:
+            text = TextStream(self._tokenizer, params.stop, keep_stop=params.include_stop_str_in_output)
         speculate = None if params.speculate is False else self._speculate
         return Sample(group, index, sampler, text, self._ends(params), guide, speculate)
 
@@ -110,7 +120,7 @@ class InputProcessor:
             return None
         common: dict[str, Any] = {
             "max_tokens": params.max_tokens,
-            "eos_token_ids": self._ends(params),
+            "eos_token_ids": frozenset(self._ends(params)),
             "processors": build_processors(context),
             "stops": self._stops(state.request),
         }
@@ -131,6 +141,8 @@ class InputProcessor:
         params = request.params
         if request.similarity is not None and (params.n == 1 or params.best_of is not None):
             raise UsageError("similarity compares the n samples of a request: ask for n above 1, and not for best_of")
+        if request.similarity is not None and not (params.detokenize and params.n <= MOST_COMPARED):
+            raise UsageError(f"similarity compares texts: it needs detokenize, and n of at most {MOST_COMPARED}")
         if params.speculate and self._speculate is None:
             raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
 
@@ -139,28 +151,33 @@ class InputProcessor:
         criteria = request.stopping_criteria
         if not criteria:
             return None
-        return lambda tokens: any(criterion(tokens, self._tokenizer.decode(tokens)) for criterion in criteria)
+        detokenize = request.params.detokenize
 
-    def _output(self, ends: frozenset[int], index: int, found: Hypothesis) -> Output:
+        def stop(tokens: Sequence[int]) -> bool:
+            text = self._tokenizer.decode(tokens) if detokenize else ""
+            return any(criterion(tokens, text) for criterion in criteria)
+
+        return stop
+
+    def _output(self, params: SamplingParams, index: int, found: Hypothesis) -> Output:
         """A finished hypothesis as the client sees it."""
-        tokens = found.token_ids
-        text = self._tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in ends else tokens)
-        return Output(index, text, tokens, found.finish_reason, score=found.score)
+        tokens, ends = found.token_ids, self._ends(params)
+        ended = bool(tokens) and tokens[-1] in ends
+        shown = tokens[:-1] if ended and not params.include_stop_str_in_output else tokens
+        text = self._tokenizer.decode(shown) if params.detokenize else ""
+        reason = ends[tokens[-1]] if ended else None
+        return Output(index, text, tokens, found.finish_reason, score=found.score, stop_reason=reason)
 
-    def _ends(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self._eos))
+    def _ends(self, params: SamplingParams) -> dict[int, int | None]:
+        """The tokens that end an output, each with the reason to tell; an end of sequence is none."""
+        own = {token: token for token in params.stop_token_ids}
+        return {**own, **dict.fromkeys(() if params.ignore_eos else self._eos)}
 
     def _ids(self, request: Request) -> list[int]:
-        prompt = request.prompt
-        if isinstance(prompt, str) and request.params.on_overflow == "refuse":
-            most = self.max_context * LONGEST_TOKEN
-            if len(prompt) > most:
-                raise RequestError(
-                    f"the prompt has {len(prompt)} characters, a context of {self.max_context} tokens holds "
-                    f"fewer than {most}; shorten the prompt, or set on_overflow"
-                )
+        prompt, special = request.prompt, request.add_special_tokens
         if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+            encode = partial(self._tokenizer.encode, add_special_tokens=special)
+            ids = text_tokens(self._tokenizer, prompt, encode, self.max_context, request.params.on_overflow)
         else:
             ids = token_ids(prompt)
         if not ids:
@@ -169,12 +186,14 @@ class InputProcessor:
         for name in ("stop_token_ids", "banned_tokens", "allowed_tokens"):
             check_tokens(f"{name} holds", getattr(request.params, name) or (), self._vocab_size)
         check_tokens("logit_bias holds", [token for token, _ in request.params.logit_bias], self._vocab_size)
+        for sequence, _ in request.params.sequence_bias:
+            check_tokens("sequence_bias holds", sequence, self._vocab_size)
         return ids
 
-    def _breakers(self, params: SamplingParams) -> set[int]:
-        """Tokens that end one of the texts across which DRY's repetitions may not reach."""
-        texts = params.dry_sequence_breakers if params.dry_multiplier else ()
-        return {ids[-1] for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))}
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """The tokens of each of the words, with a space before it and without."""
+        texts = [text for word in params.bad_words for text in (word.lstrip(" "), " " + word.lstrip(" ")) if text]
+        return [ids for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))]
 
 
 def draws(params: SamplingParams) -> bool:
@@ -185,6 +204,45 @@ def draws(params: SamplingParams) -> bool:
 def width(params: SamplingParams) -> int:
     """Rows that are needed at once."""
     return params.top_k if params.penalty_alpha is not None else params.num_beams
+
+
+def text_tokens(
+    tokenizer: Tokenizer, text: str, encode: Callable[[str], list[int]], max_context: int, on_overflow: object
+) -> list[int]:
+    """Token ids of a prompt; of a text that cannot fit only those that :func:`fit_prompt` may keep.
+
+    Tokenizing takes over a hundred times the memory of the text, so this reads no more than the context may hold.
+
+    Args:
+        tokenizer: of the model.
+        text: the prompt.
+        encode: how it makes tokens of a text.
+        max_context: longest sequence.
+        on_overflow: of the request's parameters.
+
+    Raises:
+        RequestError: the text has more tokens than the context, and nothing may be left out.
+    """
+    advice = "shorten it, or set on_overflow to truncate_left or sink"
+    # Less than this is read anyway, and the longest token need not be known.
+    most = max_context * (tokenizer.longest_token if len(text) > PLAIN_CHARACTERS * max_context else len(text))
+    if on_overflow not in ("truncate_left", "sink"):
+        if len(text) > most:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, a context of {max_context} tokens holds at most {most}; "
+                f"{advice}"
+            )
+        ids, read = tokenizer.encode_within(text, max_context, encode)
+        if read < len(text):
+            raise RequestError(
+                f"the prompt has {len(text)} characters, of which the first {read} are some {len(ids)} tokens already, "
+                f"which leaves no room in a context of {max_context}; {advice}"
+            )
+        return ids
+    ids, read = tokenizer.encode_within(text[-most:], max_context, encode, from_end=True)
+    if read == len(text) or on_overflow == "truncate_left":
+        return ids
+    return [*encode(text[:SINK_CHARACTERS])[:SINK_TOKENS], *ids]
 
 
 def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tuple[list[int], int]:
@@ -210,9 +268,9 @@ def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tupl
             "on_overflow to truncate_left or sink, or build with a larger --max-context if the model allows it"
         )
     raise RequestError(
-        f"the prompt has {len(ids)} tokens and {params.max_tokens} new ones are asked for, but the context holds "
-        f"{max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with a larger "
-        "--max-context if the model allows it"
+        f"the prompt has {len(ids)} tokens and {written(params.max_tokens)} new ones are asked for, but the context "
+        f"holds {max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with a "
+        "larger --max-context if the model allows it"
     )
 
 
@@ -227,7 +285,7 @@ def token_ids(prompt: object) -> list[int]:
     listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, memoryview)
     ids: list[Any] = list(prompt) if listed else [None]  # type: ignore[call-overload]
     if not all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in ids):
-        raise UsageError(f"the prompt is {prompt!r:.60}, expected text or a list of token ids (integers)")
+        raise UsageError(f"the prompt is {written(prompt)}, expected text or a list of token ids (integers)")
     return [int(token) for token in ids]
 
 
@@ -239,4 +297,4 @@ def check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
     """
     wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise UsageError(f"{where} token id {wrong}, which is out of range, expected 0 ... {vocab_size - 1}")
+        raise UsageError(f"{where} token id {written(wrong)}, which is out of range, expected 0 ... {vocab_size - 1}")

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -11,6 +10,7 @@ from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
 from llmc.runtime.engine.sequence import Sequence as Tokens
+from llmc.runtime.host.threads import Pool
 from llmc.runtime.observe.tracing import event, record_spans
 from llmc.runtime.runner.prefill import Floats
 from llmc.runtime.sampling.logprobs import prompt_logprobs
@@ -41,9 +41,9 @@ class OutputProcessor:
         self._model = model
         self._guarded = guarded
         self._ended = ended
-        self._pool = ThreadPoolExecutor(threads, "llmc-sampling", mark_serving) if threads > 1 else None
+        self._pool = Pool(threads, "llmc-sampling", mark_serving) if threads > 1 else None
         # Of its own, for a similarity that takes long must not keep others from sampling.
-        self._comparing = ThreadPoolExecutor(1, "llmc-comparing", mark_serving)
+        self._comparing = Pool(1, "llmc-comparing", mark_serving)
 
     def prefilled(self, sequence: Tokens, start: int, logits: Floats, hidden: Floats | None) -> None:
         """Keep what a request wants to know of the chunk of its prompt that begins at ``start``."""

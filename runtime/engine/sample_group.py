@@ -1,7 +1,8 @@
 """Samples of one request, drawn side by side, and which of them come back in which order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
+from dataclasses import replace
 
 from llmc.errors import ProcessorError, text_of
 from llmc.runtime.api.results import Delta, FinishReason, Output
@@ -21,7 +22,9 @@ class Sample(Sequence):
 
     Args:
         index: its number among the request's samples.
-        sampler, text, ends, guide: choose its tokens, turn them into text, and end it.
+        sampler, text: choose its tokens, and turn them into text.
+        ends: tokens that end it, each with the reason to tell.
+        guide: ends it too, where nothing more is allowed.
         speculate: makes what drafts for it, by its key; None for a sample that does not speculate.
 
     Attributes:
@@ -34,7 +37,7 @@ class Sample(Sequence):
         index: int,
         sampler: Sampler,
         text: TextStream,
-        ends: frozenset[int],
+        ends: Mapping[int, int | None],
         guide: Guide | None = None,
         speculate: Callable[[int], Speculator] | None = None,
     ) -> None:
@@ -44,6 +47,7 @@ class Sample(Sequence):
         self.sampler = sampler
         self.needs = sampler.needs
         self.finish_reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
         self._text = text
         self._parts: list[str] = []
         self._ends = ends
@@ -108,10 +112,12 @@ class Sample(Sequence):
         if self._speculator is not None:
             self._speculator.close()
 
-    def output(self, score: float | None = None) -> Output:
-        """The finished completion."""
+    def output(self) -> Output:
+        """The finished completion; of several to choose from with its mean log-probability before any processor."""
         assert self.finish_reason is not None
-        asked = self.request.params.logprobs is not None
+        params, score = self.request.params, None
+        if params.best_of is not None:
+            score = sum(item.logprob for item in self._logprobs) / len(self._logprobs)
         return Output(
             index=self.index,
             text="".join(self._parts),
@@ -119,13 +125,9 @@ class Sample(Sequence):
             finish_reason=self.finish_reason,
             seed=self.sampler.seed,
             score=score,
-            logprobs=tuple(self._logprobs) if asked else None,
+            logprobs=None if params.logprobs is None else tuple(self._logprobs),
+            stop_reason=self._stop_reason,
         )
-
-    @property
-    def mean_logprob(self) -> float:
-        """Mean log-probability of the new tokens before any processor, for ranking."""
-        return sum(item.logprob for item in self._logprobs) / len(self._logprobs)
 
     def _take(self, choice: Choice, latest: bool) -> Delta:
         """Append a token, the ``latest`` that was drawn or one before it; ``finish_reason`` is set after the last."""
@@ -144,7 +146,8 @@ class Sample(Sequence):
         """The reason for which ``token`` ends the output, if it does, and the text that became final."""
         count, params = len(self.tokens) - len(self.request.prompt), self.request.params
         ended = token in self._ends and count > params.min_tokens
-        text = "" if ended else self._text.push(token, stopping=count > params.min_tokens)
+        silent = ended and not params.include_stop_str_in_output
+        text = "" if silent else self._text.push(token, stopping=count > params.min_tokens)
         # A fulfilled grammar, where ignore_eos leaves no other end.
         complete = latest and self._guide is not None and self._guide.finished
         ended = ended or complete or self._text.stopped is not None or self._criterion_holds(text)
@@ -153,6 +156,7 @@ class Sample(Sequence):
         if self._text.stopped is None:
             text += self._text.finish()
             ended = ended or self._text.stopped is not None  # the rest may complete a stop string
+        self._stop_reason = self._text.stopped or (self._ends.get(token) if count > params.min_tokens else None)
         return ("stop" if ended else "length"), text
 
     def _criterion_holds(self, text: str) -> bool:
@@ -178,7 +182,7 @@ class SampleGroup(SequenceGroup[Sample]):
         super().__init__(request)
         self.draws = request.params.best_of or request.params.n
         self._make = make
-        self._finished: list[Sample] = []
+        self._finished: list[Output] = []  # and not the samples, of which each has the prompt, a sampler, a guide
         self._first_logits: Logits | None = None
 
     @property
@@ -217,7 +221,7 @@ class SampleGroup(SequenceGroup[Sample]):
         sample.commit(choices)
         if sample.finish_reason is not None:
             scheduler.release(sample, remember=not sample.slid)
-            self._finished.append(sample)
+            self._finished.append(sample.output())
         return len(self._finished) == self.draws
 
     def outputs(self) -> list[Output]:
@@ -226,18 +230,12 @@ class SampleGroup(SequenceGroup[Sample]):
         Raises:
             ProcessorError: the request's similarity raised, or returned no number.
         """
-        samples = sorted(self._finished, key=lambda sample: sample.index)
+        outputs = sorted(self._finished, key=lambda output: output.index)
         params = self.request.params
         if self.request.compares:
-            return self._by_consensus(samples)
-        if params.best_of is not None:
-            best = sorted(samples, key=lambda sample: -sample.mean_logprob)
-            return [sample.output(sample.mean_logprob) for sample in best[: params.n]]
-        return [sample.output() for sample in samples]
-
-    def _by_consensus(self, samples: List[Sample]) -> list[Output]:
-        similarity = self.request.request.similarity or SIMILARITIES[self.request.params.consensus or ""]
-        outputs = [sample.output() for sample in samples]
-        scores = expected_similarities([output.text for output in outputs], similarity)
-        scored = [sample.output(score) for sample, score in zip(samples, scores, strict=True)]
-        return sorted(scored, key=lambda output: -(output.score or 0.0))
+            similarity = self.request.request.similarity or SIMILARITIES[params.consensus or ""]
+            scores = expected_similarities([output.text for output in outputs], similarity)
+            outputs = [replace(output, score=score) for output, score in zip(outputs, scores, strict=True)]
+        elif params.best_of is None:
+            return outputs
+        return sorted(outputs, key=lambda output: -(output.score or 0.0))[: params.n]

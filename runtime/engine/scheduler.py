@@ -160,9 +160,11 @@ class Scheduler:
     def admit(self) -> Iterator[Sequence]:
         """Give rows to those who wait, in order; nobody passes one who is too wide for what is free.
 
-        Gives those whose prompt is computed already, and which can begin.
+        Gives those whose prompt is computed already, and which can begin: no more than there are rows, for of those
+        that end at once, and give their rows back, a request may have a thousand.
         """
-        while (waiting := self._queue.peek()) is not None:
+        begun = 0
+        while begun < self.max_rows and (waiting := self._queue.peek()) is not None:
             group, index = waiting
             held = self._rows.held
             needed = len(held) + (1 if index else group.width)
@@ -181,6 +183,7 @@ class Scheduler:
                     raise self._budget.refusal(positions, group.width)
                 begins = self._start(group.sequence(index))
             if begins is not None:  # handed out where an error is not taken for one of admission
+                begun += 1
                 yield begins
 
     def _start(self, sequence: Sequence) -> Sequence | None:

@@ -1,26 +1,292 @@
-"""llama.cpp's grammars, spelt so that llguidance reads them as they are meant."""
+"""llama.cpp's grammars, read into rules.
+
+Source: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. Beyond it, a minus sign may be escaped.
+What stands for tokens (``<name>``, ``<[17]>``) is refused, and so are a class without members and ``{,2}``.
+"""
 
 import re
+from dataclasses import dataclass
 
+from llmc.errors import GrammarError
+
+Ranges = tuple[tuple[int, int], ...]
+"""Characters as pairs of the first and the last code point, in order, apart from each other, without surrogates."""
 # A rule's name and ::= at the start of a line: no grammar in Lark's notation has that.
 _RULE = re.compile(r"^[ \t]*[-\w]+[ \t]*::=", re.MULTILINE)
-_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:)", re.MULTILINE)
+_NAME = re.compile(r"[-A-Za-z0-9_]+")
+_BLANKS = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
+_BLANK_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+_COUNTS = re.compile(r"\{\s*([0-9]{1,9})\s*(?:(,)\s*([0-9]{1,9})?\s*)?\}")
+_ESCAPE = re.compile(r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([nrt"\\\[\]-]))')
+_SHORT = {"n": "\n", "r": "\r", "t": "\t"}
+# The reader recurses over parentheses; nobody nests as many.
+_DEEPEST = 100
+_SURROGATES = (0xD800, 0xDFFF)
+_LAST = 0x10FFFF
 
 
-def without_long_escapes(kind: str, grammar: str) -> str:
-    r"""A grammar with the characters themselves, or their ``\xHH``, in place of ``\uHHHH`` and ``\UHHHHHHHH``.
+class Node:
+    """A part of a rule, of one of the kinds that follow."""
 
-    llguidance drops the leading zeros of these when it translates them into Lark's notation, so that ``"\u00e9ab"``
-    became U+E9AB. Any other ``kind``, Lark's notation and escapes of what is no character stay as they are.
 
-    Source: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
+@dataclass(frozen=True, eq=False)
+class Characters(Node):
+    """One character of a set."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, eq=False)
+class Reference(Node):
+    """A text of another rule."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence(Node):
+    """Parts one after the other; without parts, the empty text."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice(Node):
+    """One of several parts, of which there is at least one."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Repetition(Node):
+    """A part so many times; ``most`` is None where there is no bound."""
+
+    part: Node
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Lexeme(Node):
+    """A part that a lexer reads at once; the reader makes none."""
+
+    part: Node
+
+
+def is_gbnf(grammar: str) -> bool:
+    """True for llama.cpp's notation, False for llguidance's dialect of Lark."""
+    return _RULE.search(grammar) is not None or _LARK.search(grammar) is None
+
+
+def read_gbnf(grammar: str) -> dict[str, Node]:
+    """The rules by their names; ``root`` is the whole output.
+
+    Raises:
+        GrammarError: where it stands and what was expected.
     """
-    return _ESCAPE.sub(_character, grammar) if kind == "grammar" and _RULE.search(grammar) else grammar
+    rules = _Reader(grammar).rules()
+    if "root" not in rules:
+        raise GrammarError("grammar: No 'root' rule; name the rule of the whole output so")
+    for node in rules.values():
+        for name in references(node):
+            if name not in rules:
+                raise GrammarError(f"grammar: Rule {name!r} not found; define it or correct its name")
+    return rules
 
 
-def _character(escape: re.Match[str]) -> str:
-    digits = escape[1] or escape[2]
-    code = int(digits, 16) if digits else -1
-    if code < 0 or code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        return escape[0]
-    return chr(code) if code > 0xFF else f"\\x{code:02x}"
+def children(node: Node) -> tuple[Node, ...]:
+    """The parts of a node, one level down."""
+    if isinstance(node, Sequence | Choice):
+        return node.parts
+    return (node.part,) if isinstance(node, Repetition | Lexeme) else ()
+
+
+def references(node: Node) -> set[str]:
+    """Names of the rules that a node names, outside of lexemes if it has any."""
+    if isinstance(node, Reference):
+        return {node.name}
+    parts = () if isinstance(node, Lexeme) else children(node)
+    return set().union(*map(references, parts))
+
+
+def common(one: Ranges, other: Ranges) -> bool:
+    """True if some character belongs to both."""
+    return any(first <= high and low <= last for first, last in one for low, high in other)
+
+
+def excluding(ranges: Ranges) -> Ranges:
+    """All other characters."""
+    found, start = [], 0
+    for first, last in (*ranges, (_LAST + 1, _LAST + 1)):
+        found += [(start, first - 1)] if start < first else []
+        start = last + 1
+    return merged(found)
+
+
+def merged(ranges: list[tuple[int, int]]) -> Ranges:
+    """Ranges in any order, brought into that of :data:`Ranges`."""
+    found: list[tuple[int, int]] = []
+    low, high = _SURROGATES
+    cut = [part for a, b in ranges for part in ((a, min(b, low - 1)), (max(a, high + 1), b)) if part[0] <= part[1]]
+    for first, last in sorted(set(cut)):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+ANY = merged([(0, _LAST)])
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._depth = 0
+
+    def rules(self) -> dict[str, Node]:
+        found: dict[str, Node] = {}
+        self._skip(_BLANK_LINES)
+        while self._at < len(self._text):
+            name = self._match(_NAME, "the name of a rule")[0]
+            self._skip(_BLANKS)
+            self._expect("::=")
+            self._skip(_BLANK_LINES)
+            if name in found:
+                raise self._error(f"a rule that is defined once, {name!r} is already")
+            found[name] = self._choice(nested=False)
+            if self._at < len(self._text) and self._text[self._at] not in "\r\n":
+                raise self._error("the end of the line, or one of | * + ? { and what a rule consists of")
+            self._skip(_BLANK_LINES)
+        return found
+
+    def _choice(self, nested: bool) -> Node:
+        parts = [self._sequence(nested)]
+        while self._text.startswith("|", self._at):
+            self._at += 1
+            self._skip(_BLANK_LINES)
+            parts.append(self._sequence(nested))
+        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+
+    def _sequence(self, nested: bool) -> Node:
+        parts: list[Node] = []
+        blanks = _BLANK_LINES if nested else _BLANKS
+        while (part := self._part()) is not None:
+            self._skip(blanks)
+            while (counts := self._counts()) is not None:
+                part = Repetition(part, *counts)
+                self._skip(blanks)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _part(self) -> Node | None:
+        sign = self._text[self._at : self._at + 1]
+        if sign == '"':
+            return self._literal()
+        if sign == "[":
+            return self._class()
+        if sign == "(":
+            return self._group()
+        if sign == ".":
+            self._at += 1
+            return Characters(ANY)
+        if sign in ("<", "!"):
+            raise self._error("characters, for tokens (<name>, <[17]>, !<name>) are not supported")
+        if sign and (name := _NAME.match(self._text, self._at)):
+            self._at = name.end()
+            return Reference(name[0])
+        return None
+
+    def _group(self) -> Node:
+        self._at += 1
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise self._error(f"at most {_DEEPEST} parentheses in each other")
+        self._skip(_BLANK_LINES)
+        found = self._choice(nested=True)
+        self._expect(")")
+        self._depth -= 1
+        return found
+
+    def _counts(self) -> tuple[int, int | None] | None:
+        sign = self._text[self._at : self._at + 1]
+        if sign and sign in "*+?":
+            self._at += 1
+            return int(sign == "+"), 1 if sign == "?" else None
+        if sign != "{":
+            return None
+        found = self._match(_COUNTS, "{2}, {2,} or {2,3}, with the smaller number first")
+        least = int(found[1])
+        most = (int(found[3]) if found[3] else None) if found[2] else least
+        if most is not None and most < least:
+            raise self._error(f"at least as many as the {least} in {found[0]!r} before it")
+        return least, most
+
+    def _literal(self) -> Node:
+        self._at += 1
+        parts = []
+        while not self._text.startswith('"', self._at):
+            code = self._character("a quote that ends the text")
+            parts.append(Characters(((code, code),)))
+        self._at += 1
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _class(self) -> Node:
+        self._at += 1
+        negated = self._text.startswith("^", self._at)
+        self._at += negated
+        ranges = []
+        while not self._text.startswith("]", self._at):
+            first = last = self._character("] that ends the class")
+            if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
+                self._at += 1
+                last = self._character("the end of a range")
+                if last < first:
+                    raise self._error(f"a range that does not end below its start, U+{first:04X}")
+            ranges.append((first, last))
+        if not ranges:
+            raise self._error("a member of the class")
+        self._at += 1
+        found = merged(ranges)
+        return Characters(excluding(found) if negated else found)
+
+    def _character(self, expected: str) -> int:
+        if self._at >= len(self._text):
+            raise self._error(expected)
+        if self._text[self._at] != "\\":
+            self._at += 1
+            return ord(self._text[self._at - 1])
+        before = self._at
+        found = self._match(_ESCAPE, r"one of the escapes \n \r \t \" \\ \[ \] \- \xHH \uHHHH \UHHHHHHHH")
+        if found[4]:
+            return ord(_SHORT.get(found[4], found[4]))
+        code = int(found[1] or found[2] or found[3], 16)
+        if code > _LAST or _SURROGATES[0] <= code <= _SURROGATES[1]:
+            self._at = before
+            raise self._error(f"a character, which {found[0]} is not")
+        return code
+
+    def _skip(self, blanks: re.Pattern[str]) -> None:
+        found = blanks.match(self._text, self._at)
+        assert found is not None  # it matches the empty text
+        self._at = found.end()
+
+    def _match(self, pattern: re.Pattern[str], expected: str) -> re.Match[str]:
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise self._error(expected)
+        self._at = found.end()
+        return found
+
+    def _expect(self, sign: str) -> None:
+        if not self._text.startswith(sign, self._at):
+            raise self._error(sign)
+        self._at += len(sign)
+
+    def _error(self, expected: str) -> GrammarError:
+        before = self._text[: self._at]
+        line, column = before.count("\n") + 1, self._at - before.rfind("\n")
+        found = repr(self._text[self._at : self._at + 10]) if self._at < len(self._text) else "the end"
+        return GrammarError(f"grammar: line {line}, column {column}: found {found}, expected {expected}")

@@ -9,25 +9,22 @@ from functools import cached_property
 from typing import Any
 
 from llmc.errors import GrammarError, UsageError, require
-from llmc.runtime.guided.gbnf import without_long_escapes
+from llmc.runtime.guided.gbnf import is_gbnf, read_gbnf
 from llmc.runtime.guided.guide import CompiledGrammar
-from llmc.runtime.guided.json_schema import LONGEST_REGEX, check_schema, schema_text
+from llmc.runtime.guided.json_schema import check_schema, enforceable, options, schema_text
+from llmc.runtime.guided.lark import checked_lark
+from llmc.runtime.guided.lexemes import to_lark
+from llmc.runtime.guided.regexes import LONGEST_REGEX, check_regex
+from llmc.runtime.guided.trial import Clock
 from llmc.runtime.guided.vocabulary import Vocabulary, shortened
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.text.tokenizer import Tokenizer
 
 # Characters at most.
 _LONGEST = {"json_schema": 256 * 1024, "regex": LONGEST_REGEX, "grammar": 64 * 1024, "choice": 64 * 1024}
+# Of more characters, a grammar is tried in a process of its own before it is compiled here.
+_LONGEST_QUICK = {"json_schema": 8 * 1024, "regex": 1024, "grammar": 4 * 1024, "choice": 64 * 1024}
 _MOST_GRAMMARS = 64
-# One spelling for each character: with \u0061 for "a", a model could repeat a property under a name that the schema's
-# rules for "a" miss. Control characters without a short escape are thereby left out.
-_JSON_OPTIONS: dict[str, Any] = {
-    "lenient": False,
-    "coerce_one_of": False,
-    "json_allowed_escapes": '"\\bfnrt',
-    # Bounded, since models at a loss write blanks without end; a line break and an indentation of 31 fit.
-    "whitespace_pattern": r"[ \n\r\t]{1,32}",
-}
 
 
 class Grammars:
@@ -49,16 +46,18 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[_Source, CompiledGrammar] = OrderedDict()
 
-    def compiled(self, params: SamplingParams) -> CompiledGrammar | None:
+    def compiled(self, params: SamplingParams, deadline_s: float | None = None) -> CompiledGrammar | None:
         """The grammar of the output that ``params`` asks for, which guides start from; None if they ask for no form.
 
-        Of equal choices one counts.
+        Of equal choices one counts. ``deadline_s`` is the time that is left to the request, in seconds.
 
         Raises:
             UsageError: a text is not valid Unicode, or a schema is not a JSON object.
             GrammarError: the grammar is invalid, too complex, uses what cannot be enforced, or allows no token.
+            DeadlineError: the time is over.
             MissingExtraError: llguidance is not installed.
         """
+        clock = Clock(deadline_s)
         source = _Source.of(params)
         if source is None:
             return None
@@ -68,7 +67,8 @@ class Grammars:
                 return self._compiled[source]
             vocabulary = self._vocabulary
         # Outside of the lock: it may take a second.
-        compiled = CompiledGrammar(source.kind, source.compile(vocabulary), vocabulary)
+        grammar, laborious = source.compile(vocabulary)
+        compiled = CompiledGrammar(source.kind, grammar, vocabulary, clock, laborious)
         with self._lock:
             self._compiled[source] = compiled
             while len(self._compiled) > _MOST_GRAMMARS:
@@ -97,20 +97,29 @@ class _Source:
             raise GrammarError(f"{kind} has {len(text)} characters, expected at most {_LONGEST[kind]}")
         return cls(kind, text)
 
-    def compile(self, vocabulary: Vocabulary) -> str:
-        """The grammar in the library's own format.
+    def compile(self, vocabulary: Vocabulary) -> tuple[str, bool]:
+        """The grammar in the library's own format, and whether compiling that may take long.
 
         Raises:
             GrammarError: it uses what cannot be enforced.
         """
-        library = require("llguidance", "guided")
-        if self.kind == "choice":
-            return str(library.LLMatcher.grammar_from_lark(self._choice_grammar(vocabulary)))
+        matcher = require("llguidance", "guided").LLMatcher
+        laborious = len(self.text) > _LONGEST_QUICK[self.kind]
         try:
-            if self.kind == "json_schema":
-                check_schema(json.loads(self.text))
-                return str(library.LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON_OPTIONS))
-            return str(library.grammar_from(self.kind, without_long_escapes(self.kind, self.text)))
+            if self.kind == "choice":
+                return str(matcher.grammar_from_lark(self._choice_grammar(vocabulary))), laborious
+            if self.kind == "regex":
+                check_regex(self.text, "regex")
+                return str(matcher.grammar_from_regex(self.text)), laborious
+            if self.kind == "grammar":
+                lark, schemas = (
+                    (to_lark(read_gbnf(self.text)), False) if is_gbnf(self.text) else checked_lark(self.text)
+                )
+                return str(matcher.grammar_from_lark(lark)), laborious or schemas
+            schema = json.loads(self.text)
+            laborious |= check_schema(schema)
+            schema, escapes = enforceable(schema)
+            return str(matcher.grammar_from_json_schema(schema, overrides=options(escapes))), laborious
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"{self.kind} cannot be read: {shortened(str(error))}") from error
 

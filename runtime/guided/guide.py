@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from llmc.errors import GrammarError, ResourceError, require
+from llmc.errors import GrammarError, ResourceError
+from llmc.runtime.guided.trial import Clock, try_out
 from llmc.runtime.guided.vocabulary import Bits, Vocabulary, shortened
 from llmc.runtime.sampling.masses import Logits
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher
 
 _Result = TypeVar("_Result")
 
@@ -22,6 +23,11 @@ _STACK_BYTES = 64 * 1024 * 1024
 _STACK_SIZE_LOCK = threading.Lock()
 # About 2 kB each, kept for as long as a grammar is cached.
 _MOST_LEXER_STATES = 20_000
+# Expressions that one step of the lexer makes at most: a quarter of the library's own bound, under which a step took
+# two seconds of the engine's thread; schemas of thousands of values stay below half of it.
+_STEP_FUEL = 50_000
+# A grammar that took longer to compile is not compiled again in the engine's thread, where all others would wait.
+_QUICK_SECONDS = 0.25
 
 
 class CompiledGrammar:
@@ -31,34 +37,52 @@ class CompiledGrammar:
         kind: the request's parameter that it came in.
         grammar: in the library's own format.
         vocabulary: of the model.
+        clock: the time that it may take.
+        laborious: True to try it in a process of its own first.
+
+    Raises:
+        GrammarError: it cannot be enforced, allows no text or takes too long; DeadlineError.
     """
 
-    def __init__(self, kind: str, grammar: str, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, kind: str, grammar: str, vocabulary: Vocabulary, clock: Clock | None = None, laborious: bool = False
+    ) -> None:
         self.kind = kind
         self.vocabulary = vocabulary
         self._grammar = grammar
-        self._pristine = self._build()
+        clock = clock or Clock()
+        if laborious:
+            try_out(kind, grammar, clock, _STACK_BYTES, _MOST_LEXER_STATES, _STEP_FUEL)
+        before = clock.seconds_left()
+        try:
+            self._pristine = _on_deep_stack(self._build, clock.seconds_left())
+        except TimeoutError as error:
+            raise clock.over(kind) from error
+        self._renewable = before - clock.seconds_left() < _QUICK_SECONDS
         GrammarGuide(self).allowed()
 
     def start(self) -> "LLMatcher":
         return self._pristine.deep_copy()
 
-    def renew(self) -> "LLMatcher":
-        """A matcher as from :meth:`start`, whose lexer forgot what it met in all requests so far."""
-        self._pristine = self._build()
+    def renew(self) -> "LLMatcher | None":
+        """A matcher as from :meth:`start`, whose lexer forgot what it met in all requests so far.
+
+        None for a grammar that takes long to compile.
+        """
+        if not self._renewable:
+            return None
+        self._pristine = _on_deep_stack(self._build)
         return self.start()
 
     def _build(self) -> "LLMatcher":
-        library = require("llguidance", "guided")
-        build, tokens, grammar = library.LLMatcher, self.vocabulary.tokens, self._grammar
-        limits: LLParserLimits = library.LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
-        # Only this check tells of warnings, and a warning means that something is not enforced.
-        _, complaints = _on_deep_stack(lambda: build.validate_grammar_with_warnings(grammar, tokens, limits=limits))
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
+        matcher = LLMatcher(self.vocabulary.tokens, self._grammar, log_level=0, limits=limits)
+        # A warning means that something is not enforced.
+        complaints = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if complaints:
             raise GrammarError(f"{self.kind} cannot be enforced: {shortened(complaints[0])}")
-        matcher: LLMatcher = _on_deep_stack(lambda: build(tokens, grammar, log_level=0, limits=limits))
-        if matcher.is_error():
-            raise self.failure(matcher)
         return matcher
 
     def failure(self, matcher: "LLMatcher") -> GrammarError:
@@ -68,8 +92,15 @@ class CompiledGrammar:
         return GrammarError(f"{self.kind} cannot be followed: {reason}")
 
 
-def _on_deep_stack(function: Callable[[], _Result]) -> _Result:
-    with ThreadPoolExecutor(1, "llmc-grammar") as pool:
+def _on_deep_stack(function: Callable[[], _Result], seconds: float | None = None) -> _Result:
+    """The result of a function that recurses deeply.
+
+    Raises:
+        TimeoutError: it takes longer; it goes on, and what it finds is thrown away.
+        ResourceError: no thread can start.
+    """
+    pool = ThreadPoolExecutor(1, "llmc-grammar")
+    try:
         with _STACK_SIZE_LOCK:
             before = threading.stack_size(_STACK_BYTES)
             try:
@@ -78,7 +109,9 @@ def _on_deep_stack(function: Callable[[], _Result]) -> _Result:
                 raise ResourceError(f"no thread with a stack of {_STACK_BYTES} bytes can start: {error}") from error
             finally:
                 threading.stack_size(before)
-        return result.result()
+        return result.result(seconds)
+    finally:
+        pool.shutdown(wait=False)
 
 
 # What to add to the logits of eight tokens, by the byte that allows or forbids them.
@@ -190,6 +223,9 @@ class GrammarGuide:
         self._renew()
 
     def _renew(self) -> None:
-        self._matcher = self._compiled.renew()
+        matcher = self._compiled.renew()
+        if matcher is None:
+            raise self._compiled.failure(self._matcher)
+        self._matcher = matcher
         if self._accepted and not self._matcher.consume_tokens(self._accepted):
             raise self._compiled.failure(self._matcher)

@@ -1,24 +1,26 @@
 """The JSON Schemas that guided decoding can enforce: those whose every keyword the grammar library implements.
 
 JSON Schema has implementations ignore keywords that they do not know. Here an output would then break the schema, so
-such keywords are refused by name.
+such keywords are refused by name. Some values are spelt anew, for the library would enforce less than they say.
 """
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from llmc.errors import GrammarError, UsageError
-
-LONGEST_REGEX = 16 * 1024
-"""Characters of a regular expression at most; longer ones cost minutes before a limit of the library stops them."""
+from llmc.runtime.guided.patterns import UNNAMED_CONTROLS, Pattern
+from llmc.runtime.guided.regexes import check_regex
 
 # Keywords of JSON Schema (https://json-schema.org/draft/2020-12/schema, and draft 7) by what they hold. The library
 # enforces these, in the combinations that it does not refuse itself, and ignores every keyword that it does not know.
 _SCHEMAS = {"additionalItems", "additionalProperties", "items"}
 _LISTS_OF_SCHEMAS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
-_NAMED_SCHEMAS = {"$defs", "definitions", "patternProperties", "properties"}
+_DEFINITIONS = {"$defs", "definitions"}
+_NAMED_SCHEMAS = {*_DEFINITIONS, "patternProperties", "properties"}
 _VALUES = {
     *("$ref", "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxItems", "maxLength"),
     *("maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern"),
@@ -33,6 +35,51 @@ _ANNOTATIONS = {
 _KEYWORDS = _SCHEMAS | _LISTS_OF_SCHEMAS | _NAMED_SCHEMAS | _VALUES | _ANNOTATIONS
 # What the library recurses over, at up to 4 kB of stack each.
 _MOST_SUBSCHEMAS = 10_000
+_LARGEST_INTEGER = 2**53
+LARGEST_MULTIPLE = 10_000
+"""Of the digits of ``multipleOf``: the automaton has a state for each remainder; 100,000 take seconds, more minutes."""
+# Each may take some milliseconds.
+_MOST_QUICK_COMBINATIONS = 100
+# Those of the library take leap seconds at any time, 29 February in any year and names without an end.
+_FORMAT_PATTERNS = {
+    "date": (
+        "[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+        "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+        "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
+    ),
+    # https://www.rfc-editor.org/rfc/rfc3339#section-5.6; a leap second ends a day of UTC, here only without an offset.
+    "time": (
+        r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+        r"|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+\-]00:00)"
+    ),
+    # https://www.rfc-editor.org/rfc/rfc1123#section-2.1; "--" in the third place is reserved (RFC 5891, 4.2.3.1).
+    "hostname": "{label}(?:[.]{label})*".replace(
+        "{label}",
+        "[a-zA-Z0-9](?:[a-zA-Z0-9-]?[a-zA-Z0-9]|[a-zA-Z0-9-][a-zA-Z0-9][a-zA-Z0-9-]{0,59}[a-zA-Z0-9]"
+        "|[a-zA-Z0-9-]-[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,58}[a-zA-Z0-9])?)?",
+    ),
+}
+_FORMAT_PATTERNS["date-time"] = f"(?:{_FORMAT_PATTERNS['date']})[tT](?:{_FORMAT_PATTERNS['time']})"
+_LONGEST_HOSTNAME = 253
+_BOUNDS = {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"}
+_NUMBERS = ("const", "enum", "multipleOf", *sorted(_BOUNDS))
+# Keywords beside which another one with subschemas makes the library enforce both at once.
+_MERGING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
+
+# One spelling for each character: with \u0061 for "a", a model could repeat a property under a name that the schema's
+# rules for "a" miss. Control characters without a short escape are thereby left out, unless a schema names one.
+_SHORT_ESCAPES = '"\\bfnrt'
+
+
+def options(escapes: bool) -> dict[str, Any]:
+    r"""The library's reading of schemas: strict, and with escapes ``\u00XX`` in strings or without."""
+    return {
+        "lenient": False,
+        "coerce_one_of": False,
+        "json_allowed_escapes": _SHORT_ESCAPES + "u" * escapes,
+        # Bounded, since models at a loss write blanks without end; a line break and an indentation of 31 fit.
+        "whitespace_pattern": r"[ \n\r\t]{1,32}",
+    }
 
 
 def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
@@ -53,11 +100,98 @@ def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
     return text
 
 
-def check_schema(schema: Any) -> None:
+def check_schema(schema: Any) -> bool:
     """Refuse a parsed schema that would not be enforced as a whole, or that is too large.
+
+    Returns:
+        True if it may take long to compile: for all combinations of its alternatives, or for many large divisors.
 
     Raises:
         GrammarError: naming the keyword and where it stands.
+    """
+    nodes = list(_nodes(schema))
+    for path, node in nodes:
+        _check_keywords(path, node)
+    merging = any(_merges(node) for _, node in nodes)
+    for group in [nodes] if merging else [[item] for item in nodes]:
+        _check_bounds(group)
+    return _check_multiples(nodes) > LARGEST_MULTIPLE or _combinations(nodes) > _MOST_QUICK_COMBINATIONS
+
+
+def enforceable(schema: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    r"""A checked schema as the library has to have it, and whether its strings need escapes ``\u00XX``.
+
+    Only a schema that names a control character without a short escape has them, and only if its objects take no names
+    beside their own: in two spellings, an object could have one of its own names twice.
+
+    Raises:
+        GrammarError: naming the keyword whose value cannot be enforced.
+    """
+    schema = json.loads(json.dumps(schema))
+    nodes = list(_nodes(schema))
+    for path, node in nodes:
+        _spell_format(path, node)
+    nodes = list(_nodes(schema))
+    patterns = [(path, Pattern(text, path)) for path, node in nodes for text in _patterns(node)]
+    closed = all(_takes_no_other_names(node) for _, node in nodes)
+    needed = [path for path, node in nodes if _holds_unnamed_control([node.get("const"), node.get("enum")])]
+    needed += [path for path, pattern in patterns if pattern.must_escape]
+    if needed and not closed:
+        raise GrammarError(
+            f"json_schema: {needed[0]} holds a control character that JSON writes as \\u00XX only, which is enforced "
+            "where no object has patternProperties, and each with properties has additionalProperties false"
+        )
+    escapes = closed and bool(needed or any(pattern.controls for _, pattern in patterns))
+    spelt = {pattern.text: pattern.spelt(escapes) for _, pattern in patterns}
+    for _, node in nodes:
+        if isinstance(node.get("pattern"), str):
+            node["pattern"] = spelt[node["pattern"]]
+        if isinstance(node.get("patternProperties"), dict):
+            node["patternProperties"] = {spelt[name]: value for name, value in node["patternProperties"].items()}
+    return schema, escapes
+
+
+def _spell_format(path: str, node: dict[str, Any]) -> None:
+    """Add to a format what the library leaves out of it."""
+    name = node.get("format")
+    if not isinstance(name, str) or name not in _FORMAT_PATTERNS:
+        return
+    if not isinstance(node.get("allOf", []), list) or not isinstance(node.get("maxLength", 0), int):
+        raise GrammarError(f"json_schema: {path} has an allOf or a maxLength of the wrong type")
+    del node["format"]
+    pattern = f"^(?:{_FORMAT_PATTERNS[name]})$"
+    if "pattern" in node:
+        node["allOf"] = [*node.get("allOf", []), {"pattern": pattern}]
+    else:
+        node["pattern"] = pattern
+    if name == "hostname":
+        node["maxLength"] = min(node.get("maxLength", _LONGEST_HOSTNAME), _LONGEST_HOSTNAME)
+
+
+def _patterns(node: dict[str, Any]) -> list[str]:
+    named = node.get("patternProperties")
+    found = [node.get("pattern"), *(named if isinstance(named, dict) else ())]
+    return [pattern for pattern in found if isinstance(pattern, str)]
+
+
+def _takes_no_other_names(node: dict[str, Any]) -> bool:
+    named = node.get("properties") or node.get("required")
+    return not node.get("patternProperties") and (not named or node.get("additionalProperties") is False)
+
+
+def _holds_unnamed_control(value: Any) -> bool:
+    """True if a text in a JSON value, names aside, has a control character without a short escape."""
+    if isinstance(value, str):
+        return UNNAMED_CONTROLS.search(value) is not None
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_holds_unnamed_control, values))
+
+
+def _nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All subschemas but true and false, with their paths.
+
+    Raises:
+        GrammarError: there are too many, or one is no schema.
     """
     waiting = [("#", schema)]
     visited = 0
@@ -72,7 +206,7 @@ def check_schema(schema: Any) -> None:
             raise GrammarError(
                 f"json_schema: {path} is of type {type(node).__name__}, expected an object, true or false"
             )
-        _check_keywords(path, node)
+        yield path, node
         waiting.extend(_subschemas(path, node))
 
 
@@ -90,12 +224,96 @@ def _check_keywords(path: str, node: dict[str, Any]) -> None:
             f"json_schema: keyword 'minProperties' at {path} cannot be enforced; "
             "list the properties and set additionalProperties to false"
         )
-    patterns = node.get("patternProperties")
-    for pattern in [node.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
-        if isinstance(pattern, str) and len(pattern) > LONGEST_REGEX:
-            raise GrammarError(
-                f"json_schema: a pattern at {path} has {len(pattern)} characters, expected at most {LONGEST_REGEX}"
-            )
+    # Draft 7 ignores what stands beside a $ref, so that the drafts differ about where it leads.
+    if {"$id", "$ref"} <= node.keys() and not (path == "#" and str(node["$ref"]).startswith("#")):
+        raise GrammarError(f"json_schema: keyword '$ref' at {path} stands beside '$id'; leave out one of them")
+    for pattern in _patterns(node):
+        check_regex(pattern, f"json_schema: a pattern at {path}")
+    for name in _NUMBERS:
+        _check_numbers(node.get(name), f"keyword {name!r} at {path}")
+
+
+def _check_numbers(value: Any, where: str) -> None:
+    """Refuse integers that the library would round: it reads all numbers as those of 64 bits, IEEE 754."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_numbers(part, where)
+    elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+        raise GrammarError(f"json_schema: {where} is an integer beyond +-2**53, expected one nearer to zero")
+
+
+def _check_bounds(nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Refuse a bound at an integer that the library would take in: one with the other bound before the next integer."""
+    found: dict[str, dict[float, str]] = {name: {} for name in _BOUNDS}
+    for path, node in nodes:
+        for name in _BOUNDS & node.keys():
+            value = node[name]
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise GrammarError(f"json_schema: keyword {name!r} at {path} is {value!r:.60}, expected a number")
+            if math.isfinite(value):
+                found[name][value] = path
+    for exclusive, others, nearest in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), math.floor),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), math.ceil),
+    ):
+        for other in (value for name in others for value in found[name]):
+            bound = nearest(other)
+            if bound != other and bound in found[exclusive]:
+                raise GrammarError(
+                    f"json_schema: keyword {exclusive!r} at {found[exclusive][bound]} cannot be enforced beside the "
+                    f"bound {other:g}, before the next integer; use a bound with a fraction"
+                )
+
+
+def _check_multiples(nodes: Iterable[tuple[str, dict[str, Any]]]) -> int:
+    """Refuse divisors with an automaton that is too large, alone or as the common multiple of those that may meet.
+
+    Returns:
+        the states of all automata.
+    """
+    found: list[Fraction] = []
+    meet = any(_merges(node) for _, node in nodes)
+    for path, node in nodes:
+        divisor = node.get("multipleOf")
+        if isinstance(divisor, int | float) and math.isfinite(divisor) and divisor:
+            found.append(Fraction(repr(float(abs(divisor)))))
+            _check_divisors(list(set(found)) if meet else found[-1:], path)
+    return sum(int(divisor * _scale(divisor)) for divisor in found)
+
+
+def _combinations(nodes: Iterable[tuple[str, dict[str, Any]]]) -> int:
+    """Alternatives that the library may multiply with each other, at most, and pairs of patterns that it compares."""
+    if not any(_merges(node) for _, node in nodes):
+        return 1
+    lists = (node.get(name) for _, node in nodes for name in ("anyOf", "enum", "oneOf"))
+    pairs = sum(len(_patterns({**node, "pattern": None})) ** 2 for _, node in nodes)
+    return max(1, pairs) * math.prod(len(found) for found in lists if isinstance(found, list) and found)
+
+
+def _check_divisors(divisors: list[Fraction], path: str) -> None:
+    scale = max(_scale(divisor) for divisor in divisors)
+    scaled = [int(divisor * scale) for divisor in divisors]
+    common = Fraction(math.lcm(*scaled), scale)
+    # The second is what the library multiplies on its way, in 32 bits.
+    if common * _scale(common) > LARGEST_MULTIPLE or math.lcm(*scaled) * max(scaled) >= 2**32:
+        what = "is" if len(divisors) == 1 else "and those that it may meet have a least common multiple of"
+        raise GrammarError(
+            f"json_schema: keyword 'multipleOf' at {path} {what} {float(common):g}, whose digits without a point are "
+            f"above {LARGEST_MULTIPLE}; use divisors of fewer digits"
+        )
+
+
+def _scale(number: Fraction) -> int:
+    """The least power of ten that makes an integer of a decimal number."""
+    scale = 1
+    while (number * scale).denominator != 1:
+        scale *= 10
+    return scale
+
+
+def _merges(node: dict[str, Any]) -> bool:
+    """True if the library may enforce two subschemas at once on account of this one."""
+    return bool("allOf" in node or (_MERGING & node.keys() and len(node.keys() - _ANNOTATIONS - _DEFINITIONS) > 1))
 
 
 def _subschemas(path: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:

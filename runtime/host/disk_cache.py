@@ -31,7 +31,18 @@ ABANDONED_S = 24 * 3600.0
 STAGING = ".staging-"
 BOUND = "LLMC_CACHE_BYTES"
 # What counts against that bound. Not whatever lies in the folder: somebody may have named one that holds more.
-KINDS = ("auto", "calibration", "compiled", "imported", "kernels", "reference", "selftest", "timing")
+KINDS = (
+    "auto",
+    "calibration",
+    "compiled",
+    "imported",
+    "integrity",
+    "kernels",
+    "reference",
+    "selftest",
+    "timing",
+    "tokenizer",
+)
 
 _used: set[Path] = set()  # entries of this process, which it never prunes
 

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from llmc.runtime.host import threads
+
 log = logging.getLogger(__name__)
 
 POWERCAP = Path("/sys/class/powercap")
@@ -75,8 +77,7 @@ class EnergyMeter:
         self._failed, self.joules = False, None
         if self._sources:
             self._stopping.clear()
-            self._thread = threading.Thread(target=self._watch, name="llmc-energy", daemon=True)
-            self._thread.start()
+            self._thread = threads.start(self._watch, "llmc-energy", self._stopping.set)
         return self
 
     def __exit__(

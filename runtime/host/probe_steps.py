@@ -181,7 +181,7 @@ def _loads_provider(library: Any, provider: str) -> str:
     if preload is not None:
         preload()  # CUDA's libraries as pip installs them
     try:
-        session = library.InferenceSession(IDENTITY, providers=[provider])
+        session = library.InferenceSession(IDENTITY, providers=[provider], enable_fallback=0)
     except Exception as error:  # noqa: BLE001 - the library's own kinds of error
         return _first_line(error)
     return "" if provider in session.get_providers() else f"{provider} cannot be loaded; its reason is on stderr"

@@ -15,6 +15,7 @@ from llmc.bundle import Manifest
 from llmc.errors import RequestError, UsageError
 from llmc.inventory import Cache, CacheKind
 from llmc.runtime.kv.budget import check_growth, next_capacity
+from llmc.runtime.kv.cache_file import Form
 
 Values = NDArray[Any]
 KEPT_PLACES = 8  # numbers of positions whose layout is remembered: a block's comes again and again
@@ -237,6 +238,10 @@ class KVCache(ABC):
             self._copy(source, target, start, end)
         self._wrote(target, end)
 
+    def form(self, count: int) -> Form:
+        """Shape and type of what :meth:`read` gives for ``count`` positions."""
+        return (self._layout.size(count),), self.dtype
+
     def read(self, row: int, start: int, end: int) -> Values:
         """A copy of the positions ``start`` ... ``end - 1`` of a row and of its states: one array [values], in the
         cache's own layout.
@@ -249,7 +254,7 @@ class KVCache(ABC):
         self._check_range(row, start, end)
         if end:
             self._check_state(row, end)
-        values = np.empty(self._layout.size(end - start), self.dtype)
+        values = np.empty(*self.form(end - start))
         with self._guard("reading the cache"):
             self._read(row, start, end, values)
         return values
@@ -267,10 +272,10 @@ class KVCache(ABC):
             GpuError: the GPU failed.
         """
         self._check_range(row, start, end)
-        size = self._layout.size(end - start)
-        if values.shape != (size,) or values.dtype != self.dtype:
+        shape, dtype = self.form(end - start)
+        if values.shape != shape or values.dtype != dtype:
             raise UsageError(
-                f"cache contents of {values.dtype} {list(values.shape)} are given, expected {self.dtype} [{size}] for "
+                f"cache contents of {values.dtype} {list(values.shape)} are given, expected {dtype} {list(shape)} for "
                 f"{end - start} positions: they come from another bundle"
             )
         with self._guard("writing the cache"):

@@ -13,6 +13,11 @@ One format serves both::
 
 A digest is BLAKE2b (RFC 7693, https://www.rfc-editor.org/rfc/rfc7693) of 16 bytes. A block is named by its chain hash,
 the digest of its parent's chain hash and its own tokens: equal names mean equal tokens from the very first one on.
+
+Digests show damage. They do not show that the model computed the values: whoever writes a file also writes its digests.
+So a file is believed only if nobody but this user and the administrator can have written it. A digest with a secret key
+would tell files that this user's llmc wrote from those that somebody else made and this user copied, as long as nobody
+else can read the key; it would tell nothing about whoever acts as this user, and no other machine could read the files.
 """
 
 import errno
@@ -27,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +45,13 @@ VERSION = 2
 ALIGNMENT = 64
 DIGEST_BYTES = 16
 STAGING = ".staging-"
+
+# That of a million tokens has 8 MB. Parsing takes some twenty times as much memory, which a file must not ask for.
+DESCRIPTION_BYTES = 1 << 24
+
+# Shape and type of a block.
+Form = tuple[tuple[int, ...], np.dtype[Any]]
+Fault = Literal["damaged", "version", "foreign", "untrusted"]
 
 _NUMBERS = re.compile(r"[<>|][iuf][1248]")  # numpy's dtype.str
 _LEAD = struct.Struct(f"<8sII{DIGEST_BYTES}s")
@@ -61,12 +73,12 @@ def chain_hashes(parent: bytes, tokens: NDArray[np.int64], block: int) -> list[b
 
 
 class UnreadableError(Exception):
-    """A file cannot be used; ``damaged`` unless it is whole and of another format."""
+    """A file cannot be used: it is damaged, of another version of the format or none of llmc's, or others may have
+    written it."""
 
-    def __init__(self, reason: str, *, damaged: bool = True, ours: bool = True) -> None:
+    def __init__(self, reason: str, fault: Fault = "damaged") -> None:
         super().__init__(reason)
-        self.damaged = damaged
-        self.ours = ours
+        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,8 @@ class Description:
         """The description that :meth:`encoded` wrote.
 
         Raises:
-            ValueError: it contradicts itself; KeyError, TypeError or ArithmeticError: it is not what was written.
+            ValueError: it contradicts itself or is not what :meth:`encoded` writes; KeyError, TypeError, IndexError,
+                ArithmeticError, RecursionError: nor anything like it.
         """
         raw = json.loads(text)
         tokens = np.array(raw["tokens"], np.int64)
@@ -107,12 +120,20 @@ class Description:
         parent, dtype, shape = bytes.fromhex(raw["parent"]), np.dtype(raw["dtype"]), tuple(int(n) for n in raw["shape"])
         block = int(raw["block"])
         hashes = tuple(chain_hashes(parent, tokens[: len(digests) * block], block))
-        if min(*shape, block) < 1 or len(hashes) != len(digests) or hashes[-1].hex() != raw["last"]:
+        if tokens.ndim != 1 or min(*shape, block) < 1 or len(hashes) != len(digests) or hashes[-1].hex() != raw["last"]:
             raise ValueError("it contradicts itself")
-        return cls(raw["kind"], bytes.fromhex(raw["key"]), parent, hashes, tokens, block, shape, dtype, digests)
+        about = cls(raw["kind"], bytes.fromhex(raw["key"]), parent, hashes, tokens, block, shape, dtype, digests)
+        if about._text() != text:  # of other types, with other fields, or written otherwise
+            raise ValueError("it is not as llmc writes it")
+        return about
 
     def encoded(self) -> bytes:
         """The beginning of the file, up to the first block."""
+        text = self._text()
+        lead = _LEAD.pack(MAGIC, VERSION, len(text), _description_digest(VERSION, text))
+        return (lead + text).ljust(_aligned(len(lead) + len(text)), b"\0")
+
+    def _text(self) -> bytes:
         raw = {
             "kind": self.kind,
             "key": self.key.hex(),
@@ -124,9 +145,12 @@ class Description:
             "dtype": self.dtype.str,
             "digests": [digest.hex() for digest in self.digests],
         }
-        text = json.dumps(raw, separators=(",", ":")).encode()
-        lead = _LEAD.pack(MAGIC, VERSION, len(text), _description_digest(VERSION, text))
-        return (lead + text).ljust(_aligned(len(lead) + len(text)), b"\0")
+        return json.dumps(raw, separators=(",", ":")).encode()
+
+    @property
+    def form(self) -> Form:
+        """Shape and type of one block."""
+        return self.shape, self.dtype
 
     @property
     def block_bytes(self) -> int:
@@ -172,10 +196,12 @@ def possible_path(path: str | Path) -> Path:
     """``path``, if any file can have this name.
 
     Raises:
-        UsageError: it holds a NUL, or what is no Unicode text.
+        UsageError: it is no path, holds a NUL, or what is no Unicode text.
     """
     try:
         encoded = os.fsencode(path)
+    except TypeError as error:
+        raise UsageError(f"{path!r:.60} is no path; give the name as text") from error
     except UnicodeEncodeError as error:
         raise UsageError(f"{str(path)!r} is no path: it holds a lone surrogate; give the name as text") from error
     if b"\0" in encoded:
@@ -191,33 +217,58 @@ def opened(path: Path, *, follow_symlinks: bool) -> Iterator[CacheFile]:
 
     Raises:
         OSError: there is no file, or it may not be read.
-        UnreadableError: it is no regular file, is damaged, of another version, or not ours.
+        UnreadableError: it is no regular file, is damaged, of another version or not ours, or others may have written
+            it.
     """
     mode = os.stat(path, follow_symlinks=follow_symlinks).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise UnreadableError("it is no regular file", damaged=False, ours=False)
-    with path.open("rb") as file:
+        raise UnreadableError("it is no regular file", "foreign")
+    more = 0 if follow_symlinks else getattr(os, "O_NOFOLLOW", 0)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more)) as file:
+        check_owner(os.fstat(file.fileno()))
         yield _described(file)
+
+
+def check_owner(status: os.stat_result) -> None:
+    """Refuse a file or folder that others may have written: keys and values in it could be anything.
+
+    Its owner must be this user or the administrator, and only they may have the right to write it.
+
+    Raises:
+        UnreadableError: it is not so.
+    """
+    if not hasattr(os, "geteuid"):  # Windows, where a file's status says nothing about it
+        return
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UnreadableError(
+            f"it belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this", "untrusted"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UnreadableError(
+            f"its mode {stat.S_IMODE(status.st_mode):03o} lets others write it, expected 600", "untrusted"
+        )
 
 
 def _described(file: BinaryIO) -> CacheFile:
     size = os.fstat(file.fileno()).st_size
     lead = file.read(_LEAD.size)
     if lead[: len(MAGIC)] != MAGIC[: len(lead)]:
-        raise UnreadableError(f"it begins with {lead[: len(MAGIC)]!r}, not with {MAGIC!r}", ours=False)
+        raise UnreadableError(f"it begins with {lead[: len(MAGIC)]!r}, not with {MAGIC!r}", "foreign")
     if len(lead) < _LEAD.size:
         raise UnreadableError(f"it ends after {size} bytes")
     _, version, length, digest = _LEAD.unpack(lead)
+    if length > DESCRIPTION_BYTES:
+        raise UnreadableError(f"its description has {length} bytes, expected {DESCRIPTION_BYTES} or less")
     text = file.read(min(length, size))
     if _description_digest(version, text) != digest:
         raise UnreadableError("the digest of its description is not that of its text")
     if version != VERSION:
-        raise UnreadableError(f"it is written in format {version}, this llmc reads {VERSION}", damaged=False)
+        raise UnreadableError(f"it is written in format {version}, this llmc reads {VERSION}", "version")
     try:
         about = Description.decoded(text)
-    except (ValueError, KeyError, TypeError, IndexError, ArithmeticError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, ArithmeticError, RecursionError) as error:
         raise UnreadableError(f"its description cannot be read ({error})") from error
     offset = _aligned(_LEAD.size + length)
     expected = offset + about.block_bytes * len(about.digests)
@@ -234,7 +285,7 @@ def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]]) -> N
             file.write(_raw(block))
 
 
-def save_session(path: Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any]], block: int, key: str) -> None:
+def save_session(path: str | Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any]], block: int, key: str) -> None:
     """Save what the cache holds of one sequence; an existing file is replaced, at the end.
 
     Only its owner may read the file: it holds what was said.
@@ -264,12 +315,21 @@ def save_session(path: Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any
         raise UsageError(f"{path}: cannot write here ({error.strerror}); choose another file") from error
 
 
-def load_session(path: Path, block: int, key: str) -> tuple[list[int], list[NDArray[Any]]]:
-    """The tokens and blocks that :func:`save_session` was given.
+def load_session(
+    path: str | Path, block: int, key: str, *, form: Form, vocab_size: int, max_bytes: int
+) -> tuple[list[int], list[NDArray[Any]]]:
+    """The tokens that :func:`save_session` was given, and as many of its first blocks as are asked for.
+
+    Args:
+        block, key: as for :func:`save_session`.
+        form: shape and type that a block must have.
+        vocab_size: what every token must be below.
+        max_bytes: of blocks.
 
     Raises:
         UsageError: the file cannot be opened, or no file can have this name.
-        RequestError: it is no session of llmc's, is damaged, or belongs to another model or size of blocks.
+        RequestError: it is no session of llmc's, is damaged, belongs to another model or size of blocks, or others may
+            have written it.
     """
     path = possible_path(path)
     try:
@@ -285,20 +345,31 @@ def load_session(path: Path, block: int, key: str) -> tuple[list[int], list[NDAr
                 raise RequestError(
                     f"{path} was saved in blocks of {about.block} tokens, expected {block}; start the session anew"
                 )
-            blocks = found.read(0, len(about.digests))
+            if about.form != form:
+                raise RequestError(
+                    f"{path} holds blocks of {about.dtype} {list(about.shape)}, expected {form[1]} {list(form[0])}; "
+                    "start the session anew"
+                )
+            if not 0 <= about.tokens.min() <= about.tokens.max() < vocab_size:
+                raise RequestError(
+                    f"{path} holds tokens from {about.tokens.min()} to {about.tokens.max()}, expected 0 ... "
+                    f"{vocab_size - 1}; start the session anew"
+                )
+            blocks = found.read(0, max_bytes // about.block_bytes)
     except OSError as error:
         raise UsageError(f"{path} cannot be opened ({error.strerror}); name a saved session") from error
     except UnreadableError as error:
-        raise RequestError(f"{path} {_verdict(error)}: {error}") from error
+        raise RequestError(f"{path} {_VERDICTS[error.fault]}: {error}") from error
     return about.tokens.tolist(), blocks
 
 
-def _verdict(error: UnreadableError) -> str:
-    if not error.ours:
-        return "is no session of llmc's; name a file that was saved as one"
-    if error.damaged:
-        return "is damaged and cannot be restored; start the session anew"
-    return "is of another version; load it with the llmc that saved it, or start the session anew"
+_VERDICTS: dict[Fault, str] = {
+    "foreign": "is no session of llmc's; name a file that was saved as one",
+    "damaged": "is damaged and cannot be restored; start the session anew",
+    "version": "is of another version; load it with the llmc that saved it, or start the session anew",
+    "untrusted": "may have been written by others, whose values would be believed; take it over only if you know them, "
+    "with chown and chmod 600, or start the session anew",
+}
 
 
 def _digest(data: bytes | memoryview) -> bytes:

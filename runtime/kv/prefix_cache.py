@@ -8,13 +8,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import UsageError
-from llmc.runtime.kv.cache_file import chain_hashes, root_hash
+from llmc.runtime.kv.cache_file import Form, chain_hashes, root_hash
 from llmc.runtime.kv.prefix_store import PrefixStore
 
 BLOCK = 32
@@ -80,12 +81,21 @@ class PrefixCache:
         block: tokens per block; only whole blocks are kept.
         max_bytes: what the values may take in memory.
         store: a disk tier, which the caller closes.
+        form: shape and type that blocks from disk must have; None takes any.
 
     Raises:
         UsageError: ``block`` or ``max_bytes`` is out of range.
     """
 
-    def __init__(self, key: str, block: int = BLOCK, *, max_bytes: int, store: PrefixStore | None = None) -> None:
+    def __init__(
+        self,
+        key: str,
+        block: int = BLOCK,
+        *,
+        max_bytes: int,
+        store: PrefixStore | None = None,
+        form: Form | None = None,
+    ) -> None:
         if block < 1 or max_bytes < 0:
             raise UsageError(f"block={block}, max_bytes={max_bytes}: expected a block of 1 or more and 0 bytes or more")
         self.key = key
@@ -93,6 +103,7 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.counters = PrefixCounters()
         self._store = store
+        self._form = form
         # Least recently used first. A use renews a block before its parent, so the first one that is not pinned has
         # no children.
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
@@ -181,6 +192,8 @@ class PrefixCache:
         if self._store is None or not hashes:
             return []
         blocks = self._store.load(self._root, hashes, self.max_bytes - self._pinned)
+        if self._form is not None:  # what the model could not take is not there
+            blocks = list(takewhile(lambda block: (block.shape, block.dtype) == self._form, blocks))
         return self._add(hashes[: len(blocks)], blocks)
 
     def _add(self, hashes: Sequence[bytes], blocks: Sequence[NDArray[Any]]) -> list[_Node]:

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import stat
 import sys
 import threading
 import time
@@ -16,12 +17,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import UsageError
+from llmc.errors import ResourceError, UsageError
+from llmc.runtime.host import threads
 from llmc.runtime.kv.cache_file import (
     STAGING,
     CacheFile,
     Description,
     UnreadableError,
+    check_owner,
     opened,
     possible_path,
     publish,
@@ -97,9 +100,10 @@ def _yield_to_others() -> None:
 class PrefixStore:
     """Chains of cache blocks as files below ``folder``: a folder per key, a file per piece of a chain.
 
-    Several processes may share the folder, and it may be deleted at any time. Nothing here fails a request: what is
-    damaged or cannot be read counts as absent, what cannot be written is left out, and the log says so once. The files
-    hold what users wrote; only their owner may read them.
+    Several processes of one user may share the folder, and it may be deleted at any time. Nothing here fails a request:
+    what is damaged, cannot be read or may have been written by others counts as absent, what cannot be written is left
+    out, and the log says so once. The files hold what users wrote; only their owner may read them, or enter the folders
+    of the keys.
 
     Reading happens in the calling thread, one thread at a time; writing in a thread of the store's own.
 
@@ -177,22 +181,27 @@ class PrefixStore:
             full = bool(self._jobs) and self._waiting + job.nbytes > self.pending_bytes
             if full or self._closed or job.nbytes > self.max_bytes or time.monotonic() < self._paused_until:
                 return
+            if self._thread is None:
+                try:
+                    self._thread = threads.start(self._work, "llmc-prefix-store", self._stop)
+                except ResourceError as error:
+                    self._pause(error)
+                    return
             shelf.queued.update(job.hashes)
             self._jobs.append(job)
             self._waiting += job.nbytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="llmc-prefix-store", daemon=True)
-                self._thread.start()
             self._lock.notify_all()
 
     def close(self) -> None:
         """Write what waits, then take nothing more. A second call does nothing."""
+        self._stop()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _stop(self) -> None:
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
 
     def _shelf(self, root: bytes) -> _Shelf:
         if root not in self._shelves:
@@ -203,7 +212,7 @@ class PrefixStore:
         """The shelf, with what any process added or removed since."""
         shelf = self._shelf(root)
         try:
-            changed_ns = shelf.folder.stat().st_mtime_ns
+            changed_ns = _private(shelf.folder).st_mtime_ns
             if changed_ns == shelf.listed_ns:
                 return shelf
             names = {name for name in os.listdir(shelf.folder) if self._is_ours(name)}
@@ -211,6 +220,9 @@ class PrefixStore:
             changed_ns, names = -1, set()
         except OSError as error:
             self._warn("read", "prefixes in %s cannot be read (%s); they are computed", shelf.folder, error.strerror)
+            changed_ns, names = -1, set()
+        except UnreadableError as error:
+            self._warn("others", "%s is ignored: %s", shelf.folder, error)
             changed_ns, names = -1, set()
         if gone := set(shelf.files) - names:
             shelf.drop(gone)
@@ -236,8 +248,8 @@ class PrefixStore:
             shelf.add(name, about)
 
     def _refuse(self, path: Path, error: UnreadableError) -> None:
-        if not error.damaged:
-            self._warn("version", "%s is ignored: %s", path, error)
+        if error.fault != "damaged":
+            self._warn(error.fault, "%s is ignored: %s", path, error)
             return
         self._warn("damaged", "%s is damaged and is removed: %s", path, error)
         with suppress(OSError):
@@ -263,8 +275,8 @@ class PrefixStore:
         except FileNotFoundError:
             shelf.drop({name})  # another process removed it
             return None
-        except OSError as error:
-            self._warn("read", "%s cannot be read (%s); it is ignored", path, error.strerror)
+        except (OSError, MemoryError) as error:
+            self._warn("read", "%s cannot be read (%s); it is ignored", path, error)
         except UnreadableError as error:
             self._refuse(path, error)
         shelf.drop({name})
@@ -294,15 +306,18 @@ class PrefixStore:
             try:
                 if time.monotonic() >= self._paused_until:
                     self._write(job)
-            except (OSError, MemoryError) as error:
-                self._paused_until = time.monotonic() + PAUSE_S
-                self._warn("write", "prefixes cannot be written to %s (%s); memory goes on", self.folder, error)
+            except Exception as error:  # noqa: BLE001  # whatever it is, memory goes on
+                self._pause(error)
             finally:
                 with self._lock:
                     self._shelf(job.root).queued.difference_update(job.hashes)
                     self._jobs.popleft()
                     self._waiting -= job.nbytes
                     self._lock.notify_all()
+
+    def _pause(self, error: Exception) -> None:
+        self._paused_until = time.monotonic() + PAUSE_S
+        self._warn("write", "prefixes cannot be written to %s (%s); memory goes on", self.folder, error)
 
     def _write(self, job: _Job) -> None:
         about = Description.of(
@@ -313,7 +328,9 @@ class PrefixStore:
         if offset + job.nbytes > self.max_bytes:
             return
         self._prune(self.max_bytes - offset - job.nbytes)
-        shelf.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shelf.folder.mkdir(mode=0o700, exist_ok=True)
+        _private(shelf.folder)
         publish(shelf.folder / name, about, job.blocks)
         with self._lock:
             shelf.add(name, about)
@@ -321,16 +338,15 @@ class PrefixStore:
         self._prune(self.max_bytes)  # another process may have written at the same time
 
     def _prune(self, kept: int) -> None:
-        """Remove the least recently used files until ``kept`` bytes remain, and what killed writers left."""
+        """Remove this user's least recently used files until ``kept`` bytes remain, and what killed writers left."""
         found = []
-        for folder in _entries(self.folder):
-            if not _OUR_FOLDER.fullmatch(folder.name):
-                continue
-            for entry in _entries(Path(folder.path)):
-                with suppress(OSError):
-                    if entry.is_file(follow_symlinks=False):
-                        about = entry.stat(follow_symlinks=False)
-                        found.append((about.st_mtime_ns, about.st_size, Path(entry.path)))
+        for folder in _own_entries(self.folder):
+            if _OUR_FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
+                for entry in _own_entries(Path(folder.path)):
+                    with suppress(OSError):
+                        if entry.is_file(follow_symlinks=False):
+                            about = entry.stat(follow_symlinks=False)
+                            found.append((about.st_mtime_ns, about.st_size, Path(entry.path)))
         total = 0
         for used_ns, size, path in sorted(found, reverse=True):  # newest first
             if path.name.startswith(STAGING):
@@ -355,9 +371,37 @@ def _name(about: Description) -> str:
     return f"{about.hashes[0].hex()}-{about.hashes[-1].hex()}.kv"
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _is_own(status: os.stat_result) -> bool:
+    """Tell whether this user owns it; nobody can tell on Windows."""
+    return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+
+
+def _private(folder: Path) -> os.stat_result:
+    """Status of a folder that only this user may enter: one's own is closed to others.
+
+    Raises:
+        OSError: there is none, or nobody may look.
+        UnreadableError: it is no folder, or others may have written in it.
+    """
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnreadableError("it is no folder", "foreign")
+    if _is_own(status) and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        os.chmod(folder, 0o700)
+        status = os.lstat(folder)
+    check_owner(status)
+    return status
+
+
+def _own_entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Entries of a folder that this user owns; none if nobody may look."""
+    own: list[os.DirEntry[str]] = []
     try:
         with os.scandir(folder) as entries:
-            return list(entries)
+            for entry in entries:
+                with suppress(OSError):  # another process removed it
+                    if _is_own(entry.stat(follow_symlinks=False)):
+                        own.append(entry)
     except OSError:
-        return []
+        pass
+    return own

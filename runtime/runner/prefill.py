@@ -1,6 +1,7 @@
 """Prompts in chunks: the one way in which tokens get into a row, and a lone sequence that goes it for evaluation."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,10 +78,19 @@ class SingleRunner:
         # Reused by every step: its arrays are written in place, for after a step all caches are cold.
         self._step = batch(Phase.DECODE, np.zeros((1, 1), np.int64), [0], [0])
 
-    def prefill(self, prompt: Sequence[int]) -> Floats:
-        """Feed the prompt in chunks from an empty cache and return the logits after its last token [1, 1, V]."""
+    def prefill(self, prompt: Sequence[int], *, chunk: int | None = None, graph: Phase = Phase.PREFILL) -> Floats:
+        """Feed the prompt in chunks from an empty cache and return the logits after its last token [1, 1, V].
+
+        Args:
+            prompt: its tokens.
+            chunk: tokens per call; default: :attr:`prefill_chunk`.
+            graph: which one computes: decode's where that stands in for prefill's.
+        """
         self.reserve(len(prompt))
-        *_, logits = prefill(self.session.run, Slot(prompt, row=0), self.prefill_chunk)
+        chunks = prefill(
+            lambda call: self.session.run(replace(call, phase=graph)), Slot(prompt, row=0), chunk or self.prefill_chunk
+        )
+        *_, logits = chunks
         return logits[None]
 
     def step(self, token: int, position: int) -> Floats:

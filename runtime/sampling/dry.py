@@ -2,12 +2,16 @@
 
 As first described and implemented in https://github.com/oobabooga/text-generation-webui/pull/5677. If the last L tokens
 occurred before and were followed by token t, then t loses ``multiplier * base ** (L - allowed_length)``, for the
-longest such L of at least ``allowed_length``. No repetition reaches across a sequence breaker, and a breaker itself is
-never punished.
+longest such L of at least ``allowed_length``.
+
+No repetition reaches across a sequence breaker, a text: it ends with the token in which an occurrence of the text ends,
+in whatever tokens the text is spelt, so a token that contains it, several tokens that spell it, and a token that begins
+with its rest all break. A token that contains the whole of it is never punished. (llama.cpp, which has ids only,
+recognises a text over several tokens if those after the first are as its tokenizer would write them.)
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +24,48 @@ _LARGEST = 1e9
 _LONGEST = 2**31  # no sequence is longer, and its double fits int64
 
 
+class Breakers:
+    """Texts across which no repetition reaches, found in tokens; one object may serve all samples of a request.
+
+    Args:
+        texts: not empty ones.
+        spelling: the bytes of a token.
+    """
+
+    def __init__(self, texts: Sequence[str] = (), spelling: Callable[[int], bytes] = lambda token: b"") -> None:
+        self._texts = tuple({text.encode("utf-8", "surrogatepass"): None for text in texts})
+        self._carried = max(map(len, self._texts), default=1) - 1
+        self._spelling = spelling
+        self._spellings: dict[int, bytes] = {}
+        self._containing: dict[int, bool] = {}
+
+    def __contains__(self, token: int) -> bool:
+        """True if the token contains one of the texts."""
+        if token not in self._containing:
+            spelling = self._spelt(token)
+            self._containing[token] = any(text in spelling for text in self._texts)
+        return self._containing[token]
+
+    def find_last(self, before: bytes, tokens: Sequence[int]) -> tuple[int, bytes]:
+        """Number of ``tokens`` up to the last one in which a text ends, 0 if none does; and what has to be given as
+        ``before`` with the tokens that follow, the end of the text so far."""
+        if not self._texts:
+            return 0, b""
+        spellings = [self._spelt(token) for token in tokens]
+        text = b"".join([before, *spellings])
+        end = max(place + len(breaker) if (place := text.rfind(breaker)) >= 0 else 0 for breaker in self._texts)
+        count, reached = 0, len(before)
+        while reached < end:
+            reached += len(spellings[count])
+            count += 1
+        return count, text[max(0, len(text) - self._carried) :]
+
+    def _spelt(self, token: int) -> bytes:
+        if token not in self._spellings:
+            self._spellings[token] = self._spelling(token)
+        return self._spellings[token]
+
+
 class Dry(Follower):
     """The penalty for one sequence; a step costs one vectorised comparison over the tokens looked back at.
 
@@ -28,7 +74,7 @@ class Dry(Follower):
         base: growth of the penalty with every further token, from 1.
         allowed_length: repetitions shorter than this go free.
         window: last tokens looked back at; 0 is all.
-        breakers: ids of sequence breakers.
+        breakers: texts that no repetition reaches across; None for none.
         branching: see :class:`Follower`.
     """
 
@@ -38,28 +84,29 @@ class Dry(Follower):
         base: float = 1.75,
         allowed_length: int = 2,
         window: int = 0,
-        breakers: Collection[int] = (),
+        breakers: Breakers | None = None,
         branching: bool = False,
     ) -> None:
         super().__init__(branching=branching)
         self._multiplier, self._base = multiplier, base
         self._allowed = min(allowed_length, _LONGEST)
         self._window = window
-        self._breakers = frozenset(breakers)
-        self._breaker_ids = np.array(sorted(self._breakers), np.int64)
+        self._breakers = breakers or Breakers()
         self._longest = self._longest_that_counts()
         self._ids = np.zeros(0, np.int64)
-        self._size = 0
+        self._spared = np.zeros(0, np.bool_)  # tokens that contain a breaker
+        self.restart()
 
     def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
         self.follow(tokens)
-        ids = self._ids[max(0, self._size - self._window) if self._window else 0 : self._size]
-        if ids.size < 2 or int(ids[-1]) in self._breakers:
+        first = max(0, self._size - self._window) if self._window else 0
+        ids = self._ids[first : self._size]
+        if ids.size < 2 or self._broken == self._size:
             return logits
         ends = np.flatnonzero(ids[:-1] == ids[-1])  # where a repetition may end
         lengths = self._lengths(ids, ends)
         followers = ids[ends + 1]
-        punished = (lengths >= self._allowed) & ~np.isin(followers, self._breaker_ids)
+        punished = (lengths >= self._allowed) & ~self._spared[first + ends + 1]
         order = np.argsort(lengths[punished], kind="stable")  # of one token's penalties, the last one assigned stays
         targets = followers[punished][order]
         logits[targets] -= self._penalties(lengths[punished][order])
@@ -67,24 +114,31 @@ class Dry(Follower):
 
     def restart(self) -> None:
         """Forget all tokens."""
-        self._size = 0
+        self._size = self._broken = 0  # tokens, and those of them that the last breaker ends in or that precede it
+        self._text = b""  # the end of the text so far, in which a breaker may have begun
 
     def extend(self, tokens: Sequence[int], start: int) -> None:
         """Append ``tokens[start:]``."""
         if len(tokens) > self._ids.size:
-            self._ids = np.concatenate([self._ids[: self._size], np.zeros(2 * len(tokens) - self._size, np.int64)])
+            more = 2 * len(tokens) - self._size
+            self._ids = np.concatenate([self._ids[: self._size], np.zeros(more, np.int64)])
+            self._spared = np.concatenate([self._spared[: self._size], np.zeros(more, np.bool_)])
         self._ids[start : len(tokens)] = tokens[start:]
+        self._spared[start : len(tokens)] = [token in self._breakers for token in tokens[start:]]
         self._size = len(tokens)
+        found, self._text = self._breakers.find_last(self._text, tokens[start:])
+        if found:
+            self._broken = start + found
 
     def _lengths(self, ids: npt.NDArray[np.int64], ends: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
         """Numbers of tokens up to each of ``ends`` that equal the last tokens, counted no further than matters."""
         lengths = np.ones(ends.size, np.int64)
         alive = np.arange(ends.size)
-        for length in range(1, min(self._longest, ids.size - 1)):
+        for length in range(1, min(self._longest, ids.size - 1, self._size - self._broken)):
             previous = int(ids[-1 - length])
             alive = alive[ends[alive] >= length]
             alive = alive[ids[ends[alive] - length] == previous]
-            if alive.size == 0 or previous in self._breakers:
+            if alive.size == 0:
                 break
             lengths[alive] += 1
         return lengths

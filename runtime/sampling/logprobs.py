@@ -31,6 +31,9 @@ class TokenLogprobs:
         processed_logprob: of that token in the distribution it was drawn from; for a greedy request in the one that
             its processors leave.
         processed_top: the most probable tokens of that distribution.
+        rank: place of the token among all of the vocabulary, in the order of ``top`` and from 1; so the rank of a
+            token in ``top`` is its place there.
+        processed_rank: the same in the distribution it was drawn from.
     """
 
     token: int
@@ -38,6 +41,20 @@ class TokenLogprobs:
     top: Top
     processed_logprob: float
     processed_top: Top
+    rank: int
+    processed_rank: int
+
+
+def token_rank(logits: Logits, token: int, top: Top = ()) -> int:
+    """Place of ``token`` by logits [V], from 1; of tokens equally probable the one with the lower id comes first.
+
+    Args:
+        top: the most probable ones, where they are known: who is among them need not be searched for.
+    """
+    if (place := next((place for place, (listed, _) in enumerate(top, 1) if listed == token), 0)) > 0:
+        return place
+    logit = logits[token]
+    return 1 + int(np.count_nonzero(logits > logit)) + int(np.count_nonzero(logits[:token] == logit))
 
 
 def token_logprobs(logits: Logits, token: int, top: int) -> tuple[float, Top]:
@@ -88,8 +105,12 @@ def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top:
     """
     if len(tokens) != len(logits):
         raise UsageError(f"{len(logits)} rows of logits and {len(tokens)} tokens, expected as many; give one per token")
-    found = [(token, *token_logprobs(row, token, top)) for row, token in zip(logits, tokens, strict=True)]
-    return [TokenLogprobs(token, logprob, most, logprob, most) for token, logprob, most in found]
+    found = []
+    for row, token in zip(logits, tokens, strict=True):
+        logprob, most = token_logprobs(row, token, top)
+        rank = token_rank(row, token, most)
+        found.append(TokenLogprobs(token, logprob, most, logprob, most, rank, rank))
+    return found
 
 
 def _top(values: Logits, tokens: npt.NDArray[np.intp] | None, total: float, count: int) -> Top:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmc.errors import UsageError
+from llmc.errors import UsageError, written
 from llmc.runtime.sampling.ranges import (
     FLAG,
     SCHEMA,
     TEXT,
     TEXTS,
-    TOKENS,
     Parameter,
     Range,
     above,
@@ -25,7 +24,9 @@ from llmc.runtime.sampling.ranges import (
     one_of,
     optional,
     parameter,
-    written,
+    sequences,
+    texts,
+    tokens,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +34,16 @@ if TYPE_CHECKING:
 
 _UINT64_MAX = 2**64 - 1
 _MOST_SAMPLES = 1024
+# Samples of a request whose texts are compared pair by pair, in a thread that shares Python's lock with all others: 64
+# texts of 80 words take 3 s with chrF, 1,024 took more than ten minutes.
+MOST_COMPARED = 64
+# The lists of a request are bounded, so that no client makes the steps of all others slow. Times are of one core of an
+# AMD EPYC.
+_MOST_TOKENS = 2**18  # no vocabulary is larger; 0.1 s to check, in the client's thread
+_STOPS = texts(128, 8_192)  # looked for after every token: 0.15 ms; a million took 1 s
+_BREAKERS = texts(64, 1_024)  # looked for in the bytes of the prompt, 0.3 s for half a megabyte at the worst
+_BAD_WORDS = texts(1_024, 8_192)  # 4 us per token for a thousand usual ones
+_SEQUENCES = sequences(100, 1_024, 8_192)  # 0.3 ms per token where all end with the same token, in as many lengths
 _LARGEST_PENALTY = 1e30  # its sums over groups and steps stay within float32
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint has defaults for
 _CUTS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "xtc_probability")
@@ -69,7 +80,11 @@ def step_order(order: tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _is_order(value: object) -> bool:
-    if not isinstance(value, tuple) or not all(isinstance(name, str) and name in STEPS for name in value):
+    if (
+        not isinstance(value, tuple)
+        or len(value) > len(STEPS)
+        or not all(isinstance(name, str) and name in STEPS for name in value)
+    ):
         return False
     return len(set(value)) == len(value) and "guide" not in step_order(value)[: step_order(value).index("processors")]
 
@@ -122,8 +137,10 @@ class SamplingParams:
         "same seed, same tokens; without one, the operating system gives one, which is reported",
         common=True,
     )
-    stop: tuple[str, ...] = _end((), TEXTS, "texts that end the output, and are not part of it", common=True)
-    stop_token_ids: tuple[int, ...] = _end((), TOKENS, "tokens that end the output, beside the checkpoint's")
+    stop: tuple[str, ...] = _end((), _STOPS, "texts that end the output, and are not part of it", common=True)
+    stop_token_ids: tuple[int, ...] = _end(
+        (), tokens(_MOST_TOKENS), "tokens that end the output, beside the checkpoint's"
+    )
     ignore_eos: bool = _end(False, FLAG, "go on after the checkpoint's end-of-sequence tokens")
     min_tokens: int = _end(
         0, integer(0), "new tokens before one that ends the output may come", short="0 to `max_tokens`"
@@ -197,15 +214,18 @@ class SamplingParams:
     )
     dry_range: int = _bias(0, integer(0, note="0 looks at all"), "tokens looked back at")
     dry_sequence_breakers: tuple[str, ...] = _bias(
-        ("\n", ":", '"', "*"), TEXTS, "texts that no repetition reaches across"
+        ("\n", ":", '"', "*"), _BREAKERS, "texts that no repetition reaches across", more=", see [DRY](#dry)"
     )
     no_repeat_ngram_size: int = _bias(
         0, integer(0, note="0 is off"), "no sequence of so many tokens occurs twice in prompt and output"
     )
-    logit_bias: tuple[tuple[int, float], ...] = _bias((), biases(100), "added to logits")
-    banned_tokens: tuple[int, ...] = _bias((), TOKENS, "tokens that may not come")
+    logit_bias: tuple[tuple[int, float], ...] = _bias((), biases(100, _MOST_TOKENS), "added to logits")
+    banned_tokens: tuple[int, ...] = _bias((), tokens(_MOST_TOKENS), "tokens that may not come")
     allowed_tokens: tuple[int, ...] | None = _bias(
-        None, optional(filled(TOKENS)), "the only tokens that may come", short="token ids, not empty"
+        None,
+        optional(filled(tokens(_MOST_TOKENS))),
+        "the only tokens that may come",
+        short=f"1 to {_MOST_TOKENS:,} token ids",
     )
     logprobs: int | None = _form(
         None, optional(integer(0, 20)), "log-probability of each token, and this many of the most probable ones"
@@ -287,6 +307,22 @@ class SamplingParams:
         more=". The draws are the same",
     )
 
+    include_stop_str_in_output: bool = _end(
+        False, FLAG, "the text keeps the stop text, or the text of the token, that ended the output"
+    )
+    bad_words: tuple[str, ...] = _bias(
+        (),
+        _BAD_WORDS,
+        "texts that may not come, with or without a space before them",
+        more=", see [Sequences](#sequences)",
+    )
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = _bias(
+        (),
+        _SEQUENCES,
+        "added to the logit of the last token of a sequence, where the tokens before it stand",
+    )
+    detokenize: bool = _form(True, FLAG, "make text of the tokens; without it every text is empty")
+
     def __post_init__(self) -> None:
         for name, values in _RANGES.items():
             value = getattr(self, name)
@@ -317,7 +353,9 @@ class SamplingParams:
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 PARAMETERS: dict[str, Parameter] = {field.name: field.metadata["parameter"] for field in fields(SamplingParams)}
 _RANGES = {name: stated.range for name, stated in PARAMETERS.items()}
-_TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases", "names")}
+_TUPLES = {
+    name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases", "sequences", "names")
+}
 _NEEDS_CHANCE = {"n", "best_of", "consensus", "mirostat", "dynatemp_range", *_CUTS}
 
 
@@ -326,9 +364,16 @@ def _as_tuple(name: str, value: Any) -> Any:
         return (value,)
     if name == "logit_bias" and isinstance(value, Mapping):
         return tuple(value.items())
+    if name == "sequence_bias" and isinstance(value, Mapping | list):  # as transformers takes it
+        pairs = map(_tupled, value.items() if isinstance(value, Mapping) else value)
+        return tuple(tuple(map(_tupled, pair)) if isinstance(pair, tuple) else pair for pair in pairs)
     if name == "logit_bias" and isinstance(value, list):
-        return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
+        return tuple(map(_tupled, value))
     return tuple(value) if name in _TUPLES and isinstance(value, list) else value
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _checkpoint_defaults(generation: "Generation", given: dict[str, Any]) -> dict[str, Any]:
@@ -346,7 +391,7 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
     for name in overrides.keys() - set(known):
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
-        raise UsageError(f"unknown sampling parameter {name!r}; {hint}")
+        raise UsageError(f"unknown sampling parameter {written(name)}; {hint}")
 
 
 # ------------------------------------------------------------------------------------------------------ combinations
@@ -381,6 +426,10 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
     ("num_return_sequences", "num_beams of at least as many", lambda p: (p.num_return_sequences or 1) <= p.num_beams),
     ("penalty_alpha", "top_k of at least 2", lambda p: p.top_k >= 2),
     ("consensus", "n of at least 2", lambda p: p.n >= 2),
+    ("consensus", f"n of at most {MOST_COMPARED}", lambda p: p.n <= MOST_COMPARED),
+    ("consensus", "detokenize", lambda p: p.detokenize),
+    ("stop", "detokenize", lambda p: p.detokenize),
+    ("include_stop_str_in_output", "detokenize", lambda p: p.detokenize),
     ("best_of", "n of at most as many", lambda p: p.n <= (p.best_of or p.n)),
     ("n", "temperature above 0", lambda p: p.temperature > 0),
     ("best_of", "temperature above 0", lambda p: p.temperature > 0),

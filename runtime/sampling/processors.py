@@ -22,10 +22,10 @@ import numpy as np
 from llmc.errors import GrammarError, ProcessorError, text_of
 from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.draws import uniform
-from llmc.runtime.sampling.dry import Dry
+from llmc.runtime.sampling.dry import Breakers, Dry
 from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.sampling.params import STEPS, SamplingParams, step_order
-from llmc.runtime.sampling.penalties import NoRepeatNGram, OutputPenalty, RepetitionPenalty
+from llmc.runtime.sampling.penalties import NoRepeatNGram, OutputPenalty, RepetitionPenalty, SequenceBias
 from llmc.runtime.sampling.temperature import dynamic_temperature, scaled
 
 # Edits the logits of one sequence, in place or by returning other ones [V]; -inf forbids a token. Arguments: the tokens
@@ -61,7 +61,8 @@ class SamplingContext:
         eos_token_ids: the checkpoint's end-of-sequence tokens.
         processors: the request's own, called in this order with (tokens so far, logits).
         guide: what the request's grammar allows, if it has one; it is told every token chosen.
-        breakers: ids of the tokens that DRY's sequence breakers end with.
+        breakers: DRY's, as the vocabulary's tokens spell them.
+        bad_words: the sequences of tokens that ``params.bad_words`` forbid.
         seed: of the draws; :func:`llmc.runtime.sampling.samplers.make_sampler` sets it.
         branching: calls may be of different sequences, as beams are.
     """
@@ -72,7 +73,8 @@ class SamplingContext:
     eos_token_ids: Collection[int] = ()
     processors: Sequence[Processor] = ()
     guide: Guide | None = None
-    breakers: Collection[int] = ()
+    breakers: Breakers | None = None
+    bad_words: Sequence[Sequence[int]] = ()
     seed: int = 0
     branching: bool = False
 
@@ -94,6 +96,18 @@ def build_processors(context: SamplingContext) -> list[Processor]:
 # ------------------------------------------------------------------------------------------------------------- steps
 
 
+def _both(first: Processor | None, second: Processor | None) -> Processor | None:
+    """Two processors that make one step."""
+    if first is None or second is None:
+        return first or second
+    return lambda tokens, logits: second(tokens, first(tokens, logits))
+
+
+def _biases(context: SamplingContext) -> Processor | None:
+    sequences = context.params.sequence_bias
+    return _both(_logit_bias(context), SequenceBias(sequences) if sequences else None)
+
+
 def _logit_bias(context: SamplingContext) -> Processor | None:
     if not context.params.logit_bias:
         return None
@@ -105,6 +119,11 @@ def _logit_bias(context: SamplingContext) -> Processor | None:
         return logits
 
     return add
+
+
+def _bans(context: SamplingContext) -> Processor | None:
+    words = context.bad_words
+    return _both(_allowed_tokens(context), SequenceBias((word, -np.inf) for word in words) if words else None)
 
 
 def _allowed_tokens(context: SamplingContext) -> Processor | None:
@@ -209,7 +228,7 @@ def _guide(context: SamplingContext) -> Processor | None:
         if masked.max() == -np.inf:
             raise GrammarError(
                 f"the grammar leaves no token at position {len(tokens)} of those that the request's other settings "
-                "allow; loosen the grammar, min_tokens, allowed_tokens or banned_tokens"
+                "allow; loosen the grammar, min_tokens, allowed_tokens, banned_tokens or bad_words"
             )
         return masked
 
@@ -257,8 +276,8 @@ def _xtc(context: SamplingContext) -> Processor | None:
 
 
 BUILDERS: dict[str, Builder] = {
-    "logit_bias": _logit_bias,
-    "allowed_tokens": _allowed_tokens,  # and banned ones
+    "logit_bias": _biases,  # and those of sequences
+    "allowed_tokens": _bans,  # and banned ones, and bad words
     "min_tokens": _min_tokens,
     "repetition_penalty": _repetition_penalty,
     "frequency_penalty": _frequency_penalty,  # and presence

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmc.errors import UsageError
+from llmc.errors import UsageError, written
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Range:
     """A set of values.
 
     Attributes:
-        kind: of the values: integer, number, flag, choice, text, texts, tokens, biases, names or schema.
+        kind: of the values: integer, number, flag, choice, text, texts, tokens, biases, sequences, names or schema.
         expected: the set in an error, such as "a number from 0 to 1".
         holds: true for a value that belongs to it.
         short: the set in documentation, such as "0 to 1"; empty where the type says it all.
@@ -61,14 +61,6 @@ def parameter(default: object, values: Range, meaning: str, section: str, **rest
     return field(default=default, metadata={"parameter": Parameter(values, meaning, section, **rest)})
 
 
-def written(value: object) -> str:
-    """A value as an error shows it; Python refuses to write integers of thousands of digits."""
-    try:
-        return repr(value)
-    except Exception:  # noqa: BLE001 - see above; and the class may be anybody's
-        return f"an {type(value).__name__} that cannot be written" if isinstance(value, int) else type(value).__name__
-
-
 # ----------------------------------------------------------------------------------------------------------- checks
 
 
@@ -93,16 +85,20 @@ def _is_token(value: object) -> bool:
     return _is_integer(value, 0)
 
 
-def _is_tuple(value: object, is_item: Callable[[Any], bool]) -> bool:
-    return isinstance(value, tuple) and all(map(is_item, value))
+def _is_tuple(value: object, is_item: Callable[[Any], bool], most: float = math.inf) -> bool:
+    return isinstance(value, tuple) and len(value) <= most and all(map(is_item, value))
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 # ----------------------------------------------------------------------------------------------------------- ranges
 
 FLAG = Range("flag", "True or False", lambda value: isinstance(value, bool))
 TEXT = Range("text", "a non-empty string", _is_text, "text")
+# For what bounds its texts itself.
 TEXTS = Range("texts", "a tuple of non-empty strings", lambda value: _is_tuple(value, _is_text), "texts")
-TOKENS = Range("tokens", "a tuple of token ids", lambda value: _is_tuple(value, _is_token), "token ids")
 SCHEMA = Range(
     "schema",
     "a JSON schema as a mapping or a text",
@@ -164,18 +160,54 @@ def one_of(*choices: str | bool) -> Range:
     return Range("choice", " or ".join(map(repr, choices)), holds, short, choices=choices)
 
 
-def biases(most: float) -> Range:
-    """Tuples of (token id, number from -most to most)."""
-    pair, fits = f"-{most} to {most}", number(-most, most).holds
+def texts(most: int, longest: int) -> Range:
+    """Tuples of at most ``most`` non-empty texts of ``longest`` characters in all."""
 
     def holds(value: Any) -> bool:
-        pairs = isinstance(value, tuple) and all(isinstance(item, tuple) and len(item) == 2 for item in value)
+        return _is_tuple(value, _is_text, most) and sum(map(len, value)) <= longest
+
+    bounds = f"{most:,} texts of {longest:,} characters in all"
+    return Range("texts", f"a tuple of non-empty strings, at most {bounds}", holds, f"up to {bounds}")
+
+
+def tokens(most: int) -> Range:
+    """Tuples of at most ``most`` token ids."""
+    expected = f"a tuple of token ids, at most {most:,} of them"
+    return Range("tokens", expected, lambda value: _is_tuple(value, _is_token, most), f"up to {most:,} token ids")
+
+
+def biases(size: float, most: int) -> Range:
+    """Tuples of at most ``most`` pairs (token id, number from -size to size), with different ids."""
+    pair, fits = f"-{size} to {size}", number(-size, size).holds
+
+    def holds(value: Any) -> bool:
+        pairs = _is_tuple(value, _is_pair, most)
         return (
             pairs and all(_is_token(token) and fits(bias) for token, bias in value) and len(dict(value)) == len(value)
         )
 
-    expected = f"a tuple of (token id, number from {pair}) with different ids"
-    return Range("biases", expected, holds, f"(id, {pair}) pairs")
+    expected = f"a tuple of (token id, number from {pair}) with different ids, at most {most:,} of them"
+    return Range("biases", expected, holds, f"up to {most:,} (id, {pair}) pairs")
+
+
+def sequences(size: float, most: int, longest: int) -> Range:
+    """Tuples of at most ``most`` pairs (different non-empty tuples of token ids, ``longest`` ids in all, number from
+    -size to size)."""
+    pair, fits = f"-{size} to {size}", number(-size, size).holds
+
+    def holds(value: Any) -> bool:
+        if not _is_tuple(value, _is_pair, most):
+            return False
+        ids = [item for item, _ in value]
+        if not all(item != () and _is_tuple(item, _is_token, longest) for item in ids):
+            return False
+        return sum(map(len, ids)) <= longest and len(set(ids)) == len(ids) and all(fits(bias) for _, bias in value)
+
+    expected = (
+        f"a tuple of (non-empty tuple of token ids, number from {pair}) with different ids, at most {most:,} of them "
+        f"with {longest:,} ids in all"
+    )
+    return Range("sequences", expected, holds, f"up to {most:,} (ids, {pair}) pairs with {longest:,} ids in all")
 
 
 def filled(values: Range) -> Range:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from llmc.errors import RequestError
 from llmc.runtime.sampling.draws import pick, uniform, uniforms
-from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs, token_rank
 from llmc.runtime.sampling.masses import Logits, Masses, check_peak, inverse, largest
 from llmc.runtime.sampling.mirostat import Mirostat1, Mirostat2
 from llmc.runtime.sampling.params import SamplingParams
@@ -312,6 +312,8 @@ class ProcessedSampler(Sampler):
         if drawn_from[token] == -np.inf:  # it lies on the edge of the nucleus, which two ways to sum see differently
             drawn_from[token] = drawn_from[drawn_from > -np.inf].min()
         logprob, top = token_logprobs(logits, token, self._top)
+        rank = token_rank(logits, token, top)
         if drawn_from is logits:
-            return TokenLogprobs(token, logprob, top, logprob, top)
-        return TokenLogprobs(token, logprob, top, *token_logprobs(drawn_from, token, self._top))
+            return TokenLogprobs(token, logprob, top, logprob, top, rank, rank)
+        processed, most = token_logprobs(drawn_from, token, self._top)
+        return TokenLogprobs(token, logprob, top, processed, most, rank, token_rank(drawn_from, token, most))

@@ -2,13 +2,36 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from llmc.errors import ProcessorError
 from llmc.runtime.search.base import guarded
 
 CHRF_ORDER = 6
 CHRF_BETA = 2
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """A similarity of two texts that takes each text apart once, however many it is compared with.
+
+    Args:
+        parts: takes a text apart.
+        compare: the similarity of two texts taken apart.
+    """
+
+    parts: Callable[[str], Any]
+    compare: Callable[[Any, Any], float]
+
+    def __call__(self, hypothesis: str, reference: str) -> float:
+        return self.compare(self.parts(hypothesis), self.parts(reference))
+
+    def among(self, texts: Iterable[str]) -> Callable[[str, str], float]:
+        """The same for pairs of these texts."""
+        parts = {text: self.parts(text) for text in texts}
+        return lambda hypothesis, reference: self.compare(parts[hypothesis], parts[reference])
 
 
 def expected_similarities(texts: Sequence[str], similarity: Callable[[str, str], float]) -> list[float]:
@@ -26,6 +49,8 @@ def expected_similarities(texts: Sequence[str], similarity: Callable[[str, str],
         ProcessorError: the similarity raised, or returned something else than a finite number.
     """
     masses = {text: count / len(texts) for text, count in Counter(texts).items()}
+    if isinstance(similarity, Similarity):
+        similarity = similarity.among(masses)
     gains = {
         hypothesis: sum(mass * _checked(similarity, hypothesis, reference) for reference, mass in masses.items())
         for hypothesis in masses
@@ -44,40 +69,47 @@ def _checked(similarity: Callable[[str, str], float], first: str, second: str) -
     return number
 
 
-def token_f1(hypothesis: str, reference: str) -> float:
+def _f1(ours: Counter[str], theirs: Counter[str]) -> float:
     """Harmonic mean of precision and recall of words, without regard to their order.
 
     Words are parted by white space. Two empty texts are alike. Rajpurkar et al., SQuAD, section 6.1, without its
     normalisation of text, https://arxiv.org/abs/1606.05250
     """
-    ours, theirs = (Counter(text.split()) for text in (hypothesis, reference))
     total = ours.total() + theirs.total()
     return 2 * (ours & theirs).total() / total if total else 1.0
 
 
-def chrf(hypothesis: str, reference: str) -> float:
+def _chrf(ours: Sequence[Counter[str]], theirs: Sequence[Counter[str]]) -> float:
     """F-score of character n-grams, n = 1 ... 6, in which recall weighs twice as much as precision (chrF2).
 
     White space is ignored; orders that one of the texts is too short for are left out of the means. Two texts without
     any sign are alike (sacrebleu, which counts to 100 and agrees otherwise, says 0). Popovic, chrF: character n-gram
     F-score for automatic MT evaluation, https://aclanthology.org/W15-3049
     """
-    ours, theirs = ("".join(text.split()) for text in (hypothesis, reference))
-    orders = min(len(ours), len(theirs), CHRF_ORDER)
+    orders = min(len(ours), len(theirs))
     if not orders:
-        return float(ours == theirs)
+        return float(len(ours) == len(theirs))
     precision = recall = 0.0
-    for n in range(1, orders + 1):
-        matches = (_ngrams(ours, n) & _ngrams(theirs, n)).total()
-        precision += matches / (len(ours) - n + 1) / orders
-        recall += matches / (len(theirs) - n + 1) / orders
+    for mine, other in zip(ours, theirs, strict=False):
+        matches = (mine & other).total()
+        precision += matches / mine.total() / orders
+        recall += matches / other.total() / orders
     weight = CHRF_BETA**2
     total = weight * precision + recall
     return (1 + weight) * precision * recall / total if total else 0.0
 
 
-def _ngrams(text: str, n: int) -> Counter[str]:
-    return Counter(text[i : i + n] for i in range(len(text) - n + 1))
+def _words(text: str) -> Counter[str]:
+    return Counter(text.split())
 
 
-SIMILARITIES: dict[str, Callable[[str, str], float]] = {"f1": token_f1, "chrf": chrf}
+def _ngrams(text: str) -> list[Counter[str]]:
+    """Of each order that the text is long enough for."""
+    signs = "".join(text.split())
+    orders = range(1, min(len(signs), CHRF_ORDER) + 1)
+    return [Counter(signs[i : i + n] for i in range(len(signs) - n + 1)) for n in orders]
+
+
+token_f1 = Similarity(_words, _f1)
+chrf = Similarity(_ngrams, _chrf)
+SIMILARITIES: dict[str, Similarity] = {"f1": token_f1, "chrf": chrf}

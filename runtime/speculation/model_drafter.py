@@ -1,6 +1,5 @@
 """A second, smaller model as drafter: any bundle with the same tokenizer."""
 
-import json
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from llmc.runtime.kv.rows import Slot
 from llmc.runtime.runner.prefill import SingleRunner, batch, prefill
 from llmc.runtime.sessions.base import Phase
 from llmc.runtime.text.tokenizer import Tokenizer
+from llmc.strict import read_json
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def _shown(vocabulary: dict[int, str], token: int) -> str:
 
 def _vocabulary(folder: Path) -> dict[int, str]:
     """Text of each token id of a tokenizer.json, added ones included."""
-    content: dict[str, Any] = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+    content: dict[str, Any] = read_json(folder / TOKENIZER_FILE)
     listed = content["model"].get("vocab", {})
     # A unigram model lists [text, score] pairs in the order of their ids, the others map text to id.
     pairs = ((text, i) for i, (text, _) in enumerate(listed)) if isinstance(listed, list) else listed.items()

@@ -1,28 +1,25 @@
 """Messages to a prompt, by the checkpoint's own chat template.
 
-Templates are programs from a stranger, so they run in jinja's immutable sandbox and see nothing but plain data. They
-render what transformers' ``apply_chat_template(tokenize=False)`` renders.
+They run in a sandbox with bounds (:mod:`llmc.runtime.text.sandbox`), and render what transformers'
+``apply_chat_template(tokenize=False)`` renders.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.utils
-from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmc.errors import BundleError, RequestError, UsageError
+from llmc.runtime.text.control_tokens import Disguise
+from llmc.runtime.text.sandbox import DEEPEST, LARGEST_BITS, ExcessError, Sandbox
 from llmc.runtime.text.tokenizer import CONFIG_FILE, Tokenizer, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
+# Characters and items of messages, tools, documents and variables together. Of contexts in use none holds more.
+LARGEST_INPUT = 8_000_000
+# Keys whose values templates compare with words; where the value is one, it is not hidden as a control token.
+_COMPARED = ("role", "type")
 # Names under which a message's reasoning is passed; templates read the first, older ones the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -39,9 +36,9 @@ class ChatTemplate:
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        environment = _environment()
+        self._sandbox = Sandbox()
         self._special_tokens = dict(special_tokens)
-        self._templates = {name: _guarded(environment.from_string, source) for name, source in templates.items()}
+        self._templates = {name: _guarded(self._sandbox.from_string, source) for name, source in templates.items()}
 
     @classmethod
     def from_folder(cls, folder: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
@@ -60,6 +57,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        disguise: Disguise | None = None,
         **variables: Any,
     ) -> str:
         """The prompt for ``messages``. It holds the special tokens already: encode it without adding them again.
@@ -69,22 +67,26 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of the assistant's answer.
             tools: JSON schemas of functions the model may call.
             documents: texts to answer from.
+            disguise: what hides the control tokens that any of these texts spell; default: they are not hidden.
             variables: whatever else the template reads, such as ``enable_thinking``.
 
         Raises:
             UsageError: the messages are malformed, or hold something else than text, numbers, lists and mappings.
-            RequestError: the template refuses the messages, or fails.
+            RequestError: the template refuses the messages, fails, or works longer than a template may; or they have
+                more than :data:`LARGEST_INPUT` characters.
         """
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        copies = _Copies(disguise.hide if disguise else lambda text: text)
         values = {
             **self._special_tokens,
-            "messages": [_message(message, f"messages[{i}]") for i, message in enumerate(_checked(messages))],
+            "messages": [copies.message(message, f"messages[{i}]") for i, message in enumerate(_checked(messages))],
             "add_generation_prompt": add_generation_prompt,
-            "tools": _plain(tools, "tools"),
-            "documents": _plain(documents, "documents"),
-            **{key: _plain(value, key) for key, value in variables.items()},
+            "tools": copies.plain(tools, "tools"),
+            "documents": copies.plain(documents, "documents"),
+            **{key: copies.plain(value, key) for key, value in variables.items()},
         }
-        return str(_guarded(self._templates[name].render, values))
+        rendered: str = _guarded(lambda given: self._sandbox.render(self._templates[name], given, copies.size), values)
+        return disguise.unescaped(rendered) if disguise else rendered
 
 
 def _read_templates(folder: Path) -> dict[str, str]:
@@ -124,34 +126,79 @@ def _checked(messages: Any) -> Sequence[Any]:
     return messages
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise UsageError(f"{where} is a {type(message).__name__}, expected a mapping with role and content")
-    if not isinstance(message.get("role"), str):
-        raise UsageError(f"{where} has the role {message.get('role')!r}, expected text such as user or assistant")
-    if not isinstance(message.get("content"), (str, list, tuple)) and not message.get("tool_calls"):
-        raise UsageError(f"{where} has the content {message.get('content')!r}, expected text or a list of parts")
-    # Templates expect what is not there to be missing, not None.
-    plain = _plain({key: value for key, value in message.items() if value is not None}, where)
-    reasoning = next((plain[key] for key in _REASONING if plain.get(key) is not None), None)
-    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+class _Copies:
+    """Copies of what clients pass, made of JSON's types only: methods of richer objects are no business of a template.
+
+    Args:
+        hide: what becomes of every text.
+    """
+
+    def __init__(self, hide: Callable[[str], str]) -> None:
+        self._hide = hide
+        self.size = 0
+        """Characters and items copied."""
+
+    def message(self, message: Any, where: str) -> dict[str, Any]:
+        """A message with the keys that templates expect."""
+        if not isinstance(message, Mapping):
+            raise UsageError(f"{where} is a {type(message).__name__}, expected a mapping with role and content")
+        if not isinstance(message.get("role"), str):
+            raise UsageError(f"{where} has the role {_shown(message.get('role'))}, expected text such as user")
+        if not isinstance(message.get("content"), (str, list, tuple)) and not message.get("tool_calls"):
+            raise UsageError(
+                f"{where} has the content {_shown(message.get('content'))}, expected text or a list of parts"
+            )
+        # Templates expect what is not there to be missing, not None.
+        plain = self.plain({key: value for key, value in message.items() if value is not None}, where)
+        reasoning = next((plain[key] for key in _REASONING if plain.get(key) is not None), None)
+        return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+    def plain(self, value: Any, where: str, depth: int = 0) -> Any:
+        """A copy of any value.
+
+        Raises:
+            UsageError: it is of a type that JSON lacks, nested too deep, or a number that is too large.
+            RequestError: with what was copied before it is too large.
+        """
+        self.size += 1 + (len(value) if isinstance(value, str) else 0)
+        if self.size > LARGEST_INPUT:
+            raise RequestError(f"the messages hold more than {LARGEST_INPUT:,} characters and items; shorten them")
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return self._hide(str.__str__(value))  # whatever a subclass makes of str()
+        if isinstance(value, int):
+            if value.bit_length() > LARGEST_BITS:
+                raise UsageError(
+                    f"{where} is an integer of {value.bit_length()} bits, at most {LARGEST_BITS} are expected"
+                )
+            return int.__int__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if depth == DEEPEST and isinstance(value, (Mapping, list, tuple)):
+            raise UsageError(f"{where:.200} is nested more than {DEEPEST} deep; nest less")
+        if isinstance(value, Mapping):
+            return dict(self._pair(key, item, where, depth) for key, item in value.items())
+        if isinstance(value, (list, tuple)):
+            items = [self.plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+            return tuple(items) if isinstance(value, tuple) else items
+        raise UsageError(f"{where} is a {type(value).__name__}, expected text, a number, a list or a mapping")
+
+    def _pair(self, key: Any, item: Any, where: str, depth: int) -> tuple[Any, Any]:
+        if isinstance(key, (Mapping, list, tuple)):
+            raise UsageError(f"{where} has the key {_shown(key)}, expected text or a number")
+        if key in _COMPARED and isinstance(item, str) and item.isidentifier():
+            self.size += len(item)
+            return key, str.__str__(item)
+        key = self.plain(key, f"a key of {where}")
+        return key, self.plain(item, f"{where}.{key!s:.40}", depth + 1)
 
 
-def _plain(value: Any, where: str) -> Any:
-    """A copy of ``value`` made of JSON's types only: methods of richer objects are no business of a template."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)  # whatever the subclass makes of str()
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {_plain(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
-    raise UsageError(f"{where} is a {type(value).__name__}, expected text, a number, a list or a mapping")
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.60}"
+    except (ValueError, RecursionError):  # thousands of digits, or of lists in lists
+        return f"a {type(value).__name__}"
 
 
 # ----------------------------------------------------------------------------------------------------------- sandbox
@@ -160,89 +207,14 @@ def _plain(value: Any, where: str) -> Any:
 def _guarded(call: Callable[[Any], Any], argument: Any) -> Any:
     try:
         return call(argument)
+    except ExcessError as error:
+        raise RequestError(
+            f"the model's chat template does what no template needs: {error.message}; mend the template, or pass a "
+            "prompt instead of messages"
+        ) from error
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(f"the model's chat template is not valid: {error.message} (line {error.lineno})") from error
     except jinja2.TemplateError as error:
         raise RequestError(f"the model's chat template refuses the messages: {error.message}") from error
     except Exception as error:  # a template is a program and may raise anything
         raise RequestError(f"the model's chat template failed: {type(error).__name__}: {error}") from error
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja's sandbox, which bounds ranges, with a bound for products too: ``'x' * 10**10`` would take all memory."""
-
-    intercepted_binops = frozenset({"*", "**"})
-    largest = 1_000_000
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute ``left operator right``.
-
-        Raises:
-            SecurityError: the result would be too large for a prompt.
-        """
-        length = max((len(side) for side in (left, right) if isinstance(side, str | list | tuple)), default=0)
-        times = max((side for side in (left, right) if isinstance(side, int)), default=0)
-        if (operator == "*" and length * times > self.largest) or (operator == "**" and times > 1000):
-            raise SecurityError(f"a product of more than {self.largest} items")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals = {
-        **environment.globals,
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-        "dict": lambda *items, **named: dict(*items, **named),  # the type itself would hand out its methods
-        "namespace": _Namespace,
-    }
-    return environment
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's words for training; here it prints its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (the type jinja declares)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """jinja's namespace, without names that could pose as Python internals."""
-
-    def __init__(*args: Any, **named: Any) -> None:  # so that a template may set a name "self"
-        attributes = dict(*args[1:], **named)
-        for name in attributes:
-            _refuse_private(name)
-        jinja2.utils.Namespace.__init__(args[0], attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}: it begins with an underscore")

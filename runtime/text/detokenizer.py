@@ -16,11 +16,13 @@ class TextStream:
     Args:
         tokenizer: of the model that wrote the tokens. Special tokens give no text.
         stop: texts that end the stream; none of them, nor their beginnings, are ever returned and taken back.
+        keep_stop: return the one that ends the stream, too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, keep_stop: bool = False) -> None:
         self._decoder = _IncrementalDecoder(tokenizer)
         self._stop = tuple(stop)
+        self._keep_stop = keep_stop
         self._held = ""
         self._stopping = True
         self.stopped: str | None = None
@@ -53,7 +55,7 @@ class TextStream:
         if found:
             end, _, self.stopped = min(found)
             self._held = ""
-            return text[: end - len(self.stopped)]
+            return text[: end if self._keep_stop else end - len(self.stopped)]
         certain = len(text) - max((_overlap(text, stop) for stop in stops), default=0)
         self._held = text[certain:]
         return text[:certain]
@@ -65,6 +67,21 @@ def _overlap(text: str, stop: str) -> int:
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)
     return len(text) - start if start >= 0 else 0
+
+
+class NoText(TextStream):
+    """The stream of a request that wants no text."""
+
+    def __init__(self) -> None:
+        self.stopped = None
+
+    def push(self, token_id: int, stopping: bool = True) -> str:
+        """Nothing, whatever the token is."""
+        return ""
+
+    def finish(self) -> str:
+        """Nothing is left."""
+        return ""
 
 
 class _IncrementalDecoder:

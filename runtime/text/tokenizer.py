@@ -6,9 +6,9 @@ tokens, before a space).
 """
 
 import ctypes
-import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,15 @@ import tokenizers
 
 from llmc.bundle import TOKENIZER_FILE
 from llmc.errors import BundleError, RequestError, UsageError
+from llmc.runtime.text.control_tokens import ControlTokens, Disguise
+from llmc.strict import read_json
 
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+# Characters per token that no usual text exceeds; of longer ones it is first seen whether their beginning fits.
+PLAIN_CHARACTERS = 8
+# Tokens that a cut through the middle of a text may change.
+CUT_TOKENS = 64
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -36,6 +42,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_ids = _byte_ids(backend)
+        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+        self._is_byte_level = backend.decoder is not None and b"ByteLevel" in backend.decoder.__getstate__()
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -66,23 +74,64 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with ``add_special_tokens`` also what the tokenizer puts around a prompt, such as BOS.
 
+        Special tokens that ``text`` spells are special tokens.
+
         Raises:
             UsageError: ``text`` is not a string.
             RequestError: ``text`` holds what is no Unicode text, such as undecodable bytes.
         """
-        if not isinstance(text, str):
-            raise UsageError(f"the text is {type(text).__name__}, expected str")
-        try:
-            text.encode("utf-8")
+        with _encoding(text):
             # Unlike encode, this lets other threads of Python run meanwhile.
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text is not valid Unicode: character {error.start} is the lone surrogate "
-                f"U+{ord(text[error.start]):04X}, which stands for a byte that is not UTF-8; convert the input to UTF-8"
-            ) from error
-        except Exception as error:  # tokenizers raises plain Exception
-            raise RequestError(f"the tokenizer cannot encode the text: {error}") from error
+
+    def encode_disguised(self, prompt: str, disguise: Disguise) -> list[int]:
+        """Token ids of a rendered prompt, in which the texts that ``disguise`` hides are no special tokens.
+
+        Raises:
+            RequestError: as :meth:`encode`, or the tokenizer has no other way to encode such a text.
+        """
+        if not disguise.hidden:
+            ids = self.encode(prompt, add_special_tokens=False)
+            if self.controls.all_written(prompt, ids):
+                return ids
+        with _encoding(prompt):
+            return self.controls.encode(prompt, disguise)
+
+    def encode_within(
+        self, text: str, most: int, encode: Callable[[str], list[int]], from_end: bool = False
+    ) -> tuple[list[int], int]:
+        """Tokens of ``text``, or where these are more than ``most``, of enough of it to have a few more.
+
+        The work follows from ``most``, and not from the text.
+
+        Args:
+            text: any text.
+            most: tokens of interest.
+            encode: makes tokens of text, as :meth:`encode` does.
+            from_end: keep the end of the text, not its beginning.
+
+        Returns:
+            The tokens, and the number of characters that they are of. Where these are not all, the last (or first)
+            :data:`CUT_TOKENS` may differ from those of the whole.
+        """
+        read = PLAIN_CHARACTERS * (most + CUT_TOKENS)
+        while read < len(text):
+            ids = encode(text[-read:] if from_end else text[:read])
+            if len(ids) > most + CUT_TOKENS:
+                return ids, read
+            read *= 2
+        return encode(text), len(text)
+
+    @cached_property
+    def controls(self) -> ControlTokens:
+        """The control tokens; made when first asked for."""
+        unknown = (self.special_tokens.get("unk_token"), getattr(self._backend.model, "unk_token", None))
+        return ControlTokens(self._backend, [text for text in unknown if text is not None])
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token; a large vocabulary takes a tenth of a second when first asked for."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids without a token nothing.
@@ -95,6 +144,11 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise UsageError(f"token ids are integers of at least 0: {error}") from error
 
+    def normalized_length(self, text: str) -> int:
+        """Characters of ``text`` as the model's vocabulary sees it."""
+        normalizer = self._backend.normalizer
+        return len(text) if normalizer is None else len(normalizer.normalize_str(text))
+
     def token_to_id(self, token: str) -> int | None:
         """Id of a token by its exact text in tokenizer.json, None if there is none."""
         return self._backend.token_to_id(token)
@@ -106,6 +160,58 @@ class Tokenizer:
     def is_byte(self, token_id: int) -> bool:
         """True for a byte-fallback token such as ``<0xE4>``, whose text depends on the bytes around it."""
         return token_id in self._byte_ids
+
+    def spelling(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text that goes on; those of a special token are its name's, and an id
+        without a token has none. A character may be spread over tokens, so they need not be UTF-8."""
+        if token_id in self._added:
+            return self._added[token_id]
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._byte_ids:
+            return bytes([int(token[3:5], 16)])
+        if self._is_byte_level:
+            with suppress(UnicodeEncodeError):  # not of that alphabet: it stands for itself
+                return token.translate(_BYTE_LEVEL).encode("latin-1")
+        # A decoder may drop a space at the start: the second of two shows what the token adds.
+        return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
+
+
+# Byte-level tokenizers write a byte that is no printable character of Latin-1 as one from U+0100 on, as GPT-2 did.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_BYTE_LEVEL = {0x100 + place: byte for place, byte in enumerate(sorted({*range(256)} - _PRINTABLE))}
+
+
+@contextmanager
+def _encoding(text: Any) -> Iterator[None]:
+    """Translates what encoding raises.
+
+    Raises:
+        UsageError: ``text`` is not a string.
+        RequestError: ``text`` is no Unicode text, or the tokenizer fails.
+    """
+    if not isinstance(text, str):
+        raise UsageError(f"the text is {type(text).__name__}, expected str")
+    try:
+        text.encode("utf-8")
+        yield
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text is not valid Unicode: character {error.start} is the lone surrogate "
+            f"U+{ord(text[error.start]):04X}, which stands for a byte that is not UTF-8; convert the input to UTF-8"
+        ) from error
+    except (RequestError, BundleError):
+        raise
+    except BaseException as error:  # tokenizers raises plain Exception, and where it panics not even that
+        if not _is_of_tokenizers(error):
+            raise
+        raise RequestError(f"the tokenizer cannot encode the text: {error}") from error
+
+
+def _is_of_tokenizers(error: BaseException) -> bool:
+    """True for an error, and for a panic of the library, whose class nobody can import."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 _REMEDY = "take it from the checkpoint again"
@@ -125,7 +231,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -140,7 +246,9 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         raise BundleError(f"{path} is missing; llmc needs the checkpoint's {TOKENIZER_FILE}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
+    except BaseException as error:
+        if not _is_of_tokenizers(error):
+            raise
         raise BundleError(f"{path} is broken ({error}); {_REMEDY}") from error
     return_freed_memory()
     backend.no_truncation()  # a prompt is never cut nor padded, whatever the file was saved with

@@ -67,8 +67,7 @@ class FakeModel:
         self.between: Callable[[FakeHandle], None] = lambda handle: None
         self.before: Callable[[], None] = lambda: None
         self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
-        self.chat_template = SimpleNamespace(render=self.render)
-        self.tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [len(text), add_special_tokens])
+        self.encode: Callable[[str], list[Any]] = lambda text: [len(text), False]
         snapshot = SimpleNamespace(summary=lambda: {"requests": 3, "joules_per_token": None})
         metrics = SimpleNamespace(snapshot=lambda: snapshot)
         self.engine = SimpleNamespace(max_context=128, metrics=metrics, save=self.save, restore=self.restore)
@@ -82,8 +81,10 @@ class FakeModel:
         self.before()
         return FakeHandle(self.between)
 
-    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        return "".join(message["content"] for message in messages) + "?" * add_generation_prompt
+    def chat_tokens(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, on_overflow: str | None = None
+    ) -> list[Any]:
+        return self.encode("".join(message["content"] for message in messages) + "?" * add_generation_prompt)
 
     def save(self, path: Path, tokens: list[int]) -> int:
         if self.refusal:
@@ -228,7 +229,7 @@ def test_a_person_goes_on_after_an_answer_that_fails_without_its_turn(talk, mode
 
 
 def test_a_full_context_is_told_with_what_a_chat_can_do(talk, model: FakeModel):
-    model.tokenizer.encode = lambda text, add_special_tokens: list(text)
+    model.encode = list
     model.between = lambda handle: failing(RequestError("shorten it"))(handle) if len(model.asked) == 2 else None
     ran = talk("Hello", "a" * 121, "Again", terminal=True)
     found = "error: the conversation has 129 tokens, the context holds 128: /reset forgets what was said; to keep it, "
@@ -237,7 +238,7 @@ def test_a_full_context_is_told_with_what_a_chat_can_do(talk, model: FakeModel):
 
 
 def test_a_first_turn_that_is_too_long_is_not_sent_to_reset(talk, model: FakeModel):
-    model.tokenizer.encode = lambda text, add_special_tokens: list(text)
+    model.encode = list
     model.between = failing(RequestError("shorten it"))
     ran = talk("a" * 99, options=("--max-tokens", 29))
     assert ran.code == 1

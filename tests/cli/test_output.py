@@ -81,6 +81,11 @@ def test_long_values_are_not_wrapped_in_a_pipe(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == f"path  {'x' * 500}\n"
 
 
+def test_foreign_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]):
+    output.print_rows([("model", "\x1b[2Jtiny\u202e")])
+    assert capsys.readouterr().out == "model  \\x1b[2Jtiny\\u202e\n"
+
+
 def test_no_rows_print_nothing_but_a_line(capsys: pytest.CaptureFixture[str]):
     output.print_rows([])
     assert capsys.readouterr().out.strip() == ""

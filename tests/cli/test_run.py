@@ -25,8 +25,11 @@ from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.params import PARAMETERS
 
 METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, "stop")
-LOGPROBS = (TokenLogprobs(1, -0.5, ((1, -0.5),), -0.25, ((1, -0.25),)), TokenLogprobs(2, -9.0, (), -math.inf, ()))
-FIRST = Output(0, "ab", (1, 2), "stop", 42, logprobs=LOGPROBS)
+LOGPROBS = (
+    TokenLogprobs(1, -0.5, ((1, -0.5),), -0.25, ((1, -0.25),), 1, 1),
+    TokenLogprobs(2, -9.0, (), -math.inf, (), 7, 4096),
+)
+FIRST = Output(0, "ab", (1, 2), "stop", 42, logprobs=LOGPROBS, stop_reason="END")
 RESULT = GenerationResult(
     (FIRST,), Usage(7, 2), Timings(0.5, 0.25, 7, 1), SamplingParams(seed=42, json_schema={"type": "object"}), METRICS
 )
@@ -161,6 +164,10 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "grammar": (["start: /a/"], "start: /a/"),
     "choice": (["yes", "no"], ("yes", "no")),
     "speculate": ([], True),
+    "include_stop_str_in_output": ([], True),
+    "bad_words": (["one", "two three"], ("one", "two three")),
+    "sequence_bias": (["13+198=-5, 7=2.5"], (((13, 198), -5.0), ((7,), 2.5))),
+    "detokenize": ([], True),
 }
 
 
@@ -197,7 +204,12 @@ def test_help_says_of_every_parameter_what_its_field_states():
         "Keep the k most probable tokens and their equals; 0 keeps all.  [default: the checkpoint's]"
     )
     assert options["best_of"].help == "Draw so many, return the --n with the highest mean log-probability."
-    assert {name for name in FIELDS if options[name].multiple} == {"stop", "dry_sequence_breakers", "choice"}
+    assert {name for name in FIELDS if options[name].multiple} == {
+        "stop",
+        "bad_words",
+        "dry_sequence_breakers",
+        "choice",
+    }
 
 
 def test_engine_options_are_fields_of_the_engines():
@@ -358,6 +370,8 @@ def test_json_is_the_whole_result_with_the_resolved_parameters(llmc, model: Fake
     assert result["params"]["seed"] == 42
     assert result["params"]["json_schema"] == {"type": "object"}
     assert set(result["params"]) == set(FIELDS)
+    assert (result["stop_reason"], result["outputs"][1]["stop_reason"]) == ("END", None)
+    assert [item["rank"] for item in result["outputs"][0]["logprobs"]] == [1, 7]
 
 
 def test_a_probability_of_zero_is_null_in_json(llmc, model: FakeModel, tmp_path: Path):
@@ -366,12 +380,28 @@ def test_a_probability_of_zero_is_null_in_json(llmc, model: FakeModel, tmp_path:
     assert [item["processed_logprob"] for item in logprobs] == [-0.25, None]
 
 
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_what_only_json_shows_is_refused_without_it(llmc, model: FakeModel, tmp_path: Path, name: str):
-    flag = f"--{name.replace('_', '-')}"
-    ran = llmc("run", tmp_path, "-p", "Once", flag, 1)
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--logprobs", 1], "--logprobs is 1"),
+        (["--prompt-logprobs", 1], "--prompt-logprobs is 1"),
+        (["--no-detokenize"], "--detokenize is False"),
+    ],
+)
+def test_what_only_json_shows_is_refused_without_it(
+    llmc, model: FakeModel, tmp_path: Path, given: list[Any], named: str
+):
+    ran = llmc("run", tmp_path, "-p", "Once", *given)
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith(f"llmc: error: {flag} is 1, which only llmc run with --json shows")
+    assert ran.err.startswith(f"llmc: error: {named}, which only llmc run with --json shows")
+
+
+@pytest.mark.parametrize("flag", ["--top-k", "--banned-tokens", "--logit-bias", "--sequence-bias", "--consensus"])
+def test_an_integer_of_thousands_of_digits_is_refused_in_a_short_sentence(
+    llmc, model: FakeModel, tmp_path: Path, flag: str
+):
+    ran = llmc("run", tmp_path, "-p", "Once", f"{flag}={'9' * 5000}")
+    assert ran.code == 2 and len(ran.err) < 500 and "999" in ran.err
 
 
 def test_json_and_a_talk_exclude_each_other(llmc, model: FakeModel, tmp_path: Path):

@@ -237,7 +237,14 @@ def test_verify_passes_its_options_on_and_says_sound(llmc, verifications: list[d
 
 def test_verify_as_json_is_the_whole_report(llmc, verifications: list[dict[str, Any]], tmp_path: Path):
     report = json.loads(llmc("verify", tmp_path, "--json").out)
-    assert report == {"files": 6, "prompts": 4, "tokens": 64, "equal_tokens": 63, "largest_difference": 9.5e-7}
+    assert report == {
+        "files": 6,
+        "prompts": 4,
+        "tokens": 64,
+        "equal_tokens": 63,
+        "largest_difference": 9.5e-7,
+        "unlisted": [],
+    }
 
 
 def test_verify_fails_with_one_when_the_library_refuses(llmc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

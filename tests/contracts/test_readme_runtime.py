@@ -14,12 +14,12 @@ from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, mo
 from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK
 from llmc.runtime.engine import input_processor
 from llmc.runtime.engine.scheduler import ARRIVALS_PER_PRIORITY
-from llmc.runtime.guided import grammars, json_schema
+from llmc.runtime.guided import grammars, json_schema, regexes, trial
 from llmc.runtime.kv.prefix_cache import BLOCK
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.prometheus import EngineCollector
 from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAPH_FROM
-from llmc.runtime.sampling.params import PARAMETERS, STEPS
+from llmc.runtime.sampling.params import MOST_COMPARED, PARAMETERS, STEPS
 from llmc.runtime.speculation import control
 from llmc.runtime.speculation.control import LENGTHS
 
@@ -42,8 +42,12 @@ IN_WORDS = [
     f"{grammars._LONGEST['regex']:,} of regular expression",
     f"{grammars._LONGEST['grammar']:,} of grammar or choices",
     f"more than {json_schema._MOST_SUBSCHEMAS:,} subschemas",
+    f"multiply to more than {regexes.MOST_REPETITIONS:,}",
+    f"whose digits are above {json_schema.LARGEST_MULTIPLE:,}",
+    f"more than {trial.COMPILE_SECONDS:g} seconds to compile, or {trial._MEMORY_BYTES // 1024**3} GiB",
     f"The last {grammars._MOST_GRAMMARS} grammars",
     f"with {DECODE_STEPS_PER_CHUNK} decode steps",
+    f"it needs `n` of 2 to {MOST_COMPARED}, as `similarity` does",
     f"in blocks of {BLOCK} tokens",
     f"from {PREFILL_GRAPH_FROM['int8']} rows (int8) or {PREFILL_GRAPH_FROM['int4']} (int4) on",
 ]

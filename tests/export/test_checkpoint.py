@@ -150,7 +150,7 @@ def test_a_corrupt_index_is_named(checkpoint, text):
     refuses(checkpoint, "model.safetensors.index.json is corrupt", "no weight_map")
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", 3])
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", 3, "decoder.onnx", "config.json"])
 def test_an_index_that_leads_out_of_the_folder_is_refused(checkpoint, file):
     checkpoint.split()
     checkpoint.write_index({"model.norm.weight": file})
@@ -241,7 +241,8 @@ def test_a_default_that_is_not_supported_is_noted(checkpoint):
         ({"eos_token_id": 16}, ["eos_token_id=16", "below vocab_size=16"]),
         ({"eos_token_id": "2"}, ["eos_token_id='2'", "a token id"]),
         ({"temperature": -1}, ["temperature=-1", "a number from 0"]),
-        ({"top_p": 2}, ["top_p=2", "from 0 to 1"]),
+        ({"top_p": 2}, ["top_p=2", "to 1"]),
+        ({"top_p": 0}, ["top_p=0", "from 1e-09 to 1"]),
         ({"top_k": 1.5}, ["top_k=1.5", "whole number"]),
         ({"do_sample": "yes"}, ["do_sample='yes'", "true or false"]),
     ],

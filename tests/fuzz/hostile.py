@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +48,9 @@ VALUES = {
     "long": '"' + "x" * 100_000 + '"',
     "many": "[" + ", ".join(["0"] * 80_000) + "]",
     "deep": "[" * 100_000 + "]" * 100_000,
+    "prepend bomb": '{"type": "Sequence", "normalizers": ['
+    + ", ".join(['{"type": "Prepend", "prepend": "' + "x" * 1000 + '"}'] * 1000)
+    + "]}",
     "deep objects": '{"a":' * 20_000 + "1" + "}" * 20_000,
 }
 
@@ -101,8 +105,8 @@ FRAMES = (
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one file: ``value`` and ``drop`` at a place of its JSON, ``bytes`` and ``cut`` at an offset, a
-    whole new ``text``, or a file of another ``kind`` in its place."""
+    """A change of one file: ``value`` (a name of :data:`VALUES`, or JSON) and ``drop`` at a place of its JSON, ``bytes``
+    and ``cut`` at an offset, a whole new ``text``, or a file of another ``kind`` in its place."""
 
     file: str
     what: Literal["value", "drop", "bytes", "cut", "text", "kind"]
@@ -140,7 +144,7 @@ class Change:
             text = json.dumps(tree).encode()
         else:
             parent[self.place[-1]] = "the changed value"
-            text = json.dumps(tree).replace('"the changed value"', VALUES[self.content]).encode()
+            text = json.dumps(tree).replace('"the changed value"', VALUES.get(self.content, self.content)).encode()
         return text if tail is None else len(text).to_bytes(8, "little") + text + tail
 
 
@@ -241,6 +245,8 @@ def _seal(folder: Path) -> None:
     """Let the manifest list what the files have become, as whoever forges a bundle would."""
     from llmc.bundle import sha256_file
 
+    if (folder / "llmc.json").is_symlink() or not (folder / "llmc.json").is_file():
+        return
     try:
         manifest = json.loads((folder / "llmc.json").read_bytes())
         for name, entry in manifest["files"].items():
@@ -297,7 +303,7 @@ def main() -> None:
     old = [Change(**{**line, "place": tuple(line["place"])}) for line in json.loads(CORPUS.read_text())]
     old = [change for change in old if change.file in SUBJECTS[options.subject]]
     tried, failed, end = 0, 0, time.monotonic() + options.seconds
-    for change in (*old, *_until(end, changes(options.subject, sound, random.Random(options.seed)))):
+    for change in chain(old, _until(end, changes(options.subject, sound, random.Random(options.seed)))):
         print(json.dumps(asdict(change)), flush=True)  # the last line names the case that ended the process
         if problem := try_change(options.subject, sound, change, options.scratch):
             print(problem, flush=True)

@@ -15,6 +15,7 @@ from doubles.lowerings import Lowering, open_session
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
 from llmc.optimize.build import OLD
 from llmc.optimize.calibrate.store import Calibrated
+from llmc.optimize.judge import replay
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.context import (
     Float32,
@@ -27,10 +28,12 @@ from llmc.optimize.lower.context import (
 )
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
+from llmc.runtime import load, selftest
 
 CAPACITY = 24
 TOKENS = 20
 Cache = dict[str, np.ndarray]
+ANSWER = replay._answer
 
 
 def import_file(name: str, path: Path) -> ModuleType:
@@ -53,6 +56,26 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def replayed_here() -> Iterator[None]:
+    """Finished bundles are replayed in this process: it has the doubles of devices, and need not start."""
+
+    def answer(folder: Path, emulate: bool) -> tuple[str, str]:
+        with load(folder, self_test=False, emulate=emulate) as model:
+            selftest.replay(model)
+        return "", ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_answer", answer)
+        yield
+
+
+@pytest.fixture
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are replayed as users have it."""
+    monkeypatch.setattr(replay, "_answer", ANSWER)
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,20 @@ def test_a_missing_file_is_refused_by_name(source, untouched, name):
     assert name in str(refused.value)
 
 
+def test_a_file_that_links_out_of_the_export_is_refused(source, untouched):
+    (source / "chat_template.jinja").symlink_to(source.parent / "outside")
+    (source.parent / "outside").write_text("PRIVATE KEY")
+    with pytest.raises(CheckpointError, match=r"is a link to .*outside, out of its folder"):
+        build(source, untouched, force=True)
+
+
+def test_weights_that_were_overwritten_in_the_checkpoint_are_refused(source, untouched):
+    os.link(source / SHARD, source.parent / "of the checkpoint")
+    set_weight(source, "model.norm.weight", 3.0)
+    with pytest.raises(CheckpointError, match="were overwritten after the export"):
+        build(source, untouched, force=True)
+
+
 @pytest.mark.parametrize("content", [b"", b"not a graph", None], ids=["empty", "garbage", "half"])
 def test_a_corrupt_graph_is_refused_by_name(source, untouched, content):
     whole = (source / DECODER_FILE).read_bytes()

@@ -1,5 +1,6 @@
 """A recipe says what it means, or is refused with the nearest word that would have been understood."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from llmc.optimize.lower.context import (
     quant_configs,
 )
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.recipe import Expected, Request, needs_calibration, read_recipe, resolve
+from llmc.optimize.recipe import MOST_RECIPE, Expected, Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.request import EngineRequest
 
@@ -145,6 +146,16 @@ def test_a_recipe_that_is_not_there_is_refused(tmp_path):
 
 def resolved(calibrated: bool = False, **request: Any) -> Recipe:
     return resolve(Request(**request), CPU, 2048, "x", calibrated)[0]
+
+
+def test_a_recipe_is_a_file_that_ends(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long").write_bytes(b" " * (MOST_RECIPE + 1))
+    for path, reason in ((tmp_path / "pipe", "no regular file"), (Path("/dev/zero"), "no regular file")):
+        with pytest.raises(UsageError, match=f"not a readable TOML recipe .*{reason}"):
+            read_recipe(path)
+    with pytest.raises(UsageError, match=f"it has {MOST_RECIPE + 1} bytes, at most {MOST_RECIPE}"):
+        read_recipe(tmp_path / "long")
 
 
 def test_defaults_are_int8_in_blocks_of_128_with_a_graph_for_each_phase():

@@ -6,6 +6,9 @@ so compiled graphs carry a key; a bundle brings those of the machine that built 
 
 A compiled graph's raw and packed weights lie in one file, as ONNX Runtime demands, each content once, whichever graphs
 use it: in a bundle packed weights are appended to the weights that are there.
+
+ONNX Runtime believes whatever a compiled graph says of places in that file. So it only gets to see graphs with the hash
+that was written down when they were compiled; others are made anew from the plain ones.
 """
 
 import hashlib
@@ -14,18 +17,21 @@ import logging
 import mmap
 import os
 import platform
+import shutil
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import cache as once
 from pathlib import Path
 from typing import Any
 
 import llmc
-from llmc.bundle import WEIGHTS_FILE, Compiled, Manifest
-from llmc.errors import BundleError
+from llmc.bundle import WEIGHTS_FILE, Compiled, FileEntry, Manifest, sha256_file
+from llmc.errors import BundleError, ResourceError
+from llmc.publish import file_entries
 from llmc.runtime.host import disk_cache
-from llmc.runtime.sessions.onnxruntime.onnx_file import ExternalData, relocated
+from llmc.runtime.sessions.onnxruntime.onnx_file import ExternalData, check_weights, relocated
+from llmc.strict import decode
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +49,10 @@ SAVE_CONFIG = {
     "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
 }
 LOG_FATAL_ONLY = 4  # every other error comes as an exception
+# In an entry of the cache: its other files, as a bundle's manifest lists those of the bundle.
+LIST = "files.json"
+# ONNX Runtime writes weights twice before each content is kept once: raw and packed.
+COPIES = 2
 # Large tensors start on a page of their own, as mapping wants it; small ones on a cache line, as kernels want it.
 PAGE, LINE = 4096, 64
 
@@ -68,6 +78,14 @@ def session_options(runtime: Any, threads: int) -> Any:
     return options
 
 
+def inference_session(runtime: Any, graph: str | bytes, options: Any) -> Any:
+    """ONNX Runtime's session of a graph on the CPU.
+
+    The library's own second try, on the CPU too, is left out: it comes to the same and writes to stdout.
+    """
+    return runtime.InferenceSession(graph, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+
+
 def environment(version: str) -> str:
     """A hash of what decides how weights are packed: the engine's ``version``, processor, options, llmc's version."""
     parts = [version, platform.machine(), sorted(_cpu_flags()), SESSION_CONFIG, llmc.__version__]
@@ -79,6 +97,7 @@ def compile_bundle(runtime: Any, folder: Path, graphs: Iterable[str]) -> Compile
 
     Raises:
         BundleError: ONNX Runtime wrote something unexpected.
+        ResourceError: the disk is full.
         OSError: they cannot be written.
     """
     with _Blobs(folder / WEIGHTS_FILE) as blobs:
@@ -93,11 +112,32 @@ def find(runtime: Any, folder: Path, manifest: Manifest, graphs: Iterable[str]) 
     if manifest.compiled is None:
         return None
     disk_cache.bound(CACHE_BYTES)  # refused before any work
-    here = environment(runtime.__version__)
+    here, reason = environment(runtime.__version__), f"{folder} was compiled for another machine or engine"
     names = sorted(set(graphs))
     if manifest.compiled.environment == here and manifest.compiled.files.keys() >= set(names):
-        return Place({name: folder / manifest.compiled.files[name] for name in names}, None)
-    return _cached(runtime, folder, here, manifest, names)
+        files = {name: manifest.compiled.files[name] for name in names}
+        try:
+            _check(folder, {file: manifest.files[file] for file in files.values()})
+            return Place({name: folder / file for name, file in files.items()}, None)
+        except BundleError as error:
+            reason = str(error)
+    return _cached(runtime, folder, here, manifest, names, reason)
+
+
+def _check(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Refuse files that changed since they were written; weights, too many to read, by their size.
+
+    Raises:
+        BundleError: one did, or cannot be read.
+    """
+    for name, entry in files.items():
+        path = folder / name
+        try:
+            same = path.stat().st_size == entry.size and (name == WEIGHTS_FILE or sha256_file(path) == entry.sha256)
+        except OSError as error:
+            raise BundleError(f"{path} cannot be read ({error.strerror})") from error
+        if not same:
+            raise BundleError(f"{path} is damaged")
 
 
 def cached_entry(version: str, manifest: Manifest) -> Path:
@@ -106,21 +146,40 @@ def cached_entry(version: str, manifest: Manifest) -> Path:
     return disk_cache.entry(KIND, _key(environment(version), manifest, names))
 
 
-def _cached(runtime: Any, folder: Path, here: str, manifest: Manifest, names: list[str]) -> Place | None:
+def _cached(runtime: Any, folder: Path, here: str, manifest: Manifest, names: list[str], reason: str) -> Place | None:
+    """Compiled graphs in the cache, made for the ``reason`` that those of the bundle cannot be used."""
     if not disk_cache.writable():
         return None
     entry = disk_cache.entry(KIND, _key(here, manifest, names))
-    if not entry.is_dir():
-        log.warning("%s was compiled for another machine or engine; compiling it for this one, once", folder)
+    if entry.is_dir():
         try:
-            with disk_cache.published(entry) as staging, _Blobs(staging / WEIGHTS_FILE) as blobs:
+            _check(entry, _listed(entry))
+        except BundleError as error:
+            reason = str(error)
+            disk_cache.remove(entry)
+    if not entry.is_dir():
+        log.warning("%s; compiling the graphs for this machine, once", reason)
+        try:
+            with disk_cache.published(entry) as staging:
                 for name in names:
-                    _compile(runtime, folder / name, staging, blobs)
-        except (OSError, BundleError) as error:
+                    check_weights(folder / name, manifest.files)
+                with _Blobs(staging / WEIGHTS_FILE) as blobs:
+                    files = [_compile(runtime, folder / name, staging, blobs) for name in names]
+                listed = file_entries(staging, [*files, WEIGHTS_FILE])
+                (staging / LIST).write_text(json.dumps({name: asdict(file) for name, file in listed.items()}))
+        except (OSError, BundleError, ResourceError) as error:
             log.warning("%s cannot be compiled (%s); using its plain graphs, which load slower", folder, error)
             return None
         disk_cache.prune(KIND, disk_cache.bound(CACHE_BYTES))
     return Place({name: entry / _compiled_name(name) for name in names}, entry)
+
+
+def _listed(entry: Path) -> dict[str, FileEntry]:
+    try:
+        listed: dict[str, FileEntry] = decode(dict[str, FileEntry], json.loads((entry / LIST).read_bytes()))
+        return listed
+    except (OSError, ValueError, BundleError) as error:
+        raise BundleError(f"{entry / LIST} is damaged") from error
 
 
 def _key(here: str, manifest: Manifest, names: list[str]) -> str:
@@ -143,8 +202,9 @@ def _compile(runtime: Any, graph: Path, into: Path, blobs: "_Blobs") -> str:
         for key, value in config.items():
             options.add_session_config_entry(key, value)
         try:
-            runtime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+            inference_session(runtime, str(graph), options)
         except Exception as error:  # a class of its own for each status
+            _check_disk(graph, Path(work), error)
             reason = " ".join(str(error).split())[:300]
             raise BundleError(f"{graph}: compiling failed in ONNX Runtime ({reason})") from error
         model = written.read_bytes()
@@ -154,6 +214,23 @@ def _compile(runtime: Any, graph: Path, into: Path, blobs: "_Blobs") -> str:
                 model = relocated(model, lambda entry: blobs.moved(entry, data))
     (into / name).write_bytes(model)
     return name
+
+
+def _check_disk(graph: Path, work: Path, error: Exception) -> None:
+    """Say so where writing the compiled ``graph`` into ``work`` failed because the disk is full: the engine does not.
+
+    Raises:
+        ResourceError: what was still to be written is more than is free.
+    """
+    needed = COPIES * (graph.parent / WEIGHTS_FILE).stat().st_size
+    written = sum(path.stat().st_size for path in work.iterdir())
+    free = shutil.disk_usage(work).free
+    if free < needed - written:
+        disk = next(parent for parent in work.resolve().parents if parent.is_mount())
+        raise ResourceError(
+            f"the disk at {disk} is full: compiling {graph.name} writes about {needed:,} bytes, {free + written:,} are "
+            "free; free some space and run again"
+        ) from error
 
 
 class _Blobs:

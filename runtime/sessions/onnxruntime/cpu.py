@@ -10,23 +10,26 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is i
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import Manifest, version
+from llmc.bundle import WEIGHTS_FILE, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import computable, cpu_model
+from llmc.runtime.host.threads import on_leaving
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.sessions.base import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime import compiled
+from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ class OnnxRuntimeSession(Session):
         files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs = {phase: files[name] for phase, name in names.items()}
         self._takes_slots = any(value.name == "cache_slots" for value in self._graphs[Phase.DECODE].get_inputs())
+        self._options = self._runtime.RunOptions()
+        on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
@@ -74,7 +79,7 @@ class OnnxRuntimeSession(Session):
         binding.past_lengths[:] = batch.past_lengths
         binding.logit_indices[:] = batch.logit_indices
         with translated("running the model"):
-            binding.session.run_with_iobinding(binding.io)
+            binding.session.run_with_iobinding(binding.io, self._options)
         self.cache.computed(batch.first_row, ends)
         self._logits, self._hidden = binding.logits, binding.hidden
         return self._logits
@@ -190,29 +195,39 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
     place = compiled.find(runtime, folder, manifest, names)
     if place is not None:
         try:
-            return _opened(runtime, place.files, threads, levels.ORT_DISABLE_ALL)  # they are optimised already
+            files = manifest.files if place.entry is None else {WEIGHTS_FILE}
+            return _opened(runtime, place.files, files, threads, levels.ORT_DISABLE_ALL)  # they are optimised already
         except BundleError as error:
             log.warning("%s; using the plain graphs, which load slower", error)
             if place.entry is not None:
                 disk_cache.remove(place.entry)
     plain = {name: folder / name for name in names}
     if manifest.recipe.phases != "single":
-        return _opened(runtime, plain, threads, levels.ORT_ENABLE_ALL)
+        return _opened(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_ALL)
     # Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would compute
     # something else than the graph says.
-    return _opened(runtime, plain, threads, levels.ORT_ENABLE_BASIC, ("session.disable_quant_qdq", "1"))
+    once = "session.disable_quant_qdq", "1"
+    return _opened(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_BASIC, once)
 
 
-def _opened(runtime: Any, paths: dict[str, Path], threads: int, level: Any, *config: tuple[str, str]) -> dict[str, Any]:
+def _opened(
+    runtime: Any,
+    paths: dict[str, Path],
+    files: Collection[str],
+    threads: int,
+    level: Any,
+    *config: tuple[str, str],
+) -> dict[str, Any]:
     """Opened side by side: most of the time goes into packing weights, or into checking those that are packed."""
 
     def opened(path: Path) -> Any:
+        check_weights(path, files)
         options = compiled.session_options(runtime, threads)
         options.graph_optimization_level = level
         for key, value in config:
             options.add_session_config_entry(key, value)
         with translated(f"{path}: loading"):
-            return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            return compiled.inference_session(runtime, str(path), options)
 
     with ThreadPoolExecutor(len(paths)) as pool:
         return dict(zip(paths, pool.map(opened, paths.values()), strict=True))
@@ -250,6 +265,12 @@ def usable_graphs(manifest: Manifest) -> dict[Phase, str]:
     return {phase: usable.get(phase.value, fallback).file for phase in Phase}
 
 
+def _of_engine(error: Exception) -> bool:
+    """True for an error of ONNX Runtime's; where it quotes a damaged file, its message may be no text."""
+    named = type(error).__module__.startswith("onnxruntime") or "Error in execution" in str(error)
+    return named or isinstance(error, UnicodeDecodeError)
+
+
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
     """Turn exceptions of ONNX Runtime into ours."""
@@ -260,7 +281,7 @@ def translated(doing: str) -> Iterator[None]:
     except MemoryError as error:
         raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
     except Exception as error:
-        if not type(error).__module__.startswith("onnxruntime") and "Error in execution" not in str(error):
+        if not _of_engine(error):
             raise
         if "bad_alloc" in str(error) or "Failed to allocate memory" in str(error):
             raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error

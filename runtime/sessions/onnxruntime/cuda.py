@@ -33,6 +33,7 @@ from llmc.runtime.sessions.onnxruntime.cuda_provider import (
     open_graph,
     translated,
 )
+from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class CudaSession(DeviceSession):
         self._make_blocks()
         self._make_cache(buffers=1)
         graph = self._folder / manifest.graphs["decode"].file
+        check_weights(graph, manifest.files)
         self._graph = open_graph(self._runtime, graph, self._stream, self.cache.dtype.name)
         self._bound: OrderedDict[_Call, Binding] = OrderedDict()
         self._recordings = 0

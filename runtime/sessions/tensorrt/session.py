@@ -20,6 +20,7 @@ from llmc.runtime.kv.cache import tensors_of
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import INT64, Part, Shape, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
+from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 from llmc.runtime.sessions.tensorrt.calls import Piece, Sparse, pieces
 from llmc.runtime.sessions.tensorrt.engine import (
     DECODE,
@@ -85,6 +86,7 @@ class TensorRTSession(DeviceSession):
         engine = self._loaded(manifest, config.file)
         if config.stripped:
             graph = folder / manifest.graphs["decode"].file
+            check_weights(graph, manifest.files)
             refit(self._library, engine.native, graph)
         engine.check(decoder_interface(self._geometry, manifest.cache, config.capacity), profiles=2)
         if not config.select or not config.candidates or self._driver.device.integrated:

@@ -205,6 +205,14 @@ def test_what_cannot_be_served_is_refused_before_it_waits(
     assert engine.metrics.snapshot().requests["refused"] == 1
 
 
+def test_a_deadline_holds_while_a_grammar_is_compiled(make_engine: Any, session: Any):
+    combinations = {"anyOf": [{"type": "string", "pattern": f"{i}a"} for i in range(30)]}
+    params = SamplingParams(max_tokens=4, json_schema={"allOf": [combinations] * 3})
+    with pytest.raises(DeadlineError, match="passed while json_schema was compiled"):
+        make_engine(session).submit(Request([5], params, deadline_s=0.2))
+    assert session.calls == []
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

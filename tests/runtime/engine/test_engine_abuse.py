@@ -1,5 +1,6 @@
 """What clients' functions, threads and processes may do to an engine, and what they may not."""
 
+import asyncio
 import gc
 import logging
 import os
@@ -12,11 +13,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from doubles.brakes import Brake
 
-from llmc.errors import DeadlineError, EngineClosedError, LlmcError, ProcessorError, UsageError
+from llmc.errors import (
+    DeadlineError,
+    EngineClosedError,
+    LlmcError,
+    ProcessorError,
+    RequestError,
+    ResourceError,
+    UsageError,
+)
 from llmc.runtime import Model, Request, SamplingParams, load
+from llmc.runtime.engine.engine import Engine
+from llmc.runtime.host import threads
+from llmc.runtime.kv.cache_file import save_session
 
 PATIENCE = 120.0
 PROMPT = "def area(width, height):\n    return "
@@ -222,11 +235,105 @@ def test_ended_requests_are_let_go_even_if_their_functions_know_them(model: Mode
     assert [reference() for reference in alive] == [None, None]
 
 
+def test_an_engine_that_nobody_holds_ends_with_its_threads(tiny_bundle: Path, tmp_path: Path):
+    before = set(threading.enumerate())
+    model = load(tiny_bundle, self_test=False, sampling_threads=2, prefix_cache_folder=str(tmp_path))
+    handles = [model.stream(PROMPT * 3, max_tokens=4, temperature=0, ignore_eos=True) for _ in range(2)]
+    assert [len(handle.result(PATIENCE).token_ids) for handle in handles] == [4, 4]
+    engine, started = weakref.ref(model.engine), set(threading.enumerate()) - before
+    assert {thread.name for thread in started} == {"llmc-engine", "llmc-sampling", "llmc-prefix-store"}
+    del model, handles
+    gc.collect()
+    for thread in started:
+        thread.join(PATIENCE)
+    gc.collect()
+    assert engine() is None and not started & set(threads._running)
+
+
+def test_a_thread_that_cannot_start_fails_its_request_and_not_the_next(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = make_engine()
+    request = Request([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for attempt in (lambda: engine.submit(request), lambda: engine.call(list)):
+            with pytest.raises(ResourceError, match="llmc-engine cannot be started"):
+                attempt()
+    assert len(engine.submit(request).result(PATIENCE).token_ids) == 2
+
+
+def test_a_failure_that_cannot_be_recovered_from_ends_the_engine_and_leaves_nobody_waiting(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    engine = make_engine()
+    request = Request([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True), stopping_criteria=[brake := Brake(3)])
+    handles = [engine.submit(request), engine.submit(request)]
+    next(handles[0])
+    monkeypatch.setattr(engine, "_decode", raising(RuntimeError("of the step")))
+    monkeypatch.setattr(engine._scheduler, "abandon", raising(MemoryError()))
+    brake.let_go()
+    for handle in handles:
+        with pytest.raises(LlmcError, match="MemoryError"):
+            handle.result(PATIENCE)
+    with pytest.raises(EngineClosedError):
+        engine.submit(request)
+
+
+def test_a_call_of_the_library_can_be_interrupted(own: Model):
+    """Which is what Python's end does with a step that takes long."""
+    handle = companion(own, brake := Brake(3))
+    threads._interrupts[own.runner.session]()
+    brake.let_go()
+    with pytest.raises(LlmcError, match="terminate"):
+        handle.result(PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape"), [([10**6] * 32, None), ([-1] * 32, None), ([1] * 32, 2), ([1] * 32, 1 << 20)]
+)
+def test_a_forged_conversation_is_refused_and_changes_no_answer(
+    model: Model, tmp_path: Path, tokens: list[int], shape: int | None
+):
+    before = model.generate([1] * 40, max_tokens=4, temperature=0).token_ids
+    prefixes, (size, dtype) = model.engine.prefixes, model.runner.session.cache.form(32)
+    assert prefixes is not None
+    values = np.ones(size if shape is None else (shape,), dtype)
+    save_session(tmp_path / "talk", tokens, [values], prefixes.block, prefixes.key)
+    with pytest.raises(RequestError, match="start the session anew"):
+        model.engine.restore(tmp_path / "talk")
+    assert model.generate([1] * 40, max_tokens=4, temperature=0).token_ids == before
+
+
+def test_what_is_no_conversation_or_no_path_is_refused(model: Model, tmp_path: Path):
+    for tokens in ([10**30] * 40, [-1] * 40, ["a"] * 40, [1.5] * 40, None, "abc", b"abc"):
+        with pytest.raises(UsageError, match=r"token ids|token id"):
+            model.engine.save(tmp_path / "talk", tokens)  # type: ignore[arg-type]
+    for path in (None, 5):
+        with pytest.raises(UsageError, match="is no path"):
+            model.engine.restore(path)  # type: ignore[arg-type]
+
+
 def test_a_handle_keeps_its_model(tiny_bundle: Path):
     handle = load(tiny_bundle, self_test=False).stream(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
     gc.collect()
     assert len(handle.result(PATIENCE).token_ids) == 20
     handle.owner.close()  # type: ignore[attr-defined]
+
+
+def waited_for(child: int) -> int | None:
+    """The status of a child, None for one that had to be killed."""
+    deadline = time.monotonic() + PATIENCE / 4
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        return None
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -256,14 +363,52 @@ def test_a_forked_process_is_told_that_the_engine_stayed_behind(model: Model):
             os._exit(code)
     forked.set()
     holder.join()
-    deadline = time.monotonic() + PATIENCE
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if ended == (0, 0):
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-    assert ended == (child, 0)
+    assert waited_for(child) == 0
     assert serves(model)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_is_told_that_its_parents_request_stayed_behind(model: Model):
+    def pieces(handle: Any) -> Any:
+        async def read() -> None:
+            async for _ in handle.events_async():
+                pass
+
+        return read()
+
+    async def awaited(handle: Any) -> None:
+        await handle
+
+    ended = model.stream(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)
+    ended.result(PATIENCE)
+    handle = companion(model, brake := Brake(3))
+    next(handle)
+    waits: list[Callable[[], object]] = [
+        handle.result,
+        lambda: list(handle),
+        lambda: list(handle.events()),
+        lambda: asyncio.run(awaited(handle)),
+        lambda: asyncio.run(pieces(handle)),
+        handle.cancel,
+    ]
+    with handle._collector._changed, ended._collector._changed:  # as a thread of the parent may have them just then
+        child = os.fork()
+    if child == 0:  # no pytest in here: it must not report twice
+        refused = 0
+        try:
+            for wait in waits:
+                try:
+                    wait()
+                except EngineClosedError:
+                    refused += 1
+            read = len("".join(ended)) > 0 and len(ended.result().token_ids) == 4
+        finally:
+            os._exit(0 if refused == len(waits) and read else 1)
+    status = waited_for(child)
+    brake.let_go()
+    assert status == 0
+    assert len(handle.result(PATIENCE).token_ids) == 200
 
 
 def test_failures_read_many_times_do_not_grow(model: Model):

@@ -1,5 +1,6 @@
 """Samples of one request: one prefill for all, each with its own draws, the best of them first where that is asked."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from llmc.runtime.api.request import Request
+from llmc.runtime.engine.input_processor import InputProcessor
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Phase
 
@@ -58,6 +60,38 @@ def test_samples_that_find_no_row_with_the_prompt_any_more_are_fed_anew_or_from_
         counts.append(prefilled(session))
     assert counts[0] == 5 * len(PROMPT)
     assert counts[1] < 2 * len(PROMPT)
+
+
+def test_samples_that_end_at_once_take_turns_with_others(make_engine: Any):
+    """Nobody waits until a thousand of them are drawn: in one step they are no more than there are rows."""
+    came: list[str] = []
+    engine = make_engine(max_batch=4)
+    beside = engine.submit(Request([5], sampled(max_tokens=200), on_delta=lambda _: came.append("beside")))
+    many = engine.submit(Request(PROMPT, sampled(max_tokens=1, n=200), on_delta=lambda _: came.append("many")))
+    assert len(many.result(PATIENCE).outputs) == 200
+    beside.result(PATIENCE)
+    assert max(map(len, "".join("m" if name == "many" else " " for name in came).split())) <= 4 + 1
+
+
+def test_finished_samples_keep_nothing_but_their_output(make_engine: Any, monkeypatch: pytest.MonkeyPatch):
+    """A thousand of them would hold a thousand copies of the prompt, and as many samplers and grammars."""
+    made: list[weakref.ref[Any]] = []
+    make = InputProcessor._sample
+
+    def noting(*args: Any, **more: Any) -> Any:
+        sample = make(*args, **more)
+        made.append(weakref.ref(sample))
+        return sample
+
+    monkeypatch.setattr(InputProcessor, "_sample", noting)
+    alive: list[int] = []
+
+    def count(_: object) -> None:
+        alive.append(sum(sample() is not None for sample in made))
+
+    asked = Request(PROMPT, sampled(n=20, max_tokens=3), on_delta=count)
+    assert len(make_engine(max_batch=2).submit(asked).result(PATIENCE).outputs) == 20
+    assert max(alive) <= 5
 
 
 def test_samples_join_beside_others_and_after_one_has_ended(make_engine: Any, alone: Alone):

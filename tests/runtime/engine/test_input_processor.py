@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from llmc.errors import UsageError
+from llmc.errors import RequestError, UsageError
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.input_processor import InputProcessor, draws, fit_prompt, token_ids, width
@@ -87,6 +87,10 @@ def test_a_prompt_is_copied(inputs: InputProcessor):
         ({"banned_tokens": (5000,)}, {}, r"banned_tokens holds token id 5000, .* expected 0 \.\.\. 4095"),
         ({"allowed_tokens": (4096,)}, {}, "allowed_tokens holds token id 4096"),
         ({"logit_bias": ((4096, 1.0),)}, {}, "logit_bias holds token id 4096"),
+        ({"sequence_bias": (((1, 4096, 2), 1.0),)}, {}, "sequence_bias holds token id 4096"),
+        ({"banned_tokens": (10**5000,)}, {}, "banned_tokens holds token id an integer of about 5001 digits"),
+        ({"n": 65}, {"similarity": lambda *_: 1.0}, "it needs detokenize, and n of at most 64"),
+        ({"n": 2, "detokenize": False}, {"similarity": lambda *_: 1.0}, "it needs detokenize, and n of at most 64"),
     ],
 )
 def test_what_the_parts_of_a_request_cannot_have_together_is_refused_at_the_door(
@@ -117,3 +121,15 @@ def test_token_ids_become_plain_integers():
 
     assert all(type(token) is int for token in token_ids(np.array([1, 2], np.int32)))
     assert token_ids(range(3)) == [0, 1, 2]
+
+
+def test_new_tokens_beyond_every_number_are_refused_in_a_short_sentence(inputs: InputProcessor):
+    with pytest.raises(RequestError, match="an integer of about 5001 digits new ones are asked for") as caught:
+        state(inputs, max_tokens=10**5000)
+    assert len(str(caught.value)) < 400
+
+
+def test_bad_words_are_forbidden_with_and_without_a_space_before_them(inputs: InputProcessor, tiny_tokenizer: Any):
+    made = inputs._bad_words(SamplingParams(bad_words=(" return", "x y", "  ")))
+    wanted = ["return", " return", "x y", " x y", " "]
+    assert made == [tiny_tokenizer.encode(text, add_special_tokens=False) for text in wanted]

@@ -86,6 +86,30 @@ def test_beams_end_at_end_of_sequence_tokens_and_stop_tokens(make_engine: Any, r
     result = make_engine().submit(request).result(PATIENCE)
     assert found(result) == expected(wanted)
     assert result.finish_reason == "stop"
+    assert result.stop_reason == result.token_ids[-1] in likely[1:]
+
+
+def test_beams_keep_the_text_of_what_ended_them_or_have_none(make_engine: Any, remembering: Any, tiny_tokenizer: Any):
+    likely = int(np.argmax(remembering().logits(PROMPT)))
+    texts = []
+    for how in ({}, {"include_stop_str_in_output": True}, {"detokenize": False}):
+        asked = SamplingParams(max_tokens=NEW, num_beams=2, length_penalty=0.0, stop_token_ids=(likely,), **how)
+        result = make_engine().submit(Request(PROMPT, asked)).result(PATIENCE)
+        assert (result.token_ids, result.stop_reason) == ((likely,), likely)
+        texts.append(result.text)
+    assert texts == ["", tiny_tokenizer.decode([likely]), ""]
+
+
+def test_beams_write_no_bad_word(make_engine: Any, tiny_tokenizer: Any):
+    free = make_engine().submit(beams({"num_beams": 3})).result(PATIENCE)
+    word = tiny_tokenizer.decode(free.token_ids[2:4])
+    forbidden = tuple(tiny_tokenizer.encode(word, add_special_tokens=False))
+    asked = SamplingParams(
+        max_tokens=NEW, num_beams=3, bad_words=(word,), sequence_bias=((free.token_ids[:2], -100.0),)
+    )
+    ids = make_engine().submit(Request(PROMPT, asked)).result(PATIENCE).token_ids
+    assert ids[:2] != free.token_ids[:2]
+    assert forbidden not in {ids[i : i + len(forbidden)] for i in range(len(ids))}
 
 
 @pytest.mark.parametrize(("top_k", "alpha"), [(2, 0.6), (4, 0.6), (5, 0.0), (3, 1.0)])

@@ -190,6 +190,25 @@ def test_drafts_that_go_on_after_the_end_of_a_sample_do_no_harm(
     assert not drafter.open
 
 
+def test_drafts_of_forbidden_sequences_are_not_accepted(
+    make_engine: Any, tiny_tokenizer: Any, session: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """What is verified passes through the same steps as what is drawn alone."""
+    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
+    free = make_engine(session).submit(Request(prompt(10, 6), params(30))).result(PATIENCE)
+    ids = free.token_ids
+    word = tiny_tokenizer.decode(ids[3:5])
+    steps = {"sequence_bias": ((ids[10:12], -100.0), (ids[20:21], 3.0)), "bad_words": (word,), "logprobs": 2}
+    asked = Request(prompt(10, 6), params(30, **steps, dry_multiplier=0.8))
+    wanted = make_engine().submit(asked).result(PATIENCE)
+    assert wanted.token_ids != ids
+    for known in (ids, wanted.token_ids):
+        engine = make_engine(drafter=Table([*asked.prompt, *known]))
+        got = engine.submit(asked).result(PATIENCE)
+        assert (got.token_ids, got.outputs[0].logprobs) == (wanted.token_ids, wanted.outputs[0].logprobs)
+        assert engine.metrics.snapshot().draft_accepted > 0
+
+
 def test_drafts_past_the_end_of_one_sample_do_not_end_the_others(
     make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ):

@@ -48,6 +48,10 @@ class Vocabulary:
         """For tests that need none of their own; reading a vocabulary takes a moment."""
         return self.grammars()
 
+    @staticmethod
+    def form(**form: Any) -> Form:
+        return Form(**form)
+
     def ask(self, grammars: Grammars | None = None, **form: Any) -> GrammarGuide | None:
         compiled = (grammars or self.shared).compiled(Form(**form))
         return None if compiled is None else GrammarGuide(compiled)
@@ -85,12 +89,23 @@ class Vocabulary:
         beginnings = {(self.spellings[token] or b"")[:1] for token in expected}
         return found == {forced[0]} and found <= expected and len(beginnings) == 1
 
+    @cached_property
+    def tokens_of(self) -> dict[bytes, list[int]]:
+        found: dict[bytes, list[int]] = {}
+        for token, spelling in enumerate(self.spellings):
+            if spelling and token not in self.eos:
+                found.setdefault(spelling, []).append(token)
+        return found
+
     def reads(self, guide: GrammarGuide, text: str) -> bool:
         """Whether the grammar allows ``text`` and then the end, taking the longest token allowed at every step."""
         rest = text.encode()
+        longest = max(map(len, self.tokens_of))
         while rest:
-            token = self.longest(rest, self.allowed(guide) - set(self.eos))
-            if token < 0:
+            bits = guide.allowed()
+            fits = (token for end in range(longest, 0, -1) for token in self.tokens_of.get(rest[:end], ()))
+            token = next((token for token in fits if bits[token // 8] >> token % 8 & 1), None)
+            if token is None:
                 return False
             guide.accept(token)
             rest = rest[len(self.spellings[token] or b"") :]

@@ -5,14 +5,17 @@ import json
 import re
 import sys
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from llmc.errors import GrammarError, MissingExtraError, UsageError
+from llmc.errors import DeadlineError, GrammarError, MissingExtraError, UsageError
 from llmc.runtime.guided import grammars as grammars_module
 from llmc.runtime.guided import guide as guide_module
+from llmc.runtime.guided import trial
 from llmc.runtime.guided.guide import GrammarGuide
 
 # A stack below which the library's recursion over the deepest inputs overflows by far.
@@ -52,7 +55,13 @@ GRAMMAR = [
     ({"grammar": "start: start"}, "it allows no text"),
     ({"grammar": ""}, "No 'root' rule"),
     ({"grammar": "start: " + "(" * 20_000}, "deeply nested|lexer error"),
-    ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'}, 'cannot be enforced.*"not"'),
+    ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "'x-guidance' at # cannot be enforced"),
+    ({"grammar": 'start: "a" | %json {"not": {}}'}, "'not' at # cannot be enforced"),
+    ({"grammar": "start: %json {"}, "what follows %json is no JSON"),
+    ({"grammar": 'start: A\nA: "a"{2000000000}'}, "repeats something 2000000000 times, expected at most 16384"),
+    ({"grammar": 'start: ("a"~1..4000000000)'}, "repeats something 4000000000 times"),
+    ({"regex": "a{4000000000}"}, "repeats something 4000000000 times"),
+    ({"regex": "((a{1000}){1000}){1000}b"}, "repeats something 1000000000 times"),
     ({"json_schema": {"$ref": "https://example.com/schema"}}, "does not fetch"),
     ({"json_schema": {"$ref": "#/$defs/none"}}, "none"),
     ({"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "it allows no text"),
@@ -154,6 +163,57 @@ class TestParser:
         with pytest.raises(GrammarError, match="max is 2000"):
             for _ in range(100):
                 guide.accept(*tiny.spell(b"a"))
+
+
+# Some dozens of alternatives, which the library multiplies with each other: minutes.
+MANY_COMBINATIONS = {
+    "allOf": [{"anyOf": [{"type": "string", "pattern": f"{i}a{j}"} for i in range(30)]} for j in range(3)]
+}
+FEW_COMBINATIONS = {"allOf": [{"anyOf": [{"const": i} for i in range(11)]}, {"enum": list(range(10))}]}
+
+
+class TestTime:
+    def test_of_compiling_ends_with_an_error(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(trial, "COMPILE_SECONDS", 0.3)
+        start = time.monotonic()
+        with pytest.raises(GrammarError, match=r"json_schema takes longer than 0.3 s to compile; make it smaller"):
+            tiny.ask(json_schema=MANY_COMBINATIONS)
+        assert time.monotonic() - start < 3
+
+    def test_is_that_of_the_request_where_it_has_less(self, tiny: Any) -> None:
+        with pytest.raises(DeadlineError, match=r"deadline of 0.2 s passed while json_schema was compiled"):
+            tiny.shared.compiled(tiny.form(json_schema=MANY_COMBINATIONS), 0.2)
+
+    def test_is_bounded_without_a_process_as_well(self, tiny: Any) -> None:
+        with pytest.raises(DeadlineError, match="deadline of 1e-06 s passed while regex was compiled"):
+            tiny.shared.compiled(tiny.form(regex="never compiled before"), 1e-6)
+
+    def test_suffices_for_a_large_grammar_tried_in_a_process(self, tiny: Any) -> None:
+        assert tiny.reads(tiny.start(json_schema=FEW_COMBINATIONS), "7")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (("_MEMORY_BYTES", 1024**2), "takes more than .* to compile, or ends the process"),
+            (("sys", SimpleNamespace(executable="/nowhere", path=[])), "no process can be started to try it"),
+        ],
+        ids=["memory", "process"],
+    )
+    def test_is_not_the_only_bound(
+        self, tiny: Any, monkeypatch: pytest.MonkeyPatch, change: tuple[str, Any], message: str
+    ) -> None:
+        monkeypatch.setattr(trial, *change)
+        with pytest.raises(GrammarError, match=message):
+            tiny.ask(tiny.grammars(), json_schema=FEW_COMBINATIONS)
+
+    def test_is_spent_once_on_a_grammar_that_takes_long(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Compiling anew, for an exhausted lexer, happens in the engine's thread."""
+        monkeypatch.setattr(guide_module, "_MOST_LEXER_STATES", FEW_STATES)
+        monkeypatch.setattr(guide_module, "_QUICK_SECONDS", 0.0)
+        grammars = tiny.grammars()
+        with pytest.raises(GrammarError, match="too many states"):
+            for seed in range(30):
+                tiny.walk(tiny.start(grammars, regex=MANY_STATES), seed, most=FEW_TOKENS)
 
 
 class TestCache:

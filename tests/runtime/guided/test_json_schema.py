@@ -21,6 +21,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pattern": "a?" * 10_000}, "pattern at # has 20000 characters, expected at most 16384"),
     ({"patternProperties": {"a?" * 10_000: {}}}, "pattern at # has 20000 characters"),
     ({"anyOf": [{}] * 10_000}, "more than 10000 subschemas"),
+    ({"pattern": "(a{200}){100}"}, "pattern at # repeats something 20000 times, expected at most 16384"),
+    ({"multipleOf": 99999989}, "'multipleOf' at # .* above 10000"),
+    ({"items": {"multipleOf": 0.12345}}, "'multipleOf' at #/items .* above 10000"),
+    ({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}, "'multipleOf' at .* least common multiple"),
+    ({"exclusiveMinimum": 0, "maximum": 0.25}, "'exclusiveMinimum' at # cannot be enforced beside the bound 0.25"),
+    ({"allOf": [{"minimum": -1.5}, {"exclusiveMaximum": -1}]}, "'exclusiveMaximum' at #/allOf/1 .* bound -1.5"),
+    ({"exclusiveMinimum": True}, "'exclusiveMinimum' at # is True, expected a number"),
+    ({"const": [{"a": 2**53 + 1}]}, "'const' at # is an integer beyond"),
+    ({"$defs": {"a": {"$id": "b", "$ref": "#/c"}}}, "'\\$ref' at #/\\$defs/a stands beside"),
 ]
 
 
@@ -37,12 +46,52 @@ class TestCheck:
             {"enum": [{"not": 1}], "default": {"if": 1}, "examples": [{"then": 1}], "const": {"else": 1}},
             {"x-order": 3, "title": "Any", "anyOf": [{}] * 9_000},
             {"minProperties": 0},
+            {"exclusiveMinimum": 0, "maximum": 1.5},
+            {"properties": {"a": {"multipleOf": 9973}, "b": {"multipleOf": 0.01}, "c": {"multipleOf": 1000}}},
+            {"$id": "https://example.com/a", "$ref": "#/$defs/a", "$defs": {"a": {}}},
             {"minProperties": 1, "additionalProperties": False, "properties": {"a": {}}},
         ],
-        ids=["names", "values", "annotations", "any", "closed"],
+        ids=["names", "values", "annotations", "none", "bounds", "multiples", "root", "closed"],
     )
     def test_lets_pass_what_is_no_keyword(self, schema: dict[str, Any]) -> None:
         check_schema(schema)
+
+
+FORMATS = [
+    ("date", ["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "2024-04-31", "2024-13-01"]),
+    (
+        "time",
+        ["23:59:60Z", "23:59:60.5+00:00", "00:00:59-23:59"],
+        ["22:59:60Z", "23:58:60Z", "23:59:60+01:00", "00:29:61Z", "24:00:00Z"],
+    ),
+    (
+        "date-time",
+        ["1998-12-31T23:59:60Z", "2024-02-29t00:00:00.25+01:30"],
+        ["1998-12-31T22:59:60Z", "2023-02-29T00:00:00Z", "1998-12-31T23:59:60-00:30"],
+    ),
+    (
+        "hostname",
+        ["a", "a-b.c", ".".join(["a" * 63] * 3) + "." + "b" * 61, "ab-c", "a--b"],
+        [".".join(["a" * 63] * 3) + "." + "b" * 62, "a" * 64, "-a", "a-", "xn--a", "a..b"],
+    ),
+]
+
+
+class TestFormats:
+    @pytest.mark.parametrize(("name", "follow", "breaking"), FORMATS, ids=[name for name, _, _ in FORMATS])
+    def test_are_enforced_to_the_end(self, tiny: Any, name: str, follow: list[str], breaking: list[str]) -> None:
+        schema = {"type": "string", "format": name}
+        for text in follow:
+            assert tiny.reads(tiny.start(json_schema=schema), f'"{text}"'), text
+        for text in breaking:
+            assert not tiny.reads(tiny.start(json_schema=schema), f'"{text}"'), text
+
+    def test_go_with_a_pattern_and_with_other_types(self, tiny: Any) -> None:
+        schema = {"format": "date", "pattern": "^2", "allOf": [{"maxLength": 10}]}
+        assert tiny.reads(tiny.start(json_schema=schema), '"2024-02-29"')
+        assert tiny.reads(tiny.start(json_schema=schema), "3")
+        for text in ('"2023-02-29"', '"1999-01-01"'):
+            assert not tiny.reads(tiny.start(json_schema=schema), text)
 
 
 class TestText:

@@ -1,8 +1,10 @@
 """A saved session comes back bit for bit, and nothing else passes for one."""
 
 import errno
+import json
 import os
 import struct
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,15 @@ def save(path: Path, tokens: list[int], blocks: list[NDArray[Any]], key: str = "
     save_session(path, tokens, blocks, SIZE, key)
 
 
-def load(path: Path, key: str = "model") -> tuple[list[int], list[NDArray[Any]]]:
-    return load_session(path, SIZE, key)
+VOCAB = 151_001
+PLENTY = 1 << 20
+
+
+def load(path: Path, key: str = "model", block: int = SIZE, **form: Any) -> tuple[list[int], list[NDArray[Any]]]:
+    shape, dtype = form.get("shape", (64 * SIZE,)), np.dtype(form.get("dtype", "float32"))
+    return load_session(
+        path, block, key, form=(shape, dtype), vocab_size=VOCAB, max_bytes=form.get("max_bytes", PLENTY)
+    )
 
 
 @pytest.fixture
@@ -43,7 +52,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "int8", "float16"])
 def test_a_session_comes_back_bit_for_bit(tmp_path: Path, dtype: str):
     save(tmp_path / "chat.kv", TOKENS, values(dtype=dtype))
-    tokens, restored = load(tmp_path / "chat.kv")
+    tokens, restored = load(tmp_path / "chat.kv", dtype=dtype)
     assert tokens == TOKENS
     assert {block.dtype for block in restored} == {np.dtype(dtype)}
     np.testing.assert_array_equal(restored, values(dtype=dtype))
@@ -52,7 +61,7 @@ def test_a_session_comes_back_bit_for_bit(tmp_path: Path, dtype: str):
 def test_a_strided_view_is_saved_as_what_it_shows(tmp_path: Path):
     view = [block[::2] for block in values()]
     save(tmp_path / "chat.kv", TOKENS, view)
-    np.testing.assert_array_equal(load(tmp_path / "chat.kv")[1], view)
+    np.testing.assert_array_equal(load(tmp_path / "chat.kv", shape=(64,))[1], view)
 
 
 def test_only_its_owner_may_read_a_session(saved: Path):
@@ -176,7 +185,7 @@ def test_blocks_that_do_not_fit_the_tokens_are_refused(tmp_path: Path, tokens: l
 
 def test_blocks_of_another_size_are_refused(saved: Path):
     with pytest.raises(RequestError, match="saved in blocks of 2 tokens, expected 4; start the session anew"):
-        load_session(saved, 4, "model")
+        load(saved, block=4)
 
 
 def test_tokens_after_the_last_block_come_back_too(tmp_path: Path):
@@ -199,3 +208,89 @@ def test_a_full_disk_leaves_the_old_session(saved: Path, monkeypatch: pytest.Mon
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(UsageError, match="cannot write here"):
         save(tmp_path / "none" / "chat.kv", TOKENS, values())
+
+
+def given_away(path: Path, patch: pytest.MonkeyPatch) -> None:
+    """From here on ``path`` belongs to another user than the one who runs this."""
+    if os.geteuid() == 0:
+        os.chown(path, 12_345, -1)
+    else:
+        owner = os.geteuid()
+        patch.setattr(os, "geteuid", lambda: owner + 1)
+
+
+def test_what_others_may_have_written_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    for mode in (0o620, 0o602):
+        saved.chmod(mode)
+        with pytest.raises(RequestError, match=rf"may have been written by others.*mode {mode:o} lets others write it"):
+            load(saved)
+    saved.chmod(0o644)
+    assert load(saved)[0] == TOKENS
+    given_away(saved, monkeypatch)
+    with pytest.raises(RequestError, match=r"may have been written by others.*belongs to user"):
+        load(saved)
+
+
+def forged(path: Path, change: Callable[[dict[str, Any]], object], blocks: list[NDArray[Any]] | None = None) -> None:
+    """A session whose digests are right and whose description is not."""
+    root, blocks = root_hash("model"), values() if blocks is None else blocks
+    about = Description.of("session", root, root, np.array(TOKENS, np.int64), blocks, SIZE)
+    raw = json.loads(about._text())
+    raw = change(raw) or raw
+    text = raw if isinstance(raw, bytes) else json.dumps(raw, separators=(",", ":")).encode()
+    digest = blake2b(struct.pack("<I", 2) + text, digest_size=16).digest()
+    content = b"llmcKV\r\n" + struct.pack("<II", 2, len(text)) + digest + text
+    path.write_bytes(content.ljust(-(-len(content) // 64) * 64, b"\0") + b"".join(block.tobytes() for block in blocks))
+
+
+def retold(tokens: list[int]) -> Callable[[dict[str, Any]], object]:
+    """Other tokens, with the hashes that are right for them."""
+    hashes = chain_hashes(root_hash("model"), np.array(tokens, np.int64), SIZE)
+    return lambda raw: raw.update(tokens=tokens, last=hashes[1].hex())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (retold([5, 1, -1, 7]), "tokens from -1 to 7, expected 0 ... 151000"),
+        (retold([5, 1, VOCAB, 7]), "tokens from 1 to 151001, expected 0 ... 151000"),
+        (retold([*TOKENS, 1 << 62]), "tokens from 1 to 4611686018427387904"),
+        (lambda raw: raw.update(tokens=[*TOKENS, 10**30]), "damaged"),
+        (lambda raw: raw.update(tokens=[5.0, 1, 151_000, 7]), "damaged"),
+        (lambda raw: raw.update(tokens=["5", 1, 151_000, 7]), "damaged"),
+        (lambda raw: raw.update(tokens=[5, True, 151_000, 7]), "damaged"),
+        (lambda raw: raw.update(tokens=[[5, 1], [151_000, 7]]), "damaged"),
+        (lambda raw: raw.update(block=2.0), "damaged"),
+        (lambda raw: raw.update(block=4), "damaged"),
+        (lambda raw: raw.update(shape=[]), "damaged"),
+        (lambda raw: raw.update(shape=[-128, -1]), "damaged"),
+        (lambda raw: raw.update(shape=[2, 64]), r"float32 \[2, 64\], expected float32 \[128\]"),
+        (lambda raw: raw.update(shape=[1 << 40, 1 << 40]), "damaged"),
+        (lambda raw: raw.update(dtype="<i4"), r"int32 \[128\], expected float32"),
+        (lambda raw: raw.update(dtype="|O8"), "damaged"),
+        (lambda raw: raw.update(digests=[]), "damaged"),
+        (lambda raw: raw.update(key=5), "damaged"),
+        (lambda raw: raw.update(more=1), "damaged"),
+        (lambda raw: raw.pop("parent"), "damaged"),
+        (lambda raw: b"[" * 100_000, "damaged"),
+        (lambda raw: b"[]", "damaged"),
+        (lambda raw: b"\xff", "damaged"),
+        (lambda raw: b"9" * 5_000, "damaged"),
+        (lambda raw: b" " * (1 << 24) + b"{}", "its description has 16777218 bytes"),
+    ],
+)
+def test_a_forged_description_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object], why: str):
+    forged(tmp_path / "chat.kv", change)
+    with pytest.raises(RequestError, match=why):
+        load(tmp_path / "chat.kv")
+
+
+def test_what_is_forged_well_comes_back(tmp_path: Path):
+    """The digests of a file cannot tell who wrote it, which is why its owner is looked at."""
+    forged(tmp_path / "chat.kv", lambda raw: None, [-block for block in values()])
+    np.testing.assert_array_equal(load(tmp_path / "chat.kv")[1], [-block for block in values()])
+
+
+def test_no_more_blocks_are_read_than_there_is_memory_for(saved: Path):
+    size = values()[0].nbytes
+    assert [len(load(saved, max_bytes=room)[1]) for room in (0, size, 2 * size - 1, 9 * size)] == [0, 1, 1, 2]

@@ -352,8 +352,12 @@ def test_a_prefix_larger_than_the_disk_tier_is_not_written(opened: Opened, folde
 
 
 def fail_with(code: int) -> Callable[..., Any]:
+    return raising(OSError(code, os.strerror(code)))
+
+
+def raising(error: Exception) -> Callable[..., Any]:
     def fail(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
+        raise error
 
     return fail
 
@@ -502,3 +506,101 @@ def test_values_that_another_process_wrote_anew_are_checked_against_their_own_di
     with cache.match(PROMPT) as match:
         np.testing.assert_array_equal(match.blocks[0], blocks(rows(PROMPT) + 1, 0, BLOCK)[0])
     assert path.exists()
+
+
+def given_away(path: Path, patch: pytest.MonkeyPatch) -> None:
+    """From here on ``path`` belongs to another user than the one who runs this."""
+    if os.geteuid() == 0:
+        os.chown(path, 12_345, -1)
+    else:
+        owner = os.geteuid()
+        patch.setattr(os, "geteuid", lambda: owner + 1)
+
+
+@pytest.mark.parametrize("whose", ["file", "folder"])
+def test_what_belongs_to_another_user_is_neither_read_nor_removed(
+    opened: Opened, folder: Path, whose: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    keep(opened, PROMPT)
+    (path,) = files(folder)
+    for place in (path, path.parent)[: 1 + (whose == "folder")]:
+        given_away(place, monkeypatch)
+    cache, store = opened(max_bytes=2 * BLOCK_BYTES)
+    assert found(cache, PROMPT) == 0
+    writer(cache)(PROMPT[:4])
+    assert flush(store, PATIENCE)
+    assert f"{path if whose == 'file' else path.parent} is ignored: it belongs to user" in warnings(caplog)[0]
+    assert path.exists() and (whose == "file" or files(folder) == [path])
+
+
+def test_folders_are_closed_to_others_and_files_that_others_may_write_are_ignored(
+    opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture
+):
+    keep(opened, PROMPT)
+    (path,) = files(folder)
+    assert {place.stat().st_mode & 0o777 for place in (folder, path.parent)} == {0o700}
+    path.parent.chmod(0o777)  # as an older llmc under another umask may have made it
+    assert found(opened()[0], PROMPT) == WHOLE
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o666)
+    assert found(opened()[0], PROMPT) == 0
+    assert "mode 666 lets others write it" in warnings(caplog)[0] and path.exists()
+
+
+def test_a_link_in_the_place_of_a_folder_is_not_followed(opened: Opened, folder: Path, tmp_path: Path):
+    keep(opened, PROMPT)
+    (path,) = files(folder)
+    path.parent.rename(tmp_path / "elsewhere")
+    path.parent.symlink_to(tmp_path / "elsewhere")
+    cache, store = opened(max_bytes=BLOCK_BYTES)
+    assert found(cache, PROMPT) == 0
+    writer(cache)([3] * 16)
+    assert flush(store, PATIENCE)
+    assert os.listdir(tmp_path / "elsewhere") == [path.name]
+
+
+@pytest.mark.parametrize("form", [((1,), "float32"), (((int(np.prod(SHAPE)),)), "float16")])
+def test_blocks_that_the_model_could_not_take_are_not_there(opened: Opened, form: tuple[tuple[int], str]):
+    keep(opened, PROMPT)
+    _, store = opened()
+    shape, dtype = form
+    cache = PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store, form=(shape, np.dtype(dtype)))
+    assert found(cache, PROMPT) == 0
+    right = ((int(np.prod(SHAPE)),), np.dtype("float32"))
+    assert found(PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store, form=right), PROMPT) == WHOLE
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"{}", b"9" * 5_000, b"\xff"])
+def test_a_description_that_is_none_is_a_miss(opened: Opened, folder: Path, text: bytes):
+    keep(opened, PROMPT)
+    (path,) = files(folder)
+    digest = blake2b(struct.pack("<I", 2) + text, digest_size=16).digest()
+    path.write_bytes(b"llmcKV\r\n" + struct.pack("<II", 2, len(text)) + digest + text)
+    assert found(opened()[0], PROMPT) == 0
+    assert not path.exists()
+
+
+def test_no_memory_for_a_block_is_a_miss(opened: Opened, monkeypatch: pytest.MonkeyPatch):
+    keep(opened, PROMPT)
+    cache, _ = opened()
+    monkeypatch.setattr(cache_file.CacheFile, "read", raising(MemoryError()))
+    assert found(cache, PROMPT) == 0
+
+
+@pytest.mark.parametrize("where", ["thread", "write"])
+def test_a_writer_that_fails_whatever_the_reason_leaves_memory_at_work(
+    opened: Opened, folder: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    cache, store = opened()
+    with monkeypatch.context() as patch:
+        if where == "thread":
+            patch.setattr(threading.Thread, "start", raising(RuntimeError("no")))
+        else:
+            patch.setattr(prefix_store, "publish", raising(RuntimeError("no")))
+        writer(cache)(PROMPT)
+        assert flush(store, PATIENCE)
+    assert found(cache, PROMPT) == WHOLE and files(folder) == []
+    assert len(warnings(caplog)) == 1 and "memory goes on" in warnings(caplog)[0]
+    store._paused_until = 0.0
+    writer(cache)(PROMPT)
+    assert flush(store, PATIENCE) and len(files(folder)) == 1

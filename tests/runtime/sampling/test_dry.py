@@ -1,17 +1,23 @@
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.runtime.sampling.dry import Dry
+from llmc.runtime.sampling.dry import Breakers, Dry
 
 # float32 of logits and penalties, where the reference works in float64.
 RELATIVE_TOLERANCE = 1e-6
 VOCABULARY = 12
 
 SEQUENCES = st.lists(st.integers(0, 3), min_size=1, max_size=50)
+
+
+def alone(*tokens: int) -> Breakers:
+    """Tokens that are breakers by themselves: each is spelt with a letter of its own."""
+    return Breakers([chr(token + 97) for token in tokens], lambda token: bytes([token + 97]))
 
 
 def zeros() -> np.ndarray:
@@ -55,7 +61,7 @@ def penalties(
 def test_the_penalty_follows_the_definition(
     tokens: list[int], multiplier: float, base: float, allowed_length: int, window: int, breakers: set[int]
 ) -> None:
-    found = -Dry(multiplier, base, allowed_length, window, breakers)(tokens, zeros())
+    found = -Dry(multiplier, base, allowed_length, window, alone(*breakers))(tokens, zeros())
     expected = np.minimum(penalties(tokens, multiplier, base, allowed_length, window, breakers), 1e9)
     np.testing.assert_allclose(found, expected, rtol=RELATIVE_TOLERANCE)
 
@@ -76,11 +82,65 @@ def test_the_example_of_its_author() -> None:
 
 def test_breakers_end_a_repetition_and_are_not_punished() -> None:
     tokens = [1, 2, 0, 3, 4, 5, 9, 1, 2, 0, 3, 4]
-    across = Dry(1.0, 2.0, 2, breakers=[0])(tokens, zeros())
+    across = Dry(1.0, 2.0, 2, breakers=alone(0))(tokens, zeros())
     assert across[5] == -1.0  # two tokens repeat since the breaker, not five
     assert Dry(1.0, 2.0, 2)(tokens, zeros())[5] == -8.0
-    assert not Dry(1.0, breakers=[5])(tokens, zeros()).any()
-    assert not Dry(1.0, breakers=[4])(tokens, zeros()).any()
+    assert not Dry(1.0, breakers=alone(5))(tokens, zeros()).any()
+    assert not Dry(1.0, breakers=alone(4))(tokens, zeros()).any()
+
+
+SPELT = ["a", "b", "c", "xay", "ab", "bc", "\n", ":\n", "cab", "日".encode()[:2], "日".encode()[2:], "本"]
+
+
+def spelling(token: int) -> bytes:
+    text = SPELT[token]
+    return text if isinstance(text, bytes) else text.encode()
+
+
+@given(
+    tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+    texts=st.lists(st.sampled_from(["a", "\n", "bc", "abc", "cab", "日", "ya", "aa"]), max_size=3),
+    cuts=st.lists(st.integers(1, 30), max_size=3),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_breaker_breaks_where_it_ends_in_the_text_whatever_tokens_spell_it(
+    tokens: list[int], texts: list[str], cuts: list[int]
+) -> None:
+    text, ends = b"", []
+    for token in tokens:
+        text += spelling(token)
+        ends.append(len(text))
+    since = 0  # tokens up to the one in which the last breaker ends
+    for place in range(len(text)):
+        for breaker in (item.encode() for item in texts):
+            if text.startswith(breaker, place):
+                since = max(since, 1 + next(i for i, end in enumerate(ends) if end >= place + len(breaker)))
+    spared = {i for i in range(VOCABULARY) if any(item.encode() in spelling(i) for item in texts)}
+    expected = np.zeros(VOCABULARY)
+    for token in set(tokens) - spared:
+        lengths = [
+            next((n for n in range(end) if tokens[end - 1 - n] != tokens[-1 - n]), end)
+            for end in range(1, len(tokens))
+            if tokens[end] == token
+        ]
+        best = min(max(lengths, default=0), len(tokens) - since)
+        expected[token] = best >= 1 and 2.0 ** (best - 1)
+    dry = Dry(1.0, 2.0, 1, breakers=Breakers(texts, spelling))
+    for cut in sorted(cuts):
+        dry(tokens[:cut], zeros())
+    np.testing.assert_allclose(-dry(tokens, zeros()), expected, rtol=RELATIVE_TOLERANCE)
+
+
+def test_every_token_whose_text_contains_a_breaker_is_one(tiny_tokenizer: Any) -> None:
+    """Not only the one that the tokenizer writes it as."""
+    breakers = Breakers((":",), tiny_tokenizer.spelling)
+    vocabulary = range(tiny_tokenizer.vocab_size)
+    containing = {i for i in vocabulary if ":" in tiny_tokenizer.decode([i], skip_special_tokens=False)}
+    assert {i for i in vocabulary if i in breakers} == containing
+    assert len(containing) > 5
+    inside = max(containing - set(tiny_tokenizer.encode(":")))
+    tokens = [1, 2, inside, 3, 4, 5, 9, 1, 2, inside, 3, 4]
+    assert Dry(1.0, 2.0, 2, breakers=breakers)(tokens, np.zeros(len(vocabulary), np.float32))[5] == -1.0
 
 
 def test_only_the_window_is_looked_at() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.errors import RequestError, UsageError
-from llmc.runtime.sampling.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
+from llmc.runtime.sampling.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs, token_rank
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import SamplingContext
 from llmc.runtime.sampling.samplers import make_sampler
@@ -61,6 +61,16 @@ class TestTokens:
         assert [token for token, _ in most] == ranked
         np.testing.assert_allclose([p for _, p in most], expected[ranked], atol=LOGPROB_TOLERANCE, rtol=1e-6)
 
+    @given(logits=st.lists(st.sampled_from([0.0, 1.0, 2.5, -3.0, -math.inf]), max_size=40), data=st.data())
+    @settings(max_examples=50, deadline=None)
+    def test_have_their_place_among_all_as_rank(self, logits: list[float], data: st.DataObject) -> None:
+        values = np.array([*logits, 0.0], np.float32)
+        token = data.draw(st.integers(0, len(logits)))
+        rank = token_rank(values, token)
+        assert rank == sorted(range(values.size), key=lambda i: (-values[i], i)).index(token) + 1
+        top = token_logprobs(values, token, 20)[1]
+        assert rank == token_rank(values, token, top)
+
     def test_of_slightly_other_logits_fail_that_check(self) -> None:
         other = random_logits() * np.float32(1.00001)
         difference = token_logprobs(other, 7, 0)[0] - log_softmax(random_logits())[7]
@@ -93,6 +103,8 @@ class TestChoices:
         likely = np.argsort(-processed, kind="stable")[: min(4, np.count_nonzero(processed > -np.inf))]
         assert [token for token, _ in found.processed_top] == likely.tolist()
         np.testing.assert_allclose([p for _, p in found.processed_top], processed[likely], atol=PROCESSED_TOLERANCE)
+        assert found.rank == np.count_nonzero(raw > raw[found.token]) + 1
+        assert found.processed_rank == np.count_nonzero(processed > processed[found.token]) + 1
 
     def test_of_other_settings_fail_that_check(self) -> None:
         found = choose(random_logits(1), [3, 4], temperature=0.8, top_p=0.9, seed=3, logprobs=0)
@@ -136,6 +148,7 @@ class TestPrompts:
             assert entry.logprob == entry.processed_logprob
             assert entry.logprob == pytest.approx(log_softmax(row)[token], abs=LOGPROB_TOLERANCE)
             assert [t for t, _ in entry.top] == np.argsort(-row)[:2].tolist()
+            assert entry.rank == entry.processed_rank == np.argsort(-row).tolist().index(token) + 1
 
     def test_need_a_token_for_every_row(self) -> None:
         with pytest.raises(UsageError, match="2 rows of logits and 1 tokens"):

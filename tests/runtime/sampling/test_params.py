@@ -6,11 +6,22 @@ import numpy as np
 import pytest
 
 from llmc.bundle import Generation
-from llmc.errors import UsageError
+from llmc.errors import UsageError, written
 from llmc.runtime.sampling.params import PARAMETERS, SamplingParams
 
 GREEDY_CHECKPOINT = Generation((2,), 1, False, None, None, None, None)
 SAMPLING_CHECKPOINT = Generation((2,), 1, True, 0.7, 20, 0.8, 0.05)
+
+
+STOPS = "a tuple of non-empty strings, at most 128 texts of 8,192 characters in all"
+BREAKERS = "a tuple of non-empty strings, at most 64 texts of 1,024 characters in all"
+WORDS = "a tuple of non-empty strings, at most 1,024 texts of 8,192 characters in all"
+TOKENS = "a tuple of token ids, at most 262,144 of them"
+BIASES = "a tuple of (token id, number from -100 to 100) with different ids, at most 262,144 of them"
+SEQUENCES = (
+    "a tuple of (non-empty tuple of token ids, number from -100 to 100) with different ids, at most 1,024 of them with "
+    "8,192 ids in all"
+)
 
 
 class TestParams:
@@ -37,11 +48,11 @@ class TestParams:
             ("seed", -1, "an integer from 0 to 2**64 - 1, or None"),
             ("seed", 2**64, "an integer from 0 to 2**64 - 1, or None"),
             ("seed", 1.0, "an integer from 0 to 2**64 - 1, or None"),
-            ("stop", "end", "a tuple of non-empty strings"),
-            ("stop", ("",), "a tuple of non-empty strings"),
-            ("stop", (3,), "a tuple of non-empty strings"),
-            ("stop_token_ids", [1], "a tuple of token ids"),
-            ("stop_token_ids", (-1,), "a tuple of token ids"),
+            ("stop", "end", STOPS),
+            ("stop", ("",), STOPS),
+            ("stop", (3,), STOPS),
+            ("stop_token_ids", [1], TOKENS),
+            ("stop_token_ids", (-1,), TOKENS),
             ("ignore_eos", 1, "True or False"),
         ],
     )
@@ -103,14 +114,27 @@ class TestRanges:
             ("dry_base", 0.9, "a number of at least 1"),
             ("dry_allowed_length", 0, "an integer of at least 1"),
             ("dry_range", -1, "an integer of at least 0 (0 looks at all)"),
-            ("dry_sequence_breakers", ["x"], "a tuple of non-empty strings"),
+            ("dry_sequence_breakers", ["x"], BREAKERS),
+            ("dry_sequence_breakers", tuple(map(str, range(200_000))), BREAKERS),
+            ("stop", tuple(map(str, range(129))), STOPS),
+            ("stop", ("x" * 8193,), STOPS),
+            ("bad_words", ("x",) * 1025, WORDS),
+            ("bad_words", "x", WORDS),
+            ("sequence_bias", (((1,), 1.0), ((1,), 2.0)), SEQUENCES),
+            ("sequence_bias", (((), 1.0),), SEQUENCES),
+            ("sequence_bias", (((1, 2), math.inf),), SEQUENCES),
+            ("sequence_bias", (([1], 1.0),), SEQUENCES),
+            ("sequence_bias", (((1,) * 8193, 1.0),), SEQUENCES),
+            ("include_stop_str_in_output", 1, "True or False"),
+            ("detokenize", None, "True or False"),
             ("no_repeat_ngram_size", -1, "an integer of at least 0 (0 is off)"),
-            ("logit_bias", {1: 2.0}, "a tuple of (token id, number from -100 to 100) with different ids"),
-            ("logit_bias", ((1, 101.0),), "a tuple of (token id, number from -100 to 100) with different ids"),
-            ("logit_bias", ((1, 1.0), (1, 2.0)), "a tuple of (token id, number from -100 to 100) with different ids"),
-            ("logit_bias", ((-1, 1.0),), "a tuple of (token id, number from -100 to 100) with different ids"),
-            ("banned_tokens", (1.5,), "a tuple of token ids"),
-            ("allowed_tokens", (), "a non-empty tuple of token ids, or None"),
+            ("logit_bias", {1: 2.0}, BIASES),
+            ("logit_bias", ((1, 101.0),), BIASES),
+            ("logit_bias", ((1, 1.0), (1, 2.0)), BIASES),
+            ("logit_bias", ((-1, 1.0),), BIASES),
+            ("banned_tokens", (1.5,), TOKENS),
+            ("banned_tokens", (5,) * (2**18 + 1), TOKENS),
+            ("allowed_tokens", (), f"a non-empty {TOKENS[2:]}, or None"),
             ("logprobs", 21, "an integer from 0 to 20, or None"),
             ("prompt_logprobs", True, "an integer from 0 to 20, or None"),
             ("n", 0, "an integer from 1 to 1024"),
@@ -137,13 +161,14 @@ class TestRanges:
     def test_are_enforced_by_name(self, name: str, value: Any, expected: str) -> None:
         with pytest.raises(UsageError) as caught:
             SamplingParams(**{name: value})
-        assert str(caught.value) == f"{name} is {value!r}, expected {expected}"
+        assert str(caught.value) == f"{name} is {written(value)}, expected {expected}"
+        assert len(str(caught.value)) < 600
 
     @pytest.mark.parametrize("name", ["temperature", "n", "seed", "top_p", "logprobs"])
     def test_of_integers_too_long_to_write_are_enforced(self, name: str) -> None:
-        with pytest.raises(UsageError, match=f"{name} is an int that cannot be written, expected"):
+        with pytest.raises(UsageError, match=f"{name} is an integer of about 5001 digits, expected"):
             SamplingParams(**{name: 10**5000})
-        with pytest.raises(UsageError, match="min_tokens=an int that cannot be written needs max_tokens"):
+        with pytest.raises(UsageError, match="min_tokens=an integer of about 5001 digits needs max_tokens"):
             SamplingParams(min_tokens=10**5000)
 
     @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
@@ -195,6 +220,10 @@ class TestCombinations:
             ({"n": 2, "temperature": 0}, "n=2 needs temperature above 0"),
             ({"consensus": "f1"}, "consensus='f1' needs n of at least 2"),
             ({"consensus": "f1", "n": 3, "best_of": 5}, "consensus decoding cannot be combined with best_of=5"),
+            ({"consensus": "f1", "n": 65}, "consensus='f1' needs n of at most 64"),
+            ({"consensus": "f1", "n": 2, "detokenize": False}, "consensus='f1' needs detokenize"),
+            ({"stop": ("x",), "detokenize": False}, r"stop=\('x',\) needs detokenize"),
+            ({"include_stop_str_in_output": True, "detokenize": False}, "include_stop_str_in_output=True needs detok"),
             ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 needs max_tokens of at least as many"),
             ({"allowed_tokens": (1, 2), "banned_tokens": (2, 1, 3)}, "needs a token that is not among banned_tokens"),
             ({"num_beam_groups": 2, "diversity_penalty": 1.0}, "num_beam_groups=2 needs num_beams above 1"),
@@ -234,6 +263,9 @@ class TestCombinations:
             {"n": 4, "consensus": "chrf", "top_p": 0.9, "json_schema": {"type": "object"}},
             {"n": 2, "best_of": 4, "logprobs": 5, "speculate": True},
             {"temperature": 0, "top_p": 0.5, "dynatemp_range": 0.5, "grammar": "start: 'a'"},
+            {"num_beams": 2, "bad_words": ("x",), "sequence_bias": (((1, 2), -5.0),), "detokenize": False},
+            {"num_beams": 2, "include_stop_str_in_output": True, "stop_token_ids": (3,)},
+            {"regex": "a", "bad_words": ("x",), "detokenize": False, "speculate": True, "n": 1024},
             {"processor_order": ("top_p", "temperature"), "on_overflow": "sink"},
         ],
         ids=str,
@@ -273,4 +305,7 @@ class TestDefaults:
         assert found.logit_bias == ((5, -100), (7, 1.5))
         assert (found.banned_tokens, found.allowed_tokens, found.choice) == ((1,), (2, 3), ("a", "b"))
         assert found.dry_sequence_breakers == (".",) and found.processor_order == ("top_p", "temperature")
+        for given in ({(1, 2): 3.0, (4,): -1}, [[[1, 2], 3.0], [[4], -1]], [((1, 2), 3.0), ((4,), -1)]):
+            found = SamplingParams.from_defaults(GREEDY_CHECKPOINT, sequence_bias=given, bad_words=["x"])
+            assert found.sequence_bias == (((1, 2), 3.0), ((4,), -1)) and found.bad_words == ("x",)
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, logit_bias=[[5, 1.0]]).logit_bias == ((5, 1.0),)

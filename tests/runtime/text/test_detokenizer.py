@@ -93,6 +93,17 @@ class TestStream:
         ids = data.draw(st.sampled_from([tokenizer.encode(text), byte_ids(tokenizer, text.encode())]))
         assert_equals_decoding_at_once(tokenizer, ids, stops)
 
+    @settings(max_examples=60, deadline=None)
+    @given(data=st.data())
+    def test_that_keeps_the_stop_string_ends_with_it(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+        text = data.draw(st.text(st.sampled_from("ab 🎉\n"), max_size=30))
+        stops = data.draw(st.lists(st.text(st.sampled_from("ab 🎉"), min_size=1, max_size=4), max_size=4))
+        ids = tokenizer.encode(text)
+        keeping = TextStream(tokenizer, stops, keep_stop=True)
+        found = "".join([*map(keeping.push, ids), keeping.finish()])
+        before, stop = until_first_stop(tokenizer.decode(ids), stops)
+        assert (found, keeping.stopped) == (before + (stop or ""), stop)
+
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
     def test_never_takes_back_what_it_returned(self, tokenizer: Tokenizer, data: st.DataObject) -> None:

@@ -10,6 +10,7 @@ from doubles.lowerings import difference
 
 from llmc.errors import BuildError
 from llmc.optimize.build import build
+from llmc.optimize.tensorrt.request import EngineRequest
 
 # As in test_lowering.py.
 FLOAT_TOLERANCE = 1e-4
@@ -44,6 +45,18 @@ def test_heads_without_a_kernel_are_refused_before_anything_is_built(make_case, 
     export = make_case("qwen3-tied-sharded", tmp_path, head_dim=20).export
     with pytest.raises(BuildError, match=r"self_attn has a head_dim of 20, .* a multiple of 8; build for cuda"):
         build(export, tmp_path / "bundle", **options)
+
+
+def test_tensorrt_takes_other_heads_in_basic_operators(make_case, tmp_path: Path):
+    """The library that is installed fails inside of its attention of the native form."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
+    export = make_case("qwen3-tied-sharded", tmp_path, head_dim=20, num_hidden_layers=1).export
+    engine = EngineRequest(form="native")
+    with pytest.raises(BuildError, match=r"head_dim of 20, .* native form takes multiples of 8; leave the form out"):
+        build(export, tmp_path / "bundle", target="tensorrt-rtx", engine=engine)
+    report = build(export, tmp_path / "bundle", target="tensorrt-rtx", precision="fp16", max_context=64, max_batch=2)
+    assert report.manifest.engine.form == "primitives" and report.manifest.engine.file
+    assert report.manifest.quality.mean_kl < 1e-4
 
 
 def test_the_measured_kernels_are_those_of_this_engine(session):

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -10,12 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from llmc.bundle import Compiled, Manifest, read_bundle, write_manifest
-from llmc.errors import BundleError, UsageError
+from llmc.errors import BundleError, ResourceError, UsageError
 from llmc.optimize.build import build
 from llmc.publish import file_entries
 from llmc.runtime import load
@@ -198,6 +198,7 @@ def test_two_processes_that_compile_at_once_end_well(foreign: Path, root: Path):
     assert sorted(file.name for file in entry.iterdir()) == [
         "compiled-decode.onnx",
         "compiled-prefill.onnx",
+        "files.json",
         "weights.bin",
     ]
 
@@ -263,29 +264,103 @@ def test_weights_that_the_engine_wrote_only_in_part_are_noticed(
     assert entries(root) == []
 
 
-@pytest.mark.parametrize("spoiled", ["compiled-decode.onnx", "weights.bin"])
-def test_a_broken_entry_is_dropped_and_made_again(
-    foreign: Path, root: Path, spoiled: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def refusing(runtime: object, graph: str, options: object) -> object:
+    raise RuntimeError("Error in execution: graph.cc:5511 ToGraphProtoWithExternalInitializers")
+
+
+def test_a_disk_that_fills_while_graphs_are_compiled_is_called_full(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The engine only says in which of its lines it failed."""
+    monkeypatch.setattr(compiled, "inference_session", refusing)
+    needed, copy = 2 * (foreign / "weights.bin").stat().st_size, Path(shutil.copytree(foreign, tmp_path / "copy"))
+    full = rf"the disk at /\S* is full: compiling decode\.onnx writes about {needed:,} bytes, {needed - 1:,} are free"
+    other = r"compiling failed in ONNX Runtime \(.*graph\.cc:5511"
+    for free, error, words in ((needed - 1, ResourceError, full), (needed, BundleError, other)):
+        monkeypatch.setattr(compiled.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with pytest.raises(error, match=words):
+            compiled.compile_bundle(sessions.import_onnxruntime("1.23"), copy, ["decode.onnx"])
+    monkeypatch.setattr(compiled.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(BundleError, match="loading failed in ONNX Runtime"):  # of the plain graphs, after all
+        open_session(foreign, read_bundle(foreign), 1)
+    assert "cannot be compiled (the disk at " in caplog.text
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    """One bit of an operator's name, so that the engine quotes what is no UTF-8."""
+    content = bytearray(path.read_bytes())
+    content[content.index(b"MatMul")] ^= 0x80
+    path.write_bytes(content)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if "this CPU lacks" not in message]
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "spoil"),
+    [
+        ("compiled-decode.onnx", flip),
+        ("compiled-decode.onnx", cut),
+        ("weights.bin", cut),
+        ("files.json", cut),
+        ("files.json", Path.unlink),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_damaged_entry_is_thrown_away_and_made_anew_and_the_log_says_so_once(
+    foreign: Path,
+    root: Path,
+    spoiled: str,
+    spoil: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
     good = opened(foreign, monkeypatch)
     (entry,) = entries(root)
-    (entry / spoiled).write_bytes(b"\x3a\x05")
-    with caplog.at_level(logging.WARNING):
-        attempts = opened(foreign, monkeypatch)
-    assert attempts == [*good, foreign / "decode.onnx", foreign / "prefill.onnx"]
+    whole = (entry / spoiled).read_bytes()
+    spoil(entry / spoiled)
+    caplog.clear()
+    assert opened(foreign, monkeypatch) == opened(foreign, monkeypatch) == good
+    assert said(caplog) == [f"{entry / spoiled} is damaged; compiling the graphs for this machine, once"]
+    assert (entry / spoiled).read_bytes() == whole
+
+
+def test_an_entry_that_the_engine_refuses_all_the_same_is_dropped(
+    foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    good = opened(foreign, monkeypatch)
+    (entry,) = entries(root)
+    flip(entry / "compiled-decode.onnx")
+    monkeypatch.setattr(compiled, "_check", lambda folder, files: None)
+    assert opened(foreign, monkeypatch) == [*good, foreign / "decode.onnx", foreign / "prefill.onnx"]
     assert "using the plain graphs" in caplog.text
     assert entries(root) == []
-    assert opened(foreign, monkeypatch) == good
 
 
-def test_a_broken_compiled_graph_in_the_bundle_means_plain_graphs(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("spoil", [flip, cut])
+def test_a_damaged_compiled_graph_in_the_bundle_is_made_anew_in_the_cache(
+    tiny_bundle: Path,
+    tmp_path: Path,
+    root: Path,
+    spoil: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ):
     copy = Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
-    path = copy / "compiled-prefill.onnx"
-    path.write_bytes(b"\xff" * path.stat().st_size)
-    assert opened(copy, monkeypatch)[2:] == [copy / "decode.onnx", copy / "prefill.onnx"]
-    with pytest.raises(BundleError, match=r"compiled-prefill.onnx is corrupt"):
+    path, manifest = copy / "compiled-decode.onnx", read_bundle(copy)
+    spoil(path)
+    monkeypatch.setattr(sys.modules[__name__], "read_bundle", lambda folder: manifest)  # it looked before that happened
+    for _ in range(2):
+        assert {graph.parent.parent.name for graph in opened(copy, monkeypatch)} == {"compiled"}
+    assert said(caplog) == [f"{path} is damaged; compiling the graphs for this machine, once"]
+    assert capfd.readouterr().out == ""
+    with pytest.raises(BundleError, match=r"compiled-decode.onnx (is corrupt|has)"):
         from llmc.runtime.model import verify
 
         verify(copy)

@@ -1,0 +1,187 @@
+"""JSON Schema's patterns as the grammar library enforces them: ECMA-262's meaning, in its notation of classes."""
+
+import re
+
+from llmc.errors import GrammarError
+
+UNNAMED_CONTROLS = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+r"""Control characters that JSON can only write as ``\u00XX``."""
+_NAMED = {"t": "\t", "n": "\n", "r": "\r", "v": "\v", "f": "\f", "0": "\0"}
+_HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[xu]\{([0-9A-Fa-f]{1,8})\}|c([A-Za-z])")
+_PROPERTY = re.compile(r"[pP](?:\{[^{}]*\}|[A-Za-z])")
+_GROUP = re.compile(r"\(\?(?:P?<(?![=!])[^>]*>|([A-Za-z-]+)[:)])")
+# Flags that change how the text is to be read: blanks and comments, bytes for characters, line ends.
+_UNREADABLE_FLAGS = frozenset("xuR")
+# https://262.ecma-international.org/15.0/#sec-runtime-semantics-compilecharacterclass
+_SETS = {
+    "d": "0-9",
+    "w": "0-9A-Za-z_",
+    "s": r"\t\n\x0b\x0c\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff",
+}
+
+
+class Pattern:
+    r"""A pattern of a schema, spelt so that the library enforces it inside of a JSON string.
+
+    The library lets a class that holds all control characters match every escape, ``\"`` and ``\\`` among them, whether
+    the class holds the quote and the backslash or not. So no class keeps all of them: without escapes ``\u00XX``, all
+    that need one are left out; with them, one that the pattern does not name. Names of groups go, too, for the library
+    gives one a meaning of its own.
+
+    Args:
+        text: as in the schema.
+        where: the path of the schema, for messages.
+
+    Raises:
+        GrammarError: the pattern cannot be read.
+    """
+
+    def __init__(self, text: str, where: str) -> None:
+        self.text = text
+        self._where = where
+        self._at = 0
+        self.controls: set[str] = set()
+        """Characters of :data:`UNNAMED_CONTROLS` that it names, in classes or outside of them."""
+        self.must_escape = False
+        """True if one of them stands outside of a class, so that an output may need its escape."""
+        self._parts: list[tuple[str, bool]] = []  # text, and whether control characters are to be taken out of it
+        while self._at < len(text):
+            self._parts.append(self._part())
+
+    def spelt(self, escapes: bool) -> str:
+        r"""The pattern for the library, where strings have escapes ``\u00XX`` or have none.
+
+        Raises:
+            GrammarError: with escapes, if it names every control character.
+        """
+        left_out = UNNAMED_CONTROLS.pattern[1:-1]
+        if escapes:
+            unnamed = [chr(code) for code in range(0x20) if UNNAMED_CONTROLS.match(chr(code))]
+            spare = [character for character in unnamed if character not in self.controls]
+            if not spare:
+                raise self._error("names every control character")
+            left_out = spare[-1]
+        left_out = re.sub("[\x00-\x1f\x7f]", lambda match: _escaped(match[0]), left_out)
+        return "".join(f"[{part}&&[^{left_out}]]" if controls else part for part, controls in self._parts)
+
+    def _part(self) -> tuple[str, bool]:
+        character = self.text[self._at]
+        if character == "[":
+            return self._class()
+        if character == "\\":
+            return self._escape()
+        if character == "(" and (group := _GROUP.match(self.text, self._at)):
+            if _UNREADABLE_FLAGS.intersection(group[1] or ""):
+                raise self._error(f"has the flags {group[1]!r}; write the pattern without them")
+            self._at = group.end()
+            return (group[0] if group[1] else "("), False
+        self._at += 1
+        return self._literal(character) if UNNAMED_CONTROLS.match(character) else character, False
+
+    def _escape(self) -> tuple[str, bool]:
+        self._at += 1
+        name = self.text[self._at : self._at + 1]
+        if name.lower() in ("d", "w"):  # the library knows these, and adds what is not ASCII to neither
+            self._at += 1
+            return f"\\{name}", False
+        if found := self._set():
+            return f"[{found}]", True
+        if name.isalnum() and name in "bBAzk123456789":  # anchors and references, which the library refuses or knows
+            self._at += 1
+            return f"\\{name}", False
+        return self._literal(self._character()), False
+
+    def _literal(self, character: str) -> str:
+        if UNNAMED_CONTROLS.match(character):
+            self.controls.add(character)
+            self.must_escape = True
+        return _escaped(character)
+
+    def _set(self) -> str | None:
+        r"""The members of a class that is written as an escape at the current place, such as ``\s``."""
+        name = self.text[self._at : self._at + 1]
+        if found := _PROPERTY.match(self.text, self._at):
+            self._at = found.end()
+            return f"\\{found[0]}"
+        if not name or name.lower() not in _SETS:
+            return None
+        self._at += 1
+        return _SETS[name] if name.islower() else f"[^{_SETS[name.lower()]}]"
+
+    def _character(self) -> str:
+        """The character that is written as an escape at the current place."""
+        if found := _HEX.match(self.text, self._at):
+            self._at = found.end()
+            if found[4]:
+                return chr(ord(found[4]) % 32)
+            code = int(next(filter(None, found.groups())), 16)
+            if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
+                raise self._error(f"names \\{found[0]}, which is no character")
+            return chr(code)
+        name = self.text[self._at : self._at + 1]
+        if name not in _NAMED and (not name or name.isalnum()):
+            raise self._error(f"has the escape \\{name}, which ECMA-262 does not know")
+        self._at += 1
+        return _NAMED.get(name, name)
+
+    def _class(self) -> tuple[str, bool]:
+        self._at += 1
+        negated = self.text.startswith("^", self._at)
+        self._at += negated
+        if self.text.startswith("]", self._at):
+            raise self._error("has an empty class")
+        parts = []
+        controls = negated
+        while not self.text.startswith("]", self._at):
+            first, holds = self._member()
+            parts.append(first)
+            controls = controls or holds
+        self._at += 1
+        text = f"[{'^' * negated}{''.join(parts)}]"
+        return text, controls
+
+    def _member(self) -> tuple[str, bool]:
+        """One member of a class for the library, and whether it may hold control characters."""
+        first = self._class_atom()
+        dash = self.text.startswith("-", self._at) and not self.text.startswith("-]", self._at)
+        if len(first) > 1 or not dash:
+            return self._shown(first)
+        before, self._at = self._at, self._at + 1
+        last = self._class_atom()
+        if len(last) > 1:  # as in [+-\d]: the dash itself
+            self._at = before
+            return self._shown(first)
+        if first > last:
+            raise self._error(f"has the range {first}-{last}, which is empty")
+        self.controls.update(character for character in (first, last) if UNNAMED_CONTROLS.match(character))
+        return f"{_escaped(first)}-{_escaped(last)}", first < " " or first <= "\x7f" <= last
+
+    def _shown(self, atom: str) -> tuple[str, bool]:
+        if len(atom) > 1:
+            return f"[{atom}]", True
+        control = bool(UNNAMED_CONTROLS.match(atom))
+        if control:
+            self.controls.add(atom)
+        return _escaped(atom), control
+
+    def _class_atom(self) -> str:
+        """A single character, or the longer text of a set of them."""
+        if self._at >= len(self.text):
+            raise self._error("has a class without an end")
+        character = self.text[self._at]
+        self._at += 1
+        if character != "\\":
+            return character
+        if found := self._set():
+            return found
+        if self.text.startswith("b", self._at):
+            self._at += 1
+            return "\b"
+        return self._character()
+
+    def _error(self, reason: str) -> GrammarError:
+        return GrammarError(f"json_schema: the pattern at {self._where} cannot be enforced: it {reason}")
+
+
+def _escaped(character: str) -> str:
+    return character if character.isalnum() or ord(character) > 0x7F else f"\\x{ord(character):02x}"

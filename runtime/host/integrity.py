@@ -1,0 +1,77 @@
+"""A bundle's files held against what is known of them, each time or once: a machine remembers what passed."""
+
+import hashlib
+import json
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from llmc.bundle import Manifest, verify_files, verify_samples
+from llmc.runtime.host import disk_cache
+
+log = logging.getLogger(__name__)
+
+KIND = "integrity"
+CACHE_BYTES = 1_000_000
+MACHINE_FILE = Path("/etc/machine-id")
+
+
+def check_once(what: str, files: Iterable[Path], check: Callable[[], None], *, always: bool = False) -> None:
+    """Call ``check`` unless the cache knows that it passed for these very files, or ``always``.
+
+    The same are those of the same sizes, times of change and places on the disk: writing to a file changes that,
+    whatever its owner says about its dates. A failure is not remembered. Where the cache cannot be written every call
+    checks.
+
+    Args:
+        what: all that the check depends on beside the files.
+
+    Raises:
+        LlmcError: of ``check``.
+        OSError: a file is missing.
+    """
+    stats = [(str(path.name), path.stat()) for path in files]
+    found = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for name, s in stats]
+    entry = disk_cache.entry(KIND, hashlib.sha256(json.dumps([what, found]).encode()).hexdigest()[:32])
+    if not always and entry.exists():
+        return
+    start = time.perf_counter()
+    check()
+    try:
+        with disk_cache.published(entry) as staging:
+            (staging / "report.json").write_text(json.dumps({"seconds": time.perf_counter() - start}))
+    except OSError as error:
+        log.warning("the result of checking files is not kept (%s)", error)
+    disk_cache.prune(KIND, CACHE_BYTES)
+
+
+def check_files(folder: Path, manifest: Manifest, wanted: bool | None) -> None:
+    """Hash every file (true), none (false), or (None) samples of each, the first time.
+
+    Where a machine looks depends on nothing but the machine and the bundle, so that damage is found again, and differs
+    from machine to machine.
+
+    Raises:
+        BundleError: a file differs from what was built, or cannot be read.
+    """
+    if wanted is False:
+        return
+    hashes = "\n".join(entry.sha256 for entry in manifest.files.values())
+
+    def check() -> None:
+        for _ in verify_files(folder, manifest) if wanted else verify_samples(folder, manifest, _places(hashes)):
+            pass
+
+    check_once(hashes, [folder / name for name in manifest.files], check, always=bool(wanted))
+
+
+def _places(bundle: str) -> random.Random:
+    """Chance that is this machine's own."""
+    try:
+        machine = MACHINE_FILE.read_text()
+    except OSError:
+        machine = ""
+    return random.Random("\n".join([machine, socket.gethostname(), bundle]))

@@ -1,0 +1,159 @@
+"""Threads of llmc's own, told to end and waited for before Python ends.
+
+Up to CPython 3.13 a thread that comes out of a library while Python ends is unwound there and then, which frames of C++
+turn into SIGABRT; from 3.14 on it hangs instead (https://github.com/python/cpython/issues/87135). So nobody may be in a
+library by then. The threads are daemons, for Python would wait for others before anything could tell them to end; and
+:mod:`atexit` stops them, which runs after the application's own threads have ended, whom a model may serve up to then,
+and before Python takes anything away. ``ThreadPoolExecutor`` is of no use here: it takes no work once the main thread
+has ended, and Python's end waits for its threads however long they take.
+"""
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from llmc.errors import ResourceError
+
+log = logging.getLogger(__name__)
+
+# A step takes milliseconds, so requests usually end by themselves within this time. Calls of the library that take
+# longer are interrupted where the library can do that: ONNX Runtime on the CPU stops before the next node of a graph.
+GRACE_S = 1.0
+# Python's end waits so long for all threads together. What takes longer, a client's function or a call of a library
+# that cannot be interrupted, is left to the end of the process, which is still SIGABRT if the library is left then.
+EXIT_S = 10.0
+
+_T = TypeVar("_T")
+_running: dict[threading.Thread, Callable[[], object]] = {}  # and what tells it to end
+_interrupts: weakref.WeakKeyDictionary[object, Callable[[], object]] = weakref.WeakKeyDictionary()
+_leaving = False
+
+
+def start(target: Callable[[], object], name: str, stop: Callable[[], object] = lambda: None) -> threading.Thread:
+    """Start a thread that ends before Python does.
+
+    Args:
+        target: what it runs.
+        name: of the thread.
+        stop: makes ``target`` return soon, without waiting for it; by default another thread does.
+
+    Raises:
+        ResourceError: no thread can be started.
+    """
+
+    def run() -> None:
+        try:
+            target()
+        finally:
+            _running.pop(threading.current_thread(), None)
+
+    if _leaving:
+        raise ResourceError(f"the thread {name} cannot be started any more: Python is ending; do it earlier")
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _running[thread] = stop
+    try:
+        thread.start()
+    except BaseException as error:
+        _running.pop(thread, None)
+        if not isinstance(error, RuntimeError | MemoryError):
+            raise
+        raise ResourceError(
+            f"the thread {name} cannot be started ({error}); end other threads or processes, or raise the limit on "
+            "them, and try again"
+        ) from error
+    return thread
+
+
+class Pool(Executor):
+    """Threads that work for one owner. Each starts when there is work for one more; where no further one can be
+    started, those that there are do it all.
+
+    Args:
+        size: threads at most.
+        name: of each.
+        initializer: called first in each.
+    """
+
+    def __init__(self, size: int, name: str, initializer: Callable[[], object]) -> None:
+        self._size = size
+        self._name = name
+        self._initializer = initializer
+        self._threads: list[threading.Thread] = []
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+
+    def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
+        """Have ``fn`` called; only the owner does this, and not after :meth:`shutdown`.
+
+        Raises:
+            ResourceError: not even one thread can be started.
+        """
+        if len(self._threads) < self._size:
+            try:
+                self._threads.append(start(self._work, self._name))
+            except ResourceError:
+                if not self._threads:
+                    raise
+        future: Future[_T] = Future()
+        self._jobs.put(partial(_settle, future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the threads end once all that was submitted is done."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+    def _work(self) -> None:
+        self._initializer()
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # what it holds is not kept until the next one comes
+
+
+def _settle(future: Future[_T], function: Callable[[], _T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001  # it is raised where the result is asked for
+        future.set_exception(error)
+
+
+def on_leaving(owner: object, interrupt: Callable[[], object]) -> None:
+    """Have ``interrupt`` called if ``owner`` keeps a thread busy when Python ends; it must not hold its owner."""
+    _interrupts[owner] = interrupt
+
+
+@atexit.register
+def _leave() -> None:
+    """Tell all threads to end, and wait until they have."""
+    global _leaving
+    _leaving = True
+    for stop in [*_running.values()]:
+        stop()
+    began = time.monotonic()
+    if not _join(began + min(GRACE_S, EXIT_S)):
+        return
+    for interrupt in [*_interrupts.values()]:
+        interrupt()
+    for thread in _join(began + EXIT_S):
+        log.warning("%s did not end within %g s and is left to the end of the process", thread.name, EXIT_S)
+
+
+def _join(deadline: float) -> list[threading.Thread]:
+    """Those that still run at the deadline."""
+    left = [*_running]
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread for thread in left if thread.is_alive()]
+
+
+if hasattr(os, "register_at_fork"):  # in a forked process there are none of them
+    os.register_at_fork(after_in_child=_running.clear)

@@ -1,0 +1,169 @@
+"""Control tokens are the template's: texts of messages that spell one, such as ``</s>``, stay text.
+
+Otherwise whoever writes a message could end it, and speak as the system. It takes two steps. While the template runs,
+what messages spell is hidden behind single characters (:class:`Disguise`), so that the template can trim, compare and
+slice as always. Then the prompt goes through a twin of the tokenizer that knows control tokens by other,
+unguessable names (:class:`ControlTokens`); those that the template wrote are given these names.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import tokenizers
+
+from llmc.errors import BundleError, RequestError
+
+# Stands are Tangut ideographs: letters without case, which only JSON in ASCII escapes, and which no template writes.
+# Those that messages write are hidden, too.
+FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
+_STAND = f"[{chr(FIRST_STAND)}-{chr(LAST_STAND)}]"
+_ESCAPED_STAND = re.compile(r"\\ud8[12][0-9a-f]\\ud[c-f][0-9a-f]{2}")
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer: those that it declares special.
+
+    Args:
+        backend: the loaded tokenizer, with all its added tokens.
+        unknown: texts of tokens that stand for unknown characters; they control nothing.
+
+    Raises:
+        BundleError: the vocabulary has gaps, so that ids of the twin would mean two things.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, unknown: Collection[str]) -> None:
+        added = backend.get_added_tokens_decoder()
+        nonce = secrets.token_hex(8)
+        self._names = {token.content: f"{nonce}x{token_id}x" for token_id, token in added.items() if token.special}
+        self._controls = {token.content for token in added.values() if token.special} - {*unknown}
+        self._control_ids = {token_id for token_id, token in added.items() if token.content in self._controls}
+        self._twin = _twin_of(backend, added.values(), self._names)
+        self._ids = {self._twin.token_to_id(self._names.get(t.content, t.content)): i for i, t in added.items()}
+        if any(backend.model.id_to_token(twin) not in (None, added[i].content) for twin, i in self._ids.items()):
+            raise BundleError("tokenizer.json: ids of the vocabulary have gaps, expected none; mend the file")
+        # By texts alone the tokenizer's own search finds the template's, unless it searches normalised text.
+        self._searches_text = backend.normalizer is None or not any(t.special and t.normalized for t in added.values())
+        plain = [token.content for token in added.values() if not token.special and not token.normalized]
+        self._written = re.compile(f"{_any_of([*self._names, *plain])}|{_STAND}")
+        self.spelt = re.compile(f"{_any_of(self._names)}|{_STAND}")
+        # A text may end with what the next one completes. Not where that is a letter: templates compare words.
+        self.beginnings = {text[:end] for text in self._names if not text[0].isalnum() for end in range(1, len(text))}
+
+    def all_written(self, prompt: str, ids: Iterable[int]) -> bool:
+        """True if ``ids``, which the tokenizer itself made of ``prompt``, hold the control tokens that it spells."""
+        held = sum(token_id in self._control_ids for token_id in ids)
+        return self._searches_text and held == sum(text in self._controls for text in self._written.findall(prompt))
+
+    def encode(self, prompt: str, disguise: "Disguise") -> list[int]:
+        """Token ids of ``prompt``, in which what ``disguise`` hides is text.
+
+        Raises:
+            RequestError: even so this tokenizer makes a control token of some text.
+        """
+        expected = 0
+
+        def named(match: re.Match[str]) -> str:
+            nonlocal expected
+            expected += match[0] in self._controls
+            return disguise.hidden.get(match[0]) or self._names.get(match[0], match[0])
+
+        twin_ids = self._twin.encode_batch_fast([self._written.sub(named, prompt)], add_special_tokens=False)[0].ids
+        ids = [self._ids.get(token_id, token_id) for token_id in twin_ids]
+        if sum(token_id in self._control_ids for token_id in ids) != expected:
+            raise RequestError(
+                "the messages spell a control token of the model, and its tokenizer cannot encode it as text; leave it "
+                "out, or set parse_special"
+            )
+        return ids
+
+
+class Disguise:
+    """Characters that stand for what messages spell, for the time of one rendering.
+
+    Args:
+        controls: the control tokens to hide.
+    """
+
+    def __init__(self, controls: ControlTokens) -> None:
+        self._controls = controls
+        self._stands: dict[str, str] = {}
+        self.hidden: dict[str, str] = {}
+        """Hidden texts by the character that stands for them."""
+
+    def hide(self, text: str) -> str:
+        """``text`` with a character in place of each control token, and of the beginning of one at its end.
+
+        Raises:
+            RequestError: there are more texts to hide than characters.
+        """
+        text = self._controls.spelt.sub(lambda match: self._stand(match[0]), text)
+        end = len(text.rstrip())
+        for start in range(max(0, end - max(map(len, self._controls.beginnings), default=0)), end):
+            if text[start:end] in self._controls.beginnings:
+                return text[:start] + self._stand(text[start:end]) + text[end:]
+        return text
+
+    def _stand(self, text: str) -> str:
+        if text not in self._stands:
+            if FIRST_STAND + len(self._stands) > LAST_STAND:
+                raise RequestError("the messages hold too many control tokens and Tangut ideographs; leave some out")
+            self._stands[text] = chr(FIRST_STAND + len(self._stands))
+            self.hidden[self._stands[text]] = text
+        return self._stands[text]
+
+    def unescaped(self, rendered: str) -> str:
+        """What was rendered, with stands as they were where JSON in ASCII has escaped them."""
+
+        def character(match: re.Match[str]) -> str:
+            found: str = json.loads(f'"{match[0]}"')
+            text = self.hidden.get(found)
+            if text is None:
+                return match[0]
+            return json.dumps(text)[1:-1] if re.fullmatch(_STAND, text) else found
+
+        return _ESCAPED_STAND.sub(character, rendered) if self.hidden else rendered
+
+
+def _twin_of(
+    backend: tokenizers.Tokenizer, added: Iterable[tokenizers.AddedToken], names: dict[str, str]
+) -> tokenizers.Tokenizer:
+    """A tokenizer on the same vocabulary, in whose added tokens those of ``names`` have these."""
+    twin = tokenizers.Tokenizer(backend.model)  # which is shared, not copied
+    for part in ("normalizer", "pre_tokenizer"):
+        if (found := getattr(backend, part)) is not None:
+            setattr(twin, part, found)
+    twin.add_tokens(
+        [
+            tokenizers.AddedToken(
+                names.get(token.content, token.content),
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+            )
+            for token in added
+        ]
+    )
+    return twin
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A regular expression that matches the longest of ``texts``, however many there are."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _branches(tree) if tree else "(?!)"
+
+
+def _branches(node: dict[str, Any]) -> str:
+    found = [re.escape(character) + _branches(rest) for character, rest in node.items() if character]
+    if not found:
+        return ""
+    joined = found[0] if len(found) == 1 and "" not in node else f"(?:{'|'.join(found)})"
+    return f"{joined}?" if "" in node else joined

@@ -1,0 +1,139 @@
+"""Checkpoints of people who mean harm: each is refused in a sentence, and nothing of the export is left."""
+
+import json
+import os
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmc.errors import CheckpointError
+from llmc.export import export
+from llmc.export.keys import RANGES, Keys
+from llmc.export.sources.checkpoint import read_checkpoint
+from llmc.export.sources.safetensors import LONGEST_NAME
+
+COPIED = ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+
+
+@pytest.mark.parametrize("name", [*COPIED, "generation_config.json", "model.safetensors.index.json"])
+def test_a_file_that_links_out_of_the_checkpoint_is_refused(checkpoint, name):
+    """It may be there so that somebody's key is copied into what he publishes."""
+    if name == "model.safetensors.index.json":
+        checkpoint.split()
+    content = (checkpoint.folder / name).read_bytes() if (checkpoint.folder / name).exists() else b"PRIVATE KEY"
+    (checkpoint.folder / name).unlink(missing_ok=True)
+    outside = checkpoint.folder.parent / "outside"
+    outside.write_bytes(content)
+    (checkpoint.folder / name).symlink_to(outside)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is (a link to .*outside, out of|corrupt)"):
+        export(checkpoint.folder, checkpoint.folder.parent / "export")
+    assert {path.name for path in checkpoint.folder.parent.iterdir()} == {"checkpoint", "outside"}
+
+
+@pytest.mark.parametrize("name", [*COPIED, "model.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_holds_nothing_up(checkpoint, name):
+    (checkpoint.folder / name).unlink(missing_ok=True)
+    os.mkfifo(checkpoint.folder / name)
+    with pytest.raises(CheckpointError, match=r"is no regular file|neither model.safetensors"):
+        export(checkpoint.folder, checkpoint.folder.parent / "export")
+    assert os.listdir(checkpoint.folder.parent) == ["checkpoint"]
+
+
+ABSURD = {"deep": '{"a":' * 100_000, "closed": "[" * 500 + "]" * 500, "digits": '{"vocab_size": ' + "9" * 4000 + "}"}
+
+
+@pytest.mark.parametrize("content", ABSURD.values(), ids=ABSURD)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "header", "index"])
+def test_json_beyond_any_bound_is_refused(checkpoint, name, content):
+    if name == "header":
+        text = content.encode()
+        (checkpoint.folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    elif name == "index":
+        checkpoint.split()
+        (checkpoint.folder / "model.safetensors.index.json").write_text(content)
+    else:
+        (checkpoint.folder / name).write_text(content)
+    with pytest.raises(CheckpointError, match=r"levels deep|integer of 4000 digits|index.json is corrupt"):
+        read_checkpoint(checkpoint.folder)
+
+
+def test_a_name_with_an_escape_sequence_is_shown_as_text(checkpoint):
+    checkpoint.tensors["\x1b[2J\x1b]0;owned\x07\u202emodel"] = np.zeros(1, np.float32)
+    checkpoint.write_weights()
+    with pytest.raises(
+        CheckpointError, match=r"tensor \\x1b\[2J\\x1b\]0;owned\\x07\\u202emodel \[1\] is unused"
+    ) as caught:
+        read_checkpoint(checkpoint.folder)
+    assert str(caught.value).isprintable()
+
+
+def test_a_name_of_any_length_fills_no_terminal(checkpoint):
+    checkpoint.tensors["m" * (LONGEST_NAME + 1)] = np.zeros(1, np.float32)
+    checkpoint.write_weights()
+    with pytest.raises(CheckpointError, match=f"a tensor's name of {LONGEST_NAME + 1} characters") as caught:
+        read_checkpoint(checkpoint.folder)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_shape_of_a_hundred_thousand_numbers_is_not_multiplied(checkpoint):
+    entry = {"dtype": "F32", "shape": [10**39] * 100_000, "data_offsets": [0, 0]}
+    header = json.dumps({"model.norm.weight": entry}).encode()
+    (checkpoint.folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=r"entry for model\.norm\.weight is corrupt"):
+        read_checkpoint(checkpoint.folder)
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_every_number_has_a_range(name):
+    low, high = RANGES[name]
+    whole = type(low) is type(high) is int and name not in ("rms_norm_eps", "min_p", "temperature")
+    for value in (low, high):
+        assert read(name, value if whole else float(value), whole) == value
+    beyond = [low - 1, high + 1] if whole else [low / 2 - 1e-30, high * 1.001, 1e308, float("nan"), float("inf")]
+    for wrong in [*beyond, -1e308, "1", True, [1]]:
+        with pytest.raises(CheckpointError, match=f"where: {name}=.* is unsupported; expected a"):
+            read(name, wrong, whole)
+
+
+def read(name: str, value: Any, whole: bool) -> float:
+    keys = Keys({name: value}, "where")
+    return keys.integer(name) if whole else keys.number(name)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"type": "BPE", "vocab": {"a": 0, "<|end|>": 16}},
+        {"type": "Unigram", "vocab": [["a", 0.5]] * 16 + [["<|end|>", 0]]},
+    ],
+    ids=["a table", "a list"],
+)
+def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(checkpoint, model):
+    """It would be built, verified, and fail at the first text with such a token."""
+    write_tokenizer(checkpoint, model)
+    with pytest.raises(CheckpointError, match=r"knows 17 tokens, the last one '<\|end\|>', but .* vocab_size=16"):
+        read_checkpoint(checkpoint.folder)
+
+
+def test_added_tokens_count_and_a_smaller_tokenizer_is_fine(checkpoint):
+    model = {"type": "BPE", "vocab": {"a": 0}}
+    write_tokenizer(checkpoint, model, {"id": 15, "content": "<|end|>"})
+    read_checkpoint(checkpoint.folder)
+    write_tokenizer(checkpoint, model, {"id": 16, "content": "<|end|>"})
+    with pytest.raises(CheckpointError, match="knows 17 tokens"):
+        read_checkpoint(checkpoint.folder)
+
+
+@pytest.mark.parametrize(
+    "model", [None, [], {"vocab": 3}, {"vocab": {"a": "0"}}, {"vocab": [[]]}, {"vocab": {"a": True}}]
+)
+def test_a_tokenizer_whose_vocabulary_is_none_is_refused(checkpoint, model):
+    write_tokenizer(checkpoint, model)
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is no tokenizer"):
+        read_checkpoint(checkpoint.folder)
+
+
+def write_tokenizer(checkpoint: Any, model: Any, *added: dict[str, Any]) -> None:
+    (checkpoint.folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))

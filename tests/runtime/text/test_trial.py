@@ -1,0 +1,147 @@
+"""Tokenizers that panic, hang or grow are met by a process of their own, once for each machine."""
+
+import base64
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmc.errors import BundleError, RequestError
+from llmc.runtime import load
+from llmc.runtime.host.apart import ApartError, call_apart
+from llmc.runtime.text import trial
+from llmc.runtime.text.tokenizer import Tokenizer
+from llmc.runtime.text.trial import examine, try_tokenizer
+
+BROKEN_MAP = base64.b64encode(b"\x10\x00\x00\x00" + b"\xff" * 16 + b"x").decode()
+
+
+def replace(old: str, new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": list(parts)}
+
+
+POST = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {},
+}
+LONG_TOKEN = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+
+
+@pytest.fixture
+def written(tiny_checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Writes the small model's tokenizer with other contents."""
+
+    def write(**changes: Any) -> Path:
+        content = json.loads((tiny_checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+        (tmp_path / "tokenizer.json").write_text(json.dumps({**content, **changes}), encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, r"is broken \(Precompiled"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": BROKEN_MAP}}, "does not work: the tokenizer"),
+        ({"normalizer": replace("", "x")}, "does not work: the tokenizer cannot encode"),
+        ({"post_processor": POST}, "does not work: the tokenizer cannot encode the text: no entry found for key"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 65}}, "prepend has 65 characters, at most 64"),
+        ({"normalizer": replace("a", "b" * 65)}, "content has 65 characters, at most 64"),
+        ({"normalizer": sequence(*[replace("q", "r")] * 600)}, r"describes \d+ parts of a pipeline, at most 1000"),
+        ({"normalizer": sequence(replace("a", "a" * 60))}, r"makes \d+ tokens or characters of 500, at most 12576"),
+        ({"normalizer": sequence(*[replace("\u1680", "\u1680" * 9)] * 3)}, r"makes \d+ tokens or characters of 3"),
+        (
+            {"added_tokens": [{"id": 0, "content": "x" * 201, "special": True, **LONG_TOKEN}]},
+            "token has 201 characters",
+        ),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused_by_what_is_wrong(
+    written: Callable[..., Path], changes: dict[str, Any], message: str
+):
+    with pytest.raises(BundleError, match=rf"tokenizer\.json.* ?{message}"):
+        examine(str(written(**changes)))
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_request(written: Callable[..., Path]):
+    tokenizer = Tokenizer.from_folder(written(post_processor=POST))
+    with pytest.raises(RequestError, match="cannot encode the text: no entry found for key"):
+        tokenizer.encode("a")
+
+
+def test_a_bundle_whose_tokenizer_panics_is_refused(tiny_bundle: Path, tmp_path: Path):
+    folder = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    file = folder / "tokenizer.json"
+    content, size = json.loads(file.read_text(encoding="utf-8")), file.stat().st_size
+    file.unlink()
+    file.write_text(json.dumps({**content, "post_processor": POST}).ljust(size), encoding="utf-8")
+    with pytest.raises(
+        BundleError, match="does not work: the tokenizer cannot encode the text: no entry found for key"
+    ):
+        load(folder, self_test=False)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The trials that are made, which pass at once, with a cache of their own."""
+    made: list[str] = []
+    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(trial, "call_apart", lambda function, *arguments, **limits: made.append(function))
+    return made
+
+
+def test_a_tokenizer_is_tried_once_and_anew_when_it_changed(calls: list[str], written: Callable[..., Path]):
+    folder = written()
+    for _ in range(2):
+        try_tokenizer(folder)
+    assert calls == ["llmc.runtime.text.trial:examine"]
+    (folder / "tokenizer_config.json").write_text("{}")
+    try_tokenizer(folder)
+    assert len(calls) == 2
+
+
+def test_a_trial_that_fails_is_made_again(
+    calls: list[str], written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    def fails(function: str, *arguments: Any, **limits: Any) -> None:
+        calls.append(function)
+        raise ApartError("ended by SIGABRT")
+
+    monkeypatch.setattr(trial, "call_apart", fails)
+    for _ in range(2):
+        with pytest.raises(
+            BundleError, match=r"of its own it failed \(ended by SIGABRT\); take it from the checkpoint"
+        ):
+            try_tokenizer(written())
+    assert len(calls) == 2
+
+
+def test_where_no_process_can_be_started_the_log_says_so(
+    calls: list[str], written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fails(*arguments: Any, **limits: Any) -> None:
+        raise OSError("no process")
+
+    monkeypatch.setattr(trial, "call_apart", fails)
+    try_tokenizer(written())
+    assert "is not tried before its use, for no process can be started (no process)" in caplog.text
+
+
+def test_the_trial_passes_what_the_recipes_hold(tiny_checkpoint: Path):
+    assert call_apart("llmc.runtime.text.trial:examine", str(tiny_checkpoint), seconds=60, memory=4 << 30) is None
+
+
+@pytest.mark.parametrize("fixture", ["byte_level_folder", "metaspace_folder"])
+def test_the_trial_passes_usual_tokenizers(request: pytest.FixtureRequest, fixture: str):
+    examine(str(request.getfixturevalue(fixture)))
