@@ -89,6 +89,7 @@ class DecoderConfig:
         embedding_scale: multiplies embeddings.
         residual_scale: multiplies what an attention or an MLP adds to the residual stream.
         logit_scale: multiplies logits.
+        packed: weights of a layer that are stored as the rows of one tensor: its module, and theirs in order.
     """
 
     model_type: str
@@ -104,6 +105,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    packed: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def attention_scale(self, mixer: AttentionConfig) -> float:
         """Factor of the products of queries and keys.
@@ -212,6 +214,15 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
             shapes |= {f"{linear.name}.bias": (linear.outputs,)} if linear.bias else {}
     return shapes | {f"{norm.name}.weight": (norm.size,) for norm in norms(config)}
+
+
+def packed_parameters(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
+    """Name of every tensor that holds the rows of several parameters, and theirs in order."""
+    return {
+        f"{_path(index)}.{module}.weight": tuple(f"{_path(index)}.{part}.weight" for part in parts)
+        for index, _ in enumerate(config.layers)
+        for module, parts in config.packed
+    }
 
 
 def _path(index: int) -> str:

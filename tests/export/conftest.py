@@ -71,6 +71,12 @@ CASES: dict[str, dict[str, Any]] = {
         "shard_size": "100KB",
     },
     "llama-yarn-rope": {"model_type": "llama", "rope_parameters": YARN_ROPE},
+    "phi3-packed-window-fp16": {
+        "model_type": "phi3",
+        "sliding_window": 6,
+        "dtype": "float16",
+        "pad_token_id": None,
+    },
     "seed_oss-output-bias": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True, "mlp_bias": True},
     "smollm3-every-second-layer-rotated": {
         "model_type": "smollm3",

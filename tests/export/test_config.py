@@ -72,6 +72,13 @@ SMOLLM3 = {
     "model_type": "smollm3", "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
     "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "vocab_size": 128256,
 }  # fmt: skip
+PHI3_MINI = {
+    "attention_bias": False, "embd_pdrop": 0.0, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+    "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}  # fmt: skip
 # As the cards of Qwen2.5 and Qwen3 tell to add it.
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 REAL = {
@@ -275,6 +282,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1}},
         ["beta_fast=1", "more than beta_slow=1"],
     ),
+    (PHI3_MINI, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_scaling='yarn'", "expected none"]),
+    (PHI3_MINI, {"attention_bias": True}, ["attention_bias=True", "expected false"]),
     (SMOLLM3, {"no_rope_layers": [1, 0]}, ["no_rope_layers=[1, 0]", "36 entries, each 1 (rotates) or 0"]),
     (LLAMA2_7B, {"rope_scaling": {"type": "linear"}}, ["rope_scaling: factor is missing", "a number from"]),
     (LLAMA2_7B, {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, ["rope_scaling: beta=1", "not known"]),
