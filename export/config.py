@@ -8,7 +8,7 @@ from typing import Literal
 
 from llmc.inventory import EMBEDDING, HEAD, Attention, Cache, Geometry, Linear, Mlp, Norm
 
-RopeType = Literal["default", "linear", "llama3"]
+RopeType = Literal["default", "linear", "llama3", "yarn"]
 Activation = Literal["silu"]
 
 
@@ -19,7 +19,11 @@ class Rope:
     Attributes:
         dim: values of a head that are rotated, pairs of them together.
         theta: base of the frequencies.
-        factor: divides all frequencies (linear), or the low ones (llama3, which also reads what follows).
+        factor: divides all frequencies (linear), or the low ones (llama3 and yarn, which also read what follows).
+        low_freq_factor, high_freq_factor: turns within the original positions between which llama3 blends.
+        original_max_positions: positions that the model was trained with.
+        beta_slow, beta_fast: as low_freq_factor and high_freq_factor, of yarn; ``truncate`` widens to whole pairs.
+        magnitude: of the rotated vectors, 1 where turning leaves their length as it is.
     """
 
     dim: int
@@ -29,6 +33,10 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
+    beta_slow: float = 1.0
+    beta_fast: float = 32.0
+    truncate: bool = True
+    magnitude: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class AttentionConfig:
         heads, kv_heads, head_dim: of queries, of keys and values, and the width of each.
         window: positions that a query sees, itself included; 0 for all.
         rope: index of its rope, None where positions are not encoded.
+        scale: of the products of queries and keys; None is head_dim ** -0.5.
         qk_norm: whether each head of the queries and keys is normalised before it is rotated.
         qkv_bias, o_bias: whether the projections add a bias.
     """
@@ -48,6 +57,7 @@ class AttentionConfig:
     head_dim: int
     window: int = 0
     rope: int | None = 0
+    scale: float | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -73,7 +83,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder's shape and switches."""
+    """A decoder's shape and switches.
+
+    Attributes:
+        embedding_scale: multiplies embeddings.
+        residual_scale: multiplies what an attention or an MLP adds to the residual stream.
+        logit_scale: multiplies logits.
+        packed: weights of a layer that are stored as the rows of one tensor: its module, and theirs in order.
+    """
 
     model_type: str
     layers: tuple[Layer, ...]
@@ -85,6 +102,18 @@ class DecoderConfig:
     tied_head: bool
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    packed: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def attention_scale(self, mixer: AttentionConfig) -> float:
+        """Factor of the products of queries and keys.
+
+        A rope's magnitude m makes both longer by m and so their products by m², as long as all of a head is rotated.
+        """
+        magnitude = 1.0 if mixer.rope is None else self.ropes[mixer.rope].magnitude
+        return (mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale) * magnitude**2
 
     @property
     def geometry(self) -> Geometry:
@@ -185,6 +214,15 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
             shapes |= {f"{linear.name}.bias": (linear.outputs,)} if linear.bias else {}
     return shapes | {f"{norm.name}.weight": (norm.size,) for norm in norms(config)}
+
+
+def packed_parameters(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
+    """Name of every tensor that holds the rows of several parameters, and theirs in order."""
+    return {
+        f"{_path(index)}.{module}.weight": tuple(f"{_path(index)}.{part}.weight" for part in parts)
+        for index, _ in enumerate(config.layers)
+        for module, parts in config.packed
+    }
 
 
 def _path(index: int) -> str:

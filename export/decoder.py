@@ -10,6 +10,7 @@ from llmc.export.blocks.linear import Embedding, Linear, TiedHead
 from llmc.export.blocks.mlp import MLP
 from llmc.export.blocks.norm import RMSNorm
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
+from llmc.export.blocks.scale import Scale
 from llmc.export.config import DecoderConfig
 
 
@@ -27,7 +28,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         layer, hidden_size = config.layers[index], config.hidden_size
         self.input_layernorm = RMSNorm(hidden_size, config.norm_eps)
-        self.self_attn = Attention(layer.mixer, hidden_size, config.norm_eps)
+        self.self_attn = Attention(layer.mixer, hidden_size, config.norm_eps, config.attention_scale(layer.mixer))
+        self.residual_scale = Scale(config.residual_scale)
         self.mlp = None
         if layer.mlp is not None:
             self.post_attention_layernorm = RMSNorm(hidden_size, config.norm_eps)
@@ -36,8 +38,10 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, past: Cache, past_lengths: Tensor, ropes: Sequence[Tensor]) -> tuple[Tensor, Cache]:
         """Values (B, S, N), this layer's cache, lengths (B) and the frequencies of every rope -> values, cache."""
         attn, present = self.self_attn(self.input_layernorm(x), past, past_lengths, ropes)
-        x = x + attn
-        return (x if self.mlp is None else x + self.mlp(self.post_attention_layernorm(x))), present
+        x = x + self.residual_scale(attn)
+        if self.mlp is not None:
+            x = x + self.residual_scale(self.mlp(self.post_attention_layernorm(x)))
+        return x, present
 
 
 class Stack(nn.Module):
@@ -57,6 +61,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Stack(config)
+        self.embedding_scale, self.logit_scale = Scale(config.embedding_scale), Scale(config.logit_scale)
         self.logit_rows = TakePositions()
         self.lm_head = TiedHead() if config.tied_head else Linear(config.hidden_size, config.vocab_size)
         self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
@@ -67,11 +72,11 @@ class Decoder(nn.Module):
         """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), (B, O, N), caches, and the
         values (B, S, N) before the first layer and after each: to be outputs is how the tracer marks them."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
-        borders, presents = [self.model.embed_tokens(input_ids)], []
+        borders, presents = [self.embedding_scale(self.model.embed_tokens(input_ids))], []
         for layer, past in zip(self.model.layers, pasts, strict=True):
             x, present = layer(borders[-1], past, past_lengths, ropes)
             borders.append(x)
             presents.append(present)
         x = self.model.norm(self.logit_rows(borders[-1], logit_indices))
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
-        return self.lm_head(x, *tied_weight), x, presents, borders
+        return self.logit_scale(self.lm_head(x, *tied_weight)), x, presents, borders

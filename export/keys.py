@@ -62,6 +62,17 @@ RANGES: dict[str, tuple[float, float]] = {
     "factor": (1e-3, 1e6),
     "low_freq_factor": (1e-3, 1e6),
     "high_freq_factor": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "beta_fast": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "mscale": (0, 1e3),
+    "mscale_all_dim": (0, 1e3),
+    "no_rope_layer_interval": (1, 1024),
+    # Published ones lie between 0.007 and 16; squares of these are far from float32's ends.
+    "attention_multiplier": (1e-6, 1e6),
+    "embedding_multiplier": (1e-6, 1e6),
+    "residual_multiplier": (1e-6, 1e6),
+    "logits_scaling": (1e-6, 1e6),
     # Defaults of generation, as sampling takes them; 0 of top_p would keep no token.
     "temperature": (0, 1e6),
     "top_k": (0, (1 << 31) - 1),

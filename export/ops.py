@@ -92,6 +92,7 @@ def cached_attention(
     *,
     num_heads: int,
     kv_heads: int,
+    scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k, write k and v into the cache at ``past_lengths``, attend.
@@ -100,7 +101,6 @@ def cached_attention(
     ``llmc::CachedAttention`` node instead of computing.
     """
     past_k, past_v = past
-    scale = float(past_k.shape[-1]) ** -0.5
     if not torch.compiler.is_exporting():
         return _attend(q, k, v, past, past_lengths, inv_freq, num_heads // kv_heads, scale, window)
     attn, present_k, present_v = torch.onnx.ops.symbolic_multi_out(

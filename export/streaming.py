@@ -13,7 +13,7 @@ from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.decoder import DecoderLayer
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
-from llmc.export.sources.checkpoint import EMBEDDING, HEAD, read_json
+from llmc.export.sources.checkpoint import EMBEDDING, HEAD, decoder_tensors, read_json
 from llmc.export.sources.safetensors import StoredTensor, read_shards
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -35,16 +35,15 @@ class StreamedDecoder:
         self.config = read_config(Keys(read_json(path), str(path)))
         self.geometry = self.config.geometry
         self.device = torch.device(device)
-        self._stored = {
-            name: (folder / t.file, t) for shard in read_shards(folder) for name, t in shard.tensors.items()
-        }
+        stored = decoder_tensors(folder, self.config, read_shards(folder))
+        self._stored = {name: (folder / tensor.file, tensor) for name, tensor in stored.items()}
         self._ropes = [torch.tensor(inverse_frequencies(rope), device=self.device) for rope in self.config.ropes]
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids (B, S) -> vectors (B, S, hidden); only the rows asked for are read."""
         unique, inverse = torch.unique(ids, return_inverse=True)
         rows = torch.cat([self.rows(EMBEDDING, token, token + 1) for token in unique.tolist()])
-        return rows[inverse]
+        return rows[inverse] * self.config.embedding_scale
 
     def layer(self, index: int) -> DecoderLayer:
         """Decoder layer ``index`` with its weights."""

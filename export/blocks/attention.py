@@ -17,9 +17,9 @@ Cache = tuple[Tensor, Tensor]
 class Attention(nn.Module):
     """Grouped-query attention over a cache that the caller owns."""
 
-    def __init__(self, config: AttentionConfig, hidden_size: int, norm_eps: float) -> None:
+    def __init__(self, config: AttentionConfig, hidden_size: int, norm_eps: float, scale: float) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.scale = config, scale
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = Linear(hidden_size, queries, bias=config.qkv_bias)
         self.k_proj = Linear(hidden_size, keys, bias=config.qkv_bias)
@@ -42,6 +42,7 @@ class Attention(nn.Module):
             self.rotary_emb.inv_freq if config.rope is None else ropes[config.rope],
             num_heads=config.heads,
             kv_heads=config.kv_heads,
+            scale=self.scale,
             window=config.window,
         )
         return self.o_proj(attn), (keys, values)

@@ -1,5 +1,7 @@
 """Rotary position embeddings."""
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,7 +24,8 @@ def inverse_frequencies(rope: Rope) -> npt.NDArray[np.float32]:
     """Angle per position of each rotated pair, float32 [dim / 2].
 
     Source: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595) for ``linear``; for ``llama3`` the
-    ``apply_scaling`` of Meta's llama-models repository. Computed in float32, as transformers does.
+    ``apply_scaling`` of Meta's llama-models repository; arXiv 2309.00071 for ``yarn``. Computed in float32, as
+    transformers does.
     """
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     frequencies = np.float32(1) / np.power(np.float32(rope.theta), exponents)
@@ -30,6 +33,8 @@ def inverse_frequencies(rope: Rope) -> npt.NDArray[np.float32]:
         frequencies = frequencies / np.float32(rope.factor)
     if rope.type == "llama3":
         frequencies = _llama3(frequencies, rope)
+    if rope.type == "yarn":
+        frequencies = _yarn(frequencies, rope)
     return np.asarray(frequencies, np.float32)
 
 
@@ -39,3 +44,21 @@ def _llama3(frequencies: npt.NDArray[np.float32], rope: Rope) -> npt.NDArray[np.
     blend = (turns - np.float32(rope.low_freq_factor)) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
     blend = np.clip(blend, np.float32(0), np.float32(1))
     return np.asarray((1 - blend) * frequencies / np.float32(rope.factor) + blend * frequencies, np.float32)
+
+
+def _yarn(frequencies: npt.NDArray[np.float32], rope: Rope) -> npt.NDArray[np.float32]:
+    """Keep the pairs that turn often within the original positions, divide those that hardly turn by ``factor``, and
+    blend linearly over the pairs between."""
+    last = 2 * len(frequencies) - 1
+    first, end = (_pair_that_turns(turns, rope) for turns in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        first, end = math.floor(first), math.ceil(end)
+    first, end = max(first, 0), min(end, last)
+    width = np.float32(end - first if end != first else 0.001)  # a blend over nothing is a step
+    blend = np.clip((np.arange(len(frequencies), dtype=np.float32) - np.float32(first)) / width, 0, 1)
+    return np.asarray(frequencies / np.float32(rope.factor) * blend + frequencies * (1 - blend), np.float32)
+
+
+def _pair_that_turns(turns: float, rope: Rope) -> float:
+    """Number of the pair, a fraction, that turns so often within the original positions."""
+    return rope.dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

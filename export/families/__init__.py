@@ -7,10 +7,14 @@ from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
 
 FAMILIES = {
+    "granite": "llmc.export.families.granite:read",
     "llama": "llmc.export.families.llama:read",
     "mistral": "llmc.export.families.mistral:read",
+    "phi3": "llmc.export.families.phi3:read",
     "qwen2": "llmc.export.families.qwen2:read",
     "qwen3": "llmc.export.families.qwen3:read",
+    "seed_oss": "llmc.export.families.seed_oss:read",
+    "smollm3": "llmc.export.families.smollm3:read",
 }
 
 

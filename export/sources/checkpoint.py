@@ -1,7 +1,7 @@
 """A Hugging Face folder: its config in llmc's words, and where each of the decoder's tensors lies on disk."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 from llmc import bundle, strict
 from llmc.errors import CheckpointError, printable
-from llmc.export.config import DecoderConfig, parameter_shapes
+from llmc.export.config import DecoderConfig, packed_parameters, parameter_shapes
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
@@ -61,7 +61,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     _check_tokenizer(folder, config.vocab_size)
     generation, left_out = _read_generation(folder, config)
     shards = tuple(read_shards(folder))
-    tensors = _match(folder, config, {n: t for shard in shards for n, t in shard.tensors.items()})
+    tensors = _match(folder, config, decoder_tensors(folder, config, shards))
     source = _source(folder, shards, tensors)
     return Checkpoint(folder, config, generation, tensors, shards, source, (*keys.notes, *left_out))
 
@@ -120,6 +120,32 @@ def _tokens(path: Path, content: dict[str, Any]) -> Iterator[tuple[int, str]]:
         ) from error
 
 
+def decoder_tensors(folder: Path, config: DecoderConfig, shards: Iterable[Shard]) -> dict[str, StoredTensor]:
+    """Every stored tensor by its name; one that holds several parameters as those, each a run of its rows.
+
+    Raises:
+        CheckpointError: such a tensor has not as many rows as they have together.
+    """
+    found = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    shapes = parameter_shapes(config)
+    for packed, names in packed_parameters(config).items():
+        parts = [shapes[name] for name in names]
+        whole = (sum(rows for rows, _ in parts), parts[0][1])
+        if packed not in found:
+            continue
+        if found[packed].shape != whole:
+            raise CheckpointError(f"{folder}: {_shaped(packed, found[packed].shape, whole)}")
+        found |= dict(zip(names, _rows_apart(found.pop(packed), parts), strict=True))
+    return found
+
+
+def _rows_apart(tensor: StoredTensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[StoredTensor]:
+    offset, row = tensor.offset, tensor.length // tensor.shape[0]
+    for shape in shapes:
+        yield StoredTensor(tensor.file, offset, shape[0] * row, tensor.dtype, shape)
+        offset += shape[0] * row
+
+
 def _match(folder: Path, config: DecoderConfig, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Take each tensor of the decoder once, and account for every other one."""
     expected = parameter_shapes(config)
@@ -127,9 +153,7 @@ def _match(folder: Path, config: DecoderConfig, found: dict[str, StoredTensor]) 
         if name not in found:
             raise CheckpointError(_missing(folder, name, config))
         if found[name].shape != shape:
-            raise CheckpointError(
-                f"{folder}: {name} has shape {list(found[name].shape)}, but {CONFIG_FILE} asks for {list(shape)}"
-            )
+            raise CheckpointError(f"{folder}: {_shaped(name, found[name].shape, shape)}")
     for name in sorted(found.keys() - expected.keys()):
         if name == HEAD:
             _check_tied_head(folder, found)
@@ -139,6 +163,10 @@ def _match(folder: Path, config: DecoderConfig, found: dict[str, StoredTensor]) 
                 f"this {CONFIG_FILE}; to leave a weight out changes the result, so correct the config or remove it"
             )
     return {name: found[name] for name in expected}
+
+
+def _shaped(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    return f"{name} has shape {list(found)}, but {CONFIG_FILE} asks for {list(expected)}"
 
 
 def _missing(folder: Path, name: str, config: DecoderConfig) -> str:

@@ -6,8 +6,13 @@ from llmc.optimize.lower.context import LoweringContext
 
 
 def type_values(graph: ir.Graph, context: LoweringContext) -> int:
-    """Declare what is computed, and the cache, in the compute type; widen the other outputs. Returns the casts made."""
+    """Declare what is computed, its constants and the cache in the compute type; widen the other outputs. Returns the
+    casts made."""
     compute = ir.TensorType(context.type)
+    for node in graph:
+        if node.op_type == "Constant" and node.attributes["value"].as_tensor().dtype == ir.DataType.FLOAT:
+            number = node.attributes["value"].as_tensor().numpy().astype(context.array_type)
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(number))
     for value in [*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)]:
         if value.dtype == ir.DataType.FLOAT:
             value.type = compute

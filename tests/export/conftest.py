@@ -33,6 +33,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 32,
+}
 # Windows are shorter than the 20 tokens that the tests feed. dtype and shard_size say how the checkpoint is stored.
 CASES: dict[str, dict[str, Any]] = {
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -62,6 +69,28 @@ CASES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "tie_word_embeddings": True,
         "shard_size": "100KB",
+    },
+    "llama-yarn-rope": {"model_type": "llama", "rope_parameters": YARN_ROPE},
+    "phi3-packed-window-fp16": {
+        "model_type": "phi3",
+        "sliding_window": 6,
+        "dtype": "float16",
+        "pad_token_id": None,
+    },
+    "seed_oss-output-bias": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True, "mlp_bias": True},
+    "smollm3-every-second-layer-rotated": {
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "pad_token_id": None,
+    },
+    "granite-multipliers": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
     },
     "qwen3-biases-window-in-first-layer": {
         "model_type": "qwen3",

@@ -67,6 +67,20 @@ SMOLLM2_135M = {
     "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
     "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
 }  # fmt: skip
+SMOLLM3 = {
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536,
+    "model_type": "smollm3", "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "vocab_size": 128256,
+}  # fmt: skip
+PHI3_MINI = {
+    "attention_bias": False, "embd_pdrop": 0.0, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+    "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}  # fmt: skip
+# As the cards of Qwen2.5 and Qwen3 tell to add it.
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 REAL = {
     "Qwen2.5-0.5B-Instruct": (QWEN25_05B, 494_032_768),
     "Qwen3-0.6B": (QWEN3_06B, 596_049_920),
@@ -110,6 +124,7 @@ def test_real_configs_give_the_frequencies_of_transformers(name):
     [
         {"rope_type": "default", "rope_theta": 123.0},
         {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
         {
             "rope_type": "llama3",
             "rope_theta": 300.0,
@@ -118,8 +133,10 @@ def test_real_configs_give_the_frequencies_of_transformers(name):
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
+        YARN,
+        {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
     ],
-    ids=["default", "linear", "llama3"],
+    ids=["default", "linear", "dynamic", "llama3", "yarn", "yarn over fractions of pairs"],
 )
 def test_rope_types_give_the_frequencies_of_transformers(rope):
     assert_frequencies_equal({**without(LLAMA2_7B, "rope_scaling"), "rope_parameters": rope})
@@ -167,11 +184,12 @@ def test_families_differ_as_published():
     assert attention(LLAMA2_7B, attention_bias=True, mlp_bias=True).o_bias
 
 
-def test_every_family_is_found():
-    published = {"llama": LLAMA2_7B, "mistral": MISTRAL_7B, "qwen2": QWEN25_05B, "qwen3": QWEN3_06B}
-    assert published.keys() == FAMILIES.keys() - {"invented"}
-    for name, values in published.items():
-        assert read(values).model_type == name
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_reads_what_transformers_saves_for_it(name):
+    from transformers import AutoConfig
+
+    found = read(AutoConfig.for_model(name).to_dict())
+    assert (found.model_type, found.tied_head) == (name, name in {"smollm3"})
 
 
 def test_windows_follow_layer_types_or_the_first_windowed_layer():
@@ -200,6 +218,39 @@ def test_head_sizes_that_no_power_of_two_divides_are_read(head_dim):
     assert attention(LLAMA2_7B, head_dim=head_dim).head_dim == head_dim
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention_factor": 1.5}, {"mscale": 0.7, "mscale_all_dim": 0.4}, {"factor": 0.5}]
+)
+def test_the_magnitude_of_yarn_is_that_of_transformers(changes):
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    values = {**without(LLAMA2_7B, "rope_scaling"), "rope_parameters": {**YARN, **changes}}
+    reference = LlamaRotaryEmbedding(AutoConfig.for_model(**values)).attention_scaling
+    config = read(values)
+    assert config.ropes[0].magnitude == pytest.approx(reference, rel=1e-12)
+    assert config.attention_scale(config.layers[0].mixer) == pytest.approx(reference**2 * 128**-0.5, rel=1e-12)
+
+
+def test_yarn_extends_the_context_where_the_config_still_says_the_original_one():
+    keys = Keys({**QWEN25_05B, "rope_scaling": {**YARN, "attn_factor": 0.878}}, "config.json")
+    assert read_config(keys).max_positions == 131_072
+    assert keys.notes == [
+        "config.json: attn_factor=0.878 was left out, as transformers does",
+        "config.json: yarn extends max_position_embeddings=32768 by 4, to 131072 positions",
+    ]
+    assert read(QWEN25_05B, max_position_embeddings=131_072, rope_scaling=YARN).max_positions == 131_072
+
+
+def test_layers_without_positions_follow_the_list_or_the_interval():
+    ropes = [layer.mixer.rope for layer in read(SMOLLM3).layers]
+    assert ropes[:8] == [0, 0, 0, None, 0, 0, 0, None]
+    assert read(SMOLLM3).tied_head and read(without(SMOLLM3, "rope_theta")).ropes == (Rope(128, 2_000_000.0),)
+    stated = read(SMOLLM3, no_rope_layers=[0] + [1] * 35, use_sliding_window=True, sliding_window=64)
+    assert [layer.mixer.rope for layer in stated.layers] == [None] + [0] * 35
+    assert [layer.mixer.window for layer in stated.layers] == [64] + [0] * 35
+
+
 # Of Qwen2.5-7B-Instruct-1M: from 262,144 positions on, vLLM computes in chunks what is not plain attention any more.
 DUAL_CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
 
@@ -218,19 +269,22 @@ def test_dual_chunk_attention_ends_the_positions_where_it_would_begin():
 
 WRONG_TYPES = ["sliding_attention"] * 24
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-    (LLAMA2_7B, {"model_type": "gpt2"}, ["model_type='gpt2'", "expected one of llama, mistral, qwen2, qwen3"]),
+    (LLAMA2_7B, {"model_type": "gpt2"}, ["model_type='gpt2'", f"expected one of {', '.join(FAMILIES)}"]),
     (LLAMA2_7B, {"model_type": ["llama"]}, ["model_type=['llama']", "expected one of"]),
     (LLAMA2_7B, {"hidden_act": "gelu"}, ["hidden_act='gelu'", "expected one of silu"]),
     (LLAMA2_7B, {"attention_multiplier": 0.5}, ["attention_multiplier=0.5", "not known to llmc"]),
     (LLAMA2_7B, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "expected 1"]),
     (LLAMA2_7B, {"is_causal": False}, ["is_causal=False", "expected True"]),
     (LLAMA2_7B, {"quantization_config": {"bits": 4}}, ["quantization_config={'bits': 4}", "unquantized"]),
+    (LLAMA2_7B, {"rope_scaling": {"type": "longrope"}}, ["type='longrope'", "default, linear, dynamic, llama3, yarn"]),
     (
         LLAMA2_7B,
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        ["rope_type='yarn'", "default, linear, llama3"],
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1}},
+        ["beta_fast=1", "more than beta_slow=1"],
     ),
-    (LLAMA2_7B, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["type='dynamic'", "default, linear, llama3"]),
+    (PHI3_MINI, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_scaling='yarn'", "expected none"]),
+    (PHI3_MINI, {"attention_bias": True}, ["attention_bias=True", "expected false"]),
+    (SMOLLM3, {"no_rope_layers": [1, 0]}, ["no_rope_layers=[1, 0]", "36 entries, each 1 (rotates) or 0"]),
     (LLAMA2_7B, {"rope_scaling": {"type": "linear"}}, ["rope_scaling: factor is missing", "a number from"]),
     (LLAMA2_7B, {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, ["rope_scaling: beta=1", "not known"]),
     (LLAMA2_7B, {"rope_scaling": "linear"}, ["rope_scaling='linear'", "an object"]),

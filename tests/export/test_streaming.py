@@ -33,7 +33,7 @@ def test_parts_equal_the_whole_decoder(case):
     streamed, whole = StreamedDecoder(case.export), load_decoder(case.checkpoint)
     assert streamed.geometry == whole.config.geometry
     x = streamed.embed(ids())
-    torch.testing.assert_close(x, whole.model.embed_tokens(ids()), rtol=0, atol=0)
+    torch.testing.assert_close(x, whole.embedding_scale(whole.model.embed_tokens(ids())), rtol=0, atol=0)
     start = torch.zeros(2, dtype=torch.int64)
     ropes = [rope.inv_freq for rope in whole.rotary_emb]
     for index, layer in enumerate(whole.model.layers):
@@ -56,7 +56,7 @@ def test_the_head_completes_the_logits(case):
     x = streamed.embed(ids())
     for index in range(streamed.geometry.layers):
         x, _, _ = streamed.run(streamed.layer(index), x)
-    logits = streamed.norm()(x) @ streamed.rows(streamed.head).T
+    logits = streamed.norm()(x) @ streamed.rows(streamed.head).T * streamed.config.logit_scale
     np.testing.assert_allclose(logits.numpy(), case.reference(ids().numpy()), atol=LOGIT_TOLERANCE)
 
 

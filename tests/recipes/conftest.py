@@ -16,6 +16,10 @@ CASE_OF_FAMILY = {
     "mistral": "mistral-window-wide-heads",
     "qwen2": "qwen2-window-in-second-layer",
     "qwen3": "qwen3-tied-sharded",
+    "phi3": "phi3-packed-window-fp16",
+    "seed_oss": "seed_oss-output-bias",
+    "smollm3": "smollm3-every-second-layer-rotated",
+    "granite": "granite-multipliers",
 }
 
 

@@ -27,7 +27,7 @@ from llmc.runtime.selftest import replay
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "seed_oss", "smollm3", "granite")
 NAMES = {"int8", "int4", "int4-balanced", "int4-small-memory", "quality-first", "w8a8-static"}
 
 # ------------------------------------------------------------------------------------------------------------ the file

@@ -141,16 +141,14 @@ def defer_token_scales(graph: ir.Graph, _: LoweringContext) -> int:
     """
     count = 0
     for gate in nodes_of(graph, "Mul"):
-        reshape = gate.inputs[1].producer() if gate.inputs[1] is not None else None
-        scaled = reshape.inputs[0].producer() if reshape is not None and reshape.inputs[0] is not None else None
+        reshape = _made_by("Reshape", gate.inputs[1])
+        scaled = _made_by("Mul", reshape.inputs[0]) if reshape is not None else None
         flat = sole_consumer(gate.outputs[0])
         quantize = flat and next((user for user, _ in flat.outputs[0].uses() if user.op_type == "QuantizeLinear"), None)
-        if not flat or not reshape or not scaled or not quantize:
+        if not flat or flat.op_type != "Reshape" or not reshape or not scaled or not quantize:
             continue
-        if (flat.op_type, reshape.op_type, scaled.op_type) != ("Reshape", "Reshape", "Mul"):
-            continue
-        squeeze = quantize.inputs[1].producer() if quantize.inputs[1] is not None else None
-        if sole_consumer(reshape.outputs[0]) is not gate or squeeze is None or squeeze.op_type != "Squeeze":
+        squeeze = _made_by("Squeeze", quantize.inputs[1])
+        if sole_consumer(reshape.outputs[0]) is not gate or squeeze is None:
             continue
         assert squeeze.inputs[0] is not None
         product, scales = scaled.inputs
@@ -161,6 +159,12 @@ def defer_token_scales(graph: ir.Graph, _: LoweringContext) -> int:
                 user.replace_input_with(index, Emitter(user, f"{user.name}.scales")("Mul", own, scales))
         count += 1
     return count
+
+
+def _made_by(operator: str, value: ir.Value | None) -> ir.Node | None:
+    """The node that computes ``value``, if it is of that kind."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == operator else None
 
 
 def _rows_shape(emit: Emitter) -> ir.Value:
