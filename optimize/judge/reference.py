@@ -120,9 +120,9 @@ class Reference:
 
     def _factor(self, name: str) -> np.float32:
         """Number that a module of this name multiplies with, 1 where the decoder has none."""
-        product = next((node for node in self._model.graph if node.name == f"{name}.mul"), None)
-        value = ir.convenience.get_const_tensor(product.inputs[1]) if product is not None else None
-        return np.float32(1) if value is None else np.float32(value.numpy())
+        factor = next((node.inputs[1] for node in self._model.graph if node.name == f"{name}.mul"), None)
+        value = ir.convenience.get_const_tensor(factor) if factor is not None else None
+        return np.float32(1 if value is None else float(value.numpy()))
 
     def _run(self, feeds: dict[str, Any], output: str) -> Float:
         """One value of the graph, from others."""
