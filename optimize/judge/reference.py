@@ -84,7 +84,7 @@ class Reference:
         logits: Float = np.empty((len(normed), vocab), np.float32)
         for start in range(0, vocab, step):
             logits[:, start : start + step] = normed @ rows_of(weight, start, start + step).T
-        logits *= self._factor("logit_scale")
+        logits *= np.float32(self._factor("logit_scale"))
         return logits
 
     def last_norm(self, hidden: Float) -> Float:
@@ -116,13 +116,14 @@ class Reference:
         table = stored(self._table.inputs[0])
         used, places = np.unique(ids, return_inverse=True)
         rows: Float = np.stack([rows_of(table, token, token + 1)[0] for token in used.tolist()])
-        return rows[places.reshape(ids.shape)] * self._factor("embedding_scale")
+        rows *= np.float32(self._factor("embedding_scale"))
+        return rows[places.reshape(ids.shape)]
 
-    def _factor(self, name: str) -> np.float32:
+    def _factor(self, name: str) -> float:
         """Number that a module of this name multiplies with, 1 where the decoder has none."""
         factor = next((node.inputs[1] for node in self._model.graph if node.name == f"{name}.mul"), None)
         value = ir.convenience.get_const_tensor(factor) if factor is not None else None
-        return np.float32(1 if value is None else float(value.numpy()))
+        return 1.0 if value is None else float(value.numpy())
 
     def _run(self, feeds: dict[str, Any], output: str) -> Float:
         """One value of the graph, from others."""
