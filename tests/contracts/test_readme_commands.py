@@ -20,6 +20,7 @@ PAGES = [
     "recipes/gpu.md",
     "recipes/jetson.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
 ]
 # What a fenced block or a span of code says about the command: the verb, and all that follows on the line.
 COMMAND = re.compile(r"(?:^\s{4}|^\$ |`)llmc (?P<verb>[a-z]\w+)(?P<rest>[^`\n#]*)", re.M)
