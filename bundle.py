@@ -31,8 +31,10 @@ TOKENIZER_FILE = "tokenizer.json"
 # Everything the runtime may need to speak the model's language; only the first one must exist.
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
-# Of logits, in a self-test: beyond this, nothing would be tested.
-LARGEST_TOLERANCE = 1.0
+# Of logits, in a self-test: beyond this, nothing would be tested. In SmolLM2-135M with 4-bit weights, calls of a graph
+# differ by up to 1.03, and zeroing a whole matrix in one of its 30 layers moves some logit by 1.5 to 38, mostly by more
+# than this.
+LARGEST_TOLERANCE = 4.0
 # No build writes more rows.
 MOST_ROWS = 1024
 LARGEST_MEMORY = 1 << 60  # bytes
