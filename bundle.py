@@ -44,8 +44,10 @@ CHUNKS_FILE = "chunks.json"
 CHUNK, CHUNK_DIGITS = 4 << 20, 16
 SAMPLED_CHUNKS = 16  # of one file, 64 MiB: 50 ms of hashing
 
-# Of logits, in a self-test: beyond this, nothing would be tested.
-LARGEST_TOLERANCE = 1.0
+# Of logits, in a self-test: beyond this, nothing would be tested. In SmolLM2-135M with 4-bit weights, calls of a graph
+# differ by up to 1.03, and zeroing a whole matrix in one of its 30 layers moves some logit by 1.5 to 38, mostly by more
+# than this.
+LARGEST_TOLERANCE = 4.0
 # No build writes more rows.
 MOST_ROWS = 1024
 MOST_MANIFEST = 32 << 20  # bytes: of 4,096 layers, it has 20 MB

@@ -195,7 +195,7 @@ def test_a_value_of_any_length_is_quoted_in_part(folder: Path):
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    with pytest.raises(BundleError, match=r"version 6, written by llmc 9.9.9.*up to 5.*pip install -U llmc-deploy"):
+    with pytest.raises(BundleError, match=r"version 7, written by llmc 9.9.9.*up to 6.*pip install -U llmc-deploy"):
         bundle.read_bundle(folder)
 
 

@@ -70,14 +70,14 @@ def test_the_spread_is_the_largest_difference_between_calls_and_planted_ones_sho
     assert golden_prompts(model, tiny_export).spread == pytest.approx(wanted, abs=alone + 0.01)
 
 
-@pytest.mark.parametrize(("spread", "wanted"), [(0.0, 0.25), (0.12, 0.25), (0.3, 0.6), (0.61, LARGEST_TOLERANCE)])
+@pytest.mark.parametrize(("spread", "wanted"), [(0.0, 0.25), (0.12, 0.25), (0.3, 0.6), (9.0, LARGEST_TOLERANCE)])
 def test_the_tolerance_is_twice_the_spread_within_its_bounds(spread: float, wanted: float):
     assert tolerance(LOGIT_TOLERANCE, spread) == pytest.approx(wanted)
 
 
 def test_a_build_records_what_it_measured(tiny_bundle: Path):
     manifest = read_bundle(tiny_bundle)
-    assert 0 < manifest.golden_spread < LARGEST_TOLERANCE
+    assert 0 < manifest.golden_spread < LOGIT_TOLERANCE  # a shallow model
     assert manifest.golden_tolerance == tolerance(LOGIT_TOLERANCE, manifest.golden_spread)
 
 
