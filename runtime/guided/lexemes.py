@@ -9,7 +9,6 @@ apart into lexemes of one character, which leave the lexer no choice.
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import groupby
 
 from llmc.errors import GrammarError
@@ -142,7 +141,24 @@ def _grouped(node: Node, flat: Mapping[str, None]) -> Node:
     """A part of a rule, its largest parts without recursion as lexemes."""
     if all(name in flat for name in references(node)):
         return Lexeme(node)
+    if isinstance(node, Choice):
+        words = tuple(part for part in node.parts if _is_word(part))
+        others = (_grouped(part, flat) for part in node.parts if not _is_word(part))
+        return Choice((*([Lexeme(Choice(words))] if words else ()), *others))
     return _rebuilt(node, lambda part: _grouped(part, flat))
+
+
+def _is_word(node: Node) -> bool:
+    """True for some characters one after the other, of which a grammar may have thousands side by side."""
+    return isinstance(node, Characters) or (isinstance(node, Sequence) and all(map(_is_word, node.parts)))
+
+
+def _lexemes(node: Node) -> Iterator[Lexeme]:
+    if isinstance(node, Lexeme):
+        yield node
+    else:
+        for part in children(node):
+            yield from _lexemes(part)
 
 
 def _rebuilt(node: Node, change: Callable[[Node], Node]) -> Node:
@@ -200,25 +216,7 @@ class _Automaton:
     first: frozenset[Characters] = frozenset()
     last: frozenset[Characters] = frozenset()
     follows: list[tuple[frozenset[Characters], frozenset[Characters]]] = field(default_factory=list)
-    rules: frozenset[str] = frozenset()
-
-    def then(self, other: "_Automaton") -> "_Automaton":
-        return _Automaton(
-            self.empty and other.empty,
-            self.first | other.first if self.empty else self.first,
-            self.last | other.last if other.empty else other.last,
-            [*self.follows, *other.follows, (self.last, other.first)],
-            self.rules | other.rules,
-        )
-
-    def either(self, other: "_Automaton") -> "_Automaton":
-        return _Automaton(
-            self.empty or other.empty,
-            self.first | other.first,
-            self.last | other.last,
-            self.follows + other.follows,
-            self.rules | other.rules,
-        )
+    rules: set[str] = field(default_factory=set)
 
 
 class _Automata:
@@ -229,8 +227,8 @@ class _Automata:
         for name in flat:  # each after those that it names
             self._rules[name] = self._of(rules[name])
 
-    def of(self, node: Node) -> tuple[_Automaton, dict[Characters, list[Characters]]]:
-        """The automaton of a part, and what comes after each character within it."""
+    def of(self, node: Node) -> tuple[_Automaton, dict[Characters, list[Characters]]] | None:
+        """The automaton of a part, and what comes after each character within it; None if that would be too large."""
         own = self._of(node)
         pairs, names, waiting = list(own.follows), set(own.rules), list(own.rules)
         while waiting:
@@ -238,6 +236,8 @@ class _Automata:
             pairs += below.follows
             waiting += below.rules - names
             names |= below.rules
+        if sum(len(ends) * len(starts) for ends, starts in pairs) > _MOST_STEPS:
+            return None
         after: dict[Characters, dict[Characters, None]] = {}
         for ends, starts in pairs:
             for end in ends:
@@ -249,16 +249,30 @@ class _Automata:
             return _Automaton(False, frozenset((node,)), frozenset((node,)))
         if isinstance(node, Reference):
             known = self._rules[node.name]
-            return _Automaton(known.empty, known.first, known.last, rules=frozenset((node.name,)))
+            return _Automaton(known.empty, known.first, known.last, rules={node.name})
         parts = [self._of(part) for part in children(node)]
         if isinstance(node, Sequence):
-            return reduce(_Automaton.then, parts, _Automaton())
-        if isinstance(node, Repetition):
-            if node.most == 0:
-                return _Automaton()
-            found = parts[0] if node.most == 1 else parts[0].then(parts[0])
-            return found.either(_Automaton()) if node.least == 0 else found
-        return reduce(_Automaton.either, parts)
+            return _in_order(parts)
+        if isinstance(node, Repetition) and node.most != 1:
+            parts = [_in_order([*parts, *parts])] if node.most != 0 else []
+        return _Automaton(
+            any(part.empty for part in parts) or not parts or (isinstance(node, Repetition) and node.least == 0),
+            frozenset().union(*(part.first for part in parts)),
+            frozenset().union(*(part.last for part in parts)),
+            [pair for part in parts for pair in part.follows],
+            set().union(*(part.rules for part in parts)),
+        )
+
+
+def _in_order(parts: Iterable[_Automaton]) -> _Automaton:
+    found = _Automaton()
+    for part in parts:
+        found.follows += [*part.follows, (found.last, part.first)]
+        found.rules |= part.rules
+        found.first |= part.first if found.empty else frozenset()
+        found.last = found.last | part.last if part.empty else part.last
+        found.empty = found.empty and part.empty
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- translation
@@ -305,8 +319,13 @@ class _Translation:
 
     def _clashing(self) -> set[Lexeme]:
         """Lexemes that can go on where one ends that is read from the same place, and something may follow that."""
+        lexemes = [lexeme for body in self._bodies.values() for lexeme in _lexemes(body)]
+        longer = {lexeme for lexeme in lexemes if not isinstance(lexeme.part, Characters)}
+        found_automata = {lexeme: self._automata.of(lexeme.part) for lexeme in lexemes} if longer else {}
+        automata = {lexeme: found for lexeme, found in found_automata.items() if found is not None}
+        if len(automata) < len(lexemes) or len(lexemes) ** 2 > _MOST_STEPS:
+            return longer
         order = _Order(self._bodies, self._starts)
-        automata = {lexeme: self._automata.of(lexeme.part) for lexeme in order.follow}
         follow = {
             lexeme: merged([pair for after in afters for pair in self._starts.of(after.part)[0]])
             for lexeme, afters in order.follow.items()
@@ -321,28 +340,31 @@ class _Translation:
                 found.add(other)
             if meet:
                 after = {(a, b): None for a in order.follow[one] for b in order.follow[other] if (a, b) not in seen}
-                seen |= after.keys()
+                seen.update(after)
                 waiting.update(after)
-            if self._steps + len(seen) > _MOST_STEPS:
-                return {lexeme for lexeme in automata if not isinstance(lexeme.part, Characters)}
+            if self._steps > _MOST_STEPS:
+                return longer
         return found
 
     def _compared(self, one: "_Found", other: "_Found", follow: Ranges) -> tuple[bool, bool]:
         """If both can end with the same text, and if the other can go on with ``follow`` where the one ends."""
         (ending, after_one), (longer, after_other) = one, other
         meet = clash = False
+        self._steps += len(ending.first) * len(longer.first)
+        if self._steps > _MOST_STEPS:
+            return False, False
         waiting = {(a, b): None for a in ending.first for b in longer.first}
         seen = set(waiting)
         while waiting and self._steps <= _MOST_STEPS:
             (a, b), _ = waiting.popitem()
-            self._steps += 1
             if not common(a.ranges, b.ranges):
                 continue
             next_b = after_other.get(b, ())
+            self._steps += 1 + len(after_one.get(a, ())) * len(next_b)
             meet = meet or (a in ending.last and b in longer.last)
             clash = clash or (a in ending.last and any(common(c.ranges, follow) for c in next_b))
             pairs = {(c, d): None for c in after_one.get(a, ()) for d in next_b if (c, d) not in seen}
-            seen |= pairs.keys()
+            seen.update(pairs)
             waiting.update(pairs)
         return meet, clash
 
@@ -385,7 +407,7 @@ class _Order:
 
     def _walk(self, node: Node, after: frozenset[Lexeme]) -> None:
         if isinstance(node, Lexeme):
-            self.follow[node] = self.follow.get(node, frozenset()) | after
+            self.follow[node] = self.follow[node] | after if node in self.follow else after
         elif isinstance(node, Reference):
             if not after <= self._afters[node.name]:
                 self._afters[node.name] |= after
