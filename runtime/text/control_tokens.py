@@ -99,7 +99,8 @@ class Disguise:
         Raises:
             RequestError: there are more texts to hide than characters.
         """
-        text = self._controls.spelt.sub(lambda match: self._stand(match[0]), text)
+        stands = self._stands
+        text = self._controls.spelt.sub(lambda match: stands.get(match[0]) or self._stand(match[0]), text)
         end = len(text.rstrip())
         for start in range(max(0, end - max(map(len, self._controls.beginnings), default=0)), end):
             if text[start:end] in self._controls.beginnings:
