@@ -578,6 +578,7 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
 def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
     if kind := unbuilt(folder):
         raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
+    _refuse_to_leave(folder, BUNDLE_MANIFEST)
     manifest = _read(folder, BUNDLE_MANIFEST, Manifest, build_command("CHECKPOINT"))
     _check_values(folder, manifest)
     for name in (*manifest.files, *manifest.named_files()):
@@ -590,7 +591,8 @@ def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
                 "remove it, or build the bundle again"
             )
     for name, entry in manifest.files.items():
-        found = _size(folder, name)
+        _refuse_to_leave(folder, name)
+        found = _size(folder / name)
         remade = name in manifest.engine_files()
         if found != entry.size and (engine_matters or not remade):
             state = "is missing" if found is None else f"has {found} bytes"
@@ -688,7 +690,7 @@ def read_export(folder: Path) -> ExportManifest:
     if not manifest.geometry.is_sound:
         raise BundleError(f"{folder}: the geometry in {EXPORT_MANIFEST} cannot be right; export the checkpoint again")
     for name in (DECODER_FILE, TOKENIZER_FILE):
-        if _size(folder, name) is None:
+        if _size(folder / name) is None:
             raise BundleError(f"{folder}: {name} is missing; export the checkpoint again")
     return manifest
 
@@ -775,24 +777,24 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _size(folder: Path, name: str) -> int | None:
-    """Size of a regular file, None for anything else.
-
-    Raises:
-        BundleError: it is a link that leads out of the folder.
-    """
-    path = folder / name
+def _size(path: Path) -> int | None:
+    """Size of a regular file, None for anything else."""
     try:
-        info = path.lstat()
-        if "/" in name or stat.S_ISLNK(info.st_mode):
-            _refuse_to_leave(folder, path)
-            info = path.stat()
+        info = path.stat()
     except (OSError, ValueError):
         return None
     return info.st_size if stat.S_ISREG(info.st_mode) else None
 
 
-def _refuse_to_leave(folder: Path, path: Path) -> None:
+def _refuse_to_leave(folder: Path, name: str) -> None:
+    """Refuse a link that leads out of a folder, where it could show any file of whoever runs the bundle.
+
+    Raises:
+        BundleError: it is one.
+    """
+    path = folder / name
+    if "/" not in name and not os.path.islink(path):
+        return
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     # Hugging Face's cache keeps a repository's files in one folder, and its versions as folders of links to them.
     blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
@@ -829,8 +831,6 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
 
 def _load(path: Path, remedy: str) -> Any:
     try:
-        if path.is_symlink():
-            _refuse_to_leave(path.parent, path)
         return read_json(path, MOST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise BundleError(f"{path.parent}: no {path.name} here, not written by llmc; make it with: {remedy}") from None

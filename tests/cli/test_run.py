@@ -86,7 +86,7 @@ class FakeModel:
         self.closed = True
 
 
-LOADED = {"threads": None, "max_context": None, "self_test": None, "memory": None, "emulate": False}
+LOADED = dict.fromkeys(("threads", "max_context", "self_test", "verify", "memory")) | {"emulate": False}
 
 
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
@@ -248,6 +248,7 @@ def test_options_of_loading_reach_the_library(llmc, model: FakeModel, tmp_path: 
         "threads": 2,
         "max_context": 64,
         "self_test": False,
+        "verify": None,
         "memory": 10**6,
         "emulate": False,
         "draft": "lookup",

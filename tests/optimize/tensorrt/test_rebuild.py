@@ -234,8 +234,9 @@ def test_a_bundle_of_links_becomes_one_of_files(
     bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], tmp_path: Path, in_place: bool
 ):
     """As folders of a download cache are: every file links to another place."""
-    folder = bundle(engine=True)
     (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots").mkdir()
+    folder = bundle(engine=True).rename(tmp_path / "snapshots" / "bundle")
     for path in list(folder.iterdir()):
         path.rename(tmp_path / "blobs" / path.name)
         path.symlink_to(Path("../../blobs") / path.name)
