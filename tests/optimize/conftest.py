@@ -13,6 +13,7 @@ import pytest
 from doubles.lowerings import Lowering, open_session
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
+from llmc.optimize import build as builder
 from llmc.optimize.build import OLD
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge import replay
@@ -28,7 +29,7 @@ from llmc.optimize.lower.context import (
 )
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
-from llmc.runtime import load, selftest
+from llmc.runtime import selftest
 
 CAPACITY = 24
 TOKENS = 20
@@ -63,7 +64,7 @@ def replayed_here() -> Iterator[None]:
     """Finished bundles are replayed in this process: it has the doubles of devices, and need not start."""
 
     def answer(folder: Path, emulate: bool) -> tuple[str, str]:
-        with load(folder, self_test=False, emulate=emulate) as model:
+        with builder.load(folder, self_test=False, emulate=emulate) as model:
             selftest.replay(model)
         return "", ""
 
