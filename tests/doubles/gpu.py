@@ -9,10 +9,12 @@ from typing import Any
 import onnx
 from doubles.cuda import SERVER, FakeDriver
 from doubles.onnxruntime_cuda import FakeOnnxRuntime
+from doubles.replays import in_this_process
 from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 
 from llmc.bundle import FileEntry, read_bundle, write_manifest
 from llmc.optimize import build
+from llmc.optimize.judge import replay
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.tensorrt.select import select_graph
 from llmc.runtime.host import cuda
@@ -53,6 +55,7 @@ def install(put: Replace = setattr) -> list[FakeDriver]:
     for module in (cuda_provider, cuda_session):
         put(module, "import_onnxruntime_gpu", lambda: runtime)
     put(build, "build", build_bundle)
+    put(replay, "_answer", in_this_process)
     return opened
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.lowerings import Lowering, open_session
+from doubles.replays import in_this_process
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
-from llmc.optimize import build as builder
 from llmc.optimize.build import OLD
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge import replay
@@ -29,7 +29,6 @@ from llmc.optimize.lower.context import (
 )
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
-from llmc.runtime import selftest
 
 CAPACITY = 24
 TOKENS = 20
@@ -62,14 +61,8 @@ def one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def replayed_here() -> Iterator[None]:
     """Finished bundles are replayed in this process: it has the doubles of devices, and need not start."""
-
-    def answer(folder: Path, emulate: bool) -> tuple[str, str]:
-        with builder.load(folder, self_test=False, emulate=emulate) as model:
-            selftest.replay(model)
-        return "", ""
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "_answer", answer)
+        patch.setattr(replay, "_answer", in_this_process)
         yield
 
 

@@ -1,0 +1,13 @@
+"""The replay of a finished bundle without a process of its own, which would know nothing of other doubles."""
+
+from pathlib import Path
+
+from llmc.optimize import build
+from llmc.runtime.selftest import replay
+
+
+def in_this_process(folder: Path, emulate: bool) -> tuple[str, str]:
+    """What the process would answer where all is well; errors come as they are."""
+    with build.load(folder, self_test=False, emulate=emulate) as model:
+        replay(model)
+    return "", ""
