@@ -166,7 +166,7 @@ def test_a_stop_string_that_the_end_of_the_text_completes_is_the_reason(
         ({"max_tokens": 1, "stop_token_ids": [EOS]}, None, "def"),
         ({"stopping_criteria": [lambda tokens, text: True]}, None, "def"),
     ],
-    ids=str,
+    ids=["end", "stop text", "stop text kept", "stop token is the end", "stop token", "length", "criterion"],
 )
 def test_the_stop_text_or_token_that_ended_an_output_is_told_and_an_end_of_sequence_is_none(
     scripted: Callable[..., Model], params: dict[str, Any], reason: str | int | None, text: str
