@@ -273,7 +273,8 @@ def test_a_disk_that_fills_while_graphs_are_compiled_is_called_full(
 ):
     """The engine only says in which of its lines it failed."""
     monkeypatch.setattr(compiled, "inference_session", refusing)
-    needed, copy = 2 * (foreign / "weights.bin").stat().st_size, Path(shutil.copytree(foreign, tmp_path / "copy"))
+    needed = round(compiled.COPIES * (foreign / "weights.bin").stat().st_size)
+    copy = Path(shutil.copytree(foreign, tmp_path / "copy"))
     full = rf"the disk at /\S* is full: compiling decode\.onnx writes about {needed:,} bytes, {needed - 1:,} are free"
     other = r"compiling failed in ONNX Runtime \(.*graph\.cc:5511"
     for free, error, words in ((needed - 1, ResourceError, full), (needed, BundleError, other)):
