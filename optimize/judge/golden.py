@@ -53,7 +53,7 @@ class Golden:
 
 
 def tolerance(least: float, spread: float) -> float:
-    """How far logits may be from those recorded: ``least``, or more where calls differ by ``spread`` on one machine."""
+    """Largest allowed distance of logits from those recorded, for calls that differ by ``spread`` on one machine."""
     return min(LARGEST_TOLERANCE, max(least, SPREAD_FACTOR * spread))
 
 

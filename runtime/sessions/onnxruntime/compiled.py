@@ -51,8 +51,8 @@ SAVE_CONFIG = {
 LOG_FATAL_ONLY = 4  # every other error comes as an exception
 # In an entry of the cache: its other files, as a bundle's manifest lists those of the bundle.
 LIST = "files.json"
-# ONNX Runtime writes weights twice before each content is kept once: raw and packed.
-COPIES = 2
+# ONNX Runtime writes weights twice before each content is kept once, raw and packed, and pads them.
+COPIES = 2.2
 # Large tensors start on a page of their own, as mapping wants it; small ones on a cache line, as kernels want it.
 PAGE, LINE = 4096, 64
 
@@ -222,7 +222,7 @@ def _check_disk(graph: Path, work: Path, error: Exception) -> None:
     Raises:
         ResourceError: what was still to be written is more than is free.
     """
-    needed = COPIES * (graph.parent / WEIGHTS_FILE).stat().st_size
+    needed = round(COPIES * (graph.parent / WEIGHTS_FILE).stat().st_size)
     written = sum(path.stat().st_size for path in work.iterdir())
     free = shutil.disk_usage(work).free
     if free < needed - written:
