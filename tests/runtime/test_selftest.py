@@ -46,6 +46,7 @@ def other_token(case: GoldenPrompt, at: int) -> tuple[int, ...]:
 # -------------------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.vnni
 def test_a_sound_bundle_is_reported_with_what_was_checked(tiny_bundle: Path):
     manifest, steps = read_bundle(tiny_bundle), []
     report = verify(tiny_bundle, threads=1, progress=steps.append)
@@ -71,7 +72,7 @@ def test_one_changed_bit_anywhere_is_found(copied_bundle: Path, file: str):
         verify(copied_bundle)
 
 
-@pytest.mark.parametrize("file", ["prefill.onnx", "decode.onnx"])
+@pytest.mark.parametrize("file", [pytest.param("prefill.onnx", marks=pytest.mark.vnni), "decode.onnx"])
 def test_loading_refuses_a_graph_of_the_right_size_but_other_content(copied_bundle: Path, file: str):
     for path in (copied_bundle / file, copied_bundle / f"compiled-{file}"):
         path.write_bytes(b"\xff" * path.stat().st_size)
@@ -106,12 +107,14 @@ def test_wrong_weights_whose_hash_is_right_are_found_by_the_logits(copied_bundle
         verify(copied_bundle, threads=1)
 
 
+@pytest.mark.vnni
 def test_logits_within_the_tolerance_pass_and_the_largest_difference_is_reported(model: Model):
     first, *rest = model.manifest.golden[0].top_logits
     record(model, top_logits=(first - WITHIN, *rest))
     assert replay(model).largest_difference == pytest.approx(WITHIN, abs=0.05)
 
 
+@pytest.mark.vnni
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("error", [BEYOND, -BEYOND])
 def test_one_logit_beyond_the_tolerance_fails(model: Model, place: int, error: float):
@@ -154,6 +157,7 @@ def test_where_one_graph_stands_in_for_the_other_its_own_logits_are_compared(wit
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
+@pytest.mark.vnni
 def test_another_token_where_the_first_choice_led_clearly_fails(model: Model):
     case = record(model, margins=(9.0,) * len(model.manifest.golden[0].margins))
     record(model, tokens=other_token(case, 3))
@@ -163,6 +167,7 @@ def test_another_token_where_the_first_choice_led_clearly_fails(model: Model):
         replay(model)
 
 
+@pytest.mark.vnni
 def test_another_token_at_a_near_tie_passes_and_what_follows_is_not_judged(model: Model):
     margins = list((9.0,) * len(model.manifest.golden[0].margins))
     margins[3] = 1.9 * LOGIT_TOLERANCE  # both choices may be off by the tolerance, one up and one down
@@ -173,6 +178,7 @@ def test_another_token_at_a_near_tie_passes_and_what_follows_is_not_judged(model
     assert replay(model).equal_tokens == everything - (len(case.tokens) - 3)
 
 
+@pytest.mark.vnni
 def test_a_lead_just_beyond_both_tolerances_is_no_tie(model: Model):
     case = record(model, margins=(2.1 * LOGIT_TOLERANCE,) * len(model.manifest.golden[0].margins))
     record(model, tokens=other_token(case, 0))
@@ -292,6 +298,7 @@ def test_a_machine_that_computes_something_else_is_refused_every_time(
     assert not list((tmp_path / "cache" / "selftest").rglob("report.json"))
 
 
+@pytest.mark.vnni
 def test_the_recorded_tolerance_decides(copied_bundle: Path, replays: list[int | None]):
     manifest = read_bundle(copied_bundle)
     first, *rest = manifest.golden[0].top_logits

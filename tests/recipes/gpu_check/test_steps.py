@@ -232,6 +232,7 @@ def test_without_any_reference_the_step_is_not_run(part, monkeypatch, tiny):
     assert not (tiny.work / "tiny.npz").exists()
 
 
+@pytest.mark.vnni
 def test_verifying_without_any_reference_still_replays_the_golden_prompts(part, monkeypatch, tiny, tiny_bundle):
     (tiny.work / "cpu-tiny-int8").symlink_to(tiny_bundle)
     for name in ("transformers", "portable_graph"):

@@ -209,6 +209,7 @@ def test_options_reach_the_engine(tiny_bundle: Path):
     assert (report.draft, report.determinism, report.rate, report.arrived_rate) == ("lookup", "strict", None, None)
 
 
+@pytest.mark.vnni
 def test_the_report_says_how_many_rows_there_were_where_they_run_in_pairs(tiny_bundle: Path):
     report = load_test(
         tiny_bundle, concurrency=3, requests=2, prompt_length=4, new_tokens=2, threads=1, determinism="batch"

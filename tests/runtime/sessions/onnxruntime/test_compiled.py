@@ -143,6 +143,7 @@ def test_every_content_is_in_the_file_once(tiny_bundle: Path):
     assert len(set(places.values())) == len(places) > 20
 
 
+@pytest.mark.vnni
 def test_a_bundle_that_was_built_here_puts_nothing_into_the_cache(
     tiny_bundle: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -153,6 +154,7 @@ def test_a_bundle_that_was_built_here_puts_nothing_into_the_cache(
 # --------------------------------------------------------------------------------------------------------- the cache
 
 
+@pytest.mark.vnni
 def test_a_foreign_bundle_is_compiled_once(foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
     first = opened(foreign, monkeypatch)
     (entry,) = entries(root)
@@ -191,6 +193,7 @@ open_session(folder, read_bundle(folder), 1).close()
 """
 
 
+@pytest.mark.vnni
 def test_two_processes_that_compile_at_once_end_well(foreign: Path, root: Path):
     racers = [subprocess.Popen([sys.executable, "-c", RACE, foreign]) for _ in range(2)]
     assert [racer.wait(120) for racer in racers] == [0, 0]
@@ -221,6 +224,7 @@ def test_the_cache_is_bounded(foreign: Path, root: Path, monkeypatch: pytest.Mon
 # ----------------------------------------------------------------------------------------------------- without it all
 
 
+@pytest.mark.vnni
 def test_a_bundle_without_compiled_graphs_runs_its_plain_ones(
     tiny_bundle: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -229,6 +233,7 @@ def test_a_bundle_without_compiled_graphs_runs_its_plain_ones(
     assert entries(root) == []
 
 
+@pytest.mark.vnni
 def test_an_unwritable_cache_means_plain_graphs(
     foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -238,6 +243,7 @@ def test_an_unwritable_cache_means_plain_graphs(
     assert "cannot be written" in caplog.text
 
 
+@pytest.mark.vnni
 def test_a_full_disk_means_plain_graphs_and_leaves_nothing(
     foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -250,6 +256,7 @@ def test_a_full_disk_means_plain_graphs_and_leaves_nothing(
     assert entries(root) == []
 
 
+@pytest.mark.vnni
 def test_weights_that_the_engine_wrote_only_in_part_are_noticed(
     foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -331,6 +338,7 @@ def test_a_damaged_entry_is_thrown_away_and_made_anew_and_the_log_says_so_once(
     assert (entry / spoiled).read_bytes() == whole
 
 
+@pytest.mark.vnni
 def test_an_entry_that_the_engine_refuses_all_the_same_is_dropped_and_nothing_is_printed(
     foreign: Path,
     root: Path,
