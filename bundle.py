@@ -496,9 +496,9 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class GoldenPrompt:
     """One self-test case. Logits belong to the position after the prompt, by the calls that replaying makes:
-    ``top_logits`` on the graph of prefill, and ``decode_logits`` of the same ids on that of decode, where it stands in
-    for the other. ``margins`` are the gaps in logits between the first and second choice at each generated token (a tie
-    may fall the other way elsewhere)."""
+    ``top_logits`` on the graph of prefill, empty where the machine that built the bundle could not run it, and
+    ``decode_logits`` of the same ids on that of decode, which stands in for the other there. ``margins`` are gaps in
+    logits between the first and second choice at each generated token (a tie may fall the other way elsewhere)."""
 
     prompt: TokenIds
     tokens: TokenIds

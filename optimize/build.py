@@ -366,6 +366,8 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
         if verified == "device":
             order.progress("comparing calls of different sizes")
             manifest = measured(model.runner.session, manifest)
+        if model.runner.session.substitutes:
+            manifest = replace(manifest, notes=(*manifest.notes, _stood_in(manifest)))
     finished = replace(
         manifest,
         golden=golden.cases,
@@ -379,6 +381,14 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
         order.progress("replaying the golden prompts as a first load does")
         replay_apart(folder, emulate=verified == "cpu")
     return finished
+
+
+def _stood_in(manifest: Manifest) -> str:
+    prefill, decode = manifest.graphs["prefill"], manifest.graphs["decode"]
+    return (
+        f"the CPU that built this bundle lacks {', '.join(prefill.cpu_features)}, so {decode.file} ran in the place of "
+        f"{prefill.file}: the quality of prefill is not known; build where it runs, or with phases = 'shared'"
+    )
 
 
 def _advice(

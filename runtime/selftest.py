@@ -17,6 +17,7 @@ from llmc.errors import BundleError
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.host import disk_cache
 from llmc.runtime.runner.prefill import SingleRunner
+from llmc.runtime.sessions import Phase
 from llmc.runtime.sessions.onnxruntime.compiled import cached_entry, environment
 
 log = logging.getLogger(__name__)
@@ -127,14 +128,16 @@ def replay(
     cases = model.manifest.golden
     if not cases:
         raise BundleError(f"{model.folder}: the manifest has no golden prompts; build the bundle again")
-    same_graphs = not model.runner.session.substitutes
+    split = not model.runner.session.substitutes
     largest, equal, compared = 0.0, 0, 0
     for number, case in enumerate(cases, 1):
         progress(f"golden prompt {number} of {len(cases)}")
         _check(model, case, number)
-        largest = max(largest, _first_logits(model, case, case.top_logits if same_graphs else case.decode_logits))
-        # The recorded tokens follow from both graphs; where one stands in for the other, only its logits compare.
-        if same_graphs:
+        # Without logits of prefill's graph, that of decode stood in for it where the bundle was built.
+        graph = Phase.PREFILL if split and case.top_logits else Phase.DECODE
+        largest = max(largest, _first_logits(model, case, graph))
+        # Tokens follow from the graphs that ran, so they compare where the same ones run.
+        if split == bool(case.top_logits):
             wanted = case.tokens[:limit]
             compared += len(wanted)
             equal += _same_tokens(model, case, wanted)
@@ -152,7 +155,8 @@ def _check(model: Loaded, case: GoldenPrompt, number: int) -> None:
     sound = (
         len(case.prompt) > 0
         and len(case.tokens) == len(case.margins) > 0
-        and len(case.top_ids) == len(case.top_logits) == len(case.decode_logits) > 0
+        and len(case.top_ids) == len(case.decode_logits) > 0
+        and len(case.top_logits) in (0, len(case.top_ids))
         and all(0 <= token < model.manifest.geometry.vocab_size for token in ids)
         and all(map(math.isfinite, numbers))
         and len(case.prompt) + len(case.tokens) <= model.runner.max_context
@@ -161,9 +165,10 @@ def _check(model: Loaded, case: GoldenPrompt, number: int) -> None:
         raise BundleError(f"{model.folder}: golden prompt {number} of the manifest is corrupt; build the bundle again")
 
 
-def _first_logits(model: Loaded, case: GoldenPrompt, recorded: tuple[float, ...]) -> float:
-    """Largest difference of the recorded top logits after the prompt."""
-    logits = model.runner.prefill(case.prompt)[0, -1]
+def _first_logits(model: Loaded, case: GoldenPrompt, graph: Phase) -> float:
+    """Largest difference of a graph's top logits after the prompt from those recorded of it."""
+    logits = model.runner.prefill(case.prompt, graph=graph)[0, -1]
+    recorded = case.top_logits if graph is Phase.PREFILL else case.decode_logits
     difference = float(np.abs(logits[list(case.top_ids)] - np.array(recorded, np.float32)).max())
     tolerance = model.manifest.golden_tolerance
     # NaN compares false with everything, so ask for what must hold.

@@ -7,7 +7,7 @@ round otherwise, too.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +82,8 @@ def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> G
             path.compare(wanted, got[phase])
         matches.append(matching(answer, wanted[len(prompt) - 1 :]))
         recorded = {phase: model.runner.prefill(prompt, graph=phase)[0, -1].copy() for phase in Phase}
-        cases.append(_case(prompt, answer, recorded, got, wanted))
+        case = _case(prompt, answer, recorded, got, wanted)
+        cases.append(replace(case, top_logits=()) if model.runner.session.substitutes else case)
         others = {phase: [got[phase][len(prompt) - 1], *_other_calls(model, prompt, phase)] for phase in Phase}
         spreads.append(_spread(recorded, others, list(cases[-1].top_ids)))
     quality = Quality(

@@ -20,6 +20,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 LARGEST_INPUT = 8_000_000
 # Keys whose values templates compare with words; where the value is one, it is not hidden as a control token.
 _COMPARED = ("role", "type")
+LONGEST_REASON = 500  # characters of what a template says when it refuses, which may be text without end
 # Names under which a message's reasoning is passed; templates read the first, older ones the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -194,6 +195,11 @@ class _Copies:
         return key, self.plain(item, f"{where}.{key!s:.40}", depth + 1)
 
 
+def _line(message: object) -> str:
+    """What a template says, as one line that leaves room for ours."""
+    return f"{' '.join(str(message).split()):.{LONGEST_REASON}}"
+
+
 def _shown(value: Any) -> str:
     try:
         return f"{value!r:.60}"
@@ -209,12 +215,14 @@ def _guarded(call: Callable[[Any], Any], argument: Any) -> Any:
         return call(argument)
     except ExcessError as error:
         raise RequestError(
-            f"the model's chat template does what no template needs: {error.message}; mend the template, or pass a "
+            f"the model's chat template does what no template needs: {_line(error.message)}; mend the template, or pass a "
             "prompt instead of messages"
         ) from error
     except jinja2.TemplateSyntaxError as error:
-        raise RequestError(f"the model's chat template is not valid: {error.message} (line {error.lineno})") from error
+        raise RequestError(
+            f"the model's chat template is not valid: {_line(error.message)} (line {error.lineno})"
+        ) from error
     except jinja2.TemplateError as error:
-        raise RequestError(f"the model's chat template refuses the messages: {error.message}") from error
+        raise RequestError(f"the model's chat template refuses the messages: {_line(error.message)}") from error
     except Exception as error:  # a template is a program and may raise anything
-        raise RequestError(f"the model's chat template failed: {type(error).__name__}: {error}") from error
+        raise RequestError(f"the model's chat template failed: {type(error).__name__}: {_line(error)}") from error

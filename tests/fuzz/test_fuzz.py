@@ -35,7 +35,8 @@ def test_hostile_files_are_used_as_if_sound_or_refused_in_one_sentence(
 
 def test_a_case_that_ends_the_process_is_named(tiny_bundle: Path, tmp_path: Path):
     dying = tmp_path / "dying.py"
-    dying.write_text(HOSTILE.read_text().replace("    use(folder)", "    os.abort()"))
+    dying.write_text(HOSTILE.read_text().replace("        use(folder)", "        os.abort()"))
+    (tmp_path / "corpus.json").write_text("[]")
     tried = subprocess.run(
         [sys.executable, str(dying), "template", str(tiny_bundle), "--seconds", "1", "--scratch", str(tmp_path)],
         capture_output=True,

@@ -61,7 +61,6 @@ def test_the_bundle_is_whole(built, kind):
     assert report.seconds > 0
 
 
-@pytest.mark.vnni
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
 def test_the_bundle_passes_its_own_self_test_to_the_last_token(built, kind):
     report = verify(built(*kind).output, threads=1)

@@ -133,7 +133,7 @@ def test_a_recipe_builds_verifies_and_generates_for_families(
         assert model.manifest.recipe.name == path.stem
         report = replay(model)
         assert report.equal_tokens == report.tokens
-        assert (report.tokens == 0) == model.runner.session.substitutes  # which compares logits alone
+        assert report.tokens > 0
         assert len(model.generate("def f(x):", max_tokens=5, temperature=0, ignore_eos=True).token_ids) == 5
 
 
