@@ -196,7 +196,7 @@ class _Copies:
 
 
 def _line(message: object) -> str:
-    """What a template says, as one line that leaves room for ours."""
+    """A template's own words as one line, which leaves room for ours."""
     return f"{' '.join(str(message).split()):.{LONGEST_REASON}}"
 
 
@@ -215,8 +215,8 @@ def _guarded(call: Callable[[Any], Any], argument: Any) -> Any:
         return call(argument)
     except ExcessError as error:
         raise RequestError(
-            f"the model's chat template does what no template needs: {_line(error.message)}; mend the template, or pass a "
-            "prompt instead of messages"
+            f"the model's chat template does what no template needs: {_line(error.message)}; mend the template, or pass "
+            "a prompt instead of messages"
         ) from error
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(
