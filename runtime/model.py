@@ -175,6 +175,19 @@ def _default_threads(measured: int | None) -> int:
     return min(usable, measured) if measured is not None and usable <= 2 * measured else usable
 
 
+def _variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Variables of a chat template: those that arguments of their own give are not among them."""
+    own = {"messages", "tools", "documents", "add_generation_prompt", "disguise", "self"}
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or any(type(name) is not str or name in own for name in given):
+        raise UsageError(
+            f"chat_template_kwargs is {written(given)}, expected a mapping of names to values; none of the names may be "
+            f"{', '.join(sorted(own))}"
+        )
+    return given
+
+
 def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
     if value is None:
         return default
@@ -256,11 +269,23 @@ class Model:
         """Like :meth:`generate`, as an iterator of text; its ``result()`` is there at the end."""
         return self.submit(self.request(prompt, **sampling))
 
-    def chat(self, messages: Messages, *, parse_special: bool = False, **sampling: Any) -> GenerationResult:
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special: bool = False,
+        **sampling: Any,
+    ) -> GenerationResult:
         """Answer ``messages`` ([{"role": ..., "content": ...}, ...]) through the checkpoint's chat template.
 
         Args:
             messages: what was said.
+            tools: JSON schemas of functions that the model may call, for templates that show them.
+            documents: texts to answer from, for templates that show them.
+            chat_template_kwargs: whatever else the template reads, such as ``enable_thinking``.
             parse_special: take special tokens that messages spell, such as ``<|im_end|>``, for special tokens; then
                 whoever writes a message can end it, and speak in any role. By default they are text.
             sampling: as for :meth:`generate`.
@@ -269,17 +294,43 @@ class Model:
             RequestError: the template refuses the messages, or they are too long.
             UsageError: the messages are malformed, or a sampling value is.
         """
-        return self.stream_chat(messages, parse_special=parse_special, **sampling).result()
+        return self.stream_chat(
+            messages,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            parse_special=parse_special,
+            **sampling,
+        ).result()
 
-    def stream_chat(self, messages: Messages, *, parse_special: bool = False, **sampling: Any) -> Handle:
+    def stream_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special: bool = False,
+        **sampling: Any,
+    ) -> Handle:
         """Like :meth:`chat`, as an iterator of text."""
-        overflow = sampling.get("on_overflow")
-        return self.stream(self.chat_tokens(messages, parse_special=parse_special, on_overflow=overflow), **sampling)
+        prompt = self.chat_tokens(
+            messages,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            parse_special=parse_special,
+            on_overflow=sampling.get("on_overflow"),
+        )
+        return self.stream(prompt, **sampling)
 
     def chat_tokens(
         self,
         messages: Messages,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         parse_special: bool = False,
         on_overflow: str | None = None,
@@ -287,9 +338,8 @@ class Model:
         """The prompt that :meth:`chat` makes of ``messages``, as token ids.
 
         Args:
-            messages: what was said.
+            messages, tools, documents, chat_template_kwargs, parse_special: as for :meth:`chat`.
             add_generation_prompt: end with the beginning of the assistant's answer.
-            parse_special: as for :meth:`chat`.
             on_overflow: as among the sampling values; where it drops text, not all tokens are made.
 
         Raises:
@@ -298,7 +348,10 @@ class Model:
         """
         tokenizer = self.tokenizer
         disguise = None if parse_special else Disguise(tokenizer.controls)
-        prompt = self.chat_template.render(messages, add_generation_prompt, disguise=disguise)
+        variables = _variables(chat_template_kwargs)
+        prompt = self.chat_template.render(
+            messages, add_generation_prompt, tools=tools, documents=documents, disguise=disguise, **variables
+        )
 
         def encode(text: str) -> list[int]:
             # The template writes the special tokens itself.

@@ -215,8 +215,8 @@ def _guarded(call: Callable[[Any], Any], argument: Any) -> Any:
         return call(argument)
     except ExcessError as error:
         raise RequestError(
-            f"the model's chat template does what no template needs: {_line(error.message)}; mend the template, or pass "
-            "a prompt instead of messages"
+            f"the model's chat template does what no template needs: {_line(error.message)}; mend it, or pass a prompt "
+            "instead of messages"
         ) from error
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(
