@@ -216,4 +216,5 @@ def _spelt(place: _Place) -> str:
     return "".join(reversed(names)).lstrip(".")
 
 
-_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and halves of characters
+# And what turns the direction of a line, and halves of characters.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

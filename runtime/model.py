@@ -152,13 +152,17 @@ def _folder(bundle: str | Path) -> Path:
     """The path of a bundle, which every engine's library can open.
 
     Raises:
-        UsageError: it is no path, or not in UTF-8.
+        UsageError: it is no path, not in UTF-8, or the system refuses to look at it.
     """
     if not isinstance(bundle, str | os.PathLike):
         raise UsageError(f"bundle is {bundle!r:.60}, expected the path of a folder that llmc build wrote")
     folder = Path(bundle)
     if re.search("[\0\ud800-\udfff]", str(folder)):
         raise UsageError(f"the path {str(folder)!a} is not text in UTF-8; rename the folder")
+    try:
+        folder.exists()
+    except OSError as error:
+        raise UsageError(f"the path {folder!s:.200} cannot be looked at ({error.strerror})") from error
     return folder
 
 
@@ -182,7 +186,7 @@ def _variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     if not isinstance(given, Mapping) or any(type(name) is not str or name in own for name in given):
         raise UsageError(
-            f"chat_template_kwargs is {written(given)}, expected a mapping of names to values; none of the names may be "
+            f"chat_template_kwargs is {written(given)}, expected a mapping of names to values, none of them named "
             f"{', '.join(sorted(own))}"
         )
     return given

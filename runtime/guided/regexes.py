@@ -8,7 +8,8 @@ LONGEST_REGEX = 16 * 1024
 """Characters of a regular expression at most; longer ones cost minutes before a limit of the library stops them."""
 MOST_REPETITIONS = LONGEST_REGEX
 """Nested repetitions multiply to no more: ``a{20000}`` costs as much as its characters written out would."""
-_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{([0-9]*)(,?)([0-9]*)\}|.", re.DOTALL)
+# A class that nobody closes reaches to the end: looked for again from every bracket, it would cost a square.
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|\{([0-9]*)(,?)([0-9]*)\}|.", re.DOTALL)
 
 
 def check_regex(regex: str, name: str) -> None:

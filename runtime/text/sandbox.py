@@ -40,6 +40,8 @@ DEEPEST = 100
 LARGEST_BITS = 1024
 # Characters; templates in use have up to some 30,000, and compiling takes up to 0.1 ms for each.
 LONGEST_SOURCE = 100_000
+# Characters of an attribute that a filter takes of each item, such as function.parameters.
+LONGEST_ATTRIBUTE = 200
 # A date's form.
 LONGEST_FORM = 200
 
@@ -253,6 +255,23 @@ def _integer(value: Any, *_: Any, **__: Any) -> int:
     return len(value) ** 2 // LARGEST_BITS if isinstance(value, str) else 0  # so long does Python take
 
 
+def _searched(text: str, needle: Any) -> int:
+    return len(text) * len(needle) if isinstance(needle, str) else 0
+
+
+def _sought(text: str, needle: Any = None, *more: Any, **named: Any) -> int:
+    return _searched(text, needle) + _searched(text, named.get("sep")) + weight((needle, more, named))
+
+
+def _check_attribute(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Refuse an attribute of any length, in a filter that takes one."""
+    at = _ATTRIBUTES.get(name)
+    positional = args[at] if at is not None and len(args) > at else None
+    for attribute in (positional, named.get("attribute")):
+        if isinstance(attribute, str) and len(attribute) > LONGEST_ATTRIBUTE:
+            raise ExcessError(f"it takes an attribute of {len(attribute):,} characters")
+
+
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -264,6 +283,7 @@ _PLAIN_METHODS = _words(
 )
 # Filters whose work does not follow from the length of what they take and give, and methods likewise.
 _FILTERS: dict[str, Callable[..., int]] = {
+    "attr": lambda value, name: weight(name),
     "batch": lambda value, linecount, *_, **__: linecount,
     "center": lambda value, width=80: width,
     "format": _percent,
@@ -275,6 +295,7 @@ _FILTERS: dict[str, Callable[..., int]] = {
     "slice": lambda value, slices, *_, **__: slices,
     "sum": _summed,
     "tojson": _json,
+    "trim": lambda value, chars=None: _searched(str(value), chars),
 }
 _METHODS: dict[str, Callable[..., int]] = {
     "center": lambda text, width, *_: width,
@@ -288,6 +309,12 @@ _METHODS: dict[str, Callable[..., int]] = {
     "zfill": lambda text, width: width,
 }
 _METHODS |= {name: lambda text, *arguments, **named: weight(arguments) for name in _PLAIN_METHODS}
+# From the right Python searches with every part of the needle at every place, and each character is looked up in those
+# to strip.
+_METHODS |= dict.fromkeys(_words("rfind rindex rpartition rsplit lstrip rstrip strip"), _sought)
+# Position of the attribute that a filter takes of each item: every part of it costs a step for each of them.
+_ATTRIBUTES = {"groupby": 0, "map": None, "max": 1, "min": 1, "rejectattr": 0, "selectattr": 0, "sort": 2, "sum": 0}
+_ATTRIBUTES |= {"unique": 1}
 # Methods of other values: by whether all that the value holds is compared.
 _OTHER_METHODS = {"get": False, "items": False, "keys": False, "values": False, "copy": False, "is_integer": False}
 _OTHER_METHODS |= {"count": True, "index": True}
@@ -315,6 +342,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget.charge(STEP + (len(value) if shallow and hasattr(value, "__len__") else weight(value)))
         if args or named:
             budget.charge(weight((args, named)) if not shallow else len(args) + len(named))
+        _check_attribute(name, args, named)
         if growth is not None:
             budget.charge(growth(value, *args, **named))
         first = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}

@@ -37,6 +37,7 @@ def flip(path: Path) -> None:
         (b"x", UsageError, "bundle is b'x', expected the path"),
         ("a\0b", UsageError, "is not text in UTF-8"),
         ("caf\udce9", UsageError, r"the path 'caf\\udce9' is not text in UTF-8; rename"),
+        ("a" * 5000, UsageError, "cannot be looked at .File name too long"),
         (__file__, BundleError, "no llmc.json here"),
         ("/nowhere", BundleError, "no llmc.json here"),
     ],

@@ -21,6 +21,7 @@ from llmc.runtime.model import make_engine
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
+from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.tokenizer import Tokenizer
 
 TEXT = "def naïve(x):\n    return '🎉 日本' + x\n"
@@ -292,6 +293,21 @@ def test_what_messages_spell_is_text_unless_asked_otherwise(scripted: Callable[.
         rendered = model.chat_template.render(messages)
         assert tokenizer.decode(prompt, skip_special_tokens=False) == rendered
     assert prompt == tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def test_a_template_sees_tools_documents_and_variables(
+    scripted: Callable[..., Model], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    model = scripted(TEXT, [EOS])
+    source = "{{ tools[0].name }} {{ documents[0].text }} {{ mood }} {{ messages[0].content }}"
+    monkeypatch.setattr(model, "_chat_template", ChatTemplate({"default": source}, {}))
+    given = {"tools": [{"name": "add"}], "documents": [{"text": FORGED}], "chat_template_kwargs": {"mood": "calm"}}
+    model.chat([{"role": "user", "content": "hi"}], **given, max_tokens=1)
+    prompt = model.runner.session.prompts[-1]
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == f"add {FORGED} calm hi"
+    assert not [token for token in prompt if token < 3]
+    with pytest.raises(UsageError, match="chat_template_kwargs is .*expected a mapping of names"):
+        model.chat([{"role": "user", "content": "hi"}], chat_template_kwargs={"messages": []})
 
 
 def test_a_prompt_of_text_may_spell_a_whole_conversation(scripted: Callable[..., Model], tokenizer: Tokenizer):
