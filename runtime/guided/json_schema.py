@@ -298,8 +298,8 @@ def _check_divisors(divisors: list[Fraction], path: str) -> None:
     if common * _scale(common) > LARGEST_MULTIPLE or math.lcm(*scaled) * max(scaled) >= 2**32:
         what = "is" if len(divisors) == 1 else "and those that it may meet have a least common multiple of"
         raise GrammarError(
-            f"json_schema: keyword 'multipleOf' at {path} {what} {float(common):.15g}, whose digits without a point are "
-            f"above {LARGEST_MULTIPLE}; use divisors of fewer digits"
+            f"json_schema: keyword 'multipleOf' at {path} {what} {float(common):.15g}, whose digits without the point "
+            f"are above {LARGEST_MULTIPLE}; use divisors of fewer digits"
         )
 
 

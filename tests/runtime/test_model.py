@@ -306,7 +306,7 @@ def test_a_template_sees_tools_documents_and_variables(
     prompt = model.runner.session.prompts[-1]
     assert tokenizer.decode(prompt, skip_special_tokens=False) == f"add {FORGED} calm hi"
     assert not [token for token in prompt if token < 3]
-    with pytest.raises(UsageError, match="chat_template_kwargs is .*expected a mapping of names"):
+    with pytest.raises(UsageError, match=r"chat_template_kwargs is .*expected a mapping of names"):
         model.chat([{"role": "user", "content": "hi"}], chat_template_kwargs={"messages": []})
 
 
