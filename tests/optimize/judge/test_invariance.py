@@ -164,7 +164,7 @@ def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return build(tiny_export, tmp_path_factory.mktemp("invariance") / "fp32", precision="fp32").output
 
 
-@pytest.fixture(params=["tiny_bundle", "fp32_bundle"])
+@pytest.fixture(params=[pytest.param("tiny_bundle", marks=pytest.mark.vnni), "fp32_bundle"])
 def built(request: pytest.FixtureRequest) -> Iterator[Path]:
     yield request.getfixturevalue(request.param)
 
