@@ -58,14 +58,14 @@ def test_the_file_says_what_it_is(model):
 
 
 def test_one_attention_node_per_layer_carries_the_geometry(case, model):
-    geometry = read_export(case.export).geometry
+    geometry, config = read_export(case.export).geometry, read_checkpoint(case.checkpoint).config
     attentions = [node for node in model.graph if node.domain == "llmc"]
     assert [node.name for node in attentions] == [f"model.layers.{i}.self_attn" for i in range(geometry.layers)]
     for i, (node, attention) in enumerate(zip(attentions, geometry.attentions, strict=True)):
         assert {name: attribute.value for name, attribute in node.attributes.items()} == {
             "num_heads": attention.heads,
             "kv_heads": attention.kv_heads,
-            "scale": pytest.approx(attention.head_dim**-0.5),
+            "scale": pytest.approx(config.attention_scale(config.layers[i].mixer)),
             "window": attention.window,
         }
         assert [value.name for value in node.inputs[3:]] == [
@@ -101,7 +101,7 @@ def test_every_value_has_a_name_a_type_and_a_shape(model):
 def test_the_graph_can_be_cut_between_layers(case, model):
     geometry = read_export(case.export).geometry
     producers = {value.name: node.name for node in model.graph for value in node.outputs}
-    assert producers["hidden.0"].startswith("model.embed_tokens")
+    assert producers["hidden.0"].startswith(("model.embed_tokens", "embedding_scale"))
     mlps = {mlp.layer for mlp in geometry.mlps}
     for i in range(geometry.layers):
         assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual" + ("_1" if i in mlps else "")

@@ -330,6 +330,8 @@ def test_every_operator_has_a_cuda_kernel(case, lowered, form, compute):
         if node.op_type in CONTRIBUTED:
             assert compute == "float16" or node.op_type not in ONLY_FLOAT16
             continue
+        if node.op_type == "Constant":  # becomes an initializer before kernels are looked for
+            continue
         first, last = KERNELS[node.op_type]
         assert first <= onnx.defs.get_schema(node.op_type, opset).since_version <= last, node.op_type
 
