@@ -17,10 +17,11 @@ import tokenizers
 from llmc.errors import RequestError
 
 # Stands are Tangut ideographs: letters without case, which only JSON in ASCII escapes, and which no template writes.
-# Those that messages write are hidden, too.
+# Those that messages write are hidden, too, and what would make an escaped one of a backslash.
 FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
 _STAND = f"[{chr(FIRST_STAND)}-{chr(LAST_STAND)}]"
-_ESCAPED_STAND = re.compile(r"\\ud8[12][0-9a-f]\\ud[c-f][0-9a-f]{2}")
+_HIGH = "ud8[12][0-9a-f]"
+_ESCAPED_STAND = re.compile(rf"\\{_HIGH}\\ud[c-f][0-9a-f]{{2}}")
 
 
 class ControlTokens:
@@ -43,7 +44,7 @@ class ControlTokens:
         self._searches_text = backend.normalizer is None or not any(t.special and t.normalized for t in added.values())
         plain = [token.content for token in added.values() if not token.special and not token.normalized]
         self._written = re.compile(f"{_any_of([*self._names, *plain])}|{_STAND}")
-        self.spelt = re.compile(f"{_any_of(self._names)}|{_STAND}")
+        self.spelt = re.compile(f"{_any_of(self._names)}|{_STAND}|{_HIGH}")
         # A text may end with what the next one completes. Not where that is a letter: templates compare words.
         self.beginnings = {text[:end] for text in self._names if not text[0].isalnum() for end in range(1, len(text))}
 
