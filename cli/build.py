@@ -175,8 +175,10 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
         refuse_bundle(source, "an export or a checkpoint")
         yield source
         return
+    from llmc.cli.plan import check_export
     from llmc.export import export
 
+    check_export(source)
     with room(output) as folder:
         yield export(source, folder / source.resolve().name, progress=progress).output
 

@@ -129,14 +129,17 @@ def _geometry(path: Path) -> Geometry | None:
 
 
 def check_export(checkpoint: Path) -> None:
-    """Refuse to export where memory does not suffice. A broken checkpoint is the exporter's to report.
+    """Refuse to export where memory does not suffice, or a tokenizer that does not work. A broken checkpoint is the
+    exporter's to report.
 
     Raises:
         ResourceError: with the number missing.
+        BundleError: the tokenizer does not work within the limits of its trial.
     """
     from llmc.export.sources.checkpoint import read_checkpoint
     from llmc.runtime.bench.stages import Stage, export_plan, refusal
     from llmc.runtime.kv.budget import usable_memory
+    from llmc.runtime.text.trial import try_tokenizer
 
     try:
         plan = export_plan(read_checkpoint(checkpoint).geometry)
@@ -144,6 +147,7 @@ def check_export(checkpoint: Path) -> None:
         return
     if problem := refusal([Stage(plan, plan.verdict(usable_memory(0)))]):
         raise ResourceError(f"{checkpoint}: {problem}")
+    try_tokenizer(checkpoint)
 
 
 def numbers(stage: Stage) -> dict[str, object]:

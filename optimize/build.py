@@ -69,6 +69,7 @@ from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES
 from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
+from llmc.runtime.text.trial import try_tokenizer
 
 if TYPE_CHECKING:
     from llmc.optimize.tensorrt.spec import EngineSpec
@@ -165,6 +166,7 @@ def build(
     Raises:
         UsageError: the request is out of range or contradicts itself.
         CheckpointError: weights are truncated, NaN or infinite.
+        BundleError: the tokenizer does not work within the limits of its trial.
         BuildError: the graph cannot be lowered, or the result is beyond the budget.
         MissingExtraError: the recipe needs calibration, and torch is not installed; or the target's library is not.
         GpuError: the target's library is too old or broken, or needs a GPU to build.
@@ -195,6 +197,7 @@ def build(
         Path(source), export, abilities, chosen, limits, text, judged, asked.compiled is not False, dump, progress
     )
     _check_memory(order, calibration, memory)
+    try_tokenizer(Path(source))
     if abilities.makes_engine:
         from llmc.optimize.tensorrt.spec import resolve_engine
 

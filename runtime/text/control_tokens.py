@@ -9,18 +9,19 @@ unguessable names (:class:`ControlTokens`); those that the template wrote are gi
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import tokenizers
 
-from llmc.errors import BundleError, RequestError
+from llmc.errors import RequestError
 
 # Stands are Tangut ideographs: letters without case, which only JSON in ASCII escapes, and which no template writes.
-# Those that messages write are hidden, too.
+# Those that messages write are hidden, too, and what would make an escaped one of a backslash.
 FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
 _STAND = f"[{chr(FIRST_STAND)}-{chr(LAST_STAND)}]"
-_ESCAPED_STAND = re.compile(r"\\ud8[12][0-9a-f]\\ud[c-f][0-9a-f]{2}")
+_HIGH = "ud8[12][0-9a-f]"
+_ESCAPED_STAND = re.compile(rf"\\{_HIGH}\\ud[c-f][0-9a-f]{{2}}")
 
 
 class ControlTokens:
@@ -29,9 +30,6 @@ class ControlTokens:
     Args:
         backend: the loaded tokenizer, with all its added tokens.
         unknown: texts of tokens that stand for unknown characters; they control nothing.
-
-    Raises:
-        BundleError: the vocabulary has gaps, so that ids of the twin would mean two things.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, unknown: Collection[str]) -> None:
@@ -42,13 +40,11 @@ class ControlTokens:
         self._control_ids = {token_id for token_id, token in added.items() if token.content in self._controls}
         self._twin = _twin_of(backend, added.values(), self._names)
         self._ids = {self._twin.token_to_id(self._names.get(t.content, t.content)): i for i, t in added.items()}
-        if any(backend.model.id_to_token(twin) not in (None, added[i].content) for twin, i in self._ids.items()):
-            raise BundleError("tokenizer.json: ids of the vocabulary have gaps, expected none; mend the file")
         # By texts alone the tokenizer's own search finds the template's, unless it searches normalised text.
         self._searches_text = backend.normalizer is None or not any(t.special and t.normalized for t in added.values())
         plain = [token.content for token in added.values() if not token.special and not token.normalized]
         self._written = re.compile(f"{_any_of([*self._names, *plain])}|{_STAND}")
-        self.spelt = re.compile(f"{_any_of(self._names)}|{_STAND}")
+        self.spelt = re.compile(f"{_any_of(self._names)}|{_STAND}|{_HIGH}")
         # A text may end with what the next one completes. Not where that is a letter: templates compare words.
         self.beginnings = {text[:end] for text in self._names if not text[0].isalnum() for end in range(1, len(text))}
 
@@ -136,19 +132,36 @@ def _twin_of(
     for part in ("normalizer", "pre_tokenizer"):
         if (found := getattr(backend, part)) is not None:
             setattr(twin, part, found)
-    twin.add_tokens(
-        [
-            tokenizers.AddedToken(
-                names.get(token.content, token.content),
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=token.normalized,
-            )
-            for token in added
-        ]
-    )
+    renamed = [
+        tokenizers.AddedToken(
+            names.get(token.content, token.content),
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
+        )
+        for token in added
+    ]
+    ids = [backend.model.token_to_id(token.content) for token in renamed]
+    twin.add_tokens([token for token, token_id in zip(renamed, ids, strict=True) if token_id is not None])
+    # The library numbers new ones from the size of the vocabulary on, or from the last of those.
+    start = max([backend.get_vocab_size(with_added_tokens=False) - 1, *(i for i in ids if i is not None)]) + 1
+    new = [token for token, token_id in zip(renamed, ids, strict=True) if token_id is None]
+    twin.add_tokens([*_beyond_gaps(backend.model, new, start)])
     return twin
+
+
+def _beyond_gaps(
+    model: tokenizers.models.Model, new: Iterable[tokenizers.AddedToken], token_id: int
+) -> Iterator[tokenizers.AddedToken]:
+    """``new``, numbered from ``token_id`` on, with tokens that no text spells where the vocabulary has the id itself:
+    one with gaps has ids beyond its size."""
+    for token in new:
+        while model.id_to_token(token_id) is not None:
+            yield tokenizers.AddedToken(secrets.token_hex(16), normalized=False)
+            token_id += 1
+        yield token
+        token_id += 1
 
 
 def _any_of(texts: Iterable[str]) -> str:

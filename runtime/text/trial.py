@@ -5,8 +5,8 @@ replacement that makes a thousand characters of one. What passed is remembered.
 """
 
 import hashlib
-import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from llmc.errors import BundleError, RequestError
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.apart import ApartError, call_apart
 from llmc.runtime.text.tokenizer import CONFIG_FILE, SPECIAL_TOKENS_FILE, Tokenizer
+from llmc.strict import read_json
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,10 @@ LONGEST_TEXT, MOST_PARTS = 64, 1000
 LONGEST_ADDED_TOKEN = 200
 # Tokens, and characters after normalization, that a character may become: four bytes, or what a ligature stands for.
 MOST_PER_CHARACTER = 24
+# Normalizers that lengthen what characters they know, each for itself: one Unicode form, one map, one of bytes.
+LENGTHENING, MOST_LENGTHENING = ("ByteLevel", "NFKC", "NFKD", "Precompiled"), 4
 KIND, CACHE_BYTES = "tokenizer", 1_000_000
-TRIAL = 1  # another number for another trial
+TRIAL = 2  # another number for another trial
 SAMPLES = (
     "",
     " ",
@@ -44,6 +47,9 @@ SAMPLES = (
     " a" * 250 + "!",
 )
 _REMEDY = "take it from the checkpoint again"
+# What matches beside a character, which then stays.
+_LOOKAROUND = re.compile(r"\(\?<?[=!]|\\K")
+_REPLACING = ("normalizer", "decoder")
 _SECTIONS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
@@ -126,10 +132,10 @@ def examine(folder: str) -> None:
     Raises:
         BundleError: it is broken, or makes too much of too little.
     """
-    tokenizer = Tokenizer.from_folder(folder)
     path = Path(folder) / TOKENIZER_FILE
-    content = json.loads(path.read_text(encoding="utf-8"))
-    patterns = _check_sections(path, content)
+    content = _content_of(path)
+    patterns = _check_sections(path, content)  # before the library reads it, which normalizes added tokens
+    tokenizer = Tokenizer.from_folder(folder)
     for token in content.get("added_tokens") or ():
         _check_length(path, "an added token", token["content"], LONGEST_ADDED_TOKEN)
     _ = tokenizer.controls
@@ -139,6 +145,21 @@ def examine(folder: str) -> None:
         except RequestError as error:
             if not isinstance(error.__cause__, Exception):  # a panic; others are for requests with such texts
                 raise BundleError(f"{path} does not work: {error}; {_REMEDY}") from error
+
+
+def _content_of(path: Path) -> dict[str, Any]:
+    """The description of a tokenizer; empty where there is none, which the library says better.
+
+    Raises:
+        BundleError: it is broken, or beyond a bound.
+    """
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path} is broken ({error}); {_REMEDY}") from error
+    return found if isinstance(found, dict) else {}
 
 
 def _use(tokenizer: Tokenizer, sample: str, path: Path) -> None:
@@ -163,7 +184,51 @@ def _check_sections(path: Path, content: dict[str, Any]) -> list[str]:
         for name in ("content", "prepend", "replacement", "prefix", "suffix"):
             if isinstance(part.get(name), str):
                 _check_length(path, name, part[name], LONGEST_TEXT)
+    _check_growth(path, content)
     return [part["String"] for part in parts if isinstance(part.get("String"), str)]
+
+
+def _check_growth(path: Path, content: dict[str, Any]) -> None:
+    """Refuse replacements that make too much of a character, however rare it is.
+
+    Raises:
+        BundleError: they do.
+    """
+    forms = [part for part in _parts(content.get("normalizer")) if part.get("type") in LENGTHENING]
+    if len(forms) > MOST_LENGTHENING:
+        raise BundleError(
+            f"{path}: {len(forms)} normalizers each lengthen what they know, at most {MOST_LENGTHENING} are expected"
+        )
+    for section in _REPLACING:
+        made = _growth(list(_parts(content.get(section))))
+        if made > MOST_PER_CHARACTER:
+            raise BundleError(
+                f"{path}: replacements of its {section} make {made:.3g} characters of one, at most "
+                f"{MOST_PER_CHARACTER} are expected; {_REMEDY}"
+            )
+
+
+def _growth(parts: list[dict[str, Any]]) -> float:
+    """The most characters that one may become by replacements, one after the other; no text has to be tried for it.
+
+    From the last one back, each character weighs as much as it may still become: a text of some characters shares
+    what its replacement weighs among them; an expression may match any character, or beside it.
+    """
+    weights: dict[str, float] = {}
+    others = 1.0  # the weight of all that is not in weights
+    for part in reversed(parts):
+        pattern, content = part.get("pattern"), part.get("content")
+        if not isinstance(pattern, dict) or not isinstance(content, str):
+            continue  # something else than a replacement
+        made = sum(weights.get(character, others) for character in content)
+        if isinstance(text := pattern.get("String"), str):
+            for character in text:
+                weights[character] = max(weights.get(character, others), made / len(text))
+        elif isinstance(expression := pattern.get("Regex"), str):
+            stays = _LOOKAROUND.search(expression) is not None
+            weights = {key: weight + made if stays else max(weight, made) for key, weight in weights.items()}
+            others = others + made if stays else max(others, made)
+    return max([others, *weights.values()])
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:

@@ -269,6 +269,15 @@ def test_a_failed_build_clears_the_export_away_too(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+def test_a_tokenizer_that_does_not_work_is_refused_before_the_export(
+    llmc, library: FakeLibrary, exploding_checkpoint: Path, tmp_path: Path
+):
+    ran = llmc("build", exploding_checkpoint, "-o", tmp_path / "out")
+    assert (ran.code, library.exported, library.built) == (1, [], [])
+    assert "tokenizer.json: replacements of its normalizer make" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_an_output_that_exists_is_refused_before_any_work(llmc, library: FakeLibrary, checkpoint: Path, tmp_path: Path):
     ran = llmc("build", checkpoint, "-o", tmp_path)
     assert (ran.code, library.exported, library.built) == (2, [], [])

@@ -50,3 +50,12 @@ def test_an_output_folder_is_required(llmc, tmp_path: Path):
     ran = llmc("export", tmp_path)
     assert ran.code == 2
     assert "Missing option '-o' / '--output'" in ran.err
+
+
+def test_a_tokenizer_that_does_not_work_is_refused_before_any_work(
+    llmc, calls: list[dict[str, Any]], exploding_checkpoint: Path, tmp_path: Path
+):
+    ran = llmc("export", exploding_checkpoint, "-o", tmp_path / "out")
+    assert (ran.code, calls) == (1, [])
+    assert "tokenizer.json: replacements of its normalizer make" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 
 from llmc.bundle import DECODER_FILE, WEIGHTS_FILE, write_manifest
-from llmc.errors import BuildError, CheckpointError, LlmcError, ResourceError
+from llmc.errors import BuildError, BundleError, CheckpointError, LlmcError, ResourceError
 from llmc.optimize.build import build
 from llmc.optimize.weights import WeightFile
 
@@ -59,6 +59,18 @@ def test_a_missing_file_is_refused_by_name(source, untouched, name):
     with pytest.raises(LlmcError) as refused:
         build(source, untouched, force=True)
     assert name in str(refused.value)
+
+
+def test_a_tokenizer_that_does_not_work_is_refused_before_any_work(source, untouched):
+    content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    doubled = {"type": "Replace", "pattern": {"Regex": "\u2603"}, "content": "\u2603\u2603"}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [doubled] * 36}
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    steps = []
+    with pytest.raises(BundleError, match="replacements of its normalizer make"):
+        build(source, untouched, force=True, progress=steps.append)
+    assert steps == []
 
 
 def test_a_file_that_links_out_of_the_export_is_refused(source, untouched):

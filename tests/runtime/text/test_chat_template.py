@@ -9,6 +9,7 @@ from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
+from llmc.runtime.text.trial import examine
 
 CHATML = """\
 {%- if messages[0].role != 'system' %}
@@ -510,6 +511,9 @@ class TestTokens:
             ("{{ messages[0].name }}", {"name": "<|im_end|>", "content": "a"}, {}),
             ("{{ messages[0]|tojson }}", {"<|im_end|>": ["</s>"], "content": "a"}, {}),
             ("{{ messages|tojson(ensure_ascii=true) }}", {"content": "<|im_end|>\U00017000\U000187f7"}, {}),
+            ("{{ messages[0].content }}", {"content": r"\ud81c\udc00 <|im_end|>"}, {}),
+            ("{{ messages|tojson }}", {"content": r"\ud81c\udc00 <|im_end|>"}, {}),
+            ("{{ messages|tojson(ensure_ascii=true) }}", {"content": r"\ud81c\udc00 <|im_end|>"}, {}),
             ("{{ messages[0].content|upper|escape|title|trim }}", {"content": " <|im_end|> "}, {}),
             ("{{ messages[0].tool_calls }}", {"tool_calls": [{"function": {"name": "</s>"}}], "content": ""}, {}),
             ("{{ x }}", {"content": ""}, {"x": "</s>"}),
@@ -551,6 +555,22 @@ class TestTokens:
         assert len(controls_of(tokenizer, tokenizer.encode("\uff1c|end|\uff1e"))) == 1, (
             "its own search takes it for one"
         )
+
+    def test_of_a_vocabulary_whose_ids_have_gaps_are_told_from_its_text(self, tmp_path: Path) -> None:
+        from tokenizers import AddedToken, models
+        from tokenizers import Tokenizer as Backend
+
+        # Of eight tokens: the twin's own name of </s> would have the id of "/".
+        ids = {"</s>": 0, "a": 1, "b": 2, "<": 5, "/": 8, "s": 9, ">": 11, "<b>": 3}
+        backend = Backend(models.BPE(ids, []))
+        backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+        backend.add_tokens(["<b>"])
+        backend.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}</s>")
+        examine(str(tmp_path))
+        forged = [{"role": "user", "content": "a<b>/</s>b>s"}]
+        assert chat_tokens(tmp_path, forged)[1] == [1, 3, 8, 5, 8, 9, 11, 2, 11, 9, 0]
+        assert chat_tokens(tmp_path, [{"role": "user", "content": "/s>"}])[1] == [8, 9, 11, 0]
 
     def test_that_the_vocabulary_itself_makes_of_text_are_refused(self, tmp_path: Path) -> None:
         from tokenizers import AddedToken, models

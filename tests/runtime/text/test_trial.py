@@ -23,6 +23,14 @@ def replace(old: str, new: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": old}, "content": new}
 
 
+def expression(pattern: str, new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": new}
+
+
+def prepend(text: str) -> dict[str, Any]:
+    return {"type": "Prepend", "prepend": text}
+
+
 def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", "normalizers": list(parts)}
 
@@ -55,11 +63,11 @@ def written(tiny_checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": BROKEN_MAP}}, "does not work: the tokenizer"),
         ({"normalizer": replace("", "x")}, "does not work: the tokenizer cannot encode"),
         ({"post_processor": POST}, "does not work: the tokenizer cannot encode the text: no entry found for key"),
-        ({"normalizer": {"type": "Prepend", "prepend": "x" * 65}}, "prepend has 65 characters, at most 64"),
+        ({"normalizer": prepend("x" * 65)}, "prepend has 65 characters, at most 64"),
         ({"normalizer": replace("a", "b" * 65)}, "content has 65 characters, at most 64"),
         ({"normalizer": sequence(*[replace("q", "r")] * 600)}, r"describes \d+ parts of a pipeline, at most 1000"),
-        ({"normalizer": sequence(replace("a", "a" * 60))}, r"makes \d+ tokens or characters of 500, at most 12576"),
-        ({"normalizer": sequence(*[replace("\u1680", "\u1680" * 9)] * 3)}, r"makes \d+ tokens or characters of 3"),
+        ({"normalizer": sequence(*[prepend("x" * 64)] * 10)}, r"makes \d+ tokens or characters of 1, at most 600"),
+        ({"normalizer": sequence(*[{"type": "NFKC"}] * 5)}, "5 normalizers each lengthen what they know, at most 4"),
         (
             {"added_tokens": [{"id": 0, "content": "x" * 201, "special": True, **LONG_TOKEN}]},
             "token has 201 characters",
@@ -72,6 +80,43 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_what_is_wrong(
 ):
     with pytest.raises(BundleError, match=rf"tokenizer\.json.* ?{message}"):
         examine(str(written(**changes)))
+
+
+BOMBS = {
+    "of a rare character": [expression("\u2603", "\u2603\u2603")] * 36,
+    "of a letter": [replace("a", "aa")] * 40,
+    "of two": [replace("\u2603\u2604", "\u2603\u2604" * 2)] * 36,
+    "in turns": [replace("\u2603", "\u2604" * 3), expression("[\u2604]", "\u2603" * 3)] * 10,
+    "beside a character": [expression("(?<=\u2603)", "\u2603")] * 36,
+    "beside what was matched": [expression("\u2603\\K", "\u2603")] * 36,
+    "without a type": [{"pattern": {"Regex": "\u2603"}, "content": "\u2603\u2603"}] * 36,
+}
+
+
+@pytest.mark.parametrize("parts", BOMBS.values(), ids=BOMBS)
+@pytest.mark.parametrize("decoder", [False, True], ids=["normalizer", "decoder"])
+def test_replacements_that_make_thousands_of_characters_of_one_are_refused_before_any_text(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, parts: list[dict[str, Any]], decoder: bool
+):
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    monkeypatch.setattr(Tokenizer, "decode", None)
+    name, key = ("decoder", "decoders") if decoder else ("normalizer", "normalizers")
+    with pytest.raises(BundleError, match=rf"replacements of its {name} make [\d.e+]+ characters of one, at most 24"):
+        examine(str(written(**{name: {"type": "Sequence", key: parts}})))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [prepend("\u2581"), replace(" ", "\u2581")],
+        [expression(" {2,}", " ")] * 10 + [replace("``", '"'), replace("''", '"'), {"type": "NFKC"}],
+        [replace(character, character + " ltd.") for character in "abcdefghijkl"],
+        [replace("\n", "<|newline|>"), expression("(?<=x) ", " "), expression(r"\s+", " "), {"type": "NFC"}],
+    ],
+    ids=["llama", "albert", "many characters", "names"],
+)
+def test_usual_replacements_pass(written: Callable[..., Path], parts: list[dict[str, Any]]):
+    examine(str(written(normalizer=sequence(*parts))))
 
 
 def test_a_panic_of_the_library_is_an_error_of_the_request(written: Callable[..., Path]):
