@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc.bundle import Manifest, publication, read_bundle, undisturbed, unlisted_files, verify_files
 from llmc.errors import BundleError, EngineClosedError, UsageError, written
@@ -32,10 +32,12 @@ from llmc.runtime.selftest import VerifyReport, check_once, replayed
 from llmc.runtime.sessions import emulated, open_session
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.model_drafter import ModelDrafter
-from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.text.trial import tried_tokenizer
+
+if TYPE_CHECKING:
+    from llmc.runtime.text.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -392,7 +394,7 @@ class Model:
         return self.runner.session.engine_version
 
     @property
-    def chat_template(self) -> ChatTemplate:
+    def chat_template(self) -> "ChatTemplate":
         """The bundle's chat template.
 
         Raises:
@@ -404,6 +406,8 @@ class Model:
                 raise BundleError(
                     f"{self.folder} was replaced since it was loaded, and its chat template with it; load it again"
                 )
+            from llmc.runtime.text.chat_template import ChatTemplate  # jinja, for those who chat
+
             self._chat_template = ChatTemplate.from_folder(self.folder, self.tokenizer)
         return self._chat_template
 

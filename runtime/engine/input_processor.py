@@ -3,8 +3,8 @@
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,11 +16,10 @@ from llmc.runtime.api.results import Output
 from llmc.runtime.engine.sample_group import Sample, SampleGroup
 from llmc.runtime.engine.search_group import SearchGroup
 from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
-from llmc.runtime.guided.grammars import Grammars
 from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling.dry import Breakers
-from llmc.runtime.sampling.params import MOST_COMPARED, SamplingParams
+from llmc.runtime.sampling.params import GUIDES, MOST_COMPARED, SamplingParams
 from llmc.runtime.sampling.processors import SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.search.base import Hypothesis, StopCriterion, Strategy
@@ -29,6 +28,9 @@ from llmc.runtime.search.contrastive import Contrastive
 from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.detokenizer import NoText, TextStream
 from llmc.runtime.text.tokenizer import PLAIN_CHARACTERS, Tokenizer
+
+if TYPE_CHECKING:
+    from llmc.runtime.guided.grammars import Grammars
 
 # Below it, the half of the context that stays would hardly be more than the sinks.
 SHORTEST_SLIDING = 4 * SINK_TOKENS
@@ -59,7 +61,13 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = manifest.geometry.vocab_size
         self._eos = tuple(manifest.generation.eos_token_ids)
-        self._grammars = Grammars(tokenizer, self._vocab_size, self._eos)
+
+    @cached_property
+    def _grammars(self) -> "Grammars":
+        """Made for the first request that wants a form, for what reads grammars takes a while to import."""
+        from llmc.runtime.guided.grammars import Grammars
+
+        return Grammars(self._tokenizer, self._vocab_size, self._eos)
 
     def process(self, request: Request, collector: OutputCollector, metrics: EngineMetrics) -> RequestState:
         """The state of a request; called in the client's thread, for grammars may take a second to compile.
@@ -78,7 +86,8 @@ class InputProcessor:
                 f"{width(params)} rows are needed at once (beams or candidates), the engine has {self.max_rows}; "
                 "ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
             )
-        grammar = self._grammars.compiled(params, request.deadline_s)
+        guided = any(getattr(params, name) is not None for name in GUIDES)
+        grammar = self._grammars.compiled(params, request.deadline_s) if guided else None
         state = RequestState(request, params, prompt, collector, metrics.timeline(len(prompt)))
         state.truncated_tokens = cut
         state.group = self._group(state, grammar)

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 from llmc.errors import LlmcError
-from llmc.runtime.host.probe import run_steps
 
 # It sees the modules that this process sees, and no others: not those of the folder that it was started in.
 CODE = (
@@ -42,6 +41,8 @@ def call_apart(function: str, *arguments: Any, seconds: float, memory: int) -> A
         raise OSError("this Python has no executable")
     path = json.dumps([entry for entry in sys.path if entry])
     command = [sys.executable, "-c", CODE, path, json.dumps([function, list(arguments), memory])]
+    from llmc.runtime.host.probe import run_steps  # wanted once per tokenizer and machine, and slow to import
+
     found = run_steps({function: command}, seconds)[function]
     if "result" in found:
         return found["result"]

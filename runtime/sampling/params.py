@@ -47,7 +47,7 @@ _SEQUENCES = sequences(100, 1_024, 8_192)  # 0.3 ms per token where all end with
 _LARGEST_PENALTY = 1e30  # its sums over groups and steps stay within float32
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint has defaults for
 _CUTS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "xtc_probability")
-_GUIDES = ("json_schema", "regex", "grammar", "choice")
+GUIDES = ("json_schema", "regex", "grammar", "choice")  # parameters that say which form the output has
 
 # The steps between the model's logits and the draw, in the order that llmc.runtime.sampling.processors explains.
 STEPS = (
@@ -403,7 +403,7 @@ _NOT_IN_LOCKSTEP = (
     "dynatemp_range",
     *(cut for cut in _CUTS if cut != "top_k"),
     "stop",
-    *_GUIDES,
+    *GUIDES,
     "logprobs",
     "on_overflow",
 )
@@ -458,9 +458,9 @@ def check_combination(params: SamplingParams) -> None:
         clash = next((name for name in excluded if _is_set(params, name)), None) if is_on(params) else None
         if clash:
             raise UsageError(f"{mode} cannot be combined with {_shown(params, clash)}; leave one of them out")
-    guides = [name for name in _GUIDES if _is_set(params, name)]
+    guides = [name for name in GUIDES if _is_set(params, name)]
     if len(guides) > 1:
-        raise UsageError(f"{' and '.join(guides)} are given, expected at most one of {', '.join(_GUIDES)}")
+        raise UsageError(f"{' and '.join(guides)} are given, expected at most one of {', '.join(GUIDES)}")
     for name, needed, holds in _NEEDS:
         if _is_set(params, name) and not holds(params):
             raise UsageError(f"{_shown(params, name)} needs {needed}")
