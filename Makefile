@@ -15,14 +15,19 @@ export HF_HUB_OFFLINE := 1
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SERVES := $(VENV)/.serves
 
-.PHONY: demo test check format clean
+.PHONY: demo test real check format clean
 
-demo: $(READY)  ## export, build (int8, int4) and run the small model of recipes/tiny
-	$(BIN)/python recipes/tiny/demo.py
+demo: $(SERVES)  ## fetch SmolLM2-135M, export, build (int8, int4), ask it something; offline the model of recipes/tiny
+	$(BIN)/python recipes/demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+
+# LLAMACPP=PATH is the interpreter of the llama.cpp peer, see recipes/benchmarks/README.md; without it llmc stands alone.
+real: $(READY)  ## hold SmolLM2-135M against transformers and llama.cpp: tokens, greedy answers, KL per bit
+	$(BIN)/python recipes/smollm2/real.py $(if $(LLAMACPP),--llamacpp-python $(LLAMACPP))
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -38,8 +43,14 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml
+$(SERVES): pyproject.toml
+	@echo "setting up $(VENV): torch and others, about 2 GB, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cpu,export,serve]"
+	touch $@
+
+$(READY): $(SERVES)
+	@echo "adding what the tests need, about 1 GB"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cpu,export,dev]"
 	touch $@

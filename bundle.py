@@ -27,16 +27,24 @@ from llmc.inventory import Positions
 from llmc.strict import decode as decode
 from llmc.strict import open_regular, read_json
 
-SCHEMA_VERSION = 6
-GRAPH_CONTRACT_VERSION = 2
+SCHEMA_VERSION = 7
+GRAPH_CONTRACT_VERSION = 3
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
 DECODER_FILE = "decoder.onnx"
+MADE_FILE = "made.bin"  # weights of an export that no file of its checkpoint holds as the graph reads them
 WEIGHTS_FILE = "weights.bin"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
 # Everything the runtime may need to speak the model's language; only the first one must exist.
-TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    PROMPTS_FILE,
+)
 
 # Hashes of pieces of large files, so that some bytes can be checked without reading all. They are cut to 64 bits: who
 # damages a file by chance looks for no piece with the same hash, and who changes it on purpose can change this one too.
@@ -321,7 +329,8 @@ class FileEntry:
 class ExportManifest:
     """``export.json``: what the portable decoder in this folder is.
 
-    ``notes`` are sentences about what of the checkpoint's settings was left out on purpose.
+    ``notes`` are sentences about what of the checkpoint's settings was left out on purpose; ``weights`` are bytes by
+    type.
     """
 
     schema_version: Version
@@ -331,6 +340,7 @@ class ExportManifest:
     source: Source
     generation: Generation
     notes: tuple[str, ...]
+    weights: dict[str, Bytes]
 
 
 @dataclass(frozen=True)
@@ -401,8 +411,8 @@ class Recipe:
 
     Attributes:
         name: the recipe file's name, or default.
-        precision, scheme: of the body's linears (fp32, fp16, bf16, int8, int4, fp8), and how integers were chosen (rtn,
-            gptq...).
+        precision, scheme: of the body's linears (fp32, fp16, bf16, int8, int4, fp8, or source: the checkpoint's own
+            integers), and how integers were chosen (rtn, gptq...).
         block_size: inputs that share a weight scale; 0 where weights are not in blocks.
         symmetric: whether integer 0 stands for weight 0 without a zero point.
         head: precision of the head and a tied embedding.
@@ -511,6 +521,30 @@ class GoldenPrompt:
 
 
 @dataclass(frozen=True)
+class GoldenVector:
+    """One self-test case of a model that embeds or ranks: a text's tokens and the first values of its result."""
+
+    prompt: TokenIds
+    values: Logits
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Bundle against the unquantized model on the golden texts.
+
+    Attributes:
+        texts: how many.
+        mean, smallest: cosine of the bundle's vector and the unquantized model's, -1 ... 1; None for scores.
+        largest_difference: between two values of a result, of all texts.
+    """
+
+    texts: Annotated[int, range(1, 1025)]
+    mean: float | None
+    smallest: float | None
+    largest_difference: float
+
+
+@dataclass(frozen=True)
 class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
@@ -518,7 +552,8 @@ class Manifest:
     ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. It follows from
     ``golden_spread``: how far they were apart where it was built, between calls of other shapes that an engine makes.
     ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
-    target with a GPU. ``notes`` are those of the export.
+    target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
+    ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``.
     """
 
     schema_version: Version
@@ -542,6 +577,8 @@ class Manifest:
     files: Annotated[dict[str, FileEntry], range(1025)]
     engine: EngineConfig | None = None
     device: DeviceMemory | None = None
+    vectors: Annotated[tuple[GoldenVector, ...], range(17)] = ()
+    similarity: Similarity | None = None
 
     def named_files(self) -> list[str]:
         """Every file that some part of the manifest names."""
@@ -661,7 +698,9 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
     sound = {
         "geometry": g.is_sound,
         "limits": limits.prefill_chunk <= limits.max_context <= g.max_positions,
-        "graphs": "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
+        "graphs": manifest.graphs.keys() == {"encode"}
+        if g.encoder
+        else "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
         "generation": max((*generation.eos_token_ids, generation.bos_token_id or 0)) < g.vocab_size
         and (generation.temperature or 0) >= 0
         and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p)),

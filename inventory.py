@@ -12,8 +12,15 @@ from typing import Annotated, Literal
 
 # Modules that every decoder has, by llmc's own names.
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+# Of those that add a learned vector to each position's embedding.
+POSITIONS = "model.embed_positions"
+# What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
+DENSE, SCORE = "dense", "score"
 
 CacheKind = Literal["kv", "state"]
+NormKind = Literal["rms", "layer"]
+Result = Literal["embeddings", "scores"]
+Pooling = Literal["last", "mean"]
 
 # Ranges of what comes from a file, far beyond the largest decoders there are, and small enough that a product of a few
 # of them is a number of bytes that somebody can be told.
@@ -25,6 +32,21 @@ Positions = Annotated[int, range(1, 1 << 28)]
 
 
 @dataclass(frozen=True)
+class Codes:
+    """Integers that a checkpoint stores a weight as.
+
+    Attributes:
+        bits: of each.
+        block: inputs that share a scale.
+        zero_points: whether each block has one.
+    """
+
+    bits: Annotated[int, range(1, 9)]
+    block: Width
+    zero_points: bool
+
+
+@dataclass(frozen=True)
 class Linear:
     """A product with a weight [outputs, inputs].
 
@@ -32,10 +54,13 @@ class Linear:
         name: module path.
         outputs, inputs: shape of the weight.
         bias: whether a bias [outputs] is added.
-        reads: the module whose output it multiplies; linears that read the same module read the same tensor.
+        reads: the module whose output it multiplies, or where a residual stream as it stands: ``model.layers.{i}`` for
+            what goes into layer i, ``model.layers.{i}.residual`` for what its MLP adds to. Linears that read the same
+            read the same tensor.
         producer: the norm or linear whose output channels scale the inputs one by one, so that a factor per input can
             be moved into its weight; empty where there is none.
         layer: index of its layer, None for the head.
+        codes: the integers that the checkpoint stores its weight as, None of a float weight.
     """
 
     name: str
@@ -45,6 +70,7 @@ class Linear:
     reads: str
     producer: str
     layer: Index | None
+    codes: Codes | None = None
 
     @property
     def size(self) -> int:
@@ -58,20 +84,25 @@ class Norm:
 
     Attributes:
         name: module path.
+        kind: ``rms`` divides by the root of the mean square, ``layer`` by the standard deviation after subtracting the
+            mean.
         size: values that are normalised together, and length of the weight.
-        follows_residual: whether it reads the sum that ends a residual branch, as it stands.
+        bias: whether a bias [size] is added.
+        follows_residual: whether it is the first to read a sum of the residual stream, as it stands.
         layer: index of its layer, None for the one before the head.
     """
 
     name: str
+    kind: NormKind
     size: Width
+    bias: bool
     follows_residual: bool
     layer: Index | None
 
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention over a cache of its own.
+    """An attention over a cache of its own, or of an encoder over the tokens of the call.
 
     Attributes:
         name: module path.
@@ -79,8 +110,13 @@ class Attention:
         heads, kv_heads, head_dim: of queries, of keys and values, and the width of each.
         window: positions that a query sees, itself included; 0 for all.
         rope: index of its rotary embedding, None where positions are not encoded.
+        rotary_dim: values of each head that are rotated, 0 without a rope.
         projections: names of the linears that make queries, keys and values.
-        cache: name of its cache.
+        cache: name of its cache, empty in an encoder.
+        causal: whether a position sees none after it.
+        turned_before: whether queries and keys are rotated by nodes of their own, ``{name}.q_rope`` and ``.k_rope``, in
+            front of what the attention reads.
+        grows_after: positions after which queries become longer, and have rotary tables of their own; 0 for none.
     """
 
     name: str
@@ -90,8 +126,12 @@ class Attention:
     head_dim: Width
     window: Annotated[int, range(1 << 28)]
     rope: Index | None
+    rotary_dim: Annotated[int, range(1 << 20)]
     projections: tuple[str, ...]
     cache: str
+    causal: bool = True
+    turned_before: bool = False
+    grows_after: Annotated[int, range(1 << 28)] = 0
 
 
 @dataclass(frozen=True)
@@ -142,6 +182,27 @@ class Cache:
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """An end that makes one result of a text, in one pass and without a cache.
+
+    Attributes:
+        result: ``embeddings``, one vector for each text, or ``scores``, one number for each query with a document.
+        pooling: which of the last norm's outputs count: the last token's, or the mean of all.
+        width: values of a result, 1 for scores.
+        normalized: whether embeddings have length one.
+        template: whether the chat template puts query and document together; else the tokenizer does, as a pair.
+        padding: the token that counts for nothing at the end of a text, None where every token does.
+    """
+
+    result: Result
+    pooling: Pooling
+    width: Width
+    normalized: bool
+    template: bool
+    padding: Annotated[int, range(1 << 24)] | None = None
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Sizes of a decoder, and its inventory.
 
@@ -151,8 +212,10 @@ class Geometry:
         hidden_size: width of the values between layers.
         vocab_size, max_positions: tokens that are known, and positions that it was made for.
         tied_head: whether the head multiplies with the embedding's table.
+        learned_positions: whether a row of a table [max_positions, hidden_size] is added to each embedding.
         linears: in the order of the computation, the head last.
         norms, attentions, mlps, caches: in the order of the layers.
+        encoder: its end where it embeds or ranks; None where it has a head and generates.
     """
 
     model_type: str
@@ -161,11 +224,18 @@ class Geometry:
     vocab_size: Vocabulary
     max_positions: Positions
     tied_head: bool
+    learned_positions: bool
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...]
     attentions: tuple[Attention, ...]
     mlps: tuple[Mlp, ...]
     caches: tuple[Cache, ...]
+    encoder: Encoder | None = None
+
+    @property
+    def table(self) -> Linear:
+        """The embedding's table as if it were a linear: a row for each token."""
+        return Linear(EMBEDDING, self.vocab_size, self.hidden_size, False, EMBEDDING, "", None)
 
     @cached_property
     def linear(self) -> dict[str, Linear]:
@@ -176,6 +246,11 @@ class Geometry:
     def attention(self) -> dict[str, Attention]:
         """The attentions by name."""
         return {attention.name: attention for attention in self.attentions}
+
+    @property
+    def coded(self) -> tuple[Linear, ...]:
+        """The linears whose weights the checkpoint stores as integers."""
+        return tuple(linear for linear in self.linears if linear.codes is not None)
 
     @property
     def readers(self) -> list[tuple[Linear, ...]]:
@@ -209,16 +284,37 @@ class Geometry:
         """True if names and shapes fit together, as in everything that export writes; sizes are in their ranges."""
         parts: list[Linear | Norm | Attention | Mlp] = [*self.linears, *self.norms, *self.attentions, *self.mlps]
         names, caches = {part.name for part in parts}, {cache.name: cache for cache in self.caches}
+        streams = {f"model.layers.{i}{end}" for i in range(self.layers) for end in ("", ".residual")}
         return (
             all(part.layer is None or 0 <= part.layer < self.layers for part in parts)
             and len(names) == len(parts)
-            and [linear.name for linear in self.linears if linear.layer is None] == [HEAD]
-            and all({linear.reads, linear.producer or linear.reads} <= names for linear in self.linears)
+            and self._has_sound_end
+            and all(linear.reads in names | streams for linear in self.linears)
+            and all(not linear.producer or linear.producer in names for linear in self.linears)
             and len(caches) == len(self.caches)
             and all(cache.kind == "state" or len(cache.shape) == 2 for cache in self.caches)
             and all(item.heads % item.kv_heads == 0 for item in self.attentions)
+            and all((item.rope is None) == (item.rotary_dim == 0) for item in self.attentions)
+            and all(item.rotary_dim % 2 == 0 and item.rotary_dim <= item.head_dim for item in self.attentions)
             and all(
                 item.cache in caches and caches[item.cache].shape == (item.kv_heads, item.head_dim)
                 for item in self.attentions
+                if self.encoder is None
             )
+        )
+
+    @property
+    def _has_sound_end(self) -> bool:
+        end = [linear for linear in self.linears if linear.layer is None]
+        if self.encoder is None:
+            return [linear.name for linear in end] == [HEAD]
+        of_embeddings = self.encoder.result == "embeddings"
+        width = end[-1].outputs if end else self.hidden_size
+        kind = DENSE if of_embeddings else SCORE
+        names = [f"{kind}.{i}" for i in range(len(end))]
+        return (
+            [linear.name for linear in end] == names
+            and self.encoder.width == width
+            and (of_embeddings or (width == 1 and len(end) in (1, 2)))
+            and not self.caches
         )

@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmc.bundle import CONFIG_FILE, TOKENIZER_FILES, ExportManifest
+from llmc.bundle import CONFIG_FILE, MADE_FILE, TOKENIZER_FILES, ExportManifest
 from llmc.errors import CheckpointError
 from llmc.strict import open_regular, parse_json
 
 # Of each of three places of every tensor, for the fingerprint: a page costs no more to read than a byte.
 SAMPLED_BYTES = 4096
+# Parts of a file whose tensors are not known here, each of which is sampled like a tensor.
+SAMPLED_PARTS = 1024
 # Of a header: the limit of the safetensors library.
 MOST_HEADER = 100_000_000
 
@@ -80,8 +82,9 @@ def copy_tokenizer(source: Path, target: Path) -> int:
 def fingerprint(config: bytes, shards: Iterable[Path]) -> str:
     """A hash of ``config.json``, and of the header, the size and samples of every tensor of each safetensors file.
 
-    Of a tensor it reads 4 KiB at the beginning, in the middle and at the end: milliseconds for a small model, and no
-    more for larger weights. It sees a model that was trained on; a change between the samples it does not see.
+    A GGUF file is taken for 1024 tensors of one size. Of a tensor it reads 4 KiB at the beginning, in the middle and at
+    the end: milliseconds for a small model, and no more for larger weights. It sees a model that was trained on; a
+    change between the samples it does not see.
 
     Raises:
         OSError: a file cannot be read.
@@ -90,13 +93,14 @@ def fingerprint(config: bytes, shards: Iterable[Path]) -> str:
     digest = hashlib.sha256(config)
     for path in shards:
         with open_regular(path) as file:
-            header, places = _places(file)
+            size = os.fstat(file.fileno()).st_size
+            header, places = (b"", _parts(size)) if path.suffix == ".gguf" else _places(file)
             digest.update(header)
-            digest.update(str(os.fstat(file.fileno()).st_size).encode())
+            digest.update(str(size).encode())
             for start, length in places:
                 for offset in (0, length // 2, max(0, length - SAMPLED_BYTES)):
-                    size = min(SAMPLED_BYTES, length - offset)
-                    digest.update(hashlib.sha256(os.pread(file.fileno(), size, start + offset)).digest())
+                    sample = os.pread(file.fileno(), min(SAMPLED_BYTES, length - offset), start + offset)
+                    digest.update(hashlib.sha256(sample).digest())
     return digest.hexdigest()
 
 
@@ -114,6 +118,17 @@ def _places(file: BinaryIO) -> tuple[bytes, list[tuple[int, int]]]:
         raise ValueError("its header is corrupt") from error
 
 
+def _parts(size: int) -> list[tuple[int, int]]:
+    """Offset and length of equal parts of a file."""
+    part = max(SAMPLED_BYTES, -(-size // SAMPLED_PARTS))
+    return [(start, min(part, size - start)) for start in range(0, size, part)]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files of a checkpoint or an export that hold weights, sorted by name."""
+    return sorted(path for pattern in ("*.safetensors", "*.gguf", MADE_FILE) for path in folder.glob(pattern))
+
+
 def check_unchanged(folder: Path, manifest: ExportManifest) -> None:
     """Refuse an export whose weights somebody overwrote: as hard links they are the checkpoint's own.
 
@@ -122,7 +137,7 @@ def check_unchanged(folder: Path, manifest: ExportManifest) -> None:
     Raises:
         CheckpointError: the fingerprint is another one, or cannot be computed.
     """
-    shards = sorted(folder.glob("*.safetensors"))
+    shards = [path for path in weight_files(folder) if path.name != MADE_FILE]
     try:
         if all(path.stat().st_nlink == 1 for path in shards):
             return

@@ -19,7 +19,7 @@ from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, FileEntry, sha256_file
 from llmc.errors import ResourceError, UsageError
 
 # What a folder of llmc's may hold; anything else in it is somebody's own.
-OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".jinja")
+OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".gguf", ".jinja")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a folder that comes or goes between two steps makes of the second.
 OVERTAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)

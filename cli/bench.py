@@ -1,4 +1,7 @@
-"""``llmc bench``: the speed of a bundle on this machine, for one request at a time or under load."""
+"""``llmc bench``: the speed of a bundle on this machine, for one request at a time or under load.
+
+That of a server, ``llmc bench serve``, is in bench_serve.py.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,21 @@ REPEATS = 3
 load_option = partial(click.option, cls=SectionOption, section="Under load (with --concurrency or --rate)")
 
 
-@click.command("bench", cls=SectionCommand)
+class BenchCommand(SectionCommand):
+    """``bench BUNDLE``, beside which ``bench serve URL`` is a command of its own; a folder may be ``./serve``."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """The context of the command that the first argument tells."""
+        if args[:1] != ["serve"]:
+            return super().make_context(info_name, args, parent, **extra)
+        from llmc.cli.bench_serve import bench_serve_command
+
+        return bench_serve_command.make_context(f"{info_name} serve", args[1:], parent, **extra)
+
+
+@click.command("bench", cls=BenchCommand)
 @bundle_argument
 @click.option("--prompt-length", type=int, default=128, help="Tokens of the prompt.")
 @click.option("--new-tokens", type=int, default=64, help="Tokens to generate.")
@@ -68,6 +85,8 @@ def bench_command(
 
     One request follows the other. With --concurrency or --rate they arrive at random moments instead (a Poisson
     process) and wait for nobody: times count from the moment at which a request was due.
+
+    llmc bench serve URL sends requests to a server instead, llmc's or any other with OpenAI's API.
     """
     load = {name: value for name, value in load.items() if value is not None}
     common: dict[str, Any] = {"prompt_length": prompt_length, "new_tokens": new_tokens, "threads": threads}

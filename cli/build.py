@@ -14,7 +14,7 @@ from llmc.cli import output as show
 from llmc.cli.inspect import bundle_rows
 from llmc.cli.options import (
     EXISTING_FILE,
-    EXISTING_FOLDER,
+    EXISTING_SOURCE,
     NEW_FILE,
     NEW_FOLDER,
     debug_option,
@@ -39,7 +39,7 @@ ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_com
 
 
 @click.command("build")
-@click.argument("source", type=EXISTING_FOLDER)
+@click.argument("source", type=EXISTING_SOURCE)
 @click.option("-o", "--output", type=NEW_FOLDER, help="Folder to write; with --rebuild by default SOURCE itself.")
 @click.option("--target", default="cpu", help="What it will run on: cpu, cuda, tensorrt or tensorrt-rtx.")
 @precision_options
@@ -77,7 +77,7 @@ def build_command(
     as_json: bool,
     **choices: Any,
 ) -> None:
-    """Build a bundle from SOURCE, an export or a Hugging Face checkpoint, and verify it.
+    """Build a bundle from SOURCE, an export, a Hugging Face checkpoint or a GGUF file, and verify it.
 
     A checkpoint is exported on the way.
     """
@@ -171,7 +171,7 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
     if (source / EXPORT_MANIFEST).exists():
         yield source
         return
-    if not (source / CONFIG_FILE).exists():
+    if source.is_dir() and not (source / CONFIG_FILE).exists():
         refuse_bundle(source, "an export or a checkpoint")
         yield source
         return
@@ -180,7 +180,7 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
 
     check_export(source)
     with room(output) as folder:
-        yield export(source, folder / source.resolve().name, progress=progress).output
+        yield export(source, folder / source.resolve().name.removesuffix(".gguf"), progress=progress).output
 
 
 def print_report(report: BuildReport) -> None:

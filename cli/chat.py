@@ -49,7 +49,8 @@ from llmc.cli.saved import (
 from llmc.errors import CancelledError, LlmcError, RequestError, UsageError
 
 if TYPE_CHECKING:
-    from llmc.runtime import GenerationResult, Handle, Model
+    from llmc.runtime import GenerationResult, Model
+    from llmc.runtime.api.chat import ChatHandle
 
 PROMPT = "> "
 COMMANDS = {
@@ -267,14 +268,27 @@ class Conversation:
                 )
         return None
 
-    def _print(self, handle: Handle, parts: list[str]) -> None:
+    def _print(self, handle: ChatHandle, parts: list[str]) -> None:
         with self._keys.stopping(handle):
             try:
-                for piece in handle if is_one(self._sampling) else [handle.result().text]:
+                for piece in self._pieces(handle) if is_one(self._sampling) else [handle.result().text]:
                     parts.append(piece)
                     click.echo(piece, nl=False)
             finally:
                 click.echo()
+
+    def _pieces(self, handle: ChatHandle) -> Iterator[str]:
+        """The answer as it comes; a person sees the reasoning, dim, before it."""
+        thought = False
+        for delta in handle.deltas():
+            if delta.reasoning and self._interactive:
+                thought = True
+                click.secho(delta.reasoning, nl=False, err=True, dim=True)
+            if delta.content:
+                if thought:
+                    click.echo("\n", err=True)
+                    thought = False
+                yield delta.content
 
     def system(self, text: str) -> None:
         """Say ``text`` before everything else, in place of what was said there."""

@@ -9,7 +9,7 @@ import click
 
 from llmc.bundle import CONFIG_FILE, refuse_bundle
 from llmc.cli import output as show
-from llmc.cli.options import EXISTING_FOLDER, debug_option, force_option, json_option, output_option
+from llmc.cli.options import EXISTING_SOURCE, debug_option, force_option, json_option, output_option
 from llmc.cli.stopping import cleanly_stopped
 from llmc.errors import printable
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 
 @click.command("export")
-@click.argument("checkpoint", type=EXISTING_FOLDER)
+@click.argument("checkpoint", type=EXISTING_SOURCE)
 @output_option
 @force_option
 @json_option
 @debug_option
 def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool) -> None:
-    """Export CHECKPOINT, a local Hugging Face folder, as a portable ONNX decoder.
+    """Export CHECKPOINT, a local Hugging Face folder or a GGUF file, as a portable ONNX decoder.
 
-    The weights stay where they are on disk: the output folder holds links to the safetensors files, or copies of
-    them on another file system.
+    The weights stay where they are on disk: the output folder holds links to the checkpoint's files, or copies of
+    them on another file system. Quantized weights of a GGUF file are unpacked to float16. Of a model in several GGUF
+    files give the first.
     """
     from llmc.cli.plan import check_export
     from llmc.export import export

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from llmc.cli import output as show
-from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
+from llmc.cli.options import EXISTING_SOURCE, debug_option, json_option
 
 if TYPE_CHECKING:
     from llmc.bundle import EngineConfig, Geometry, Manifest, Target
     from llmc.cli.summary import Memory, Summary
+    from llmc.inventory import Encoder
 
 
 NO_VERSION = "none"  # of a library that did not build an engine yet
@@ -28,7 +29,7 @@ VERIFIED = {
 
 
 @click.command("inspect")
-@click.argument("path", type=EXISTING_FOLDER)
+@click.argument("path", type=EXISTING_SOURCE)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
 @json_option
@@ -73,15 +74,25 @@ def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
     inner = by_layers([f"inner size {mlp.inner}" for mlp in geometry.mlps])
     shapes = [f"{it.heads} heads of {it.head_dim}, {it.kv_heads} for keys and values" for it in geometry.attentions]
     reach = [f"the last {it.window} positions" if it.window else "all positions" for it in geometry.attentions]
-    head = "tied to" if geometry.tied_head else "apart from"
+    head = f", head {'tied to' if geometry.tied_head else 'apart from'} the embedding"
+    end = [] if geometry.encoder is None else [("result", result_of(geometry.encoder))]
     return [
         ("family", geometry.model_type),
         ("layers", f"{geometry.layers} of hidden size {geometry.hidden_size}, {inner}"),
         ("attention", by_layers(shapes)),
         ("window", by_layers(reach)),
-        ("vocabulary", f"{geometry.vocab_size}, head {head} the embedding"),
+        ("vocabulary", f"{geometry.vocab_size}{'' if geometry.encoder else head}"),
         ("positions", str(geometry.max_positions)),
+        *end,
     ]
+
+
+def result_of(encoder: Encoder) -> str:
+    """The result for a text, in words."""
+    pooled = {"last": "the last token", "mean": "the mean of all tokens"}[encoder.pooling]
+    if encoder.result == "scores":
+        return f"a score, made at {pooled}"
+    return f"an embedding of {encoder.width} values{', of length one' if encoder.normalized else ''}, from {pooled}"
 
 
 def by_layers(values: Sequence[str]) -> str:
@@ -92,7 +103,7 @@ def by_layers(values: Sequence[str]) -> str:
 
 def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
     """Target, recipe, limits and quality."""
-    target, limits = manifest.target, manifest.limits
+    target = manifest.target
     features = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
     return [
         ("target", f"{target.name}, {engine_of(target)}"),
@@ -100,9 +111,18 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
         *([] if manifest.device else [("CPU features", ", ".join(features) or "none in particular")]),
         ("recipe", show.recipe(manifest.recipe)),
         *show.calibration_rows(manifest.recipe),
-        ("limits", f"{limits.max_context} tokens x {limits.max_batch}, prefill in chunks of {limits.prefill_chunk}"),
+        ("limits", limits_of(manifest)),
         *show.quality_rows(manifest.quality),
+        *show.similarity_rows(manifest.similarity),
     ]
+
+
+def limits_of(manifest: Manifest) -> str:
+    """The largest calls, in words."""
+    limits = manifest.limits
+    if manifest.geometry.encoder:
+        return f"texts of {limits.max_context} tokens, short ones together in calls of {limits.prefill_chunk}"
+    return f"{limits.max_context} tokens x {limits.max_batch}, prefill in chunks of {limits.prefill_chunk}"
 
 
 def engine_of(target: Target) -> str:

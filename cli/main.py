@@ -19,6 +19,9 @@ VERBS = {
     "build": "llmc.cli.build:build_command",
     "run": "llmc.cli.run:run_command",
     "chat": "llmc.cli.chat:chat_command",
+    "embed": "llmc.cli.embed:embed_command",
+    "rank": "llmc.cli.rank:rank_command",
+    "serve": "llmc.cli.serve:serve_command",
     "bench": "llmc.cli.bench:bench_command",
     "eval": "llmc.cli.eval:eval_command",
     "inspect": "llmc.cli.inspect:inspect_command",
@@ -59,6 +62,8 @@ def cli(ctx: click.Context) -> None:
     llmc build DIR -o BUNDLE          graph (or checkpoint) -> bundle for one target
     llmc run BUNDLE -p "Once"         bundle -> text
     llmc chat BUNDLE                  talk with it
+    llmc serve BUNDLE                 the same over HTTP, for clients of OpenAI and Anthropic
+    llmc embed BUNDLE "Once"          bundle of an embedding model -> vectors; llmc rank: of a reranker -> scores
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)

@@ -26,6 +26,7 @@ class NewPath(click.Path):
 
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+EXISTING_SOURCE = click.Path(exists=True, path_type=Path)  # a folder, or a GGUF file
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FOLDER = NewPath(path_type=Path)
 NEW_FILE = NewPath(dir_okay=False, path_type=Path)
@@ -105,6 +106,7 @@ PRECISIONS = {
     "bf16": "Weights and arithmetic in bfloat16, for TensorRT.",
     "int8": "8-bit weights.  [default]",
     "int4": "4-bit weights.",
+    "source": "The integers that a quantized checkpoint has.  [its default]",
     "fp8": "Weights in float8 (e4m3), for TensorRT on GPUs from Ada and Hopper on.",
 }
 
@@ -124,13 +126,13 @@ def engine_options(command: Command) -> Command:
 def precision_options(command: Command) -> Command:
     """Add a flag for each of :data:`PRECISIONS`."""
     for name in reversed(PRECISIONS):
-        command = click.option(f"--{name}", is_flag=True, help=PRECISIONS[name])(command)
+        command = click.option(f"--{name}", f"as_{name}", is_flag=True, help=PRECISIONS[name])(command)
     return command
 
 
 def take_precision(options: dict[str, Any]) -> str | None:
     """Remove the flags of :data:`PRECISIONS`, and return the one that was given, None for the default."""
-    chosen = [name for name in PRECISIONS if options.pop(name)]
+    chosen = [name for name in PRECISIONS if options.pop(f"as_{name}")]
     if len(chosen) > 1:
         raise click.UsageError(f"--{chosen[0]} and --{chosen[1]} contradict each other: give one of them")
     return chosen[0] if chosen else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from llmc.bundle import PhaseQuality, Quality, Recipe
+from llmc.bundle import PhaseQuality, Quality, Recipe, Similarity
 from llmc.errors import printable
 
 Report = Callable[..., None]
@@ -28,7 +28,8 @@ def print_json(report: Any) -> None:
 
 def as_dict(report: Any) -> dict[str, Any]:
     """The fields and the properties of a dataclass, by name."""
-    computed = [name for name, member in vars(type(report)).items() if isinstance(member, property)]
+    members = {name: member for kind in reversed(type(report).__mro__) for name, member in vars(kind).items()}
+    computed = [name for name, member in members.items() if isinstance(member, property)]
     return {name: getattr(report, name) for name in [*(f.name for f in dataclasses.fields(report)), *computed]}
 
 
@@ -143,6 +144,11 @@ def calibration_rows(recipe: Recipe) -> list[tuple[str, str]]:
     return [("calibrated on", f"{origin}: {used.samples} x {used.length} tokens")]
 
 
+# SmolLM2-135M at 1.03 writes no sense, and at 0.36 whole sentences.
+FAR_KL = 0.5
+FAR_ADVICE = "its texts may make no sense; build with --int8, --recipe int4-balanced, or a recipe with block_size = 32"
+
+
 def quality_rows(quality: Quality | None) -> list[tuple[str, str]]:
     """The distance from the unquantized model, one row for each path; none where nothing was measured."""
     if quality is None:
@@ -153,7 +159,18 @@ def quality_rows(quality: Quality | None) -> list[tuple[str, str]]:
         rows.append(("unquantized model", f"perplexity {quality.reference_perplexity:.3f}"))
     if quality.greedy_match is not None:
         rows.append(("greedy match", f"{quality.greedy_match:.1f} of {quality.greedy_tokens} tokens"))
+    furthest = max((phase.mean_kl or 0.0 for phase in quality.phases.values()), default=0.0)
+    if furthest > FAR_KL:
+        rows.append(("warning", f"KL {furthest:.2f} is far from the unquantized model: {FAR_ADVICE}"))
     return rows
+
+
+def similarity_rows(found: Similarity | None) -> list[tuple[str, str]]:
+    """The distance of vectors or scores from the unquantized model's; none where nothing was measured."""
+    if found is None:
+        return []
+    cosine = "" if found.mean is None else f"cosine {found.mean:.5f}, at least {found.smallest:.5f}, "
+    return [("against unquantized", f"{cosine}values differ by up to {found.largest_difference:.2g}")]
 
 
 def _phase(phase: PhaseQuality) -> str:

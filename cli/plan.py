@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,7 +13,7 @@ import click
 from llmc.bundle import read_bundle, read_export
 from llmc.cli import output as show
 from llmc.cli.options import (
-    EXISTING_FOLDER,
+    EXISTING_SOURCE,
     SectionCommand,
     debug_option,
     json_option,
@@ -23,6 +26,7 @@ from llmc.errors import LlmcError, MissingExtraError, ResourceError, UsageError
 
 if TYPE_CHECKING:
     from llmc.bundle import Geometry, Manifest
+    from llmc.export.sources.checkpoint import Checkpoint
     from llmc.runtime.bench.stages import Ahead, Stage
     from llmc.runtime.kv.budget import MemoryEstimate
 
@@ -31,7 +35,7 @@ UNKNOWN = "not known whether it fits"
 
 
 @click.command("plan", cls=SectionCommand)
-@click.argument("path", type=EXISTING_FOLDER)
+@click.argument("path", type=EXISTING_SOURCE)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
 @click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
@@ -57,7 +61,8 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
     from llmc.runtime.bench.stages import refusal
 
     precision = take_precision(asked)
-    ahead = _ahead(path, _geometry(path), precision=precision, **asked)
+    with _source(path) as (folder, geometry):
+        ahead = _ahead(folder, geometry, precision=precision, **asked)
     if as_json:
         machine = ahead.memories.machine
         report: dict[str, object] = {"path": path, "available": machine.bytes, "source": machine.source}
@@ -112,8 +117,9 @@ def _rebuilding(manifest: Manifest, unified: bool) -> list[MemoryEstimate]:
     return [plan_rebuild(manifest, unified)]
 
 
-def _geometry(path: Path) -> Geometry | None:
-    """The geometry of an export or a checkpoint, None of a bundle.
+@contextmanager
+def _source(path: Path) -> Iterator[tuple[Path, Geometry | None]]:
+    """The folder of an export's or a checkpoint's tokenizer and its geometry, which of a bundle is None.
 
     Raises:
         LlmcError: the folder is none of llmc's, or broken.
@@ -124,8 +130,23 @@ def _geometry(path: Path) -> Geometry | None:
     if kind == "checkpoint":
         from llmc.export.sources.checkpoint import read_checkpoint
 
-        return read_checkpoint(path).geometry
-    return read_export(path).geometry if kind == "export" else None
+        checkpoint = read_checkpoint(path)
+        with _tokenizer_folder(checkpoint) as folder:
+            yield folder, checkpoint.geometry
+    else:
+        yield path, read_export(path).geometry if kind == "export" else None
+
+
+@contextmanager
+def _tokenizer_folder(checkpoint: Checkpoint) -> Iterator[Path]:
+    """Its own folder, or for as long as the block runs one with the files that its metadata make."""
+    if not checkpoint.texts:
+        yield checkpoint.folder
+        return
+    with TemporaryDirectory() as name:
+        for file, text in checkpoint.texts.items():
+            (Path(name) / file).write_text(text, encoding="utf-8")
+        yield Path(name)
 
 
 def check_export(checkpoint: Path) -> None:
@@ -142,12 +163,14 @@ def check_export(checkpoint: Path) -> None:
     from llmc.runtime.text.trial import try_tokenizer
 
     try:
-        plan = export_plan(read_checkpoint(checkpoint).geometry)
+        found = read_checkpoint(checkpoint)
     except LlmcError:
         return
+    plan = export_plan(found.geometry)
     if problem := refusal([Stage(plan, plan.verdict(usable_memory(0)))]):
         raise ResourceError(f"{checkpoint}: {problem}")
-    try_tokenizer(checkpoint)
+    with _tokenizer_folder(found) as folder:
+        try_tokenizer(folder)
 
 
 def numbers(stage: Stage) -> dict[str, object]:

@@ -7,7 +7,6 @@ from llmc import bundle
 from llmc.bundle import CONFIG_FILE, Geometry, Manifest, Source
 from llmc.errors import BundleError, UsageError
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
-from llmc.export.sources.safetensors import DTYPE_NAMES, Shard, read_shards
 from llmc.runtime.kv.budget import plan_load, rounded_up
 
 
@@ -60,9 +59,8 @@ def summarize(path: Path, context: int | None = None, batch: int = 1) -> Summary
     if kind == "bundle":
         return _of_bundle(path, context, batch)
     if kind == "export":
-        return _unbuilt(kind, path, bundle.read_export(path), read_shards(path), context, batch)
-    checkpoint = read_checkpoint(path)
-    return _unbuilt(kind, path, checkpoint, list(checkpoint.shards), context, batch)
+        return _unbuilt(kind, path, bundle.read_export(path), context, batch)
+    return _unbuilt(kind, path, read_checkpoint(path), context, batch)
 
 
 def kind_of(path: Path) -> str:
@@ -71,6 +69,8 @@ def kind_of(path: Path) -> str:
     Raises:
         BundleError: the folder is none of them; with the files that tell.
     """
+    if path.is_file():
+        return "checkpoint"  # in a GGUF file, or what is none is refused when it is read
     kinds = {bundle.BUNDLE_MANIFEST: "bundle", bundle.EXPORT_MANIFEST: "export", CONFIG_FILE: "checkpoint"}
     for name, kind in kinds.items():
         if (path / name).exists():
@@ -104,21 +104,17 @@ def _unbuilt(
     kind: str,
     path: Path,
     found: Checkpoint | bundle.ExportManifest,
-    shards: list[Shard],
     context: int | None,
     batch: int,
 ) -> Summary:
     geometry = found.geometry
     limit = geometry.max_positions
     context = _at_most("--context", context or limit, limit, f"max_position_embeddings in {CONFIG_FILE}")
-    weights: dict[str, int] = {}
-    for tensor in (tensor for shard in shards for tensor in shard.tensors.values()):
-        name = DTYPE_NAMES[tensor.dtype]
-        weights[name] = weights.get(name, 0) + tensor.length
-    files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
-    parts = {"weights": sum(weights.values()), "cache": geometry.cache_bytes(context, batch)}
+    here = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = {file.name: file.stat().st_size for file in here if file.is_file()}
+    parts = {"weights": sum(found.weights.values()), "cache": geometry.cache_bytes(context, batch)}
     memory = Memory(context, batch, parts)
-    return Summary(kind, path, geometry, found.source, files, weights, memory, None, found.notes)
+    return Summary(kind, path, geometry, found.source, files, found.weights, memory, None, found.notes)
 
 
 def _at_most(flag: str, value: int, limit: int, what: str) -> int:

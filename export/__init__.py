@@ -1,4 +1,4 @@
-"""Checkpoint -> portable graph: a Hugging Face folder in, ``decoder.onnx`` with weights by reference out."""
+"""Checkpoint -> portable graph: a Hugging Face folder or GGUF in, ``decoder.onnx`` with weights by reference out."""
 
 import time
 from collections.abc import Callable
@@ -30,7 +30,8 @@ class ExportReport:
 def export(
     checkpoint: Path, output: Path, *, force: bool = False, progress: Callable[[str], None] | None = None
 ) -> ExportReport:
-    """Export a local Hugging Face checkpoint into the folder ``output``, without reading or copying its weights.
+    """Export a local Hugging Face checkpoint, or a model in GGUF files of which ``checkpoint`` is the first, into the
+    folder ``output``. Weights that the decoder takes as they are stored are neither read nor copied.
 
     ``progress`` is told each step in a few words. An existing ``output`` is replaced only with ``force``.
 

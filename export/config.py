@@ -6,10 +6,27 @@ A family fills in a :class:`DecoderConfig`; everything else asks it, so that no 
 from dataclasses import dataclass
 from typing import Literal
 
-from llmc.inventory import EMBEDDING, HEAD, Attention, Cache, Geometry, Linear, Mlp, Norm
+from llmc.inventory import (
+    DENSE,
+    EMBEDDING,
+    HEAD,
+    POSITIONS,
+    SCORE,
+    Attention,
+    Cache,
+    Encoder,
+    Geometry,
+    Linear,
+    Mlp,
+    Norm,
+    NormKind,
+    Pooling,
+    Result,
+)
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
-Activation = Literal["silu"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+QkNorm = Literal["none", "head", "whole", "head_after_rope"]
 
 
 @dataclass(frozen=True)
@@ -19,11 +36,15 @@ class Rope:
     Attributes:
         dim: values of a head that are rotated, pairs of them together.
         theta: base of the frequencies.
-        factor: divides all frequencies (linear), or the low ones (llama3 and yarn, which also read what follows).
+        factor: divides all frequencies (linear, proportional), or the low ones (llama3 and yarn, which also read what
+            follows).
         low_freq_factor, high_freq_factor: turns within the original positions between which llama3 blends.
         original_max_positions: positions that the model was trained with.
         beta_slow, beta_fast: as low_freq_factor and high_freq_factor, of yarn; ``truncate`` widens to whole pairs.
+        factors: each divides one frequency (longrope).
+        share: pairs of all that turn at all, the first ones (proportional).
         magnitude: of the rotated vectors, 1 where turning leaves their length as it is.
+        interleaved: whether a pair is two neighbours, instead of one value of each half.
     """
 
     dim: int
@@ -36,7 +57,10 @@ class Rope:
     beta_slow: float = 1.0
     beta_fast: float = 32.0
     truncate: bool = True
+    factors: tuple[float, ...] = ()
+    share: float = 1.0
     magnitude: float = 1.0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,8 +72,12 @@ class AttentionConfig:
         window: positions that a query sees, itself included; 0 for all.
         rope: index of its rope, None where positions are not encoded.
         scale: of the products of queries and keys; None is head_dim ** -0.5.
-        qk_norm: whether each head of the queries and keys is normalised before it is rotated.
+        softcap: c in c * tanh(products / c), 0 for none.
+        query_growth: g in 1 + g * ln(1 + floor(position / growth_period)), which multiplies queries; 0 for none.
+        qk_norm: whether queries and keys are normalised, each head or all heads together, before they are rotated or
+            after.
         qkv_bias, o_bias: whether the projections add a bias.
+        causal: whether a position sees none after it; only an encoder's may.
     """
 
     heads: int
@@ -58,14 +86,28 @@ class AttentionConfig:
     window: int = 0
     rope: int | None = 0
     scale: float | None = None
-    qk_norm: bool = False
+    softcap: float = 0.0
+    query_growth: float = 0.0
+    growth_period: int = 1
+    qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     o_bias: bool = False
+    causal: bool = True
+
+    @property
+    def turned_before(self) -> bool:
+        """True if queries and keys are rotated before their norms, and so before they come to the attention."""
+        return self.rope is not None and self.qk_norm == "head_after_rope"
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Values of all heads together, of queries and of keys."""
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """A feed-forward part, ``inner`` values wide."""
+    """A feed-forward part, ``inner`` values wide. ``gelu_tanh`` approximates ``gelu``, ``relu2`` is relu(x)²."""
 
     inner: int
     activation: Activation = "silu"
@@ -74,11 +116,83 @@ class MlpConfig:
 
 
 @dataclass(frozen=True)
+class NormConfig:
+    """Normalisations.
+
+    Attributes:
+        eps: added to the mean square or variance.
+        kind, bias: see :class:`llmc.inventory.Norm`.
+        offset: whether checkpoints store weights less one; export adds it, so that nobody else needs to know.
+    """
+
+    eps: float
+    kind: NormKind = "rms"
+    bias: bool = False
+    offset: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Places of a layer's norms, each by its module's name, empty where there is none.
+
+    ``x + after(part(before(x)))`` is computed with the attention as the part and then with the MLP; if ``parallel``,
+    both read the same x, and through one norm where they name the same.
+    """
+
+    before_attention: str
+    after_attention: str
+    before_mlp: str
+    after_mlp: str
+    parallel: bool = False
+
+
+PRE = Placement("input_layernorm", "", "post_attention_layernorm", "")
+POST = Placement("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+SANDWICH = Placement(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+PARALLEL = Placement("input_layernorm", "", "input_layernorm", "", parallel=True)
+PARALLEL_TWO_NORMS = Placement("input_layernorm", "", "post_attention_layernorm", "", parallel=True)
+
+
+@dataclass(frozen=True)
 class Layer:
     """A residual block. ``mlp`` is None where attention is all that it has."""
 
     mixer: AttentionConfig
     mlp: MlpConfig | None
+    placement: Placement = PRE
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """A linear of an encoder's end, and the activation after it."""
+
+    outputs: int
+    inputs: int
+    bias: bool
+    activation: Literal["identity", "tanh"]
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """An encoder's end, see :class:`llmc.inventory.Encoder` for what is not listed here.
+
+    Attributes:
+        dense: layers between pooling and the result, of embeddings.
+        score_rows: of scores: the tokens whose logits count, that of the second subtracted from the first's; empty
+            where the checkpoint has a head for the score.
+        sigmoid: whether scores go through a sigmoid.
+    """
+
+    result: Result
+    pooling: Pooling
+    normalized: bool = False
+    template: bool = False
+    dense: tuple[DenseConfig, ...] = ()
+    score_rows: tuple[int, ...] = ()
+    sigmoid: bool = False
+    padding: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +203,17 @@ class DecoderConfig:
         embedding_scale: multiplies embeddings.
         residual_scale: multiplies what an attention or an MLP adds to the residual stream.
         logit_scale: multiplies logits.
+        logit_softcap: c in c * tanh(logits / c), 0 for none.
+        head_bias: whether the head adds a bias.
+        learned_positions: whether the row of a position is added to each embedding.
         packed: weights of a layer that are stored as the rows of one tensor: its module, and theirs in order.
+        packed_by_head: whether such a tensor has those rows head by head: query, key and value of the first head, and
+            so on.
+        transposed: whether the linears of layers are stored as [inputs, outputs].
+        renamed: parts of the names of tensors in the checkpoint, whole words between dots, and what they are called
+            here.
+        left_out: modules whose tensors belong to another part of the model; words of names, between dots.
+        encoder: its end where it embeds or ranks, and has no head.
     """
 
     model_type: str
@@ -98,22 +222,22 @@ class DecoderConfig:
     hidden_size: int
     vocab_size: int
     max_positions: int
-    norm_eps: float
+    norm: NormConfig
     tied_head: bool
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    head_bias: bool = False
+    learned_positions: bool = False
     packed: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-    def attention_scale(self, mixer: AttentionConfig) -> float:
-        """Factor of the products of queries and keys.
-
-        A rope's magnitude m makes both longer by m and so their products by m², as long as all of a head is rotated.
-        """
-        magnitude = 1.0 if mixer.rope is None else self.ropes[mixer.rope].magnitude
-        return (mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale) * magnitude**2
+    packed_by_head: bool = False
+    transposed: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = ()
+    encoder: EncoderConfig | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -125,53 +249,99 @@ class DecoderConfig:
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
             tied_head=self.tied_head,
+            learned_positions=self.learned_positions,
             linears=linears(self),
             norms=norms(self),
             attentions=attentions(self),
             mlps=mlps(self),
             caches=caches(self),
+            encoder=encoder(self),
         )
 
 
 FINAL_NORM = "model.norm"
 
 
+def encoder(config: DecoderConfig) -> Encoder | None:
+    """The end of an encoder, as later stages need it."""
+    end = config.encoder
+    if end is None:
+        return None
+    width = 1 if end.result == "scores" else end.dense[-1].outputs if end.dense else config.hidden_size
+    return Encoder(end.result, end.pooling, width, end.normalized, end.template, end.padding)
+
+
 def linears(config: DecoderConfig) -> tuple[Linear, ...]:
     """Every linear in the order of the computation, the head last."""
     found = [linear for index, _ in enumerate(config.layers) for linear in _layer_linears(config, index)]
-    return (*found, Linear(HEAD, config.vocab_size, config.hidden_size, False, FINAL_NORM, FINAL_NORM, None))
+    if config.encoder is not None:
+        return (*found, *_end_linears(config.encoder, config.hidden_size))
+    head = Linear(HEAD, config.vocab_size, config.hidden_size, config.head_bias, FINAL_NORM, FINAL_NORM, None)
+    return (*found, head)
+
+
+def _end_linears(end: EncoderConfig, hidden: int) -> list[Linear]:
+    if end.result == "scores":
+        return [Linear(f"{SCORE}.{i}", 1, hidden, False, FINAL_NORM, "", None) for i in range(len(end.score_rows) or 1)]
+    return [
+        Linear(
+            f"{DENSE}.{i}", layer.outputs, layer.inputs, layer.bias, f"{DENSE}.{i - 1}" if i else FINAL_NORM, "", None
+        )
+        for i, layer in enumerate(end.dense)
+    ]
 
 
 def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
-    hidden, mixer, mlp = config.hidden_size, config.layers[index].mixer, config.layers[index].mlp
-    queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-    norm, attention = f"{_path(index)}.input_layernorm", f"{_path(index)}.self_attn"
+    layer, path, hidden = config.layers[index], _path(index), config.hidden_size
+    mixer, mlp, placement, attention = layer.mixer, layer.mlp, layer.placement, f"{path}.self_attn"
+    queries, keys = mixer.widths
+    read = _read(placement.before_attention, path, path)
     rows = [
-        (f"{attention}.q_proj", queries, hidden, mixer.qkv_bias, norm, norm),
-        (f"{attention}.k_proj", keys, hidden, mixer.qkv_bias, norm, norm),
-        (f"{attention}.v_proj", keys, hidden, mixer.qkv_bias, norm, norm),
+        (f"{attention}.q_proj", queries, hidden, mixer.qkv_bias, *read),
+        (f"{attention}.k_proj", keys, hidden, mixer.qkv_bias, *read),
+        (f"{attention}.v_proj", keys, hidden, mixer.qkv_bias, *read),
         (f"{attention}.o_proj", hidden, queries, mixer.o_bias, attention, f"{attention}.v_proj"),
     ]
     if mlp is not None:
-        norm, at, inner, bias = f"{_path(index)}.post_attention_layernorm", f"{_path(index)}.mlp", mlp.inner, mlp.bias
+        at, inner, bias = f"{path}.mlp", mlp.inner, mlp.bias
+        read = _read(placement.before_mlp, path, path if placement.parallel else f"{path}.residual")
         producer = f"{at}.up_proj" if mlp.gated else ""  # no factor passes through an activation
-        rows += [(f"{at}.gate_proj", inner, hidden, bias, norm, norm)] if mlp.gated else []
-        rows.append((f"{at}.up_proj", inner, hidden, bias, norm, norm))
+        rows += [(f"{at}.gate_proj", inner, hidden, bias, *read)] if mlp.gated else []
+        rows.append((f"{at}.up_proj", inner, hidden, bias, *read))
         rows.append((f"{at}.down_proj", hidden, inner, bias, at, producer))
     return [Linear(*row, index) for row in rows]
 
 
+def _read(norm: str, path: str, stream: str) -> tuple[str, str]:
+    """``reads`` and ``producer`` of linears behind a norm of a layer, or on a stream where there is none."""
+    return (f"{path}.{norm}", f"{path}.{norm}") if norm else (stream, "")
+
+
 def norms(config: DecoderConfig) -> tuple[Norm, ...]:
     """Every norm in the order of the computation, the one before the head last."""
-    found: list[Norm] = []
-    for index, layer in enumerate(config.layers):
-        at = _path(index)
-        found.append(Norm(f"{at}.input_layernorm", config.hidden_size, index > 0, index))
-        if layer.mixer.qk_norm:
-            found += [Norm(f"{at}.self_attn.{part}_norm", layer.mixer.head_dim, False, index) for part in "qk"]
-        if layer.mlp is not None:
-            found.append(Norm(f"{at}.post_attention_layernorm", config.hidden_size, True, index))
-    return (*found, Norm(FINAL_NORM, config.hidden_size, False, None))
+    found = [norm for index, _ in enumerate(config.layers) for norm in _layer_norms(config, index)]
+    all_rows = config.encoder is not None and config.encoder.pooling == "mean"  # nothing is gathered before it
+    return (*found, Norm(FINAL_NORM, config.norm.kind, config.hidden_size, config.norm.bias, all_rows, None))
+
+
+def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
+    layer, hidden = config.layers[index], config.hidden_size
+    mixer, place = layer.mixer, layer.placement
+    rows = [(place.before_attention, hidden, index > 0 or config.learned_positions)]
+    if mixer.qk_norm != "none":
+        widths = mixer.widths if mixer.qk_norm == "whole" else (mixer.head_dim,) * 2
+        rows += [(f"self_attn.{part}_norm", width, False) for part, width in zip("qk", widths, strict=True)]
+    rows.append((place.after_attention, hidden, False))
+    if layer.mlp is not None:
+        rows += [(place.before_mlp, hidden, not place.parallel), (place.after_mlp, hidden, False)]
+    first: dict[str, tuple[int, bool]] = {}  # attention and MLP may read through the same one
+    for name, width, follows in rows:
+        if name:
+            first.setdefault(name, (width, follows))
+    return [
+        Norm(f"{_path(index)}.{name}", config.norm.kind, width, config.norm.bias, follows, index)
+        for name, (width, follows) in first.items()
+    ]
 
 
 def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
@@ -185,8 +355,12 @@ def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
             head_dim=layer.mixer.head_dim,
             window=layer.mixer.window,
             rope=layer.mixer.rope,
+            rotary_dim=0 if layer.mixer.rope is None else config.ropes[layer.mixer.rope].dim,
             projections=tuple(f"{_path(index)}.self_attn.{part}_proj" for part in "qkv"),
-            cache=str(index),
+            cache=str(index) if config.encoder is None else "",
+            causal=layer.mixer.causal,
+            turned_before=layer.mixer.turned_before,
+            grows_after=layer.mixer.growth_period if layer.mixer.query_growth else 0,
         )
         for index, layer in enumerate(config.layers)
     )
@@ -202,26 +376,33 @@ def mlps(config: DecoderConfig) -> tuple[Mlp, ...]:
 
 
 def caches(config: DecoderConfig) -> tuple[Cache, ...]:
-    """Every cache in the order of the graph's inputs."""
-    return tuple(Cache(item.cache, "kv", (item.kv_heads, item.head_dim), item.window) for item in attentions(config))
+    """Every cache in the order of the graph's inputs; an encoder has none."""
+    cached = attentions(config) if config.encoder is None else ()
+    return tuple(Cache(item.cache, "kv", (item.kv_heads, item.head_dim), item.window) for item in cached)
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor the decoder needs: what :mod:`llmc.export.decoder` has, without torch."""
     shapes: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
+    if config.learned_positions:
+        shapes[f"{POSITIONS}.weight"] = (config.max_positions, config.hidden_size)
     for linear in linears(config):
         if linear.name != HEAD or not config.tied_head:
             shapes[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
             shapes |= {f"{linear.name}.bias": (linear.outputs,)} if linear.bias else {}
-    return shapes | {f"{norm.name}.weight": (norm.size,) for norm in norms(config)}
+    for norm in norms(config):
+        shapes |= {f"{norm.name}.{part}": (norm.size,) for part in ("weight", "bias")[: 1 + norm.bias]}
+    return shapes
 
 
 def packed_parameters(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
     """Name of every tensor that holds the rows of several parameters, and theirs in order."""
+    biased = {linear.name for linear in linears(config) if linear.bias}
     return {
-        f"{_path(index)}.{module}.weight": tuple(f"{_path(index)}.{part}.weight" for part in parts)
+        f"{_path(index)}.{module}.{kind}": tuple(f"{_path(index)}.{part}.{kind}" for part in parts)
         for index, _ in enumerate(config.layers)
         for module, parts in config.packed
+        for kind in ("weight", "bias")[: 1 + (f"{_path(index)}.{parts[0]}" in biased)]
     }
 
 

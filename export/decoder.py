@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 from llmc.export import ops
 from llmc.export.blocks.attention import Attention, Cache
-from llmc.export.blocks.linear import Embedding, Linear, TiedHead
+from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead
 from llmc.export.blocks.mlp import MLP
-from llmc.export.blocks.norm import RMSNorm
+from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
-from llmc.export.blocks.scale import Scale
+from llmc.export.blocks.scale import Scale, Softcap
 from llmc.export.config import DecoderConfig
 
 
@@ -22,26 +22,38 @@ class TakePositions(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual block: attention, and an MLP where the layer has one."""
+    """Residual block: attention, and an MLP where the layer has one, with norms where the placement has them."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         layer, hidden_size = config.layers[index], config.hidden_size
-        self.input_layernorm = RMSNorm(hidden_size, config.norm_eps)
-        self.self_attn = Attention(layer.mixer, hidden_size, config.norm_eps, config.attention_scale(layer.mixer))
+        self.placement = place = layer.placement
+        rope = None if layer.mixer.rope is None else config.ropes[layer.mixer.rope]
+        self.self_attn = Attention(layer.mixer, rope, hidden_size, config.norm)
         self.residual_scale = Scale(config.residual_scale)
-        self.mlp = None
-        if layer.mlp is not None:
-            self.post_attention_layernorm = RMSNorm(hidden_size, config.norm_eps)
-            self.mlp = MLP(layer.mlp, hidden_size)
+        self.mlp = None if layer.mlp is None else MLP(layer.mlp, hidden_size)
+        of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp else ()
+        for name in filter(None, {place.before_attention, place.after_attention, *of_mlp}):
+            self.add_module(name, Norm(hidden_size, config.norm))
 
-    def forward(self, x: Tensor, past: Cache, past_lengths: Tensor, ropes: Sequence[Tensor]) -> tuple[Tensor, Cache]:
-        """Values (B, S, N), this layer's cache, lengths (B) and the frequencies of every rope -> values, cache."""
-        attn, present = self.self_attn(self.input_layernorm(x), past, past_lengths, ropes)
-        x = x + self.residual_scale(attn)
+    def forward(
+        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor]
+    ) -> tuple[Tensor, Cache | None]:
+        """Values (B, S, N), this layer's cache, lengths (B) and the frequencies of every rope -> values, cache; see
+        :class:`llmc.export.blocks.attention.Attention` for a layer without a cache."""
+        place = self.placement
+        read = self._normed(place.before_attention, x)
+        attn, present = self.self_attn(read, past, lengths, ropes)
+        y = x + self.residual_scale(self._normed(place.after_attention, attn))
         if self.mlp is not None:
-            x = x + self.residual_scale(self.mlp(self.post_attention_layernorm(x)))
-        return x, present
+            if not place.parallel or place.before_mlp != place.before_attention:
+                read = self._normed(place.before_mlp, x if place.parallel else y)
+            y = y + self.residual_scale(self._normed(place.after_mlp, self.mlp(read)))
+        return y, present
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        """``x`` through the norm of this name, as it is where there is none."""
+        return self.get_submodule(name)(x) if name else x
 
 
 class Stack(nn.Module):
@@ -50,8 +62,11 @@ class Stack(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = None
+        if config.learned_positions:
+            self.embed_positions = PositionEmbedding(config.max_positions, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(len(config.layers)))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = Norm(config.hidden_size, config.norm)
 
 
 class Decoder(nn.Module):
@@ -63,7 +78,10 @@ class Decoder(nn.Module):
         self.model = Stack(config)
         self.embedding_scale, self.logit_scale = Scale(config.embedding_scale), Scale(config.logit_scale)
         self.logit_rows = TakePositions()
-        self.lm_head = TiedHead() if config.tied_head else Linear(config.hidden_size, config.vocab_size)
+        self.logit_softcap = Softcap(config.logit_softcap)
+        self.lm_head = (
+            TiedHead() if config.tied_head else Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+        )
         self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
 
     def forward(
@@ -72,11 +90,17 @@ class Decoder(nn.Module):
         """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), (B, O, N), caches, and the
         values (B, S, N) before the first layer and after each: to be outputs is how the tracer marks them."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
-        borders, presents = [self.embedding_scale(self.model.embed_tokens(input_ids))], []
+        borders, presents = [self.embed(input_ids, past_lengths)], []
         for layer, past in zip(self.model.layers, pasts, strict=True):
             x, present = layer(borders[-1], past, past_lengths, ropes)
             borders.append(x)
             presents.append(present)
         x = self.model.norm(self.logit_rows(borders[-1], logit_indices))
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
-        return self.logit_scale(self.lm_head(x, *tied_weight)), x, presents, borders
+        logits = self.logit_softcap(self.logit_scale(self.lm_head(x, *tied_weight)))
+        return logits, x, presents, borders
+
+    def embed(self, input_ids: Tensor, past_lengths: Tensor) -> Tensor:
+        """ids (B, S), lengths (B) -> what goes into the first layer (B, S, N)."""
+        x: Tensor = self.embedding_scale(self.model.embed_tokens(input_ids))
+        return x if self.model.embed_positions is None else x + self.model.embed_positions(input_ids, past_lengths)

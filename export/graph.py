@@ -2,13 +2,18 @@
 
 Names in the result, which later stages rely on (``P`` is a module path such as ``model.layers.0.self_attn.q_proj``):
 
-* an initializer is named like its checkpoint tensor, ``P.weight``; the only computed ones are frequencies: those of the
+* an initializer is named like its checkpoint tensor, ``P.weight``; of a quantized one those are its codes, which a
+  DequantizeLinear ``P.weight.dequantizelinear`` reads with ``P.weight.scales`` and, if it has them,
+  ``P.weight.zero_points``, and a Gather ``P.weight.gather`` puts columns that are sorted by groups into the order of
+  the inputs, ``P.weight.order``; the only computed ones are frequencies: those of the
   decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and zeros for an attention that encodes no
-  positions, ``P.rotary_emb.inv_freq`` (an ONNX function cannot leave out an input, and to turn by zero is exact);
-* a MatMul, RMSNormalization, CachedAttention, Gather or GatherND node is named like its module, ``P``;
+  positions, or reads what ``P.q_rope`` and ``P.k_rope`` turned already, ``P.rotary_emb.inv_freq`` (an ONNX function
+  cannot leave out an input, and to turn by zero is exact);
+* a MatMul, RMSNormalization, LayerNormalization, CachedAttention, Gather or GatherND node is named like its module,
+  ``P``;
 * a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
 * any other node is ``P.<operator in lower case>``, the residual Adds of a layer ``P.residual`` and, if it has an MLP,
-  ``P.residual_1``;
+  ``P.residual_1``, that of learned positions ``residual``;
 * a node's output is ``<node>.out``, except ``hidden.0`` (embeddings), ``hidden.{i+1}`` (after layer i) and contract 1.
 """
 
@@ -33,31 +38,37 @@ from llmc.export import ops
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import DecoderConfig
 from llmc.export.decoder import Decoder
+from llmc.export.encoder import Encoder
+from llmc.export.sources.exported import IR_TYPES
 from llmc.export.sources.safetensors import StoredTensor
 
 # The first ONNX IR version that knows opset 24.
 IR_VERSION = 12
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_IR_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
+# What follows the dot before them belongs to a quantized weight.
+_PARAMETERS = (".weight", ".bias")
 _SCOPES = "pkg.torch.onnx.name_scopes"
-_NAMED_LIKE_MODULE = {"MatMul", "RMSNormalization", ops.CACHED_ATTENTION, "Gather", "GatherND"}
+_NORMS = ("RMSNormalization", "LayerNormalization")
+_ATTENTIONS = (ops.CACHED_ATTENTION, ops.SELF_ATTENTION)
+_NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, ops.ROTATED_HEADS, "Gather", "GatherND"}
 # Sizes to trace with: at least 2 (0 and 1 are specialised) and all different, so that none is taken for another.
 _BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY = 2, 5, 3, 7
 
 
 def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
-    """Export the decoder and refer to its weights in the safetensors files of ``base``."""
+    """Export the decoder and refer to its weights in the files of ``base``."""
     geometry = config.geometry
     model = _trace(config, tensors)
     graph = model.graph
     borders = [graph.outputs.pop() for _ in range(geometry.layers + 1)][::-1]
-    _name_contract(graph, geometry.caches)  # first: the dimensions' names tell the next step what a Reshape keeps
+    _name_contract(graph, geometry)  # first: the dimensions' names tell the next step what a Reshape keeps
     _fold_reshapes(graph)
     common_passes.RemoveUnusedNodesPass()(model)  # what computed the shapes of the folded Reshapes
     for name, frequencies in _frequencies(config).items():
         graph.initializers[name].const_value = ir.tensor(frequencies, name=name)
-    _point_to_weights(graph, tensors, base)
     _name_nodes(graph)
+    _dequantize(graph, tensors)
+    _point_to_weights(graph, tensors, base)
     for i, hidden in enumerate(borders):  # so that the graph can be cut between layers
         hidden.name = f"hidden.{i}"
     _clear_metadata(model)
@@ -71,13 +82,15 @@ def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
     Weights stand in as inputs, since onnx refuses external data in a hard-linked file.
     """
     listed = {
-        "MatMul": [linear.name for linear in geometry.linears],
-        "RMSNormalization": [norm.name for norm in geometry.norms],
-        ops.CACHED_ATTENTION: [attention.name for attention in geometry.attentions],
+        ("MatMul",): [linear.name for linear in geometry.linears],
+        _NORMS: [norm.name for norm in geometry.norms],
+        _ATTENTIONS: [attention.name for attention in geometry.attentions],
     }
-    for operator, names in listed.items():
-        nodes = [node.name for node in model.graph if node.op_type == operator]
-        assert nodes == names, f"the inventory lists {len(names)} of {len(nodes)} {operator} nodes, or in another order"
+    for operators, names in listed.items():
+        nodes = [node.name for node in model.graph if node.op_type in operators]
+        assert nodes == names, (
+            f"the inventory lists {len(names)} of {len(nodes)} {operators[0]} nodes, or in another order"
+        )
     proto = ir.to_proto(model)
     tensors = list(proto.graph.initializer)
     del proto.graph.initializer[:]
@@ -91,10 +104,14 @@ def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
 
 def _trace(config: DecoderConfig, tensors: Mapping[str, StoredTensor]) -> ir.Model:
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-        decoder = Decoder(config).eval()
-        fakes = {name: torch.empty(stored.shape, dtype=_TORCH_DTYPES[stored.dtype]) for name, stored in tensors.items()}
+        decoder = (Encoder if config.encoder else Decoder)(config).eval()
+        fakes = {
+            name: torch.empty(stored.shape, dtype=_TORCH_DTYPES.get(stored.dtype, torch.float32))
+            for name, stored in tensors.items()
+            if name.endswith(_PARAMETERS)
+        }
         decoder.load_state_dict(fakes, assign=True)
-        arguments, shapes = _samples(config.geometry.caches)
+        arguments, shapes = _samples(config.geometry)
         exported = torch.export.export(decoder, arguments, dynamic_shapes=shapes, strict=False)
         program = torch.onnx.export(exported, opset_version=ops.OPSET, optimize=False, verbose=False)
     assert program is not None
@@ -115,30 +132,37 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _samples(caches: Sequence[inventory.Cache]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _samples(geometry: inventory.Geometry) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     batch, sequence, outputs, capacity = map(torch.export.Dim, ("batch", "sequence", "outputs", "capacity"))
+    ids, lengths = torch.zeros(_BATCH, _SEQUENCE, dtype=torch.int64), torch.zeros(_BATCH, dtype=torch.int64)
+    if geometry.encoder:
+        return (ids, lengths), ({0: batch, 1: sequence}, {0: batch})
 
     def cache(kv_heads: int, head_dim: int) -> torch.Tensor:
         return torch.zeros(_BATCH, kv_heads, _CAPACITY, head_dim)
 
     arguments = (
-        torch.zeros(_BATCH, _SEQUENCE, dtype=torch.int64),
-        torch.zeros(_BATCH, dtype=torch.int64),
+        ids,
+        lengths,
         torch.zeros(_BATCH, _OUTPUTS, dtype=torch.int64),
-        [(cache(*item.shape), cache(*item.shape)) for item in caches],
+        [(cache(*item.shape), cache(*item.shape)) for item in geometry.caches],
     )
     cache_dims = {0: batch, 2: capacity}
-    pasts = [(cache_dims, cache_dims)] * len(caches)
+    pasts = [(cache_dims, cache_dims)] * len(geometry.caches)
     return arguments, ({0: batch, 1: sequence}, {0: batch}, {0: batch, 1: outputs}, pasts)
 
 
-def _name_contract(graph: ir.Graph, caches: Sequence[inventory.Cache]) -> None:
-    """Give inputs, outputs and symbolic dimensions the names of contract 1."""
-    tensors = [f"{cache.name}.{part}" for cache in caches for part in ("key", "value")]
-    inputs = ["input_ids", "past_lengths", "logit_indices", *(f"past_key_values.{name}" for name in tensors)]
-    outputs = ["logits", "hidden_states", *(f"present.{name}" for name in tensors)]
+def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
+    """Give inputs, outputs and symbolic dimensions the names of contract 1, or of an encoder's."""
     shapes = [[str(dim) for dim in value.shape or ()] for value in graph.inputs]
-    dims = {shapes[0][0]: "batch", shapes[0][1]: "sequence", shapes[2][1]: "outputs", shapes[3][2]: "capacity"}
+    dims = {shapes[0][0]: "batch", shapes[0][1]: "sequence"}
+    if geometry.encoder:
+        inputs, outputs = ["input_ids", "lengths"], [str(geometry.encoder.result)]
+    else:
+        tensors = [f"{cache.name}.{part}" for cache in geometry.caches for part in ("key", "value")]
+        inputs = ["input_ids", "past_lengths", "logit_indices", *(f"past_key_values.{name}" for name in tensors)]
+        outputs = ["logits", "hidden_states", *(f"present.{name}" for name in tensors)]
+        dims |= {shapes[2][1]: "outputs", shapes[3][2]: "capacity"}
     for value in _values(graph):
         if value.shape is not None:
             known = [dim if isinstance(dim, int) else dims.get(str(dim)) for dim in value.shape]
@@ -171,12 +195,47 @@ def _shape_initializer(graph: ir.Graph, dims: Sequence[int | ir.SymbolicDim]) ->
 
 def _frequencies(config: DecoderConfig) -> dict[str, npt.NDArray[np.float32]]:
     """Every computed weight by its name."""
-    ropes = {f"rotary_emb.{i}.inv_freq": inverse_frequencies(rope) for i, rope in enumerate(config.ropes)}
-    return ropes | {
+    used = {layer.mixer.rope for layer in config.layers}
+    return {
+        f"rotary_emb.{i}.inv_freq": inverse_frequencies(rope) for i, rope in enumerate(config.ropes) if i in used
+    } | {
         f"{attention.name}.rotary_emb.inv_freq": np.zeros(attention.head_dim // 2, np.float32)
         for attention in config.geometry.attentions
-        if attention.rope is None
+        if attention.rope is None or attention.turned_before
     }
+
+
+def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
+    """Make float weights [N, K] of codes, scales and zero points, in front of all nodes."""
+    for name, stored in tensors.items():
+        if f"{name}.scales" not in tensors:
+            continue
+        codes = graph.initializers[name]
+        block = stored.shape[1] // tensors[f"{name}.scales"].shape[1]
+        parts = [_declared(graph, f"{name}.{part}", tensors) for part in ("scales", "zero_points")]
+        node = ir.node("DequantizeLinear", [codes, *filter(None, parts)], {"axis": 1, "block_size": block})
+        made = [node]
+        if (order := _declared(graph, f"{name}.order", tensors)) is not None:
+            made.append(ir.node("Gather", [node.outputs[0], order], {"axis": 1}))
+        for step in made:
+            step.name = f"{name}.{step.op_type.lower()}"
+            step.outputs[0].name = f"{step.name}.out"
+            step.outputs[0].shape, step.outputs[0].type = ir.Shape(stored.shape), ir.TensorType(ir.DataType.FLOAT)
+        codes.replace_all_uses_with(made[-1].outputs[0])
+        node.replace_input_with(0, codes)
+        codes.type = ir.TensorType(IR_TYPES[stored.dtype])
+        graph.insert_before(graph[0], made)
+
+
+def _declared(graph: ir.Graph, name: str, tensors: Mapping[str, StoredTensor]) -> ir.Value | None:
+    """An initializer for one of ``tensors``, None where they have none of this name."""
+    if name not in tensors:
+        return None
+    stored = tensors[name]
+    value = ir.val(name, shape=ir.Shape(stored.shape), type=ir.TensorType(IR_TYPES[stored.dtype]))
+    value.const_value = ir.tensor(np.zeros(0), name=name)  # its place comes with those of all others
+    graph.register_initializer(value)
+    return value
 
 
 def _point_to_weights(graph: ir.Graph, tensors: Mapping[str, StoredTensor], base: Path) -> None:
@@ -185,7 +244,7 @@ def _point_to_weights(graph: ir.Graph, tensors: Mapping[str, StoredTensor], base
             stored.file,
             stored.offset,
             stored.length,
-            _IR_DTYPES[stored.dtype],
+            IR_TYPES[stored.dtype],
             shape=ir.Shape(stored.shape),
             name=name,
             base_dir=base,
@@ -216,7 +275,7 @@ def _node_name(node: ir.Node) -> str:
     if node.op_type in _NAMED_LIKE_MODULE:
         return scope
     if node.op_type == "Add":
-        return weights[1] or f"{scope}.residual"
+        return weights[1] or f"{scope}.residual".lstrip(".")
     return f"{scope}.{operator}"
 
 
@@ -246,8 +305,11 @@ def _clear_metadata(model: ir.Model) -> None:
 
 
 def _sign(model: ir.Model) -> None:
-    function = ir.serde.deserialize_function(ops.cached_attention_function())
-    model.functions[function.identifier()] = function
+    used = {node.op_type for node in model.graph}
+    for text in (ops.cached_attention_function(), ops.self_attention_function(), ops.rotated_heads_function()):
+        function = ir.serde.deserialize_function(text)
+        if function.name in used:
+            model.functions[function.identifier()] = function
     model.graph.name = "decoder"
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "llmc", __version__

@@ -1,5 +1,6 @@
 """Strict reading of ``config.json``: every key is read, known to be irrelevant, or refused by name."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +10,37 @@ from llmc.errors import CheckpointError
 # generation stand in generation_config.json; auto_map names code, which llmc never runs.
 # fmt: off
 IRRELEVANT = frozenset({
-    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled", "_name_or_path",
-    "architectures", "attention_dropout", "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens",
-    "chunk_size_feed_forward", "classifier_dropout", "decoder_start_token_id", "diversity_penalty", "do_sample",
-    "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
-    "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range",
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
+    "_model_name_or_path", "_name_or_path", "_num_labels", "architectures", "attention_dropout", "attn_implementation",
+    "auto_map", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "classifier_dropout",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
+    "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range", "internal_version",
     "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
-    "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix",
-    "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
-    "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "model_max_length", "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_past", "output_scores", "pad_token_id",
+    "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
+    "return_dict_in_generate", "sentence_transformers", "sep_token_id", "suppress_tokens", "task_specific_params",
+    "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
+    "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
+    "use_bfloat16", "use_cache",
 })
 # fmt: on
 # Keys that would change it, at the values where they do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "compression_ratio": (1,),
     "is_causal": (True,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
     "is_llama_config": (True,),
+    "normalization_function": ("rmsnorm",),
     "partial_rotary_factor": (1,),
     "pruned_heads": ({},),
     "rope_interleaved": (False,),
     "tie_encoder_decoder": (False,),
+    "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
 }
 _MISSING = object()
@@ -44,6 +51,7 @@ RANGES: dict[str, tuple[float, float]] = {
     # Far beyond any decoder; products of two of them fit into 31 bits, which engines count with.
     "hidden_size": (1, 1 << 20),
     "intermediate_size": (1, 1 << 24),
+    "shared_intermediate_size": (1, 1 << 24),
     "num_attention_heads": (1, 4096),
     "num_key_value_heads": (1, 4096),
     "head_dim": (2, 4096),
@@ -53,13 +61,23 @@ RANGES: dict[str, tuple[float, float]] = {
     "original_max_position_embeddings": (1, 1 << 24),
     # Compared with positions and layers, in 31 bits.
     "sliding_window": (1, (1 << 31) - 1),
+    "sliding_window_pattern": (1, 1024),
     "max_window_layers": (0, (1 << 31) - 1),
     # Added to a mean of squares: 0 makes a row of zeros no number, as float32 does with much less than 1e-30, and with
     # more than 1 it would outweigh the values.
     "rms_norm_eps": (1e-30, 1),
+    "norm_epsilon": (1e-30, 1),
+    "layer_norm_eps": (1e-30, 1),
+    "layer_norm_epsilon": (1e-30, 1),
     # The slowest frequency, 1 / (theta * factor), stays a normal float32; below 1 the later pairs would turn faster.
     "rope_theta": (1, 1e30),
+    "rope_local_base_freq": (1, 1e30),
+    "partial_rotary_factor": (1e-3, 1),
     "factor": (1e-3, 1e6),
+    "short_factor": (1e-3, 1e6),
+    "long_factor": (1e-3, 1e6),
+    # Powers of it multiply the base.
+    "alpha": (1, 1e6),
     "low_freq_factor": (1e-3, 1e6),
     "high_freq_factor": (1e-3, 1e6),
     "beta_slow": (1e-3, 1e6),
@@ -67,12 +85,29 @@ RANGES: dict[str, tuple[float, float]] = {
     "attention_factor": (1e-3, 1e3),
     "mscale": (0, 1e3),
     "mscale_all_dim": (0, 1e3),
+    # Of queries; products are divided by its root.
+    "query_pre_attn_scalar": (1e-3, 1e6),
+    "attn_logit_softcapping": (1e-3, 1e6),
+    "final_logit_softcapping": (1e-3, 1e6),
+    # 0.1 is published; it multiplies a logarithm.
+    "llama_4_scaling_beta": (0, 1e3),
     "no_rope_layer_interval": (1, 1024),
     # Published ones lie between 0.007 and 16; squares of these are far from float32's ends.
     "attention_multiplier": (1e-6, 1e6),
     "embedding_multiplier": (1e-6, 1e6),
     "residual_multiplier": (1e-6, 1e6),
     "logits_scaling": (1e-6, 1e6),
+    "logit_scale": (1e-6, 1e6),
+    # Of an encoder's end; a longest text beyond the model's positions is cut to them.
+    "max_seq_length": (1, 1 << 24),
+    "in_features": (1, 1 << 20),
+    "out_features": (1, 1 << 20),
+    "true_token_id": (0, 1 << 24),
+    "false_token_id": (0, 1 << 24),
+    # Of quantized weights; which of them are read, their reader says. A group of -1 is a whole row.
+    "bits": (1, 64),
+    "num_bits": (1, 64),
+    "group_size": (-1, 1 << 20),
     # Defaults of generation, as sampling takes them; 0 of top_p would keep no token.
     "temperature": (0, 1e6),
     "top_k": (0, (1 << 31) - 1),
@@ -94,6 +129,20 @@ class Keys:
         self.notes: list[str] = []
         self._values = values
         self._read: set[str] = set()
+        self._own_names: dict[str, str] = {}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Read keys of a family's own (``names`` to the common ones) under the common names; messages keep their own.
+
+        Raises:
+            CheckpointError: both are there, and differ.
+        """
+        for own, name in names.items():
+            if (value := self._values.get(own)) is not None:
+                if self._values.get(name, value) != value:
+                    raise self.error(own, value, f"the same as {name}={self._values[name]!r:.80}")
+                self._values = {key: kept for key, kept in self._values.items() if key != own} | {name: value}
+                self._own_names[name] = own
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number in its range of :data:`RANGES`; ``default`` also stands for null."""
@@ -108,6 +157,13 @@ class Keys:
         if type(value) not in (int, float) or not low <= value <= high:
             raise self.error(name, value, f"a number from {low:g} to {high:g}")
         return float(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers, each in the range of :data:`RANGES`."""
+        value, (low, high) = self._get(name, None), RANGES[name]
+        if not isinstance(value, list) or any(type(it) not in (int, float) or not low <= it <= high for it in value):
+            raise self.error(name, value, f"a list of numbers from {low:g} to {high:g}")
+        return tuple(map(float, value))
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false."""
@@ -134,6 +190,13 @@ class Keys:
         """As :meth:`number`, or None where the key is null or absent."""
         return None if self.raw(name) is None else self.number(name)
 
+    def nullable_number(self, name: str, default: float) -> float:
+        """As :meth:`number`, or 0 for null."""
+        if name in self._values and self._values[name] is None:
+            self._read.add(name)
+            return 0.0
+        return self.number(name, default)
+
     def optional_integer(self, name: str) -> int | None:
         """As :meth:`integer`, or None where the key is null or absent."""
         return None if self.raw(name) is None else self.integer(name)
@@ -153,6 +216,11 @@ class Keys:
     def skip(self, *names: str) -> None:
         """Mark keys as read whose value does not matter here."""
         self._read.update(names)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Take a value for null, and say so in the manifest."""
+        self.note(f"{name}={self._values[name]!r:.80} {reason} and was left out")
+        self._values = {**self._values, name: None}
 
     def note(self, sentence: str) -> None:
         """Keep a sentence for the manifest."""
@@ -177,6 +245,7 @@ class Keys:
 
     def error(self, name: str, value: object, expected: str) -> CheckpointError:
         """The error for a value that is not supported."""
+        name = self._own_names.get(name, name)
         found = "is missing" if value is _MISSING else f"={value!r:.80} is unsupported"
         space = " " if value is _MISSING else ""
         return CheckpointError(f"{self.where}: {name}{space}{found}; expected {expected}")

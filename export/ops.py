@@ -4,6 +4,9 @@
 any conforming runtime runs it, and a target replaces the node as a whole.
 """
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
 import onnx
 import onnx.parser
 import torch
@@ -13,14 +16,64 @@ from torch.nn.functional import scaled_dot_product_attention
 DOMAIN = "llmc"
 DOMAIN_VERSION = 1
 OPSET = 24
-CACHED_ATTENTION = "CachedAttention"
+CACHED_ATTENTION, SELF_ATTENTION, ROTATED_HEADS = "CachedAttention", "SelfAttention", "RotatedHeads"
 
-# Shapes: q (B, S, H*D); k, v (B, S, KV*D); past and present (B, KV, C, D); past_lengths (B); inv_freq (D/2).
+# From positions (B, S) to cosines and sines (B, S, R/2).
+_ANGLES = """
+    positions_float = Cast <to = 1> (positions)
+    positions_column = Unsqueeze (positions_float, axis_2)
+    angles = Mul (positions_column, inv_freq)
+    magnitude_float = Constant <value_float: float = @magnitude> ()
+    cos_angles = Cos (angles)
+    sin_angles = Sin (angles)
+    cos = Mul (cos_angles, magnitude_float)
+    sin = Mul (sin_angles, magnitude_float)
+"""
+
+# From positions (B, S) and what is projected to heads (B, H or KV, S, D), turned; both operators have it.
+_TURNED_HEADS = (
+    _ANGLES
+    + """
+    q_rotated = RotaryEmbedding
+        <num_heads: int = @num_heads, rotary_embedding_dim: int = @rotary_dim, interleaved: int = @interleaved>
+        (q, cos, sin)
+    k_rotated = RotaryEmbedding
+        <num_heads: int = @kv_heads, rotary_embedding_dim: int = @rotary_dim, interleaved: int = @interleaved>
+        (k, cos, sin)
+
+    one_float = Constant <value_float = 1.0> ()
+    growth_float = Constant <value_float: float = @growth> ()
+    period_float = Constant <value_float: float = @period> ()
+    periods = Div (positions_float, period_float)
+    whole_periods = Floor (periods)
+    periods_begun = Add (whole_periods, one_float)
+    logarithm = Log (periods_begun)
+    grown = Mul (logarithm, growth_float)
+    length = Add (grown, one_float)
+    length_column = Unsqueeze (length, axis_2)
+    q_grown = Mul (q_rotated, length_column)
+
+    split = Concat <axis = 0> (merged, head_dim)
+    q_split = Reshape (q_grown, split)
+    k_split = Reshape (k_rotated, split)
+    v_split = Reshape (v, split)
+    q_heads = Transpose <perm = [0, 2, 1, 3]> (q_split)
+    k_heads = Transpose <perm = [0, 2, 1, 3]> (k_split)
+    v_heads = Transpose <perm = [0, 2, 1, 3]> (v_split)
+"""
+)
+
+# Shapes: q (B, S, H*D); k, v (B, S, KV*D); past and present (B, KV, C, D); past_lengths (B); inv_freq (R/2).
+# The first R values of a head are rotated and the rest left as they are: value i with i + R/2, or, if interleaved, 2i
+# with 2i + 1, turned by position * inv_freq[i] and made longer by the magnitude. Queries are multiplied by
+# 1 + growth * ln(1 + floor(position / period)). A softcap c bounds a product s as c * tanh(s / c); 0 is none.
 # A query at position p sees the cache slots 0..p, and with a window W only p-W+1..p. Every past_lengths + S must fit
 # into C, and slots that were never written must hold finite numbers: a masked NaN is still a NaN.
-_CACHED_ATTENTION = """
+_CACHED_ATTENTION = (
+    """
 <domain: "llmc", opset_import: ["" : 24]>
-CachedAttention <num_heads, kv_heads, scale, window>
+CachedAttention
+    <num_heads, kv_heads, scale, window, softcap, rotary_dim, interleaved, magnitude, growth, period>
     (q, k, v, past_k, past_v, past_lengths, inv_freq) => (attn, present_k, present_v)
 {
     zero = Constant <value_int = 0> ()
@@ -41,21 +94,9 @@ CachedAttention <num_heads, kv_heads, scale, window>
     steps = Range (zero, sequence_scalar, one)
     starts = Unsqueeze (past_lengths, axis_1)
     positions = Add (starts, steps)
-    positions_float = Cast <to = 1> (positions)
-    positions_column = Unsqueeze (positions_float, axis_2)
-    angles = Mul (positions_column, inv_freq)
-    cos = Cos (angles)
-    sin = Sin (angles)
-    q_rotated = RotaryEmbedding <num_heads: int = @num_heads> (q, cos, sin)
-    k_rotated = RotaryEmbedding <num_heads: int = @kv_heads> (k, cos, sin)
-
-    split = Concat <axis = 0> (merged, head_dim)
-    q_split = Reshape (q_rotated, split)
-    k_split = Reshape (k_rotated, split)
-    v_split = Reshape (v, split)
-    q_heads = Transpose <perm = [0, 2, 1, 3]> (q_split)
-    k_heads = Transpose <perm = [0, 2, 1, 3]> (k_split)
-    v_heads = Transpose <perm = [0, 2, 1, 3]> (v_split)
+"""
+    + _TURNED_HEADS
+    + """
     present_k = TensorScatter <axis = 2> (past_k, k_heads, past_lengths)
     present_v = TensorScatter <axis = 2> (past_v, v_heads, past_lengths)
 
@@ -70,16 +111,127 @@ CachedAttention <num_heads, kv_heads, scale, window>
     inside = Or (recent, unlimited)
     mask = And (causal, inside)
 
-    heads_out = Attention <scale: float = @scale> (q_heads, present_k, present_v, mask)
+    heads_out = Attention <scale: float = @scale, softcap: float = @softcap> (q_heads, present_k, present_v, mask)
     attn_split = Transpose <perm = [0, 2, 1, 3]> (heads_out)
     attn = Reshape (attn_split, merged)
 }
 """
+)
+
+# The same of a whole text in one call: q (B, S, H*D); k, v (B, S, KV*D); lengths (B). A query sees the positions of its
+# row's length; if causal, none after its own; and with a window W only those less than W away. A position beyond its
+# row's length sees at least itself, so that it stays finite, and nobody reads what it becomes.
+_SELF_ATTENTION = (
+    """
+<domain: "llmc", opset_import: ["" : 24]>
+SelfAttention
+    <num_heads, kv_heads, scale, window, softcap, rotary_dim, interleaved, magnitude, growth, period, causal>
+    (q, k, v, lengths, inv_freq) => (attn)
+{
+    zero = Constant <value_int = 0> ()
+    one = Constant <value_int = 1> ()
+    axis_0 = Constant <value_ints = [0]> ()
+    axis_1 = Constant <value_ints = [1]> ()
+    axis_2 = Constant <value_ints = [2]> ()
+    axes_0_1_2 = Constant <value_ints = [0, 1, 2]> ()
+    axes_0_1_3 = Constant <value_ints = [0, 1, 3]> ()
+    axes_1_2_3 = Constant <value_ints = [1, 2, 3]> ()
+    merged = Constant <value_ints = [0, 0, -1]> ()
+
+    sequence = Shape <start = 1, end = 2> (q)
+    width = Shape <start = 2, end = 3> (q)
+    heads = Constant <value_int: int = @num_heads> ()
+    head_dim = Div (width, heads)
+    sequence_scalar = Squeeze (sequence, axis_0)
+    steps = Range (zero, sequence_scalar, one)
+    nothing = Mul (lengths, zero)
+    starts = Unsqueeze (nothing, axis_1)
+    positions = Add (starts, steps)
+"""
+    + _TURNED_HEADS
+    + """
+    key_row = Unsqueeze (steps, axes_0_1_2)
+    query_column = Unsqueeze (steps, axes_0_1_3)
+    lengths_column = Unsqueeze (lengths, axes_1_2_3)
+    inside_row = Less (key_row, lengths_column)
+    distance = Sub (query_column, key_row)
+    is_causal = Constant <value_int: int = @causal> ()
+    any_order = Equal (is_causal, zero)
+    before = GreaterOrEqual (distance, zero)
+    ordered = Or (before, any_order)
+    window_size = Constant <value_int: int = @window> ()
+    unlimited = Equal (window_size, zero)
+    apart = Abs (distance)
+    near = Less (apart, window_size)
+    inside_window = Or (near, unlimited)
+    own = Equal (distance, zero)
+    seen_in_row = And (inside_row, ordered)
+    seen_in_window = And (seen_in_row, inside_window)
+    mask = Or (seen_in_window, own)
+
+    heads_out = Attention <scale: float = @scale, softcap: float = @softcap> (q_heads, k_heads, v_heads, mask)
+    attn_split = Transpose <perm = [0, 2, 1, 3]> (heads_out)
+    attn = Reshape (attn_split, merged)
+}
+"""
+)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The attributes of both operators, as they are explained above; R is that of the frequencies."""
+
+    num_heads: int
+    kv_heads: int
+    scale: float
+    window: int
+    softcap: float
+    interleaved: bool
+    magnitude: float
+    growth: float
+    period: float
+
+
+# The rotation alone, where a norm stands between it and attention: x (B, S, H*D), past_lengths (B), inv_freq (R/2).
+_ROTATED_HEADS = (
+    """
+<domain: "llmc", opset_import: ["" : 24]>
+RotatedHeads <num_heads, rotary_dim, interleaved, magnitude> (x, past_lengths, inv_freq) => (rotated)
+{
+    zero = Constant <value_int = 0> ()
+    one = Constant <value_int = 1> ()
+    axis_0 = Constant <value_ints = [0]> ()
+    axis_1 = Constant <value_ints = [1]> ()
+    axis_2 = Constant <value_ints = [2]> ()
+    sequence = Shape <start = 1, end = 2> (x)
+    sequence_scalar = Squeeze (sequence, axis_0)
+    steps = Range (zero, sequence_scalar, one)
+    starts = Unsqueeze (past_lengths, axis_1)
+    positions = Add (starts, steps)
+"""
+    + _ANGLES
+    + """
+    rotated = RotaryEmbedding
+        <num_heads: int = @num_heads, rotary_embedding_dim: int = @rotary_dim, interleaved: int = @interleaved>
+        (x, cos, sin)
+}
+"""
+)
+
+
+def rotated_heads_function() -> onnx.FunctionProto:
+    """The ONNX meaning of ``llmc::RotatedHeads``, in standard operators of opset 24."""
+    return onnx.parser.parse_function(_ROTATED_HEADS)
 
 
 def cached_attention_function() -> onnx.FunctionProto:
     """The ONNX meaning of ``llmc::CachedAttention``, in standard operators of opset 24."""
     return onnx.parser.parse_function(_CACHED_ATTENTION)
+
+
+def self_attention_function() -> onnx.FunctionProto:
+    """The ONNX meaning of ``llmc::SelfAttention``, in standard operators of opset 24."""
+    return onnx.parser.parse_function(_SELF_ATTENTION)
 
 
 def cached_attention(
@@ -89,11 +241,7 @@ def cached_attention(
     past: tuple[Tensor, Tensor],
     past_lengths: Tensor,
     inv_freq: Tensor,
-    *,
-    num_heads: int,
-    kv_heads: int,
-    scale: float,
-    window: int,
+    knobs: Knobs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k, write k and v into the cache at ``past_lengths``, attend.
 
@@ -102,16 +250,66 @@ def cached_attention(
     """
     past_k, past_v = past
     if not torch.compiler.is_exporting():
-        return _attend(q, k, v, past, past_lengths, inv_freq, num_heads // kv_heads, scale, window)
+        positions = past_lengths[:, None] + torch.arange(q.shape[1], device=q.device)  # (B, S)
+        queries, new_keys, new_values = _turned_heads(q, k, v, positions, inv_freq, knobs)
+        keys, values = _scatter(past_k, new_keys, positions), _scatter(past_v, new_values, positions)  # (B, KV, C, D)
+        slots = torch.arange(past_k.shape[2], device=q.device)
+        mask = slots <= positions[:, None, :, None]  # (B, 1, S, C)
+        if knobs.window:
+            mask &= slots > positions[:, None, :, None] - knobs.window
+        return _attend(queries, keys, values, mask, knobs), keys, values
     attn, present_k, present_v = torch.onnx.ops.symbolic_multi_out(
         f"{DOMAIN}::{CACHED_ATTENTION}",
         [q, k, v, past_k, past_v, past_lengths, inv_freq],
-        {"num_heads": num_heads, "kv_heads": kv_heads, "scale": scale, "window": window},
+        _attributes(inv_freq, knobs),
         dtypes=[q.dtype, past_k.dtype, past_v.dtype],
         shapes=[q.shape, past_k.shape, past_v.shape],
         version=DOMAIN_VERSION,
     )
     return attn, present_k, present_v
+
+
+def self_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, inv_freq: Tensor, knobs: Knobs, *, causal: bool
+) -> Tensor:
+    """Rotate q and k and attend within the rows of a call, each of its own length (B) -> (B, S, H*D).
+
+    While torch exports, it emits one ``llmc::SelfAttention`` node instead of computing.
+    """
+    if torch.compiler.is_exporting():
+        return torch.onnx.ops.symbolic(
+            f"{DOMAIN}::{SELF_ATTENTION}",
+            [q, k, v, lengths, inv_freq],
+            {**_attributes(inv_freq, knobs), "causal": int(causal)},
+            dtype=q.dtype,
+            shape=q.shape,
+            version=DOMAIN_VERSION,
+        )
+    places = torch.arange(q.shape[1], device=q.device)
+    queries, keys, values = _turned_heads(q, k, v, places[None], inv_freq, knobs)
+    distance = places[:, None] - places  # (S, S), of a query from a key
+    mask = places < lengths[:, None, None, None]  # (B, 1, 1, S)
+    if causal:
+        mask = mask & (distance >= 0)
+    if knobs.window:
+        mask = mask & (distance.abs() < knobs.window)
+    return _attend(queries, keys, values, mask | (distance == 0), knobs)
+
+
+def rotated_heads(x: Tensor, past_lengths: Tensor, inv_freq: Tensor, knobs: Knobs, head_dim: int) -> Tensor:
+    """Rotate heads x (B, S, H*D); while torch exports, it emits one ``llmc::RotatedHeads`` node instead."""
+    if torch.compiler.is_exporting():
+        shared = {name: _attributes(inv_freq, knobs)[name] for name in ("rotary_dim", "interleaved", "magnitude")}
+        return torch.onnx.ops.symbolic(
+            f"{DOMAIN}::{ROTATED_HEADS}",
+            [x, past_lengths, inv_freq],
+            {"num_heads": x.shape[-1] // head_dim, **shared},
+            dtype=x.dtype,
+            shape=x.shape,
+            version=DOMAIN_VERSION,
+        )
+    positions = past_lengths[:, None] + torch.arange(x.shape[1], device=x.device)  # (B, S)
+    return _rotate(_heads(x, head_dim), positions, inv_freq, knobs).transpose(1, 2).flatten(2)
 
 
 def take_positions(hidden: Tensor, indices: Tensor) -> Tensor:
@@ -124,40 +322,44 @@ def take_positions(hidden: Tensor, indices: Tensor) -> Tensor:
     return torch.onnx.ops.symbolic("GatherND", [hidden, index], {"batch_dims": 1}, dtype=hidden.dtype, shape=shape)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: tuple[Tensor, Tensor],
-    past_lengths: Tensor,
-    inv_freq: Tensor,
-    group: int,
-    scale: float,
-    window: int,
+def _attributes(inv_freq: Tensor, knobs: Knobs) -> dict[str, Any]:
+    numbers = {name: int(value) if isinstance(value, bool) else value for name, value in asdict(knobs).items()}
+    return {**numbers, "rotary_dim": 2 * inv_freq.shape[0]}
+
+
+def _turned_heads(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, inv_freq: Tensor, knobs: Knobs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    head_dim, capacity = past[0].shape[-1], past[0].shape[2]
-    positions = past_lengths[:, None] + torch.arange(q.shape[1], device=q.device)  # (B, S)
-    angles = positions[:, None, :, None].float() * inv_freq  # (B, 1, S, D/2)
-    queries = _rotate(_heads(q, head_dim), angles)  # (B, H, S, D)
-    keys = _scatter(past[0], _rotate(_heads(k, head_dim), angles), positions)  # (B, KV, C, D)
-    values = _scatter(past[1], _heads(v, head_dim), positions)
-    slots = torch.arange(capacity, device=q.device)
-    mask = slots <= positions[:, None, :, None]  # (B, 1, S, C)
-    if window:
-        mask &= slots > positions[:, None, :, None] - window
-    repeated_keys, repeated_values = (cache.repeat_interleave(group, dim=1) for cache in (keys, values))  # (B, H, C, D)
-    attention = scaled_dot_product_attention(queries, repeated_keys, repeated_values, attn_mask=mask, scale=scale)
-    return attention.transpose(1, 2).flatten(2), keys, values
+    """The projections as heads (B, H or KV, S, D), queries and keys rotated for positions (B or 1, S)."""
+    head_dim = q.shape[-1] // knobs.num_heads
+    grown = q * (1 + knobs.growth * torch.floor(positions.unsqueeze(2) / knobs.period).log1p())
+    queries, keys = (_rotate(_heads(x, head_dim), positions, inv_freq, knobs) for x in (grown, k))
+    return queries, keys, _heads(v, head_dim)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, knobs: Knobs) -> Tensor:
+    """Attention (B, S, H*D) of queries (B, H, S, D) over keys and values (B, KV, C, D)."""
+    group, scale, softcap = knobs.num_heads // knobs.kv_heads, knobs.scale, knobs.softcap
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))  # (B, H, C, D)
+    if softcap:
+        capped = softcap * torch.tanh(queries @ keys.mT * (scale / softcap))
+        attention = capped.masked_fill(~mask, -torch.inf).softmax(-1) @ values
+    else:
+        attention = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    return attention.transpose(1, 2).flatten(2)
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x.view(*x.shape[:-1], -1, head_dim).transpose(1, 2)  # (B, H, S, D)
 
 
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def _rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, knobs: Knobs) -> Tensor:
+    angles = positions[:, None, :, None].float() * inv_freq  # (B, 1, S, R/2)
+    cos, sin = angles.cos() * knobs.magnitude, angles.sin() * knobs.magnitude
+    turned, rest = x.tensor_split([2 * inv_freq.shape[0]], dim=-1)
+    first, second = (turned[..., ::2], turned[..., 1::2]) if knobs.interleaved else turned.chunk(2, dim=-1)
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((torch.stack(pairs, -1).flatten(-2) if knobs.interleaved else torch.cat(pairs, -1), rest), -1)
 
 
 def _scatter(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:

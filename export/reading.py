@@ -1,17 +1,32 @@
-"""From Hugging Face's config keys to :class:`DecoderConfig`: what the families share.
+"""From Hugging Face's config keys to :class:`DecoderConfig`: what the families share."""
 
-Old checkpoints say ``rope_theta`` and ``rope_scaling``, those of transformers 5 ``rope_parameters``; both are read.
-"""
-
+from collections.abc import Mapping
 from dataclasses import replace
-from math import log
-from typing import Any, cast
 
-from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, Rope, RopeType
+from llmc.export.config import (
+    PRE,
+    Activation,
+    AttentionConfig,
+    DecoderConfig,
+    Layer,
+    MlpConfig,
+    NormConfig,
+    Placement,
+    QkNorm,
+    Rope,
+)
 from llmc.export.keys import Keys
+from llmc.export.rope_keys import DEFAULT_THETA, TYPES, RopeRules, read_ropes
 
-_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-_DEFAULT_THETA = 10_000.0  # transformers' default where a config says nothing
+# By the names of transformers, which has several for the approximation by tanh.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu2": "relu2",
+}
 MOST_TOKEN_IDS = 1024  # each new token is looked up among those that end a text; models name up to ten
 
 
@@ -24,46 +39,64 @@ def read_decoder(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
-    default_theta: float = _DEFAULT_THETA,
+    qk_norm: QkNorm = "none",
+    norm: NormConfig | None = None,
+    placement: Placement = PRE,
+    inner: int | None = None,
+    gated: bool = True,
+    activations: Mapping[str, Activation] = ACTIVATIONS,
+    activation_key: str = "hidden_act",
+    default_theta: float = DEFAULT_THETA,
     default_tied: bool = False,
     rotated: tuple[bool, ...] | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    partial: float | None = None,
+    interleaved: bool = False,
+    local_theta: tuple[str, float] | None = None,
+    rope_types: Mapping[str, str] = TYPES,
+    rope_own: tuple[str, ...] = (),
 ) -> DecoderConfig:
     """Read the keys common to all families; the keywords are what a family differs in.
 
-    ``windows`` and ``rotated`` (whether a layer encodes positions) have an entry per layer, and ``scale`` is that of
-    :class:`AttentionConfig`.
+    ``windows`` and ``rotated`` (whether a layer encodes positions) have an entry per layer, ``scale`` and ``softcap``
+    are those of :class:`AttentionConfig`, and what is said of ropes is explained at :class:`RopeRules`. ``norm`` is RMS
+    with the config's ``rms_norm_eps`` where it is left out, ``inner`` its ``intermediate_size``; ``activations`` is
+    what the values of ``activation_key`` mean.
     """
     layers, hidden_size, heads = (
         keys.integer(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
     vocab_size, max_positions = keys.integer("vocab_size"), _max_positions(keys)
     windows, rotated = windows or (0,) * layers, rotated or (True,) * layers
-    keys.choice("hidden_act", ("silu",))
-    if keys.raw("quantization_config") is not None:
-        raise keys.error("quantization_config", keys.raw("quantization_config"), "an unquantized checkpoint")
+    activation = activations[keys.choice(activation_key, tuple(activations))]
     kv_heads, head_dim = _kv_heads(keys, heads, default_kv_heads), _head_dim(keys, hidden_size, heads, default_head_dim)
     attention = AttentionConfig(
-        heads, kv_heads, head_dim, scale=scale, qk_norm=qk_norm, qkv_bias=qkv_bias, o_bias=o_bias
+        heads, kv_heads, head_dim, scale=scale, softcap=softcap, qk_norm=qk_norm, qkv_bias=qkv_bias, o_bias=o_bias
     )
-    rope = _rope(keys, head_dim, max_positions, default_theta)
-    mlp = MlpConfig(keys.integer("intermediate_size"), bias=mlp_bias)
+    rules = RopeRules(default_theta, partial, interleaved, rope_types, local_theta, rope_own)
+    ropes = read_ropes(keys, rules, head_dim, max_positions)
+    mlp = MlpConfig(inner or keys.integer("intermediate_size"), activation, gated, mlp_bias)
     return DecoderConfig(
         model_type=str(keys.raw("model_type")),
         layers=tuple(
-            Layer(replace(attention, window=window, rope=0 if turned else None), mlp)
+            Layer(replace(attention, window=window, rope=_rope_of(window, turned, ropes)), mlp, placement)
             for window, turned in zip(windows, rotated, strict=True)
         ),
-        ropes=(rope,),
+        ropes=ropes if any(rotated) else (),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        max_positions=_extended(keys, rope, max_positions),
-        norm_eps=keys.number("rms_norm_eps"),
+        max_positions=_extended(keys, ropes[0], max_positions),
+        norm=norm or NormConfig(keys.number("rms_norm_eps")),
         tied_head=keys.flag("tie_word_embeddings", default_tied),
         eos_token_ids=token_ids(keys, "eos_token_id", vocab_size),
         bos_token_id=next(iter(token_ids(keys, "bos_token_id", vocab_size)), None),
     )
+
+
+def _rope_of(window: int, rotated: bool, ropes: tuple[Rope, ...]) -> int | None:
+    """Index of a layer's rope: the last is that of windowed layers, where there are two."""
+    return (len(ropes) - 1 if window else 0) if rotated else None
 
 
 def windows_from_layer(keys: Keys) -> tuple[int, ...]:
@@ -86,6 +119,13 @@ def windows_by_type(keys: Keys, window: int, default: tuple[bool, ...]) -> tuple
     if not isinstance(types, list) or len(types) != layers or any(kind not in options for kind in types):
         raise keys.error("layer_types", types, f"{layers} entries, each one of {', '.join(options)}")
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def windows_by_pattern(keys: Keys, default: int) -> tuple[int, ...]:
+    """Windows in the layers that ``layer_types`` names, or in all but every nth, ``sliding_window_pattern``."""
+    layers, every = keys.integer("num_hidden_layers"), keys.integer("sliding_window_pattern", default)
+    window = keys.nullable_integer("sliding_window")
+    return windows_by_type(keys, window, tuple((i + 1) % every != 0 for i in range(layers)))
 
 
 def token_ids(keys: Keys, name: str, vocab_size: int) -> tuple[int, ...]:
@@ -129,69 +169,6 @@ def _head_dim(keys: Keys, hidden_size: int, heads: int, default: int | None) -> 
     if head_dim % 2:
         raise keys.error("head_dim", head_dim, "an even number, since rotary embeddings turn pairs")
     return head_dim
-
-
-def _rope(keys: Keys, dim: int, max_positions: int, default_theta: float) -> Rope:
-    """Rotary parameters, from whichever of the two styles is there."""
-    theta = keys.number("rope_theta", default_theta)
-    styles = [name for name in ("rope_scaling", "rope_parameters") if keys.raw(name)]
-    if len(styles) == 2 and keys.raw(styles[0]) != keys.raw(styles[1]):
-        raise keys.error("rope_scaling", keys.raw("rope_scaling"), "the same as rope_parameters, or only one of them")
-    if not styles:
-        return Rope(dim, theta)
-    inner = keys.inside(styles[0])
-    kind = inner.choice("rope_type", _ROPE_TYPES, inner.choice("type", _ROPE_TYPES, "default"))
-    inner_theta = inner.number("rope_theta", theta)
-    if inner_theta != theta and keys.raw("rope_theta") is not None:
-        raise keys.error("rope_theta", theta, f"the same as in {styles[0]} ({inner_theta})")
-    if kind == "yarn" and inner_theta <= 1:
-        raise keys.error("rope_theta", inner_theta, "more than 1, of which yarn takes the logarithm")
-    scaling = _scaling(keys, inner, kind, max_positions) if kind != "default" else {}
-    inner.finish()
-    if kind == "dynamic":  # the base grows with what lies beyond max_position_embeddings, where this context ends
-        return Rope(dim, inner_theta)
-    return Rope(dim, inner_theta, cast(RopeType, kind), **scaling)
-
-
-def _scaling(config: Keys, keys: Keys, kind: str, max_positions: int) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"factor": keys.number("factor")}
-    if kind in ("llama3", "yarn"):
-        scaling["original_max_positions"] = keys.integer("original_max_position_embeddings", max_positions)
-    if kind == "llama3":
-        scaling |= _rising(keys, "low_freq_factor", "high_freq_factor")
-    if kind == "yarn":
-        scaling |= _rising(keys, "beta_slow", "beta_fast", 1.0, 32.0)
-        scaling |= {"truncate": keys.flag("truncate", True), "magnitude": _magnitude(config, keys, scaling["factor"])}
-    if kind == "dynamic":
-        keys.skip("original_max_position_embeddings")
-        config.note(f"dynamic rope scaling begins where this context ends, at {max_positions} positions")
-    return scaling
-
-
-def _rising(
-    keys: Keys, low: str, high: str, default_low: float | None = None, default_high: float | None = None
-) -> dict[str, float]:
-    """Two numbers, the second above the first."""
-    found = {low: keys.number(low, default_low), high: keys.number(high, default_high)}
-    if found[high] <= found[low]:
-        raise keys.error(high, found[high], f"more than {low}={found[low]}")
-    return found
-
-
-def _magnitude(config: Keys, keys: Keys, factor: float) -> float:
-    """Factor of yarn's sines and cosines: the one stated, else what the paper advises for ``factor``."""
-    stated = keys.optional_number("attention_factor")
-    scales = [keys.optional_number(name) for name in ("mscale", "mscale_all_dim")]
-    if keys.raw("attn_factor") is not None:
-        config.note(f"attn_factor={keys.raw('attn_factor')!r} was left out, as transformers does")
-    if stated is not None:
-        return stated
-    upper, lower = scales if all(scales) else (1.0, 0.0)
-    return _advised(factor, upper) / _advised(factor, lower)
-
-
-def _advised(factor: float, scale: float | None) -> float:
-    return 0.1 * (scale or 0.0) * log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _extended(keys: Keys, rope: Rope, max_positions: int) -> int:

@@ -1,5 +1,6 @@
 """The torch decoder of an export, one part at a time: only the weights of the part in use are in memory."""
 
+import math
 import os
 from pathlib import Path
 
@@ -8,22 +9,31 @@ from torch import Tensor, nn
 
 from llmc import bundle
 from llmc.errors import CheckpointError
-from llmc.export.blocks.norm import RMSNorm
+from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.decoder import DecoderLayer
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
-from llmc.export.sources.checkpoint import EMBEDDING, HEAD, decoder_tensors, read_json
-from llmc.export.sources.safetensors import StoredTensor, read_shards
+from llmc.export.sources.checkpoint import EMBEDDING, HEAD, read_json
+from llmc.export.sources.exported import read_weights
+from llmc.export.sources.safetensors import StoredTensor
+from llmc.inventory import POSITIONS
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "I4": torch.int8,  # two in each
+}
 
 
 class StreamedDecoder:
     """The decoder of the folder that ``llmc export`` wrote. Weights are read when asked for, as float32.
 
     Args:
-        folder: an export; its ``config.json`` and safetensors files are read.
+        folder: an export; its ``config.json`` is read, and the weights where its graph says that they lie.
         device: where parts are put and run.
 
     Raises:
@@ -35,15 +45,15 @@ class StreamedDecoder:
         self.config = read_config(Keys(read_json(path), str(path)))
         self.geometry = self.config.geometry
         self.device = torch.device(device)
-        stored = decoder_tensors(folder, self.config, read_shards(folder))
-        self._stored = {name: (folder / tensor.file, tensor) for name, tensor in stored.items()}
+        self._stored = {name: (folder / tensor.file, tensor) for name, tensor in read_weights(folder).items()}
         self._ropes = [torch.tensor(inverse_frequencies(rope), device=self.device) for rope in self.config.ropes]
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids (B, S) -> vectors (B, S, hidden); only the rows asked for are read."""
         unique, inverse = torch.unique(ids, return_inverse=True)
         rows = torch.cat([self.rows(EMBEDDING, token, token + 1) for token in unique.tolist()])
-        return rows[inverse] * self.config.embedding_scale
+        vectors = rows[inverse] * self.config.embedding_scale
+        return vectors + self.rows(f"{POSITIONS}.weight", 0, ids.shape[1]) if self.config.learned_positions else vectors
 
     def layer(self, index: int) -> DecoderLayer:
         """Decoder layer ``index`` with its weights."""
@@ -59,9 +69,9 @@ class StreamedDecoder:
         out, (keys, values) = layer(x, (empty, empty), start, self._ropes)
         return out, keys, values
 
-    def norm(self) -> RMSNorm:
+    def norm(self) -> Norm:
         """The norm before the head."""
-        norm = RMSNorm(self.geometry.hidden_size, self.config.norm_eps)
+        norm = Norm(self.geometry.hidden_size, self.config.norm)
         self._fill(norm, "model.norm.")
         return norm
 
@@ -76,17 +86,38 @@ class StreamedDecoder:
         Raises:
             CheckpointError: the file ends early, or a weight is NaN or infinite.
         """
+        if f"{name}.scales" in self._stored:
+            return self._dequantized(name, start, stop)
+        values = self._values(name, start, stop).float()
+        if not torch.isfinite(values).all():
+            raise CheckpointError(
+                f"{self._stored[name][0]}: {name} holds NaN or infinite weights between rows {start} and "
+                f"{start + len(values)}; the checkpoint is broken, get or save it again"
+            )
+        return values
+
+    def _dequantized(self, name: str, start: int, stop: int | None) -> Tensor:
+        """Rows of a matrix that is stored as integers, see :mod:`llmc.export.sources.codes`."""
+        steps, scales = self._values(name, start, stop).float(), self.rows(f"{name}.scales", start, stop)
+        block = steps.shape[1] // scales.shape[1]
+        if (zeros := f"{name}.zero_points") in self._stored:  # rows of 4 bits may begin within a byte: take them all
+            steps -= self._values(zeros)[start:stop].float().repeat_interleave(block, 1)
+        steps *= scales.repeat_interleave(block, 1)
+        order = f"{name}.order"
+        return steps[:, self._values(order).long()] if order in self._stored else steps
+
+    def _values(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows of a stored tensor, in its own type; integers of 4 bits as int8."""
         path, tensor = self._stored[name]
         stop = tensor.shape[0] if stop is None else min(stop, tensor.shape[0])
         row = tensor.length // tensor.shape[0]
-        data = _read(path, tensor, start * row, (stop - start) * row)
-        values = torch.frombuffer(data, dtype=_DTYPES[tensor.dtype]).float().to(self.device)
-        if not torch.isfinite(values).all():
-            raise CheckpointError(
-                f"{path}: {name} holds NaN or infinite weights between rows {start} and {stop}; the checkpoint is "
-                "broken, get or save it again"
-            )
-        return values.view(stop - start, *tensor.shape[1:])
+        whole = (start, stop) == (0, tensor.shape[0])
+        data = _read(path, tensor, start * row, tensor.length if whole else (stop - start) * row)
+        values = torch.frombuffer(data, dtype=_DTYPES[tensor.dtype]).to(self.device)
+        shape = (stop - start, *tensor.shape[1:])
+        if tensor.dtype == "I4":  # up and down again: a shift of a signed number keeps its sign
+            values = torch.stack((values << 4, values), 1).flatten()[: math.prod(shape)] >> 4
+        return values.view(shape)
 
     def _fill(self, module: nn.Module, prefix: str) -> None:
         weights = {name: self.rows(prefix + name) for name, _ in module.named_parameters()}

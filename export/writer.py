@@ -9,6 +9,8 @@ from llmc import __version__, bundle
 from llmc.export import ExportReport
 from llmc.export.graph import build_graph, check_graph
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
+from llmc.export.sources.codes import flattened
+from llmc.export.sources.made import write_made
 from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
 from llmc.origin import copy_own
 from llmc.publish import link, staged
@@ -21,8 +23,10 @@ def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable
     with staged(output, force=force) as staging:
         progress("linking weights and tokenizer")
         new_bytes = _place_files(source, staging)
+        tensors, made_bytes = write_made(flattened(source.tensors), staging)
+        new_bytes += made_bytes
         progress("exporting the graph")
-        model = build_graph(source.config, source.tensors, staging)
+        model = build_graph(source.config, tensors, staging)
         progress("checking the graph")
         check_graph(model, source.geometry)
         ir.save(model, staging / bundle.DECODER_FILE)
@@ -41,12 +45,17 @@ def _manifest(source: Checkpoint) -> bundle.ExportManifest:
         source=source.source,
         generation=source.generation,
         notes=source.notes,
+        weights=source.weights,
     )
 
 
 def _place_files(source: Checkpoint, staging: Path) -> int:
-    """Link the weights, which nobody edits, and copy what somebody may; return the bytes that were copied."""
-    new_bytes = sum(link(shard.path, staging / shard.path.name) for shard in source.shards)
+    """Link the weights, which nobody edits, and copy what somebody may; return the bytes that are new."""
+    new_bytes = sum(link(path, staging / path.name) for path in source.files)
+    for name, text in source.texts.items():
+        new_bytes += (staging / name).write_bytes(text.encode())
+    if source.texts:
+        return new_bytes
     # The config goes along so that calibration can build the torch decoder again.
-    index = [INDEX_FILE] if source.shards[0].path.name != SINGLE_FILE else []
+    index = [INDEX_FILE] if source.files[0].name != SINGLE_FILE else []
     return new_bytes + copy_own(source.folder, [bundle.CONFIG_FILE, *bundle.TOKENIZER_FILES, *index], staging)

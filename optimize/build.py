@@ -25,6 +25,7 @@ from llmc.bundle import (
     EngineConfig,
     ExportManifest,
     FileEntry,
+    Geometry,
     Graph,
     Limits,
     Manifest,
@@ -41,11 +42,12 @@ from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge.evaluate import evaluate, read_windows
-from llmc.optimize.judge.gate import Advice, advise, check
-from llmc.optimize.judge.golden import golden_prompts, prompt_ids, tolerance
+from llmc.optimize.judge.gate import Advice, advise, check, check_unrounded
+from llmc.optimize.judge.golden import SPREAD_FACTOR, golden_prompts, prompt_ids, tolerance
 from llmc.optimize.judge.invariance import measured
 from llmc.optimize.judge.overflow import check_range
 from llmc.optimize.judge.replay import replay_apart
+from llmc.optimize.judge.vectors import golden_vectors
 from llmc.optimize.lower.context import (
     LoweringContext,
     QuantConfigs,
@@ -66,7 +68,7 @@ from llmc.publish import file_entries, refuse_bytes, staged
 from llmc.runtime import Model, load
 from llmc.runtime.host import disk_cache
 from llmc.runtime.kv.budget import usable_memory
-from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES
+from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
 from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 from llmc.runtime.text.trial import try_tokenizer
@@ -118,6 +120,8 @@ class _Order:
     @property
     def lowering(self) -> str:
         """The list of passes."""
+        if self.export.geometry.encoder:
+            return f"{self.target.name}-encoder"
         if self.engine is None:
             return self.target.name
         return "tensorrt-primitives" if self.form == "primitives" else "tensorrt"
@@ -148,7 +152,8 @@ def build(
         source: folder written by ``llmc export``.
         output: bundle folder to write; must not exist unless ``force``.
         target: cpu (default), cuda, tensorrt or tensorrt-rtx.
-        precision: fp32, fp16, int8 (default) or int4, for GPUs also bf16 and fp8; overrides the recipe's.
+        precision: fp32, fp16, int8 (default) or int4, for GPUs also bf16 and fp8; of quantized checkpoints source
+            (default); overrides the recipe's.
         max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768, for TensorRT 4,096.
         max_batch: requests that may run at once; default 8.
         budget: quality that the bundle must keep; its limits override the recipe's.
@@ -182,9 +187,14 @@ def build(
     )
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
+    if export.geometry.encoder:
+        asked = recipes.for_encoder(asked, abilities, export.geometry.max_positions)
+        if judged or text is not None or (calibration is not None and calibration.asked is not None):
+            raise UsageError("a text judges and calibrates models that generate, and this one does not; leave it out")
     name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
     with_text = calibration is not None and calibration.text is not None
-    chosen, limits = recipes.resolve(asked, abilities, export.geometry.max_positions, name, with_text)
+    positions, coded = export.geometry.max_positions, bool(export.geometry.coded)
+    chosen, limits = recipes.resolve(asked, abilities, positions, name, with_text, coded)
     place = Path(os.path.realpath(output))  # unlike resolve, at a loss for no loop of links
     if place == Path(os.path.realpath(source)):
         raise UsageError(f"{output} is the export itself; choose another output folder")
@@ -242,14 +252,15 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
         graph = folder / graphs["decode"].file
         engine = compile_engine(order.engine, graph, geometry, order.progress)
     order.progress("hashing")
-    return _judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
+    judge = _judge_encoder if geometry.encoder else _judge
+    return judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
 
 
 def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, Graph]:
     """Lower the decoder once per phase; the graphs share one weight file."""
     graphs, geometry = {}, order.export.geometry
     with closing(WeightFile(folder)) as weights:
-        for phase, stored in quant_configs(order.recipe).items():
+        for phase, stored in quant_configs(order.recipe, geometry).items():
             done = counted(order.progress, f"lowering and quantizing the {phase} graph", len(geometry.linears))
             model = read_decoder(order.source)
             plan = LoweringContext(
@@ -265,11 +276,12 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
             )
             lower(model, order.lowering, plan, order.dump)
             _declare(model, order)
-            name = f"{phase if phase in ('prefill', 'decode') else 'decoder'}.onnx"
+            whole = "encoder" if geometry.encoder else "decoder"
+            name = f"{phase if phase in ('prefill', 'decode') else whole}.onnx"
             ir.save(model, folder / name)
             graphs[phase] = _describe(model.graph, name, stored, order.target)
     if len(graphs) == 1:
-        return dict.fromkeys(("prefill", "decode"), *graphs.values())
+        return dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
     return graphs
 
 
@@ -318,7 +330,7 @@ def _manifest(
         geometry=export.geometry,
         source=export.source,
         generation=export.generation,
-        notes=export.notes,
+        notes=(*export.notes, *_chosen_anew(export.geometry, recipe)),
         target=Target(target.name, target.engine, version, minimum),
         recipe=recipe,
         limits=order.limits,
@@ -328,12 +340,22 @@ def _manifest(
         compiled=compiled,
         quality=None,
         golden=(),
-        golden_tolerance=LOGIT_TOLERANCES[recipe.compute] if target.has_gpu else LOGIT_TOLERANCE,
+        golden_tolerance=_least_tolerance(order),
         golden_spread=0.0,
         files=file_entries(folder, sorted(path.name for path in folder.iterdir())),
         engine=engine,
         device=device and with_engine(device, folder, engine),
     )
+
+
+def _chosen_anew(geometry: Geometry, recipe: Recipe) -> list[str]:
+    """A sentence about a checkpoint's own integers, if the recipe does not keep them."""
+    if recipe.precision == "source" or not geometry.coded:
+        return []
+    return [
+        f"the checkpoint stores the weights of {len(geometry.coded)} linears as integers, from which those of "
+        f"{recipe.precision} were made: what both roundings lost adds up"
+    ]
 
 
 def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:
@@ -359,6 +381,7 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
             check_range(folder, manifest, [*prompt_ids(model), *(text.ids[:1].tolist() if text else [])])
         golden = golden_prompts(model, order.source, order.progress)
         quality = golden.quality
+        check_unrounded(quality, order.recipe)
         if text is not None:
             kept = disk_cache.entry("reference", order.export.source.fingerprint)
             found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
@@ -383,6 +406,30 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
     if verified != "float32":  # what stood in for the bundle is gone, and nothing here runs the bundle itself
         order.progress("replaying the golden prompts as a first load does")
         replay_apart(folder, emulate=verified == "cpu")
+    return finished
+
+
+def _least_tolerance(order: _Order) -> float:
+    if order.export.geometry.encoder:
+        return VECTOR_TOLERANCE
+    return LOGIT_TOLERANCES[order.recipe.compute] if order.target.has_gpu else LOGIT_TOLERANCE
+
+
+def _judge_encoder(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:
+    """:func:`_judge` of a model that embeds or ranks: its vectors beside those of the unquantized one."""
+    write_manifest(manifest, folder)
+    with load(folder, self_test=False) as model:
+        found = golden_vectors(model, order.source, order.progress)
+    finished = replace(
+        manifest,
+        vectors=found.cases,
+        golden_tolerance=max(manifest.golden_tolerance, SPREAD_FACTOR * found.spread),
+        golden_spread=found.spread,
+        similarity=found.similarity,
+    )
+    write_manifest(finished, folder)
+    order.progress("replaying the golden texts as a first load does")
+    replay_apart(folder)
     return finished
 
 

@@ -22,6 +22,7 @@ from llmc.optimize.lower.onnxruntime import (
     cuda_linears,
     embedding,
     norms,
+    self_attention,
 )
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.lower.tensorrt import embedding as tensorrt_embedding
@@ -53,7 +54,10 @@ FUSE = (
     Step("fuse skip norms", norms.fuse_skip_norms, lambda g: sum(norm.follows_residual for norm in g.norms)),
     Step("fuse SiLU", norms.fuse_silu, lambda g: sum(mlp.activation == "silu" for mlp in g.mlps)),
 )
-LOWER_EMBEDDING = Step("lower embedding", embedding.lower_embedding, lambda _: 1)
+LOWER_EMBEDDING = (
+    Step("lower embedding", embedding.lower_embedding, lambda _: 1),
+    Step("lower positions", embedding.lower_positions, lambda g: int(g.learned_positions)),
+)
 # Last: what passes made has the type that they gave it, and what the export left has float32.
 TYPE_VALUES = Step("type values", types.type_values)
 REMOVE_DEAD = Step("remove dead nodes", lambda graph, _: remove_dead(graph))
@@ -69,6 +73,7 @@ def _tensorrt(lower_attention: Pass, lower_norms: Pass) -> tuple[Step, ...]:
         Step("lower norms", lower_norms, lambda g: len(g.norms)),
         Step("lower linears", tensorrt_linears.lower_linears, lambda g: len(g.linears)),
         Step("lower embedding", tensorrt_embedding.lower_embedding, lambda _: 1),
+        Step("lower positions", tensorrt_embedding.lower_positions, lambda g: int(g.learned_positions)),
         TYPE_VALUES,
         REMOVE_DEAD,
     )
@@ -85,7 +90,18 @@ PASSES: dict[str, tuple[Step, ...]] = {
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         # After the linears: it moves scales that only per-token activations have.
         Step("defer token scales", cpu_linears.defer_token_scales),
-        LOWER_EMBEDDING,
+        *LOWER_EMBEDDING,
+        REMOVE_DEAD,
+    ),
+    # Of a model that embeds or ranks.
+    "cpu-encoder": (
+        Step("attend without a past", self_attention.as_cached, lambda g: len(g.attentions)),
+        RAISE,
+        PACK_PROJECTIONS,
+        Step("lower attention", self_attention.lower_attention, lambda g: len(g.attentions)),
+        *FUSE,
+        Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
+        *LOWER_EMBEDDING,
         REMOVE_DEAD,
     ),
     # TensorRT from 10.15 on and TensorRT-RTX.
@@ -99,7 +115,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         Step("gather logit rows", cuda_attention.gather_logit_rows, lambda _: 1),
         *FUSE,
         Step("lower linears", cuda_linears.lower_linears, lambda g: len(g.linears)),
-        LOWER_EMBEDDING,
+        *LOWER_EMBEDDING,
         TYPE_VALUES,
         REMOVE_DEAD,
     ),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import llmc
 from llmc.bundle import Budget, Limits, Recipe
-from llmc.errors import UsageError
+from llmc.errors import UsageError, written
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime.bench.stages import LARGEST_BATCH
@@ -33,6 +33,8 @@ DEFAULT_BATCH = 8
 # Attention costs the square of a chunk, and activations of 512 tokens outgrow the caches: 256 is 5 % faster than 512
 # at a prompt of 512, equal at 2,048, and takes half the workspace.
 DEFAULT_CHUNK = 256
+# Of a model that embeds or ranks: a text is one call, and attention scores it against itself, which takes the square.
+ENCODER_CONTEXT = 2048
 BITS = {"int8": 8, "int4": 4}
 QUANTIZED = (*BITS, "fp8")
 # Float precisions and what they compute in, where the target can choose.
@@ -63,6 +65,7 @@ class Request:
     Attributes:
         description: one sentence for people.
         precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4; on GPUs also bf16 and fp8.
+            source, the default of quantized checkpoints, keeps their integers; what those leave in floats becomes int8.
         scheme: rtn (round to nearest with clip search), gptq, awq or awq+gptq; default: gptq when there is a
             calibration text and integers to choose, else rtn.
         block_size: inputs that share a weight scale: 32, 64, 128 (default) or 256; TensorRT's int8 has one per output.
@@ -182,21 +185,32 @@ def _read_value(hint: Any, value: Any, where: str) -> Any:
 
 
 def resolve(
-    request: Request, target: Capabilities, max_positions: int, name: str, calibrated: bool = False
+    request: Request,
+    target: Capabilities,
+    max_positions: int,
+    name: str,
+    calibrated: bool = False,
+    coded: bool = False,
 ) -> tuple[Recipe, Limits]:
     """Fill in the defaults and refuse what the target or the model cannot do.
 
-    ``calibrated`` tells that there is a calibration text.
+    ``calibrated`` tells that there is a calibration text, ``coded`` that the checkpoint stores integers.
 
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.
     """
-    precision = _one_of("precision", either(request.precision, "int8"), target.precisions)
-    head = _one_of("head", either(request.head, precision), target.precisions)
+    precision = either(request.precision, "source" if coded else "int8")
+    if precision == "source":
+        _check_source(request, coded)
+    else:
+        _one_of("precision", precision, (*target.precisions, "source"))
+    # What a quantized checkpoint leaves in floats is rounded to 8 bits.
+    rest = "int8" if precision == "source" else precision
+    head = _one_of("head", either(request.head, rest), target.precisions)
     layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
-    stored = {precision, head, *layers.values()}
+    stored = {rest, head, *layers.values()}
     _refuse_integer_keys(request, precision, stored)
-    phases = _phases(request.phases, target, integers=precision in QUANTIZED)
+    phases = _phases(request.phases, target, integers=rest in QUANTIZED)
     compute = _compute(request.compute, precision, target)
     if request.engine is not None and _given(request.engine) and not target.makes_engine:
         raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
@@ -208,11 +222,14 @@ def resolve(
         max_batch=between("max_batch", either(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
         prefill_chunk=min(context, between("prefill_chunk", either(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)),
     )
+    kept = precision == "source"
     recipe = Recipe(
         name=name,
         precision=precision,
         scheme=_one_of(
-            "scheme", either(request.scheme, "gptq" if calibrated and not stored.isdisjoint(BITS) else "rtn"), SCHEMES
+            "scheme",
+            either(request.scheme, "gptq" if calibrated and not kept and not stored.isdisjoint(BITS) else "rtn"),
+            SCHEMES,
         ),
         block_size=_block_size(request.block_size, stored, target),
         symmetric=_symmetric(request.symmetric, target),
@@ -229,6 +246,46 @@ def resolve(
         compute=compute,
     )
     return recipe, limits
+
+
+def _check_source(request: Request, coded: bool) -> None:
+    """Integers that are kept leave nothing to choose.
+
+    Raises:
+        UsageError: there are none, or what is asked for would change them.
+    """
+    if not coded:
+        raise UsageError("precision is 'source', but the checkpoint is not quantized; expected one that is, or --int8")
+    for key, plain in (("scheme", "rtn"), ("smoothing", 0.0), ("sparsity", "none")):
+        if getattr(request, key) not in (None, plain):
+            raise UsageError(
+                f"{key} is {getattr(request, key)!r}, but the precision is source, which keeps the checkpoint's own "
+                "integers; leave it out, or build with int8 or int4, which choose them anew"
+            )
+
+
+def for_encoder(request: Request, target: Capabilities, max_positions: int) -> Request:
+    """The request for a model that embeds or ranks: one graph for the CPU, weights rounded to nearest.
+
+    Raises:
+        UsageError: it asks for what only a model that generates has, or for another target.
+    """
+    if target.has_gpu:
+        raise UsageError(
+            f"the target is {target.name}, but a model that embeds or ranks is built for cpu; leave it out"
+        )
+    asked = {name: getattr(request, name) for name in ("activations", "cache", "budget")}
+    asked |= {"scheme": None if request.scheme == "rtn" else request.scheme, "smoothing": request.smoothing or None}
+    asked |= {"sparsity": None if request.sparsity == "none" else request.sparsity}
+    asked |= {"phases": None if request.phases == "shared" else request.phases}
+    for name, value in asked.items():
+        if value is not None and value != Budget():
+            raise UsageError(
+                f"{name} is {written(value)}, but a model that embeds or ranks has one graph without a cache, whose "
+                "weights are rounded to nearest; leave it out"
+            )
+    longest = either(request.max_context, min(max_positions, ENCODER_CONTEXT))
+    return replace(request, phases="shared", max_context=longest, budget=None)
 
 
 def check_context(name: str, context: int, max_positions: int, advice: str = "") -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import WEIGHTS_FILE
 from llmc.errors import BuildError, CheckpointError
+from llmc.origin import weight_files
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -25,37 +27,125 @@ PIECE = 1 << 18
 
 def weights_identity(export: Path) -> list[tuple[str, int, int]]:
     """Name, size and time of change (ns) of each weight file of an export, for keys of what is computed from them."""
-    found = ((path.name, path.stat()) for path in sorted(export.glob("*.safetensors")))
+    found = ((path.name, path.stat()) for path in weight_files(export))
     return [(name, info.st_size, info.st_mtime_ns) for name, info in found]
 
 
-def rows_of(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+@dataclass(frozen=True)
+class CodedTensor:
+    """A matrix W [N, K] that an export holds as integers: W = (codes - zero_points) * scales, by blocks of columns.
+
+    Attributes:
+        codes: int4 or int8 [N, K].
+        scales: float32 [N, K / block].
+        zero_points: as the codes, [N, K / block], or None.
+        order: int32 [K], or None: column k of W is column order[k] of the codes.
+    """
+
+    codes: ir.ExternalTensor
+    scales: ir.ExternalTensor
+    zero_points: ir.ExternalTensor | None = None
+    order: ir.ExternalTensor | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The matrix's name."""
+        return self.codes.name
+
+    @property
+    def shape(self) -> ir.Shape:
+        """Rows and columns."""
+        return self.codes.shape
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4 if self.codes.dtype == ir.DataType.INT4 else 8
+
+    @property
+    def block(self) -> int:
+        """Columns that share a scale."""
+        return _sizes(self.codes)[1] // _sizes(self.scales)[1]
+
+
+Weight = ir.ExternalTensor | CodedTensor
+
+
+def rows_of(tensor: Weight, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
     """Rows ``start`` to ``stop`` of a checkpoint matrix (or vector) [N, ...] as float32, read from its file.
 
     Raises:
         CheckpointError: the file is missing or ends early, or a weight is NaN or infinite.
     """
-    shape = tuple(int(size) for size in tensor.shape.numpy())
+    if isinstance(tensor, CodedTensor):
+        codes, scales, zeros = codes_of(tensor, start, stop)
+        steps = codes.astype(np.float32)
+        if zeros is not None:
+            steps -= np.repeat(zeros, tensor.block, axis=1)
+        steps *= np.repeat(scales, tensor.block, axis=1)
+        return steps if tensor.order is None else steps[:, order_of(tensor.order)]
+    shape = _sizes(tensor)
     stop = shape[0] if stop is None else min(stop, shape[0])
-    row_values = int(np.prod(shape[1:], dtype=np.int64))
-    itemsize = tensor.dtype.itemsize
-    size = (stop - start) * row_values * int(itemsize)
-    try:
-        with open(tensor.path, "rb") as file:
-            raw = os.pread(file.fileno(), size, (tensor.offset or 0) + start * row_values * int(itemsize))
-    except OSError as error:
-        raise CheckpointError(
-            f"{tensor.path}: cannot be read ({error.strerror}), yet holds {tensor.name}; export the checkpoint again"
-        ) from error
-    if len(raw) != size:
-        raise CheckpointError(f"{tensor.path}: ends inside {tensor.name}; the file is truncated, copy it again")
-    values = _to_float32(raw, tensor.dtype)
+    values = _to_float32(_rows(tensor, start, stop), tensor.dtype)
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"{tensor.path}: {tensor.name} holds NaN or infinite weights between rows {start} and {stop}; "
             "the checkpoint is broken, get or save it again"
         )
     return values.reshape(stop - start, *shape[1:])
+
+
+def codes_of(
+    tensor: CodedTensor, start: int = 0, stop: int | None = None
+) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int8] | None]:
+    """Codes [n, K], scales [n, groups] and zero points of rows of a matrix, its columns as they are stored.
+
+    Raises:
+        CheckpointError: as :func:`rows_of`.
+    """
+    zeros = None if tensor.zero_points is None else _integers(tensor.zero_points)[start:stop]
+    return _integers(tensor.codes, start, stop), rows_of(tensor.scales, start, stop), zeros
+
+
+def order_of(order: ir.ExternalTensor) -> NDArray[np.int32]:
+    """Places of the columns among the codes, see :class:`CodedTensor`."""
+    return np.frombuffer(_rows(order), np.int32)
+
+
+def _integers(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.int8]:
+    """Rows of integers of 8 bits, or of 4, of which two lie in a byte; rows that begin in one take them all."""
+    raw, shape = np.frombuffer(_rows(tensor, start, stop), np.int8), _sizes(tensor)
+    if tensor.dtype == ir.DataType.INT4:
+        # Up and down again: a shift of a signed number keeps its sign.
+        raw = np.stack((np.left_shift(raw, 4), raw), axis=1).reshape(-1)
+        raw = np.right_shift(raw, 4)[: len(raw) // shape[1] * shape[1]]
+    return raw.reshape(-1, shape[1])
+
+
+def _rows(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> bytes:
+    """The bytes of some rows; of all rows also of a tensor whose rows share bytes.
+
+    Raises:
+        CheckpointError: the file is missing or ends early.
+    """
+    shape = _sizes(tensor)
+    stop = shape[0] if stop is None else min(stop, shape[0])
+    bits = int(np.prod(shape[1:], dtype=np.int64)) * int(tensor.dtype.itemsize * 8)
+    size = -(-(stop - start) * bits // 8)
+    try:
+        with open(tensor.path, "rb") as file:
+            raw = os.pread(file.fileno(), size, (tensor.offset or 0) + start * bits // 8)
+    except OSError as error:
+        raise CheckpointError(
+            f"{tensor.path}: cannot be read ({error.strerror}), yet holds {tensor.name}; export the checkpoint again"
+        ) from error
+    if len(raw) != size:
+        raise CheckpointError(f"{tensor.path}: ends inside {tensor.name}; the file is truncated, copy it again")
+    return raw
+
+
+def _sizes(tensor: ir.ExternalTensor) -> tuple[int, ...]:
+    return tuple(int(size) for size in tensor.shape.numpy())
 
 
 def _to_float32(raw: bytes, dtype: ir.DataType) -> NDArray[np.float32]:

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall, ToolCallDelta
     from llmc.runtime.api.handle import Handle
     from llmc.runtime.api.options import Determinism, EngineOptions
     from llmc.runtime.api.request import Request
@@ -17,32 +18,44 @@ if TYPE_CHECKING:
     from llmc.runtime.sampling.params import SamplingParams
 
 __all__ = [
+    "ChatHandle",
+    "ChatResult",
     "Delta",
     "Determinism",
     "Engine",
     "EngineOptions",
     "GenerationResult",
     "Handle",
+    "Message",
+    "MessageDelta",
     "Model",
     "Output",
     "Request",
     "SamplingParams",
     "Timings",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "load",
 ]
 _HOMES = {
+    "ChatHandle": "api.chat",
+    "ChatResult": "api.chat",
     "Delta": "api.results",
     "Determinism": "api.options",
     "Engine": "engine.engine",
     "EngineOptions": "api.options",
     "GenerationResult": "api.results",
     "Handle": "api.handle",
+    "Message": "api.chat",
+    "MessageDelta": "api.chat",
     "Model": "model",
     "Output": "api.results",
     "Request": "api.request",
     "SamplingParams": "sampling.params",
     "Timings": "api.results",
+    "ToolCall": "api.chat",
+    "ToolCallDelta": "api.chat",
     "Usage": "api.results",
     "load": "model",
 }

@@ -5,9 +5,9 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,28 +15,36 @@ from typing import TYPE_CHECKING, Any
 
 from llmc.bundle import Manifest, publication, read_bundle, undisturbed, unlisted_files, verify_files
 from llmc.errors import BundleError, EngineClosedError, UsageError, written
+from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import GenerationResult
+from llmc.runtime.encoder import TextEncoder
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.input_processor import text_tokens, token_ids
 from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
-from llmc.runtime.kv.budget import check_load
+from llmc.runtime.kv.budget import check_load, plan_load
 from llmc.runtime.kv.prefix_cache import BLOCK, PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.selftest import VerifyReport, check_once, replayed
 from llmc.runtime.sessions import emulated, open_session
+from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.text.trial import tried_tokenizer
+from llmc.runtime.tools.calls import read_tools
+from llmc.runtime.tools.plan import plan_chat
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from llmc.runtime.text.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
@@ -105,14 +113,20 @@ def _load(
     row_limit(manifest, engine_options)
     if engine_options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
         raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
+    if manifest.geometry.encoder and options:
+        raise UsageError(f"{next(iter(options))} is for a bundle that generates, and {folder} does not; leave it out")
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
         raise UsageError(f"memory is {written(memory)}, expected bytes, an integer above 0, or None")
     check_load(folder, manifest, context, memory)
     check_files(folder, manifest, False if verify is None and self_test is False else verify)
     with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
         tokenizer = pool.submit(tried_tokenizer, folder)
-        session = open_session(folder, manifest, workers)
-        runner = SingleRunner(session, context, chunk)
+        runner: SingleRunner | TextEncoder
+        if manifest.geometry.encoder:
+            session = EncoderSession(folder, manifest, workers)
+            runner = TextEncoder(folder, manifest, session, tokenizer.result(), context)
+        else:
+            runner = SingleRunner(open_session(folder, manifest, workers), context, chunk)
         model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
     try:
         check_once(model, self_test)
@@ -181,7 +195,7 @@ def _default_threads(measured: int | None) -> int:
     return min(usable, measured) if measured is not None and usable <= 2 * measured else usable
 
 
-def _variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Variables of a chat template: those that arguments of their own give are not among them."""
     own = {"messages", "tools", "documents", "add_generation_prompt", "disguise", "self"}
     if given is None:
@@ -205,8 +219,7 @@ def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
 class Model:
     """A loaded bundle. Any thread may call it; requests share batches. Close it, or use it as a context manager.
 
-    Attributes:
-        runner: one sequence at a time, for benchmarks and evaluation; not while requests run.
+    One that embeds or ranks has :meth:`embed` or :meth:`rank` and nothing that generates, and the other way round.
     """
 
     def __init__(
@@ -214,7 +227,7 @@ class Model:
         folder: Path,
         manifest: Manifest,
         tokenizer: Tokenizer,
-        runner: SingleRunner,
+        runner: SingleRunner | TextEncoder,
         threads: int,
         options: EngineOptions | None = None,
         memory: int | None = None,
@@ -222,7 +235,7 @@ class Model:
         self.folder = folder
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self.runner = runner
+        self._runner = runner
         self.threads = threads
         self._options = options or EngineOptions()
         self._memory = memory
@@ -231,6 +244,74 @@ class Model:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._closed = False
+
+    @property
+    def runner(self) -> SingleRunner:
+        """One sequence at a time, for benchmarks and evaluation; not while requests run.
+
+        Raises:
+            UsageError: the bundle does not generate.
+        """
+        if isinstance(self._runner, TextEncoder):
+            raise UsageError(f"{self.folder} {self._runner.ability} and generates no text; expected one that does")
+        return self._runner
+
+    @property
+    def encoder(self) -> TextEncoder:
+        """Texts to vectors or scores.
+
+        Raises:
+            UsageError: the bundle generates.
+        """
+        if not isinstance(self._runner, TextEncoder):
+            raise UsageError(
+                f"{self.folder} generates text (llmc run, Model.generate) and neither embeds nor ranks; expected a "
+                "bundle of an embedding model or a reranker"
+            )
+        return self._runner
+
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        dimensions: int | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+    ) -> "NDArray[np.float32]":
+        """Vectors of texts, float32 [n, d], of length one where the checkpoint normalises.
+
+        Args:
+            texts: any number of them.
+            dimensions: the first so many values of each, made of length one again, as Matryoshka models are trained
+                for; default: all, or what the checkpoint says.
+            instruction: a prompt's name, as ``query`` or ``document``, a task in words, or a whole prompt that ends in
+                a colon; see :class:`llmc.runtime.text.prompts.Prompts`. Default: the checkpoint's, mostly none.
+            truncate: leave the end of a text out that is too long; by default it is refused.
+
+        Raises:
+            UsageError: the bundle does not embed, or an argument is out of range.
+            RequestError: a text is too long, has no tokens, or is no valid text.
+        """
+        return self.encoder.embed(texts, dimensions=dimensions, instruction=instruction, truncate=truncate)
+
+    def rank(
+        self, query: str, documents: Sequence[str], *, instruction: str | None = None, truncate: bool = False
+    ) -> "NDArray[np.float32]":
+        """Scores of documents for a query, float32 [n] in the order given; the higher the better.
+
+        They are what the checkpoint makes of them, which may be a logit or, after a sigmoid, between 0 and 1.
+
+        Args:
+            query: the question.
+            documents: any number of texts.
+            instruction: a prompt's name or the task in words; default: the checkpoint's.
+            truncate: leave the end of a document out that is too long; by default it is refused.
+
+        Raises:
+            UsageError: the bundle does not rank, or an argument is of another type.
+            RequestError: a text is too long or no valid text, or the chat template fails.
+        """
+        return self.encoder.rank(query, documents, instruction=instruction, truncate=truncate)
 
     @property
     def engine(self) -> Engine:
@@ -275,21 +356,44 @@ class Model:
         """Like :meth:`generate`, as an iterator of text; its ``result()`` is there at the end."""
         return self.submit(self.request(prompt, **sampling))
 
-    def chat(
+    def chat(self, messages: Messages, **arguments: Any) -> ChatResult:
+        """Answer ``messages`` ([{"role": ..., "content": ...}, ...]) through the checkpoint's chat template.
+
+        Args:
+            messages: what was said. An answer goes on with ``[*messages, result.message.to_dict()]`` and, where it
+                calls tools, ``{"role": "tool", "tool_call_id": ..., "content": ...}`` for each call.
+            arguments: as for :meth:`stream_chat`.
+
+        Raises:
+            what :meth:`stream_chat` raises, and :meth:`llmc.runtime.api.handle.Handle.result`.
+        """
+        return self.stream_chat(messages, **arguments).result()
+
+    def stream_chat(
         self,
         messages: Messages,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
+        tool_format: str | None = None,
+        reasoning_budget: int | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         parse_special: bool = False,
         **sampling: Any,
-    ) -> GenerationResult:
-        """Answer ``messages`` ([{"role": ..., "content": ...}, ...]) through the checkpoint's chat template.
+    ) -> ChatHandle:
+        """Like :meth:`chat`, as an iterator of the answer's text, with deltas of content, reasoning and calls.
 
         Args:
             messages: what was said.
-            tools: JSON schemas of functions that the model may call, for templates that show them.
+            tools: functions that the model may call, ``{"type": "function", "function": {"name": ..., "description":
+                ..., "parameters": JSON schema}}``. Calls hold to the schemas.
+            tool_choice: ``auto`` lets the model answer or call, ``required`` makes it call, a tool's name makes it call
+                that one, and ``none`` shows the tools to the template and reads no calls.
+            parallel_tool_calls: False for one call at most.
+            tool_format: a name of :data:`llmc.runtime.tools.formats.FORMATS`; default: what the template teaches.
+            reasoning_budget: tokens of reasoning at most, after which the answer begins; default: no bound.
             documents: texts to answer from, for templates that show them.
             chat_template_kwargs: whatever else the template reads, such as ``enable_thinking``.
             parse_special: take special tokens that messages spell, such as ``<|im_end|>``, for special tokens; then
@@ -298,37 +402,24 @@ class Model:
 
         Raises:
             RequestError: the template refuses the messages, or they are too long.
-            UsageError: the messages are malformed, or a sampling value is.
+            GrammarError: the schema of a tool cannot be enforced.
+            UsageError: the messages are malformed, or a value is, or the template teaches no format of calls.
         """
-        return self.stream_chat(
-            messages,
-            tools=tools,
-            documents=documents,
-            chat_template_kwargs=chat_template_kwargs,
-            parse_special=parse_special,
-            **sampling,
-        ).result()
-
-    def stream_chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        parse_special: bool = False,
-        **sampling: Any,
-    ) -> Handle:
-        """Like :meth:`chat`, as an iterator of text."""
-        prompt = self.chat_tokens(
-            messages,
-            tools=tools,
-            documents=documents,
-            chat_template_kwargs=chat_template_kwargs,
-            parse_special=parse_special,
-            on_overflow=sampling.get("on_overflow"),
+        variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
+        rendered, ids = self._chat_prompt(messages, parse_special, sampling.get("on_overflow"), **variables)
+        plan = plan_chat(
+            self.chat_template.source(tools is not None),
+            rendered,
+            read_tools(tools),
+            tool_choice,
+            parallel=parallel_tool_calls,
+            tool_format=tool_format,
+            reasoning_budget=reasoning_budget,
         )
-        return self.stream(prompt, **sampling)
+        request = self.request(ids, **plan.sampling(self.tokenizer, sampling))
+        handle = self.engine.submit(request, partial(ChatHandle, parser=plan.parser))
+        handle.owner = self
+        return handle
 
     def chat_tokens(
         self,
@@ -352,46 +443,80 @@ class Model:
             RequestError: the template refuses the messages, or they are too long.
             UsageError: the messages are malformed.
         """
+        variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
+        return self._chat_prompt(messages, parse_special, on_overflow, add_generation_prompt, **variables)[1]
+
+    def _chat_prompt(
+        self,
+        messages: Messages,
+        parse_special: bool,
+        on_overflow: str | None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation as the template writes it, and as token ids."""
         tokenizer = self.tokenizer
         disguise = None if parse_special else Disguise(tokenizer.controls)
-        variables = _variables(chat_template_kwargs)
-        prompt = self.chat_template.render(
-            messages, add_generation_prompt, tools=tools, documents=documents, disguise=disguise, **variables
-        )
+        prompt = self.chat_template.render(messages, add_generation_prompt, disguise=disguise, **variables)
 
         def encode(text: str) -> list[int]:
             # The template writes the special tokens itself.
             return tokenizer.encode_disguised(text, disguise) if disguise else tokenizer.encode(text, False)
 
-        return text_tokens(tokenizer, prompt, encode, self.engine.max_context, on_overflow)
+        return prompt, text_tokens(tokenizer, prompt, encode, self.engine.max_context, on_overflow)
 
     def request(self, prompt: str | Sequence[int], **arguments: Any) -> Request:
         """A request with the checkpoint's generation defaults for what ``arguments`` leave out.
 
         Args:
             arguments: fields of :class:`llmc.runtime.SamplingParams` and of
-                :class:`llmc.runtime.api.request.Request`.
+                :class:`llmc.runtime.api.request.Request`; ``parse_special=False`` takes special tokens that a text
+                spells for text.
 
         Raises:
             RequestError: the prompt is not valid text.
             UsageError: an argument is unknown or out of range.
         """
+        parse_special = arguments.pop("parse_special", True)
         own = {name: arguments.pop(name) for name in REQUEST_FIELDS & arguments.keys()}
         if isinstance(prompt, str):
-            encode = partial(self.tokenizer.encode, add_special_tokens=own.pop("add_special_tokens", True))
+            encoded = self.tokenizer.encode if parse_special else self.tokenizer.encode_plain
+            encode = partial(encoded, add_special_tokens=own.pop("add_special_tokens", True))
             overflow = arguments.get("on_overflow")
             prompt = text_tokens(self.tokenizer, prompt, encode, self.engine.max_context, overflow)
         else:
             prompt = token_ids(prompt)
         if arguments.get("max_tokens") is None:  # nobody asked for more than fits
             room = self.engine.max_context - len(prompt)
-            arguments["max_tokens"] = max(1, min(SamplingParams.max_tokens, room))
+            arguments["max_tokens"] = max(1, min(self._options.default_max_tokens, room))
         return Request(prompt, SamplingParams.from_defaults(self.manifest.generation, **arguments), **own)
+
+    def metric_families(self, labels: Mapping[str, str]) -> Iterator[Any]:
+        """The engine's metrics as families of prometheus-client, with ``labels`` on every sample.
+
+        Raises:
+            MissingExtraError: prometheus-client is not installed.
+        """
+        if isinstance(self._runner, TextEncoder):  # which has no engine
+            return iter(())
+        from llmc.runtime.observe.prometheus import EngineCollector
+
+        return EngineCollector(self.engine.metrics, labels).collect()
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest sequence."""
+        return self._runner.max_context
 
     @property
     def engine_version(self) -> str:
         """Version of the engine library in use."""
-        return self.runner.session.engine_version
+        return self._runner.session.engine_version
+
+    @property
+    def processor(self) -> str:
+        """Name of the CPU or GPU."""
+        return self._runner.session.processor
 
     @property
     def chat_template(self) -> "ChatTemplate":
@@ -418,9 +543,9 @@ class Model:
                 return
             self._closed = True
         if self._engine is not None:
-            self._engine.close(drain, then=self.runner.session.close)
+            self._engine.close(drain, then=self._runner.session.close)
         else:
-            self.runner.session.close()
+            self._runner.session.close()
 
     def __enter__(self) -> "Model":
         return self
@@ -440,6 +565,42 @@ PREFIX_SHARE, PREFIX_BYTES = 8, 256_000_000
 PENDING_BYTES = 64_000_000
 
 
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes for ``load(memory=...)``: ``least`` for one row of the longest context, below which it refuses; more than
+    ``most``, for all rows and prefixes, it has no use for. A draft model takes ``draft`` bytes beside them."""
+
+    least: int
+    most: int
+    draft: int
+
+
+def memory_need(manifest: Manifest, options: Mapping[str, Any]) -> MemoryNeed:
+    """The memory that a bundle takes when it is loaded with these arguments of :func:`load`.
+
+    Raises:
+        BundleError: the draft's bundle is not there.
+    """
+    limits = manifest.limits
+    context = options.get("max_context") or limits.max_context
+    prefixes, draft = options.get("prefix_cache_bytes"), options.get("draft")
+    on_disk = options.get("prefix_cache_folder") is not None
+    pending = PENDING_BYTES if on_disk else 0
+    always = prefixes or (PREFIX_BYTES if on_disk else 0)
+    rows = options.get("max_batch") or limits.max_batch
+    drafted = 0 if draft in (None, "lookup") else plan_load(read_bundle(Path(str(draft)))).total
+    return MemoryNeed(
+        plan_load(manifest, context).total + always + pending,
+        plan_load(manifest, context, rows).total + (PREFIX_BYTES if prefixes is None else prefixes) + pending,
+        drafted,
+    )
+
+
+def default_memory() -> int:
+    """Bytes that this process may take where nobody says how many: what it holds already, and what there is."""
+    return available_memory() + resident_bytes()[0]
+
+
 def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Engine:
     """The engine of a loaded model.
 
@@ -451,8 +612,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     manifest, runner = model.manifest, model.runner
     if not runner.session.cache.can_rewind:
         options = without_prefixes(options)
-    # What the process holds already counts in the plan; the rest is what there is.
-    limit = available_memory() + resident_bytes()[0] if memory is None else memory
+    limit = default_memory() if memory is None else memory  # what the process holds already counts in the plan
     size = options.prefix_cache_bytes
     if size is None:
         spare = available_memory() if memory is None else memory - manifest.memory.total(runner.max_context)

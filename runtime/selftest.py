@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmc.bundle import GoldenPrompt, Manifest
 from llmc.errors import BundleError
 from llmc.runtime.api.results import GenerationResult
+from llmc.runtime.encoder import TextEncoder
 from llmc.runtime.host import disk_cache
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sessions import Phase
@@ -29,6 +31,11 @@ LOGIT_TOLERANCE = 0.25
 # The same for graphs on GPUs, by what they compute in: recorded on a CPU, whose kernels for 16 bits round where they
 # hand values on, and not within sums. Not tried on a GPU yet.
 LOGIT_TOLERANCES = {"float32": 0.25, "float16": 0.5, "bfloat16": 1.0}
+# Of vectors and scores, as :func:`difference` has it. A wrong weight moves vectors by some tenths of their length; the
+# rounding of activations inside kernels for integer weights, on another CPU, by less than a hundredth.
+VECTOR_TOLERANCE = 0.05
+# Values of a vector that are recorded: what is wrong in one of them is so in most.
+KEPT_VALUES = 256
 # Decode steps per golden prompt at load: enough to run the decode graph on a cache that both graphs filled.
 QUICK_TOKENS = 4
 KIND = "selftest"
@@ -56,7 +63,22 @@ class Loaded(Protocol):
 
     folder: Path
     manifest: Manifest
-    runner: SingleRunner
+
+    @property
+    def runner(self) -> SingleRunner:
+        """One sequence at a time, of a bundle that generates."""
+
+    @property
+    def encoder(self) -> TextEncoder:
+        """Texts to vectors or scores, of a bundle that embeds or ranks."""
+
+    @property
+    def engine_version(self) -> str:
+        """Version of the engine library in use."""
+
+    @property
+    def processor(self) -> str:
+        """Name of the CPU or GPU."""
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationResult:
         """Complete a prompt."""
@@ -71,7 +93,7 @@ def check_once(model: Loaded, wanted: bool | None) -> None:
     Raises:
         BundleError: this machine computes something else than the one that built the bundle.
     """
-    if wanted is False or (wanted is None and not model.manifest.golden):
+    if wanted is False or (wanted is None and not (model.manifest.golden or model.manifest.vectors)):
         return
     entry = disk_cache.entry(KIND, _key(model))
     if wanted is None and entry.exists():
@@ -94,7 +116,7 @@ def replayed(
     try:
         return replay(model, progress, limit=limit)
     except BundleError as error:
-        entry = cached_entry(model.runner.session.engine_version, model.manifest)
+        entry = cached_entry(model.engine_version, model.manifest)
         if not entry.exists():
             raise
         disk_cache.remove(entry)
@@ -105,13 +127,13 @@ def replayed(
 
 def _key(model: Loaded) -> str:
     """A hash of the manifest, this machine, and the size and time of change of every file that is computed with."""
-    folders = [model.folder, cached_entry(model.runner.session.engine_version, model.manifest)]
+    folders = [model.folder, cached_entry(model.engine_version, model.manifest)]
     files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
     found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     parts = [
         asdict(model.manifest),
-        environment(model.runner.session.engine_version),
-        model.runner.session.processor,
+        environment(model.engine_version),
+        model.processor,
         found,
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -125,6 +147,8 @@ def replay(
     Raises:
         BundleError: the results differ beyond the manifest's tolerance, or there are none to compare with.
     """
+    if model.manifest.geometry.encoder:
+        return _replay_vectors(model, progress)
     cases = model.manifest.golden
     if not cases:
         raise BundleError(f"{model.folder}: the manifest has no golden prompts; build the bundle again")
@@ -142,6 +166,40 @@ def replay(
             compared += len(wanted)
             equal += _same_tokens(model, case, wanted)
     return VerifyReport(len(model.manifest.files), len(cases), compared, equal, largest)
+
+
+def difference(found: NDArray[np.float32], recorded: NDArray[np.float32]) -> float:
+    """Distance of two vectors [n], as a share of the second one's length where that is above one."""
+    return float(np.linalg.norm(found - recorded) / max(1.0, float(np.linalg.norm(recorded))))
+
+
+def _replay_vectors(model: Loaded, progress: Callable[[str], None]) -> VerifyReport:
+    """:func:`replay` of a model that embeds or ranks."""
+    cases, tolerance = model.manifest.vectors, model.manifest.golden_tolerance
+    if not cases:
+        raise BundleError(f"{model.folder}: the manifest has no golden texts; build the bundle again")
+    largest, vocab = 0.0, model.manifest.geometry.vocab_size
+    for number, case in enumerate(cases, 1):
+        progress(f"golden text {number} of {len(cases)}")
+        values = np.array(case.values, np.float32)
+        sound = (
+            0 < len(case.prompt) <= model.encoder.max_context
+            and 0 < len(values) == min(KEPT_VALUES, model.encoder.width)
+            and all(0 <= token < vocab for token in case.prompt)
+            and np.isfinite(values).all()
+        )
+        if not sound:
+            raise BundleError(
+                f"{model.folder}: golden text {number} of the manifest is corrupt; build the bundle again"
+            )
+        apart = difference(model.encoder.encode([case.prompt])[0, : len(values)], values)
+        if not apart <= tolerance:
+            raise BundleError(
+                f"{model.folder}: a vector differs by {apart:.3g} from that recorded when it was built, at most "
+                f"{tolerance} is expected; this machine computes something else: build the bundle on it"
+            )
+        largest = max(largest, apart)
+    return VerifyReport(len(model.manifest.files), len(cases), 0, 0, largest)
 
 
 def _check(model: Loaded, case: GoldenPrompt, number: int) -> None:

@@ -41,7 +41,7 @@ def folder(whole: Manifest, tmp_path: Path) -> Path:
 @pytest.fixture
 def export_manifest(manifest: Manifest) -> ExportManifest:
     parts = manifest.geometry, manifest.source, manifest.generation, manifest.notes
-    return ExportManifest(bundle.SCHEMA_VERSION, "0.1.0", 2, *parts)
+    return ExportManifest(bundle.SCHEMA_VERSION, "0.1.0", bundle.GRAPH_CONTRACT_VERSION, *parts, {"float32": 4})
 
 
 def edit(folder: Path, change: Any, name: str = BUNDLE_MANIFEST) -> None:
@@ -195,7 +195,7 @@ def test_a_value_of_any_length_is_quoted_in_part(folder: Path):
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    with pytest.raises(BundleError, match=r"version 7, written by llmc 9.9.9.*up to 6.*pip install -U llmc-deploy"):
+    with pytest.raises(BundleError, match=r"version 8, written by llmc 9.9.9.*up to 7.*pip install -U llmc-deploy"):
         bundle.read_bundle(folder)
 
 
@@ -210,7 +210,7 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
     with pytest.raises(
-        BundleError, match=r"schema version 5 of an older llmc \(0.1.0\), this one reads 6; make it again"
+        BundleError, match=r"schema version 6 of an older llmc \(0.1.0\), this one reads 7; make it again"
     ):
         bundle.read_bundle(folder)
 
@@ -247,7 +247,7 @@ def test_numbers_that_no_build_writes_are_refused(folder: Path, change: Any, par
 
 def test_another_graph_contract_is_refused(folder: Path):
     edit(folder, put(bundle.GRAPH_CONTRACT_VERSION + 1, "graph_contract"))
-    with pytest.raises(BundleError, match="graph contract 3, not 2; make it again with: llmc build"):
+    with pytest.raises(BundleError, match="graph contract 4, not 3; make it again with: llmc build"):
         bundle.read_bundle(folder)
 
 

@@ -86,15 +86,16 @@ def test_nothing_else_is_taken(folder, secret, tmp_path, plant, words):
     assert "PRIVATE" not in "".join(path.read_text() for path in target.iterdir())
 
 
-def test_linked_weights_that_were_overwritten_are_known(tiny_checkpoint, tmp_path, manifest):
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+def test_linked_weights_that_were_overwritten_are_known(tiny_checkpoint, tmp_path, manifest, name):
     """Somebody trains on, and saves over the checkpoint, whose files the export has a second name for."""
-    weights = tmp_path / "model.safetensors"
-    for name in ("config.json", weights.name):
-        (tmp_path / name).write_bytes((tiny_checkpoint / name).read_bytes())
+    weights = tmp_path / name
+    (tmp_path / "config.json").write_bytes((tiny_checkpoint / "config.json").read_bytes())
+    weights.write_bytes((tiny_checkpoint / "model.safetensors").read_bytes())  # any bytes do for a GGUF file
     identity = fingerprint((tmp_path / "config.json").read_bytes(), [weights])
     source = replace(manifest.source, fingerprint=identity)
     about = (SCHEMA_VERSION, "", GRAPH_CONTRACT_VERSION, manifest.geometry)
-    export = ExportManifest(*about, source, manifest.generation, ())
+    export = ExportManifest(*about, source, manifest.generation, (), {})
     check_unchanged(tmp_path, export)
     os.link(weights, tmp_path / "of the checkpoint")
     check_unchanged(tmp_path, export)

@@ -7,42 +7,65 @@ from torch import Tensor, nn
 
 from llmc.export import ops
 from llmc.export.blocks.linear import Linear
-from llmc.export.blocks.norm import RMSNorm
+from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import RotaryEmbedding
-from llmc.export.config import AttentionConfig
+from llmc.export.config import AttentionConfig, NormConfig, Rope
 
 Cache = tuple[Tensor, Tensor]
 
 
-class Attention(nn.Module):
-    """Grouped-query attention over a cache that the caller owns."""
+class Rotation(nn.Module):
+    """A rope that something stands behind; a module only so that its node in the graph has a name."""
 
-    def __init__(self, config: AttentionConfig, hidden_size: int, norm_eps: float, scale: float) -> None:
+    def forward(self, x: Tensor, lengths: Tensor, inv_freq: Tensor, knobs: ops.Knobs, head_dim: int) -> Tensor:
+        return ops.rotated_heads(x, lengths, inv_freq, knobs, head_dim)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a cache that the caller owns, or without one over the tokens of the call."""
+
+    def __init__(self, config: AttentionConfig, rope: Rope | None, hidden_size: int, norm: NormConfig) -> None:
         super().__init__()
-        self.config, self.scale = config, scale
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.config = config
+        self.knobs = ops.Knobs(
+            num_heads=config.heads,
+            kv_heads=config.kv_heads,
+            scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+            window=config.window,
+            softcap=config.softcap,
+            interleaved=rope is not None and rope.interleaved,
+            magnitude=rope.magnitude if rope else 1.0,
+            growth=config.query_growth,
+            period=float(config.growth_period),
+        )
+        queries, keys = config.widths
         self.q_proj = Linear(hidden_size, queries, bias=config.qkv_bias)
         self.k_proj = Linear(hidden_size, keys, bias=config.qkv_bias)
         self.v_proj = Linear(hidden_size, keys, bias=config.qkv_bias)
         self.o_proj = Linear(queries, hidden_size, bias=config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, norm_eps) if config.qk_norm else nn.Identity()
-        if config.rope is None:
+        sizes = {"none": (0, 0), "whole": config.widths}.get(config.qk_norm, (config.head_dim,) * 2)
+        self.q_norm, self.k_norm = (Norm(size, norm) if size else nn.Identity() for size in sizes)
+        self.q_rope, self.k_rope = Rotation(), Rotation()
+        if config.rope is None or config.turned_before:
             self.rotary_emb = RotaryEmbedding(np.zeros(config.head_dim // 2, np.float32))
 
-    def forward(self, x: Tensor, past: Cache, past_lengths: Tensor, ropes: Sequence[Tensor]) -> tuple[Tensor, Cache]:
-        """``ropes`` are the frequencies (D/2) of each of the decoder's ropes."""
+    def forward(
+        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor]
+    ) -> tuple[Tensor, Cache | None]:
+        """``lengths`` (B) are those of the cache, or without one of the rows; ``ropes`` are the frequencies (R/2) of
+        each of the decoder's ropes."""
         config = self.config
-        attn, keys, values = ops.cached_attention(
-            self.q_norm(self.q_proj(x)),
-            self.k_norm(self.k_proj(x)),
-            self.v_proj(x),
-            past,
-            past_lengths,
-            self.rotary_emb.inv_freq if config.rope is None else ropes[config.rope],
-            num_heads=config.heads,
-            kv_heads=config.kv_heads,
-            scale=self.scale,
-            window=config.window,
-        )
+        q, k, inv_freq = self.q_proj(x), self.k_proj(x), None if config.rope is None else ropes[config.rope]
+        if config.turned_before and inv_freq is not None:
+            q, k = (
+                rope(part, lengths, inv_freq, self.knobs, config.head_dim)
+                for rope, part in ((self.q_rope, q), (self.k_rope, k))
+            )
+            inv_freq = None
+        projected = self.q_norm(q), self.k_norm(k), self.v_proj(x)
+        inv_freq = self.rotary_emb.inv_freq if inv_freq is None else inv_freq
+        if past is None:
+            attn = ops.self_attention(*projected, lengths, inv_freq, self.knobs, causal=config.causal)
+            return self.o_proj(attn), None
+        attn, keys, values = ops.cached_attention(*projected, past, lengths, inv_freq, self.knobs)
         return self.o_proj(attn), (keys, values)

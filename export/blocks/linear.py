@@ -36,6 +36,18 @@ class Embedding(nn.Module):
         return as_float(functional.embedding(ids, self.weight))
 
 
+class PositionEmbedding(nn.Module):
+    """ids (B, S), lengths (B) before them -> the vectors (B, S, hidden) of their positions."""
+
+    def __init__(self, positions: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(positions, hidden_size), requires_grad=False)
+
+    def forward(self, ids: Tensor, past_lengths: Tensor) -> Tensor:
+        counted = (ids <= ids).long().cumsum(1)  # 1 ... S without asking for a shape, which kernels of devices do not
+        return as_float(functional.embedding(past_lengths.unsqueeze(1) + counted - 1, self.weight))
+
+
 def as_float(x: Tensor) -> Tensor:
     """``x`` as float32, itself where it is."""
     return x if x.dtype == torch.float32 else x.float()

@@ -1,10 +1,13 @@
 """Feed-forward parts."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from llmc.export.blocks.linear import Linear
-from llmc.export.config import MlpConfig
+from llmc.export.config import Activation, MlpConfig
 
 
 class SiLU(nn.Module):
@@ -14,7 +17,20 @@ class SiLU(nn.Module):
         return x * torch.sigmoid(x)
 
 
-ACTIVATIONS = {"silu": SiLU}
+class ReLU2(nn.Module):
+    """relu(x) squared (arXiv 2109.08668)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = torch.relu(x)
+        return positive * positive
+
+
+ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
+    "silu": SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "relu2": ReLU2,
+}
 
 
 class MLP(nn.Module):

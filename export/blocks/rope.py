@@ -13,7 +13,7 @@ from llmc.export.config import Rope
 class RotaryEmbedding(nn.Module):
     """The angles of one rope, or of none: positions turn by zero."""
 
-    inv_freq: Tensor  # (D/2)
+    inv_freq: Tensor  # (R/2)
 
     def __init__(self, frequencies: npt.NDArray[np.float32]) -> None:
         super().__init__()
@@ -24,12 +24,15 @@ def inverse_frequencies(rope: Rope) -> npt.NDArray[np.float32]:
     """Angle per position of each rotated pair, float32 [dim / 2].
 
     Source: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595) for ``linear``; for ``llama3`` the
-    ``apply_scaling`` of Meta's llama-models repository; arXiv 2309.00071 for ``yarn``. Computed in float32, as
-    transformers does.
+    ``apply_scaling`` of Meta's llama-models repository; arXiv 2309.00071 for ``yarn``, 2402.13753 for ``longrope``.
+    Computed in float32, as transformers does.
     """
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
-    frequencies = np.float32(1) / np.power(np.float32(rope.theta), exponents)
-    if rope.type == "linear":
+    powers = np.power(np.float32(rope.theta), exponents)
+    frequencies = np.float32(1) / (powers * np.array(rope.factors or 1, np.float32))
+    if rope.type == "proportional":
+        frequencies[int(rope.share * rope.dim // 2) :] = 0
+    if rope.type in ("linear", "proportional"):
         frequencies = frequencies / np.float32(rope.factor)
     if rope.type == "llama3":
         frequencies = _llama3(frequencies, rope)

@@ -1,5 +1,6 @@
-"""Products with a number of the configuration."""
+"""Products with a number of the configuration, and its bounds."""
 
+import torch
 from torch import Tensor, nn
 
 
@@ -12,3 +13,14 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.factor == 1 else x * self.factor
+
+
+class Softcap(nn.Module):
+    """x -> cap * tanh(x / cap), which stays between -cap and cap; no node in the graph where the cap is zero."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.cap == 0 else torch.tanh(x / self.cap) * self.cap

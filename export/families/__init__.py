@@ -1,20 +1,43 @@
 """Model families. Each file says only what differs from the common decoder; it is named after ``model_type``."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
 
 FAMILIES = {
+    "cohere": "llmc.export.families.cohere:read",
+    "cohere2": "llmc.export.families.cohere2:read",
+    "ernie4_5": "llmc.export.families.ernie4_5:read",
+    "exaone4": "llmc.export.families.exaone4:read",
+    "gemma": "llmc.export.families.gemma:read",
+    "gemma2": "llmc.export.families.gemma2:read",
+    "gemma3": "llmc.export.families.gemma3:read",
+    "gemma3_text": "llmc.export.families.gemma3_text:read",
+    "glm4": "llmc.export.families.glm4:read",
+    "gpt2": "llmc.export.families.gpt2:read",
+    "gpt_neox": "llmc.export.families.gpt_neox:read",
     "granite": "llmc.export.families.granite:read",
+    "granitemoehybrid": "llmc.export.families.granitemoehybrid:read",
+    "hunyuan_v1_dense": "llmc.export.families.hunyuan_v1_dense:read",
     "llama": "llmc.export.families.llama:read",
+    "ministral3": "llmc.export.families.ministral3:read",
     "mistral": "llmc.export.families.mistral:read",
+    "mistral3": "llmc.export.families.mistral3:read",
+    "olmo2": "llmc.export.families.olmo2:read",
+    "olmo3": "llmc.export.families.olmo3:read",
+    "phi": "llmc.export.families.phi:read",
     "phi3": "llmc.export.families.phi3:read",
     "qwen2": "llmc.export.families.qwen2:read",
     "qwen3": "llmc.export.families.qwen3:read",
     "seed_oss": "llmc.export.families.seed_oss:read",
     "smollm3": "llmc.export.families.smollm3:read",
+    "stablelm": "llmc.export.families.stablelm:read",
+    "starcoder2": "llmc.export.families.starcoder2:read",
 }
 
 
@@ -28,5 +51,42 @@ def read_config(keys: Keys) -> DecoderConfig:
     module, _, function = FAMILIES[name].partition(":")
     read: Callable[[Keys], DecoderConfig] = getattr(importlib.import_module(module), function)
     config = read(keys)
+    keys.skip("quantization_config", "compression_config")  # how weights are stored, see llmc.export.sources
     keys.finish()
     return config
+
+
+# Keys of a model that also sees, which say nothing about its text.
+_VISION = (
+    *("boi_token_index", "eoi_token_index", "image_token_id", "image_token_index", "mm_tokens_per_image"),
+    *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_config"),
+    "vision_feature_layer",
+)
+_RENAMED = (
+    ("language_model.model", "model"),
+    ("model.language_model", "model"),  # as transformers saves it from 4.52 on
+    ("language_model.lm_head", "lm_head"),
+)
+
+
+def read_text_part(keys: Keys, families: tuple[str, ...], defaults: Mapping[str, Any] | None = None) -> DecoderConfig:
+    """The decoder of a model that also sees: ``text_config``, by the rules of one of ``families``.
+
+    ``defaults`` stand for keys that it has not. The tensors of the rest are left out, which a note says.
+    """
+    outer = {name: keys.raw(name) for name in ("bos_token_id", "eos_token_id") if keys.raw(name) is not None}
+    keys.inside("text_config")
+    stated = keys.raw("text_config")
+    tied = keys.flag("tie_word_embeddings", True)  # that of the text part is not read
+    values = {**(defaults or {}), **outer, **stated, "tie_word_embeddings": tied}
+    inner = Keys(values, f"{keys.where}: text_config")
+    inner.choice("model_type", families)
+    config = read_config(inner)
+    keys.skip(*_VISION)
+    keys.notes += [*inner.notes, f"{Path(keys.where).name}: only the text part was exported, which sees no images"]
+    return replace(
+        config,
+        model_type=str(keys.raw("model_type")),
+        renamed=(*config.renamed, *_RENAMED),
+        left_out=("vision_tower", "multi_modal_projector"),
+    )

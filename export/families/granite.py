@@ -8,7 +8,7 @@ from llmc.export.reading import read_decoder
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """``attention_multiplier`` stands in the place of head_dim ** -0.5; logits are divided by ``logits_scaling``."""
+    """As Llama has them, biases by configuration."""
     bias = keys.flag("attention_bias")
     config = read_decoder(
         keys,
@@ -18,6 +18,11 @@ def read(keys: Keys) -> DecoderConfig:
         mlp_bias=keys.flag("mlp_bias"),
         scale=keys.number("attention_multiplier", 1.0),
     )
+    return multiplied(config, keys)
+
+
+def multiplied(config: DecoderConfig, keys: Keys) -> DecoderConfig:
+    """``attention_multiplier`` stands in the place of head_dim ** -0.5; logits are divided by ``logits_scaling``."""
     return replace(
         config,
         embedding_scale=keys.number("embedding_multiplier", 1.0),

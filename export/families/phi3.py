@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 of contexts up to 16k: Llama with packed projections, and a window for all layers, or none."""
+"""Phi-3 and Phi-4: Llama with packed projections, a part of each head rotated, and a window for all layers, or none."""
 
 from dataclasses import replace
 
@@ -10,16 +10,23 @@ PACKED = (
     ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
 )
+# The first checkpoints call longrope otherwise; transformers refuses all other types.
+ROPE_TYPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """``original_max_position_embeddings`` belongs to longrope, which is refused; dropout is for training."""
+    """Dropout is for training, and what else is skipped is for Phi-4-mini's own code, which does not use it."""
     keys.skip("embd_pdrop", "resid_pdrop", "original_max_position_embeddings")
-    if keys.flag("attention_bias"):
-        raise keys.error("attention_bias", True, "false, for transformers has no biases in a phi3 decoder")
-    heads = keys.integer("num_attention_heads")
+    keys.skip("full_attn_mod", "interpolate_factor")
+    for name in ("attention_bias", "lm_head_bias", "mlp_bias"):
+        if keys.flag(name):
+            raise keys.error(name, True, "false, for transformers has no biases in a phi3 decoder")
     window = 0 if keys.raw("sliding_window") is None else keys.integer("sliding_window")
-    config = read_decoder(keys, windows=(window,) * keys.integer("num_hidden_layers"), default_kv_heads=heads)
-    if config.ropes[0].type != "default":  # transformers takes yarn for longrope here, and refuses all others
-        raise keys.error("rope_scaling", config.ropes[0].type, "none")
+    config = read_decoder(
+        keys,
+        windows=(window,) * keys.integer("num_hidden_layers"),
+        default_kv_heads=keys.integer("num_attention_heads"),
+        partial=1.0,
+        rope_types=ROPE_TYPES,
+    )
     return replace(config, packed=PACKED)

@@ -9,5 +9,5 @@ def read(keys: Keys) -> DecoderConfig:
     """``attention_bias`` covers q, k, v and o; transformers takes 128 for a missing head_dim."""
     bias = keys.flag("attention_bias")
     return read_decoder(
-        keys, windows=windows_from_layer(keys), default_head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True
+        keys, windows=windows_from_layer(keys), default_head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm="head"
     )

@@ -9,7 +9,7 @@ def read(keys: Keys) -> DecoderConfig:
     """``no_rope_layers`` holds a 1 for each layer that rotates. Windows, if any, are for those that do not."""
     rotated, bias = _rotated(keys), keys.flag("attention_bias")
     window = keys.nullable_integer("sliding_window") if keys.flag("use_sliding_window") else 0
-    keys.skip("sliding_window")
+    keys.skip("sliding_window", "max_window_layers")  # the second is qwen2's, and not read
     return read_decoder(
         keys,
         windows=windows_by_type(keys, window, tuple(not turned for turned in rotated)),

@@ -1,69 +1,139 @@
-"""A Hugging Face folder: its config in llmc's words, and where each of the decoder's tensors lies on disk."""
+"""A Hugging Face folder or a GGUF file: its config in llmc's words, and where each of the decoder's tensors lies."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from llmc import bundle, strict
+from llmc import bundle, inventory, strict
 from llmc.errors import CheckpointError, printable
-from llmc.export.config import DecoderConfig, packed_parameters, parameter_shapes
+from llmc.export.config import DecoderConfig, parameter_shapes
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
-from llmc.export.sources.safetensors import DTYPE_NAMES, Shard, StoredTensor, read_shards
+from llmc.export.sources.codes import QuantizedTensor, Weight, flattened
+from llmc.export.sources.gguf import SUFFIX, read_gguf
+from llmc.export.sources.made import MadeTensor
+from llmc.export.sources.modules import ended, prefixed, read_ending
+from llmc.export.sources.packing import unpacked
+from llmc.export.sources.parameters import Tensors, decoder_tensors, shaped
+from llmc.export.sources.quantization import read_quantization
+from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
 from llmc.origin import fingerprint, own_file
 
 CONFIG_FILE = bundle.CONFIG_FILE
 GENERATION_FILE = "generation_config.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Buffers that some checkpoints store although they follow from the config.
-_COMPUTED = ("rotary_emb.inv_freq",)
+_COMPUTED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 # Generation defaults that llmc does not take over, at the values where they do nothing; others go into the notes.
 _PLAIN_GENERATION = {"repetition_penalty": 1.0, "num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint. ``tensors`` holds exactly what the decoder needs, by its parameter names."""
+    """A checked checkpoint.
+
+    Attributes:
+        folder: its files lie there.
+        tensors: exactly what the decoder needs, by its parameter names.
+        files: those that hold weights as they are needed, to be linked.
+        texts: contents of config and tokenizer files by name, where the checkpoint has no such files to copy.
+    """
 
     folder: Path
     config: DecoderConfig
     generation: bundle.Generation
-    tensors: dict[str, StoredTensor]
-    shards: tuple[Shard, ...]
+    tensors: dict[str, Weight]
+    files: tuple[Path, ...]
     source: bundle.Source
     notes: tuple[str, ...]
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def geometry(self) -> bundle.Geometry:
         """Sizes and inventory, as later stages need them."""
-        return self.config.geometry
+        return with_codes(self.config.geometry, self.tensors)
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Bytes of the tensors by their type."""
+        return weight_bytes(flattened(self.tensors).values())
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read and check a local Hugging Face folder; weights stay on disk.
+def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bundle.Geometry:
+    """The inventory with the codes of those linears whose weights are quantized."""
+    names = {linear.name: f"{linear.name}.weight" for linear in geometry.linears}
+    names |= {inventory.HEAD: EMBEDDING} if geometry.tied_head else {}
+    found = {name: tensors.get(weight) for name, weight in names.items()}
+    kinds = {name: tensor.kind for name, tensor in found.items() if isinstance(tensor, QuantizedTensor)}
+    return replace(
+        geometry, linears=tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
+    )
+
+
+def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]:
+    """Bytes of tensors by their type."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        name = DTYPE_NAMES[tensor.dtype]
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    return sizes
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk.
 
     Raises:
         CheckpointError: something is missing, broken or unsupported; the message names it.
     """
+    return _read_gguf(path) if path.suffix == SUFFIX and not path.is_dir() else _read_folder(path)
+
+
+def _read_gguf(path: Path) -> Checkpoint:
+    found = read_gguf(path)
+    keys = Keys(found.config, str(path))
+    config = read_config(keys)
+    generation, left_out = _generation(Keys(found.generation, str(path)), found.generation, config)
+    tensors = _match(path, config, decoder_tensors(path, config, found.tensors, offset=False))
+    source = _source(path.stem, found.texts[CONFIG_FILE].encode(), found.files, tensors)
+    notes = (*keys.notes, *left_out, *found.notes)
+    files = found.files if found.linked else ()
+    return Checkpoint(path.parent, config, generation, tensors, files, source, notes, found.texts)
+
+
+def _read_folder(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is no folder; expected a local Hugging Face checkpoint folder, as this command makes one: "
-            "hf download OWNER/NAME --local-dir FOLDER"
+            f"{folder} is no folder; expected a GGUF file or a local Hugging Face checkpoint folder, as this command "
+            "makes one: hf download OWNER/NAME --local-dir FOLDER"
         )
     if (folder / bundle.EXPORT_MANIFEST).exists():
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
-    keys = Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    values = read_json(folder / CONFIG_FILE)
+    keys, ending = Keys(values, str(folder / CONFIG_FILE)), read_ending(folder, values)
+    quantization = read_quantization(keys)
     config = read_config(keys)
     _check_tokenizer(folder, config.vocab_size)
     generation, left_out = _read_generation(folder, config)
     shards = tuple(read_shards(folder))
-    tensors = _match(folder, config, decoder_tensors(folder, config, shards))
-    source = _source(folder, shards, tensors)
-    return Checkpoint(folder, config, generation, tensors, shards, source, (*keys.notes, *left_out))
+    stored = unpacked(folder, {name: item for shard in shards for name, item in shard.tensors.items()}, quantization)
+    found = decoder_tensors(folder, config, prefixed(stored) if ending else stored)
+    if ending is not None:
+        config, found = ended(folder, config, ending, found)
+    elif not all(layer.mixer.causal for layer in config.layers):
+        raise CheckpointError(
+            f"{folder}: this model looks at later tokens too, so it generates no text, and there is no modules.json "
+            "that says how it embeds one; get all files of the checkpoint"
+        )
+    tensors = _match(folder, config, found)
+    if any(isinstance(tensor, MadeTensor) for tensor in stored.values()):
+        keys.note("weights in float8 are dequantized, for no kernel multiplies with their blocks")
+    files = tuple(shard.path for shard in shards)
+    source = _source(folder.resolve().name, (folder / CONFIG_FILE).read_bytes(), files, tensors)
+    return Checkpoint(folder, config, generation, tensors, files, source, (*keys.notes, *left_out))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -120,40 +190,19 @@ def _tokens(path: Path, content: dict[str, Any]) -> Iterator[tuple[int, str]]:
         ) from error
 
 
-def decoder_tensors(folder: Path, config: DecoderConfig, shards: Iterable[Shard]) -> dict[str, StoredTensor]:
-    """Every stored tensor by its name; one that holds several parameters as those, each a run of its rows.
-
-    Raises:
-        CheckpointError: such a tensor has not as many rows as they have together.
-    """
-    found = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
-    shapes = parameter_shapes(config)
-    for packed, names in packed_parameters(config).items():
-        parts = [shapes[name] for name in names]
-        whole = (sum(rows for rows, _ in parts), parts[0][1])
-        if packed not in found:
-            continue
-        if found[packed].shape != whole:
-            raise CheckpointError(f"{folder}: {_shaped(packed, found[packed].shape, whole)}")
-        found |= dict(zip(names, _rows_apart(found.pop(packed), parts), strict=True))
-    return found
-
-
-def _rows_apart(tensor: StoredTensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[StoredTensor]:
-    offset, row = tensor.offset, tensor.length // tensor.shape[0]
-    for shape in shapes:
-        yield StoredTensor(tensor.file, offset, shape[0] * row, tensor.dtype, shape)
-        offset += shape[0] * row
-
-
-def _match(folder: Path, config: DecoderConfig, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _match(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
     """Take each tensor of the decoder once, and account for every other one."""
     expected = parameter_shapes(config)
     for name, shape in expected.items():
         if name not in found:
             raise CheckpointError(_missing(folder, name, config))
         if found[name].shape != shape:
-            raise CheckpointError(f"{folder}: {_shaped(name, found[name].shape, shape)}")
+            raise CheckpointError(f"{folder}: {shaped(name, found[name].shape, shape)}")
+        if isinstance(found[name], StoredTensor) and found[name].dtype not in FLOATS:
+            raise CheckpointError(
+                f"{folder}: {name} has dtype {found[name].dtype}, but {CONFIG_FILE} does not say how it is quantized; "
+                "get its quantization_config, or the checkpoint that it was made from"
+            )
     for name in sorted(found.keys() - expected.keys()):
         if name == HEAD:
             _check_tied_head(folder, found)
@@ -165,10 +214,6 @@ def _match(folder: Path, config: DecoderConfig, found: dict[str, StoredTensor]) 
     return {name: found[name] for name in expected}
 
 
-def _shaped(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    return f"{name} has shape {list(found)}, but {CONFIG_FILE} asks for {list(expected)}"
-
-
 def _missing(folder: Path, name: str, config: DecoderConfig) -> str:
     hint = "the head is not tied (tie_word_embeddings=false); " if name == HEAD else ""
     return (
@@ -178,11 +223,14 @@ def _missing(folder: Path, name: str, config: DecoderConfig) -> str:
     )
 
 
-def _check_tied_head(folder: Path, found: dict[str, StoredTensor]) -> None:
+def _check_tied_head(folder: Path, found: Tensors) -> None:
     """A tied checkpoint may store its head a second time, but only as the very same bytes."""
     head, embedding = found[HEAD], found[EMBEDDING]
-    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
-        a == b for a, b in zip(_pieces(folder, head), _pieces(folder, embedding), strict=True)
+    same = (
+        isinstance(head, StoredTensor)
+        and isinstance(embedding, StoredTensor)
+        and (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+        and all(a == b for a, b in zip(_pieces(folder, head), _pieces(folder, embedding), strict=True))
     )
     if not same:
         raise CheckpointError(
@@ -202,7 +250,10 @@ def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Genera
     """Defaults from generation_config.json, and notes; stop tokens from config.json where it says nothing."""
     path = folder / GENERATION_FILE
     values = read_json(path) if own_file(folder, path.name) else {}
-    keys = Keys(values, str(path))
+    return _generation(Keys(values, str(path)), values, config)
+
+
+def _generation(keys: Keys, values: Mapping[str, Any], config: DecoderConfig) -> tuple[bundle.Generation, list[str]]:
     eos = token_ids(keys, "eos_token_id", config.vocab_size) or config.eos_token_ids
     bos = next(iter(token_ids(keys, "bos_token_id", config.vocab_size)), config.bos_token_id)
     generation = bundle.Generation(
@@ -220,13 +271,11 @@ def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Genera
     return generation, keys.notes
 
 
-def _source(folder: Path, shards: tuple[Shard, ...], tensors: dict[str, StoredTensor]) -> bundle.Source:
-    sizes: dict[str, int] = {}
-    for tensor in tensors.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.length
+def _source(name: str, config: bytes, files: Iterable[Path], tensors: Mapping[str, Weight]) -> bundle.Source:
+    sizes = weight_bytes(flattened(tensors).values())
     return bundle.Source(
-        name=printable(folder.resolve().name),
-        fingerprint=fingerprint((folder / CONFIG_FILE).read_bytes(), (shard.path for shard in shards)),
-        dtype=DTYPE_NAMES[max(sizes, key=lambda dtype: sizes[dtype])],
+        name=printable(name),
+        fingerprint=fingerprint(config, files),
+        dtype=max(sizes, key=lambda dtype: sizes[dtype]),
         parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()),
     )

@@ -16,8 +16,20 @@ from llmc.strict import open_regular, parse_json, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
+FLOATS = ("F32", "F16", "BF16")
+# Types that files have; I4 is llmc's own word, safetensors has none.
+DTYPE_NAMES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8",
+    "I64": "int64",
+    "I32": "int32",
+    "I8": "int8",
+    "U8": "uint8",
+    "I4": "int4",
+}
+ITEM_BITS = {"F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "I64": 64, "I32": 32, "I8": 8, "U8": 8, "I4": 4}
 SUFFIX = ".safetensors"
 # A decoder's tensors have one or two dimensions; the numbers of a shape are multiplied.
 MOST_DIMENSIONS = 8
@@ -34,6 +46,11 @@ class StoredTensor:
     length: int
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.length
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,7 @@ def read_shard(path: Path) -> Shard:
     """Read one file's header and check it against the file's size.
 
     Raises:
-        CheckpointError: the file is truncated, not safetensors, or holds a dtype other than F32, F16 and BF16.
+        CheckpointError: the file is truncated, not safetensors, or holds a dtype beyond :data:`ITEM_BITS`.
     """
     try:
         with open_regular(path) as file:
@@ -111,15 +128,16 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
             raise TypeError("not a dtype, a shape and two offsets")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the header's entry for {name} is corrupt; download the file again") from error
-    if dtype not in ITEM_SIZES:
+    if dtype not in ITEM_BITS or dtype == "I4":
+        known = ", ".join(name for name in ITEM_BITS if name != "I4")
         raise CheckpointError(
-            f"{path}: {name} has dtype {dtype:.20}, expected one of {', '.join(ITEM_SIZES)}; llmc reads unquantized "
-            "checkpoints: export the original one"
+            f"{path}: {name} has dtype {dtype:.20}, expected one of {known}; llmc does not read this one: export the "
+            "checkpoint that it was made from"
         )
-    if end - begin != math.prod(shape) * ITEM_SIZES[dtype]:
+    if 8 * (end - begin) != math.prod(shape) * ITEM_BITS[dtype]:
         raise CheckpointError(
             f"{path}: {name} takes {end - begin} bytes, but {dtype} {list(shape)} needs "
-            f"{math.prod(shape) * ITEM_SIZES[dtype]}; the file is corrupt, download it again"
+            f"{math.prod(shape) * ITEM_BITS[dtype] // 8}; the file is corrupt, download it again"
         )
     return StoredTensor(path.name, start + begin, end - begin, dtype, shape)
 

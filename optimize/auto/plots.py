@@ -1,15 +1,14 @@
 """Plots of what was measured, as PNG files. They need matplotlib, which the extra 'plot' brings."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmc.errors import UsageError, require
 from llmc.optimize.judge.layers import LayerError
 from llmc.optimize.judge.quality import Double
+from llmc.runtime.bench.pictures import new_figure, save_figure
 
 if TYPE_CHECKING:
     from llmc.optimize.auto.search import Trial
@@ -29,12 +28,12 @@ def quality(path: Path, errors: Sequence[LayerError], divergences: Mapping[str, 
         MissingExtraError: matplotlib is not installed.
         UsageError: the file cannot be written.
     """
-    figure = _figure()
+    figure = new_figure(INCHES, DPI)
     left, right = figure.subplots(1, 2)
     _draw_layers(left, errors)
     _draw_histogram(right, divergences)
     figure.suptitle(title)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def pareto(path: Path, candidates: Sequence["Trial"], chosen: "Trial") -> None:
@@ -44,7 +43,7 @@ def pareto(path: Path, candidates: Sequence["Trial"], chosen: "Trial") -> None:
         MissingExtraError: matplotlib is not installed.
         UsageError: the file cannot be written.
     """
-    figure = _figure()
+    figure = new_figure(INCHES, DPI)
     axes = figure.subplots()
     best = front(candidates)
     axes.plot([c.seconds for c in best], [_drawn(c) for c in best], color="tab:gray", linestyle="--", zorder=1)
@@ -61,7 +60,7 @@ def pareto(path: Path, candidates: Sequence["Trial"], chosen: "Trial") -> None:
     )
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=7)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _drawn(candidate: "Trial") -> float:
@@ -107,26 +106,3 @@ def _draw_histogram(axes: Any, divergences: Mapping[str, Double]) -> None:
     axes.set(xscale="log", title="KL of each position", xlabel="KL(unquantized || bundle), nats", ylabel="positions")
     axes.grid(alpha=0.3)
     axes.legend()
-
-
-def _figure() -> Any:
-    """A figure that is drawn into memory, whatever display there is."""
-    require("matplotlib", "plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Any, path: Path) -> None:
-    """Write the PNG beside its place and move it there, so that no half of it is ever seen."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}.png")
-    try:
-        figure.savefig(staging, format="png")
-        staging.replace(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot write here ({error.strerror}); choose another file") from error
-    finally:
-        staging.unlink(missing_ok=True)

@@ -57,6 +57,11 @@ CANDIDATES: dict[str, Request] = {
     "int8-shared": Request(precision="int8", scheme="rtn", phases="shared"),
     "fp32": Request(precision="fp32"),
 }
+# A quantized checkpoint's own integers, before all of them.
+OF_CODES: dict[str, Request] = {
+    "source": Request(precision="source"),
+    "source-shared": Request(precision="source", phases="shared"),
+}
 
 
 @dataclass(frozen=True)
@@ -158,17 +163,21 @@ def automatic(
         build(source, folder, progress=progress, **order)  # type: ignore[arg-type]
 
     export = bundle.read_export(source)
+    if export.geometry.encoder:
+        raise UsageError("--auto times prompts and answers, and this model gives none; build it with a precision")
 
     def resolved(candidate: Request) -> Recipe:
         with_text = calibration is not None and calibration.text is not None
-        return resolve(candidate, capabilities(target), export.geometry.max_positions, "auto", with_text)[0]
+        positions = export.geometry.max_positions
+        return resolve(candidate, capabilities(target), positions, "auto", with_text, bool(export.geometry.coded))[0]
 
     limit = available_memory() if memory is None else memory
     trials: list[Trial] = []
     folders: dict[str, Path] = {}
     holds: list[disk_cache.Hold] = []  # a search takes longer than what was asked for counts as used
     key = [export.source.fingerprint, str(weights_identity(source)), target, _identity(text), _identity(calibration)]
-    for name, candidate in _candidates(replace(asked, budget=None), calibration is not None, resolved).items():
+    open_request, coded = replace(asked, budget=None), bool(export.geometry.coded)
+    for name, candidate in _candidates(open_request, calibration is not None, resolved, coded).items():
         folders[name] = disk_cache.entry("auto", _key(candidate, key))
         folders[name].mkdir(parents=True, exist_ok=True)
         holds.append(disk_cache.Hold(folders[name]))
@@ -188,7 +197,9 @@ def _identity(what: Path | CalibrationRequest | None) -> str:
     return bundle.sha256_file(what) if what is not None else ""
 
 
-def _candidates(request: Request, calibrates: bool, resolved: Callable[[Request], Recipe]) -> dict[str, Request]:
+def _candidates(
+    request: Request, calibrates: bool, resolved: Callable[[Request], Recipe], coded: bool = False
+) -> dict[str, Request]:
     """Candidates with the request's own choices, without repetitions and without what these choices contradict.
 
     Raises:
@@ -196,7 +207,7 @@ def _candidates(request: Request, calibrates: bool, resolved: Callable[[Request]
     """
     found: dict[str, Request] = {}
     refused: UsageError | None = None
-    for name, candidate in CANDIDATES.items():
+    for name, candidate in {**(OF_CODES if coded else {}), **CANDIDATES}.items():
         if _contradicts(request, candidate):
             continue
         whole = request.over(candidate)

@@ -95,7 +95,7 @@ def calibrated_weights(
     used = Calibration(samples.name, samples.sha256, samples.default, len(samples.ids), samples.ids.shape[1])
     folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
     decoder = request.decoder(source, "cuda" if torch.cuda.is_available() else "cpu")
-    stored = quant_configs(recipe)
+    stored = quant_configs(recipe, geometry)
     # The integers of weights do not hang on how activations are quantized.
     decided = replace(stored.get("decode") or next(iter(stored.values())), w8a8=None)
     if not Store(folder).is_sound():

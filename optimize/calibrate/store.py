@@ -5,21 +5,20 @@ and columns of float weights, masks of pruned ones, integers that were chosen, a
 did not decide is the checkpoint's own: the weight as stored, rounded to nearest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
 from llmc.optimize.lower.rewrite import sizes
 from llmc.optimize.quantize import rtn
-from llmc.optimize.quantize.grid import Float, Grid, Quantized, stacked
-from llmc.optimize.weights import in_parallel, pieces, rows_of
+from llmc.optimize.quantize.grid import SMALLEST_SCALE, Float, Grid, Quantized, stacked
+from llmc.optimize.weights import CodedTensor, Weight, codes_of, in_parallel, pieces, rows_of
 from llmc.runtime.host import disk_cache
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -100,6 +99,25 @@ def _load(folder: Path, part: str) -> Arrays:
         raise BuildError(f"{path} is broken ({error}); remove {folder} and build again") from error
 
 
+def kept(tensor: CodedTensor, grid: Grid) -> Quantized:
+    """A matrix's own integers on a grid whose blocks lie within theirs, which have their scales and zero points.
+
+    Raises:
+        BuildError: the grid has scales above zero, and the matrix has others.
+    """
+    codes, scales, zeros = codes_of(tensor)
+    inputs = codes.shape[1]
+    of_block = np.arange(grid.groups(inputs)) * grid.width(inputs) // tensor.block
+    scales = scales[:, of_block]
+    if grid.positive and not (scales >= 0).all():
+        raise BuildError(
+            f"{tensor.name} has scales below zero, which the target does not take; build with --int{grid.bits} to have "
+            "its integers chosen anew"
+        )
+    scales = np.maximum(scales, np.float32(SMALLEST_SCALE)) if grid.positive else scales
+    return Quantized(codes, scales, grid, None if zeros is None else zeros[:, of_block])
+
+
 class Calibrated:
     """Float weights and integers of a checkpoint. Without a store, all weights are as the checkpoint has them."""
 
@@ -109,7 +127,7 @@ class Calibrated:
     def _arrays(self, tensor: str) -> Arrays:
         return self._store.read(part_of(tensor)) if self._store else {}
 
-    def rows(self, tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> Float:
+    def rows(self, tensor: Weight, start: int = 0, stop: int | None = None) -> Float:
         """Rows of a tensor [N, K] or [N] as float32: stored values, times their factors, pruned ones zero."""
         assert tensor.name is not None
         arrays = self._arrays(tensor.name)
@@ -123,19 +141,32 @@ class Calibrated:
             rows *= np.unpackbits(mask[span], axis=1, count=rows.shape[1])
         return rows
 
-    def matrix(self, tensors: tuple[ir.ExternalTensor, ...]) -> Float:
+    def matrix(self, tensors: Sequence[Weight]) -> Float:
         """Stacked matrices as float32 [N, K], or vectors [N]."""
         return np.concatenate([self.rows(t, *span) for t in tensors for span in pieces(sizes(t))])
 
-    def quantized(self, tensors: tuple[ir.ExternalTensor, ...], grid: Grid) -> Quantized:
-        """Stacked matrices on ``grid``: the integers that calibration chose, or else those nearest.
+    def keeps(self, tensor: CodedTensor, grid: Grid) -> bool:
+        """True if the checkpoint's own integers are on ``grid``, and calibration changed nothing."""
+        assert tensor.name is not None
+        arrays, (_, inputs) = self._arrays(tensor.name), sizes(tensor)
+        changed = any(f"{kind}:{tensor.name}" in arrays for kind in ("rows", "columns", "mask"))
+        fits = tensor.block == inputs or (grid.block > 0 and tensor.block % grid.block == 0)
+        zeros = tensor.zero_points is not None
+        chosen = f"values:{grid_name(grid)}:{tensor.name}" in arrays
+        return not changed and not chosen and fits and tensor.bits == grid.bits and zeros == (not grid.symmetric)
+
+    def quantized(self, tensors: Sequence[Weight], grid: Grid) -> Quantized:
+        """Stacked matrices on ``grid``: the checkpoint's own integers where they are on it, columns as they are stored;
+        else those that calibration chose, or else those nearest.
 
         Works in pieces on all cores; only integers and scales stay in memory.
         """
         return stacked([part for tensor in tensors for part in self._quantized(tensor, grid)])
 
-    def _quantized(self, tensor: ir.ExternalTensor, grid: Grid) -> list[Quantized]:
+    def _quantized(self, tensor: Weight, grid: Grid) -> list[Quantized]:
         assert tensor.name is not None
+        if isinstance(tensor, CodedTensor) and tensor.order is None and self.keeps(tensor, grid):
+            return [kept(tensor, grid)]
         key = f"{grid_name(grid)}:{tensor.name}"
         arrays = self._arrays(tensor.name)
         if f"values:{key}" in arrays:

@@ -99,6 +99,11 @@ def read_samples(
     )
 
 
+def held_out_text() -> str:
+    """The part of the default text that no calibration sees, 10,700 characters of English for the most part."""
+    return _part(_read(DEFAULT_TEXT)[0], held_out=True)
+
+
 # --------------------------------------------------------------------------------------------------------------- files
 
 

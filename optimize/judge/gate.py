@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from llmc.bundle import Budget, Manifest, Quality
+from llmc.bundle import Budget, Manifest, Quality, Recipe
 from llmc.errors import BuildError
 from llmc.inventory import EMBEDDING, HEAD
 from llmc.optimize.judge.layers import SMALLEST, WINDOWS, LayerError, layer_errors, linear_errors
@@ -29,6 +29,9 @@ INT8_LEAVES = 1 / 80
 AIM = 0.7
 WORST = 3
 SHOWN = 16
+# Mean KL of a build in float32, in nats: sums in another order. The families' random tiny models are below 1e-9, and a
+# multiplier of the logits that the lowering had lost showed as 0.8.
+UNROUNDED_KL = 1e-4
 BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp16": 16}
 
 
@@ -171,6 +174,22 @@ def check(quality: Quality, budget: Budget, explain: Callable[[], Advice]) -> No
     )
 
 
+def check_unrounded(quality: Quality, recipe: Recipe) -> None:
+    """Refuse a build that rounds nothing and yet is another model than the unquantized one.
+
+    Raises:
+        BuildError: with both numbers.
+    """
+    rounds = recipe.precisions() != {"fp32"} or recipe.cache != "float32" or recipe.sparsity != "none"
+    kl = quality.mean_kl
+    if not rounds and kl is not None and not kl <= UNROUNDED_KL:
+        raise BuildError(
+            f"all of this build is float32, yet its mean KL from the unquantized model is {kl:.2g} nats on "
+            f"{quality.text}, expected at most {UNROUNDED_KL}: llmc made another model of this checkpoint. Nothing was "
+            "published; please report it with the checkpoint's config.json"
+        )
+
+
 def _worst(errors: Sequence[LayerError], broken: Sequence[Violation]) -> str:
     phases = {violation.phase for violation in broken}
     worst = sorted((e for e in errors if e.phase in phases), key=lambda e: e.decibels)[:WORST]
@@ -292,7 +311,7 @@ def _breakdown(
 
     A prefill graph of its own that quantizes activations is mended by its head alone: linears are measured in decode's.
     """
-    stored = quant_configs(manifest.recipe)
+    stored = quant_configs(manifest.recipe, manifest.geometry)
     config = stored.get(phase) or next(iter(stored.values()))
     of_path = {error.name: error for error in errors if error.phase == phase}
     head = min(kl, of_path[HEAD].kl or 0.0)

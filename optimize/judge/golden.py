@@ -134,7 +134,7 @@ def path_logits(model: Model, ids: Sequence[int], phase: Phase) -> Float:
 
 def prompt_ids(model: Model) -> list[list[int]]:
     """Token ids of :data:`PROMPTS`; where the tokenizer makes nothing of them, ids spread over the vocabulary."""
-    vocab, length = model.manifest.geometry.vocab_size, min(PROMPT_TOKENS, max(1, model.runner.max_context - 1))
+    vocab, length = model.manifest.geometry.vocab_size, min(PROMPT_TOKENS, max(1, model.max_context - 1))
     encoded = [model.tokenizer.encode(text)[:length] for text in PROMPTS]
     usable = [ids for ids in encoded if ids and max(ids) < vocab]
     return usable or [[(start + i * vocab // length) % vocab for i in range(length)] for start in range(len(PROMPTS))]

@@ -19,7 +19,7 @@ from llmc.errors import BundleError
 from llmc.inventory import EMBEDDING, HEAD
 from llmc.optimize.judge.quality import compare
 from llmc.optimize.judge.reference import Float, Ids, Reference, empty_caches, open_part
-from llmc.optimize.lower.rewrite import MICROSOFT, nodes_of
+from llmc.optimize.lower.onnxruntime.norms import KERNELS
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.runtime.sessions import Phase
 from llmc.runtime.sessions.onnxruntime.cpu import translated, usable_graphs
@@ -27,6 +27,7 @@ from llmc.runtime.sessions.onnxruntime.cpu import translated, usable_graphs
 # The decode path takes one call per token and layer, and one window is enough to tell layers apart.
 WINDOWS = 1
 SMALLEST = 1e-20  # of noise to signal, 200 dB: float32 is at about 1e-14
+UNFUSED = {fused: norm for norm, fused in KERNELS.values()}
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,9 @@ class _Graph:
 
     def embed(self, ids: Ids) -> Float:
         """Embeddings [n, S, H]."""
-        run = self._part([], ["hidden.0"])
-        return run({"input_ids": ids})[0]  # type: ignore[no-any-return]
+        starts = {"past_lengths": np.zeros(len(ids), np.int64)} if self._geometry.learned_positions else {}
+        run = self._part([*starts], ["hidden.0"])
+        return run({"input_ids": ids, **starts})[0]  # type: ignore[no-any-return]
 
     def layer(self, layer: int, hidden: Float, ids: Ids, phase: Phase) -> Float:
         """Hidden states after one layer, from those before it [n, S, H]."""
@@ -230,12 +232,12 @@ def _calls(length: int, phase: Phase) -> Iterator[slice]:
 
 def _split_skip_norms(graph: ir.Graph) -> None:
     """A norm fused with the addition before it would read what lies before the cut: let it read the sum instead."""
-    for node in nodes_of(graph, "SkipSimplifiedLayerNormalization", MICROSOFT):
+    for node in [node for node in graph if node.op_type in UNFUSED]:
         total = node.outputs[3] if len(node.outputs) > 3 else None
         if total is None or not (total.name or "").startswith("hidden."):
             continue
         attributes = {"axis": -1, "epsilon": node.attributes["epsilon"].as_float()}
-        norm = ir.node("SimplifiedLayerNormalization", [total, node.inputs[2]], attributes)
+        norm = ir.node(UNFUSED[node.op_type], [total, *node.inputs[2:]], attributes)
         norm.name = f"{node.name}.apart"
         fused = node.outputs[0]
         norm.outputs[0].name, fused.name = fused.name, f"{fused.name}.fused"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
-from llmc.inventory import EMBEDDING, HEAD, Cache
+from llmc.inventory import EMBEDDING, HEAD, POSITIONS, Cache
 from llmc.optimize.lower.raising import stored
 from llmc.optimize.lower.rewrite import read_decoder, sizes
 from llmc.optimize.progress import Progress, counted, silent
@@ -44,9 +44,12 @@ class Reference:
         self.folder = export
         self.manifest: ExportManifest = read_export(export)
         self._model = read_decoder(export)
-        self._head = next(node for node in self._model.graph if node.name == HEAD)
         self._table = next(node for node in self._model.graph if node.name == EMBEDDING)
         self._opened: tuple[tuple[str, ...], Any] | None = None
+
+    @property
+    def _head(self) -> ir.Node:
+        return next(node for node in self._model.graph if node.name == HEAD)
 
     def logits(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
         """Logits after every token of each sequence: float32 [len(sequence), V] each, in one pass over the weights."""
@@ -68,6 +71,19 @@ class Reference:
         rows = [row for group in hidden for row in self.last_norm(group)]
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
 
+    def results(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
+        """The vector or the score that an encoder makes of each sequence: float32 [width] each."""
+        geometry = self.manifest.geometry
+        assert geometry.encoder is not None
+        done = counted(progress, "running the unquantized model layer by layer", geometry.layers)
+        states = self.states([np.array([sequence], np.int64) for sequence in sequences])
+        hidden = next(states)
+        for after in states:
+            hidden = after
+            done()
+        ends = [{f"hidden.{geometry.layers}": rows, "lengths": np.array([rows.shape[1]])} for rows in hidden]
+        return [self._run(known, geometry.encoder.result).reshape(-1) for known in ends]
+
     def states(self, groups: Sequence[Ids]) -> Iterator[list[Float]]:
         """The hidden states [B, S, H] of each group of tokens [B, S]: the embeddings, then those after each layer."""
         hidden = [self._embed(ids) for ids in groups]
@@ -84,7 +100,11 @@ class Reference:
         logits: Float = np.empty((len(normed), vocab), np.float32)
         for start in range(0, vocab, step):
             logits[:, start : start + step] = normed @ rows_of(weight, start, start + step).T
+        for bias in (node for node in self._model.graph if node.name == f"{HEAD}.bias"):
+            logits += rows_of(stored(bias.inputs[1]))
         logits *= np.float32(self._factor("logit_scale"))
+        if cap := np.float32(self._factor("logit_softcap", 0.0)):
+            logits = np.tanh(logits / cap) * cap
         return logits
 
     def last_norm(self, hidden: Float) -> Float:
@@ -98,6 +118,8 @@ class Reference:
     def inside(self, layer: int, known: dict[str, Float], output: str) -> Float:
         """A value of one layer, from the values ``known`` [B, S, ...], which take the place of what makes them."""
         batch, sequence, _ = known[f"hidden.{layer}"].shape
+        if self.manifest.geometry.encoder:
+            return self._run({**known, "lengths": np.full(batch, sequence)}, output)
         pasts = empty_caches(self.manifest.geometry.caches_of(layer), batch, sequence, "float32")
         return self._run({**known, "past_lengths": np.zeros(batch, np.int64), **pasts}, output)
 
@@ -117,13 +139,17 @@ class Reference:
         used, places = np.unique(ids, return_inverse=True)
         rows: Float = np.stack([rows_of(table, token, token + 1)[0] for token in used.tolist()])
         rows *= np.float32(self._factor("embedding_scale"))
-        return rows[places.reshape(ids.shape)]
+        vectors: Float = rows[places.reshape(ids.shape)]
+        for node in self._model.graph:
+            if node.name == POSITIONS:
+                vectors += rows_of(stored(node.inputs[0]), 0, ids.shape[1])
+        return vectors
 
-    def _factor(self, name: str) -> float:
-        """Number that a module of this name multiplies with, 1 where the decoder has none."""
+    def _factor(self, name: str, default: float = 1.0) -> float:
+        """Number that a module of this name multiplies with, ``default`` where the decoder has none."""
         factor = next((node.inputs[1] for node in self._model.graph if node.name == f"{name}.mul"), None)
         value = ir.convenience.get_const_tensor(factor) if factor is not None else None
-        return 1.0 if value is None else float(value.numpy())
+        return default if value is None else float(value.numpy())
 
     def _run(self, feeds: dict[str, Any], output: str) -> Float:
         """One value of the graph, from others."""

@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
-from llmc.inventory import HEAD, Attention
+from llmc.inventory import HEAD, SCORE, Attention, Linear
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights import WeightFile
+from llmc.optimize.weights import CodedTensor, WeightFile
 
 # Types of activations.
 ARRAY_TYPES: dict[str, np.dtype[np.generic]] = {
@@ -87,6 +87,8 @@ class QuantConfigs:
         """The config of the linear called ``module``, for example ``model.layers.0.mlp.down_proj``."""
         matches = [config for pattern, config in self.layers if fnmatchcase(module, pattern)]
         config = matches[-1] if matches else self.head if module == HEAD else self.body
+        if module.startswith(f"{SCORE}."):  # a row, of which a score is made: nothing is saved by rounding it
+            return Float32()
         replaced = (
             self.w8a8 and module != HEAD and isinstance(config, WeightOnly) and config.grid.bits in self.w8a8_bits
         )
@@ -131,6 +133,11 @@ class LoweringContext:
         """See :func:`embedding_config`."""
         return embedding_config(self.quant, self.geometry.tied_head)
 
+    def keeps(self, module: str, tensor: CodedTensor) -> bool:
+        """True if the linear called ``module`` is stored as the checkpoint's own integers."""
+        config = self.quant.of(module)
+        return isinstance(config, WeightOnly) and self.calibrated.keeps(tensor, config.grid)
+
     def attention(self, node: ir.Node) -> Attention:
         """The inventory's entry of a ``llmc::CachedAttention``.
 
@@ -154,8 +161,12 @@ def embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
     return WeightOnly(Grid(8, 128 if head.grid.block else 0))
 
 
-def quant_configs(recipe: Recipe) -> dict[str, QuantConfigs]:
-    """The graphs to make, by phase, and how each stores its weights."""
+def quant_configs(recipe: Recipe, geometry: Geometry | None = None) -> dict[str, QuantConfigs]:
+    """The graphs to make, by phase, and how each stores its weights; ``geometry`` lists the codes of ``source``.
+
+    Raises:
+        UsageError: the target does not take these codes.
+    """
     single, static = recipe.phases == "single", recipe.activations == "static"
     weights: dict[str, QuantConfig] = {
         "fp32": Float32(),
@@ -163,15 +174,20 @@ def quant_configs(recipe: Recipe) -> dict[str, QuantConfigs]:
         "int8": WeightOnly(Grid(8, recipe.block_size, recipe.symmetric)),
         "int4": WeightOnly(Grid(4, recipe.block_size, recipe.symmetric)),
     }
+    # What the checkpoint does not store as integers.
+    weights["source"] = weights["int8"]
     if single:  # engines want int8 weights with a scale per output; TensorRT refuses scales that are not above zero
         weights = {
             **dict.fromkeys(("fp32", "fp16", "bf16"), Computed()),
-            "int8": WeightOnly(Grid(8, positive=True)),
+            **dict.fromkeys(("int8", "source"), WeightOnly(Grid(8, positive=True))),
             "int4": WeightOnly(Grid(4, recipe.block_size, positive=True)),
             "fp8": Float8(static),
         }
     head = Float8() if recipe.head == "fp8" else weights[recipe.head]
     layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
+    if recipe.precision == "source":
+        assert geometry is not None, "codes are listed by the geometry"
+        layers = (*((linear.name, _kept(linear, single)) for linear in geometry.coded), *layers)
     stored = QuantConfigs(weights[recipe.precision], head, layers)
     if single:
         w8a8 = Static(Grid(8, positive=True)) if static else None
@@ -179,6 +195,23 @@ def quant_configs(recipe: Recipe) -> dict[str, QuantConfigs]:
     if recipe.phases == "shared":
         return {"shared": stored}
     return {"prefill": replace(stored, w8a8=W8A8[recipe.activations]), "decode": stored}
+
+
+def _kept(linear: Linear, single: bool) -> WeightOnly:
+    """The grid that holds a linear's own codes: where engines want other blocks, theirs lie within the checkpoint's."""
+    codes, row = linear.codes, linear.codes is not None and linear.codes.block == linear.inputs
+    assert codes is not None
+    if single and codes.bits == 8 and row and not codes.zero_points:
+        return WeightOnly(Grid(8, positive=True))
+    blocks = (128, 64, 32) if single else (256, 128, 64, 32, 16)
+    block = next((block for block in blocks if codes.block % block == 0), 128 if row and not single else 0)
+    if not block or (single and (codes.bits == 8 or codes.zero_points)):
+        kind = f"{codes.bits} bits in blocks of {codes.block}{' with zero points' if codes.zero_points else ''}"
+        raise UsageError(
+            f"precision is 'source', but this target takes no integers like those of {linear.name} ({kind}); build "
+            f"with --int{codes.bits}, which chooses them anew"
+        )
+    return WeightOnly(Grid(codes.bits, block, not codes.zero_points, single))
 
 
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:

@@ -6,11 +6,15 @@ weights [N_i, K] stay in the checkpoint's file and type, and a packed linear has
 
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, sizes
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, sizes
+from llmc.optimize.weights import CodedTensor, Weight, order_of
+
+NORMS = ("RMSNormalization", "LayerNormalization")
 
 
 @dataclass(frozen=True)
@@ -18,15 +22,15 @@ class Linear:
     """A raised linear: its node, input, weights [N_i, K] and biases [N_i] (none, or one per weight)."""
 
     node: ir.Node
-    weights: tuple[ir.ExternalTensor, ...]
+    weights: tuple[Weight, ...]
     biases: tuple[ir.ExternalTensor, ...]
 
     @classmethod
     def of(cls, node: ir.Node) -> "Linear":
         """Read a ``llmc::Linear`` node."""
         parts = node.attributes["parts"].as_int()
-        tensors = [stored(value) for value in node.inputs[1:]]
-        return cls(node, tuple(tensors[:parts]), tuple(tensors[parts:]))
+        weights, biases = node.inputs[1 : 1 + parts], node.inputs[1 + parts :]
+        return cls(node, tuple(map(stored, weights)), tuple(map(stored_vector, biases)))
 
     @property
     def name(self) -> str:
@@ -60,31 +64,59 @@ class Linear:
         return [sizes(weight)[0] for weight in self.weights]
 
 
-def stored(value: ir.Value | None) -> ir.ExternalTensor:
-    """The checkpoint tensor behind a value, seen through Cast and Transpose."""
+def stored(value: ir.Value | None) -> Weight:
+    """The checkpoint tensor behind a value, seen through Cast and Transpose; of integers with what scales them."""
     node = value.producer() if value is not None else None
     while node is not None and node.op_type in ("Cast", "Transpose", "Identity"):
         value = node.inputs[0]
         node = value.producer() if value is not None else None
+    if node is None:
+        return stored_vector(value)
+    order = stored_vector(node.inputs[1]) if node.op_type == "Gather" else None
+    made = node.inputs[0].producer() if order is not None and node.inputs[0] is not None else node
+    if made is None or made.op_type != "DequantizeLinear":
+        raise _no_weight(value)
+    codes, scales, *zeros = map(stored_vector, made.inputs)
+    return CodedTensor(codes, scales, zeros[0] if zeros else None, order)
+
+
+def stored_vector(value: ir.Value | None) -> ir.ExternalTensor:
+    """The checkpoint tensor behind a value, seen through Cast; what is no matrix is not quantized."""
+    node = value.producer() if value is not None else None
+    while node is not None and node.op_type == "Cast":
+        value = node.inputs[0]
+        node = value.producer() if value is not None else None
     tensor = value.const_value if value is not None else None
     if not isinstance(tensor, ir.ExternalTensor):
-        raise BuildError(
-            f"{value.name if value else 'an input'} is no weight of the checkpoint; export the checkpoint again"
-        )
+        raise _no_weight(value)
     return tensor
 
 
+def _no_weight(value: ir.Value | None) -> BuildError:
+    return BuildError(
+        f"{value.name if value else 'an input'} is no weight of the checkpoint; export the checkpoint again"
+    )
+
+
+def norm_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """The norms of a portable graph, in order."""
+    return [node for node in graph if node.op_type in NORMS]
+
+
 def weight_value(value: ir.Value) -> ir.Value:
-    """The initializer behind a weight input, before any Cast or Transpose."""
-    while (node := value.producer()) is not None:
+    """The initializer behind a weight input, before any Cast or Transpose; of integers what they are dequantized to."""
+    while (node := value.producer()) is not None and node.op_type in ("Cast", "Transpose"):
         assert node.inputs[0] is not None
         value = node.inputs[0]
     return value
 
 
-def raise_linears(graph: ir.Graph, _: LoweringContext) -> int:
-    """MatMul(x, Transpose(Cast(w))) [+ Add(., Cast(b))] -> llmc::Linear(x, w[, b]), keeping the MatMul's name."""
-    count = 0
+def raise_linears(graph: ir.Graph, context: LoweringContext) -> int:
+    """MatMul(x, Transpose(Cast(w))) [+ Add(., Cast(b))] -> llmc::Linear(x, w[, b]), keeping the MatMul's name.
+
+    Integers that are kept and whose columns are sorted by groups multiply an input that is sorted as well.
+    """
+    count, gathered = 0, dict[tuple[ir.Value, bytes], ir.Value]()
     for matmul in nodes_of(graph, "MatMul"):
         x, weight = matmul.inputs
         assert x is not None and weight is not None
@@ -98,6 +130,16 @@ def raise_linears(graph: ir.Graph, _: LoweringContext) -> int:
                 assert other is not None
                 last, biases = add, [weight_value(other)]
         emit = Emitter(last, matmul.name, main="Linear")
-        replace(last, emit("Linear", x, weight_value(weight), *biases, domain=LLMC, parts=1))
+        source = weight_value(weight)
+        tensor = stored(source)
+        if isinstance(tensor, CodedTensor) and tensor.order is not None and context.keeps(matmul.name or "", tensor):
+            order, node = np.argsort(order_of(tensor.order)), source.producer()
+            assert node is not None and node.inputs[0] is not None
+            if (x, order.tobytes()) not in gathered:
+                columns = constant(graph, f"{matmul.name}.input.order", order)
+                sort = Emitter(matmul, f"{matmul.name}.input")
+                gathered[x, order.tobytes()] = sort("Gather", x, columns, axis=-1)
+            x, source = gathered[x, order.tobytes()], node.inputs[0]
+        replace(last, emit("Linear", x, source, *biases, domain=LLMC, parts=1))
         count += 1
     return count

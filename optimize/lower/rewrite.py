@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import DECODER_FILE
 from llmc.errors import BundleError
+from llmc.optimize.weights import Weight
 
 MICROSOFT = "com.microsoft"
 LLMC = "llmc"
@@ -89,7 +90,7 @@ def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     return graph.initializers[tensor.name]
 
 
-def sizes(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+def sizes(tensor: ir.TensorProtocol | Weight) -> tuple[int, ...]:
     """The tensor's shape as plain integers."""
     return tuple(int(size) for size in tensor.shape.numpy())
 

@@ -1,26 +1,81 @@
 """Tables of rotary position embeddings, a pair for each of the decoder's ropes."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
+from llmc.errors import BuildError
+from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.rewrite import initializer
+from llmc.optimize.lower.rewrite import LLMC, initializer, nodes_of
+
+Pair = tuple[ir.Value, ir.Value]
 
 
-def rotary_tables(node: ir.Node, context: LoweringContext) -> tuple[ir.Value, ir.Value] | None:
-    """Cosine and sine [max_context, D/2] in the compute type for a ``llmc::CachedAttention``; None without a rope.
+@dataclass(frozen=True)
+class Tables:
+    """Cosine and sine [max_context, R/2] for keys, and for queries, the same unless those grow with the position."""
 
-    They cover the planned context, and all graphs and attentions with the same rope share them.
+    key: Pair
+    query: Pair
+
+
+def rotary_tables(node: ir.Node, context: LoweringContext) -> Tables | None:
+    """The tables of a ``llmc::CachedAttention`` in the compute type; None without a rope.
+
+    They cover the planned context and hold the rope's magnitude; all graphs and attentions with the same rope share
+    them.
     """
-    if context.attention(node).rope is None:
+    attention = context.attention(node)
+    if attention.rope is None or attention.turned_before:
         return None
-    inv_freq = node.inputs[6]
-    assert node.graph is not None and inv_freq is not None and inv_freq.name and inv_freq.const_value is not None
-    frequencies = inv_freq.const_value.numpy().astype(np.float32)
-    angles = np.arange(context.limits.max_context, dtype=np.float32)[:, None] * frequencies[None, :]
-    dtype, rope = context.array_type, inv_freq.name.removesuffix(".inv_freq")
-    names = [f"{rope}.cos", f"{rope}.sin"]
-    cos, sin = context.weights.add(
-        names, lambda: [table(angles).astype(dtype) for table in (np.cos, np.sin)], frequencies.tobytes()
+    magnitude, growth, period = (
+        np.float32(node.attributes[name].as_float()) for name in ("magnitude", "growth", "period")
     )
-    return initializer(node.graph, cos), initializer(node.graph, sin)
+    positions = np.arange(context.limits.max_context, dtype=np.float32)
+    key = _pair(node.inputs[6], context, "", np.full_like(positions, magnitude))
+    if not growth or context.limits.max_context <= period:
+        return Tables(key, key)
+    lengths = magnitude * (1 + growth * np.log1p(positions // period))
+    return Tables(key, _pair(node.inputs[6], context, "query.", lengths))
+
+
+def table_pair(node: ir.Node, context: LoweringContext) -> Pair:
+    """The tables of a ``llmc::RotatedHeads``, see :class:`Tables`."""
+    magnitude = np.float32(node.attributes["magnitude"].as_float())
+    return _pair(node.inputs[2], context, "", np.full(context.limits.max_context, magnitude))
+
+
+def rotations(graph: ir.Graph, context: LoweringContext) -> list[tuple[ir.Node, Attention]]:
+    """Every ``llmc::RotatedHeads`` and the attention that it is a part of.
+
+    Raises:
+        BuildError: the inventory lists others.
+    """
+    nodes = list(nodes_of(graph, "RotatedHeads", LLMC))
+    turned = [attention for attention in context.geometry.attentions if attention.turned_before]
+    listed = [(f"{attention.name}.{part}_rope", attention) for attention in turned for part in "qk"]
+    if [node.name for node in nodes] != [name for name, _ in listed]:
+        raise BuildError(
+            f"the graph rotates heads in {len(nodes)} nodes, and the manifest lists {len(listed)}; "
+            "export the checkpoint again"
+        )
+    return [(node, attention) for node, (_, attention) in zip(nodes, listed, strict=True)]
+
+
+def _pair(inv_freq: ir.Value | None, context: LoweringContext, prefix: str, lengths: NDArray[np.float32]) -> Pair:
+    """Tables whose rows are ``lengths`` [max_context] long."""
+    assert inv_freq is not None and inv_freq.name and inv_freq.const_value is not None
+    graph = inv_freq.graph
+    assert graph is not None
+    frequencies = inv_freq.const_value.numpy().astype(np.float32)
+    angles = np.arange(len(lengths), dtype=np.float32)[:, None] * frequencies[None, :]
+    dtype, rope = context.array_type, inv_freq.name.removesuffix("inv_freq") + prefix
+    cos, sin = context.weights.add(
+        [f"{rope}cos", f"{rope}sin"],
+        lambda: [(table(angles) * lengths[:, None]).astype(dtype) for table in (np.cos, np.sin)],
+        frequencies.tobytes() + lengths.tobytes(),
+    )
+    return initializer(graph, cos), initializer(graph, sin)

@@ -47,7 +47,7 @@ def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
 def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = "native") -> DeviceMemory:
     """The GPU's memory that loading and running a bundle takes; ``form`` is the engine's, native for graphs."""
     size = CACHE_BYTES[recipe.compute]
-    stored = next(iter(quant_configs(recipe).values()))
+    stored = next(iter(quant_configs(recipe, geometry).values()))
     embedding = embedding_config(stored, geometry.tied_head)
     shared = geometry.tied_head and isinstance(stored.of(HEAD), Computed)  # the head reads the table, transposed
     chunk = min(limits.prefill_chunk, limits.max_context)

@@ -7,7 +7,7 @@ geometries of Qwen2.5-0.5B and Llama-3.2-1B; recipes/benchmarks/memory.py measur
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.inventory import HEAD, Linear
+from llmc.inventory import Linear
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     PerToken,
@@ -87,7 +87,7 @@ def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[st
     """Bytes of each graph's linears by phase, norms and biases left out: they are a thousandth."""
     return {
         phase: sum(stored_bytes(linear, stored.of(linear.name), copies) for linear in geometry.linears)
-        for phase, stored in quant_configs(recipe).items()
+        for phase, stored in quant_configs(recipe, geometry).items()
     }
 
 
@@ -97,20 +97,26 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     The embedding's tables are counted whole for each graph: a page of a file (2 MiB, where the file lies in large ones)
     is resident after one of its rows was read. That also covers the head as stored while the engine packs it.
     """
-    graphs = quant_configs(recipe)
-    chunk = min(limits.prefill_chunk, limits.max_context)
-    head, tied = geometry.linear[HEAD], geometry.tied_head
-    tables = {item.rope: item.head_dim for item in geometry.attentions if item.rope is not None}
+    graphs = quant_configs(recipe, geometry)
+    # An encoder takes a text in one call, and scores it against itself.
+    chunk = limits.max_context if geometry.encoder else min(limits.prefill_chunk, limits.max_context)
+    table, tied = geometry.table, geometry.tied_head
+    results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
+    tables = {
+        item.rope: item.rotary_dim * (2 if 0 < item.grows_after < limits.max_context else 1)
+        for item in geometry.attentions
+        if item.rope is not None
+    }
     return MemoryPlan(
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
-        embedding=sum(stored_bytes(head, embedding_config(stored, tied)) for stored in graphs.values()),
+        embedding=sum(stored_bytes(table, embedding_config(stored, tied)) for stored in graphs.values()),
         workspace=chunk * (WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size) * 4,
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
         workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=CACHE_BYTES[recipe.cache_type()]),
-        logits=LOGITS_COPIES * 4 * geometry.vocab_size,
+        logits=LOGITS_COPIES * 4 * results,
     )
 
 

@@ -8,7 +8,7 @@ from llmc.errors import BundleError
 from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES
 from llmc.optimize.plan.device import device_plan, host_plan
 from llmc.optimize.plan.memory import memory_plan, plan_build
-from llmc.optimize.recipe import Request, check_context, find_recipe, read_recipe, resolve
+from llmc.optimize.recipe import Request, check_context, find_recipe, for_encoder, read_recipe, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH, export_plan
 from llmc.runtime.kv.budget import MemoryEstimate, plan_device, plan_run
@@ -43,7 +43,9 @@ def plan_stages(
 def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unified: bool) -> list[MemoryEstimate]:
     """Building with the defaults of a build, and running what it gives."""
     abilities = capabilities(target)
-    chosen, limits = resolve(asked, abilities, geometry.max_positions, "plan")
+    if geometry.encoder:
+        asked = for_encoder(asked, abilities, geometry.max_positions)
+    chosen, limits = resolve(asked, abilities, geometry.max_positions, "plan", coded=bool(geometry.coded))
     tokenizer, calibrated, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
     if not abilities.has_gpu:

@@ -39,19 +39,23 @@ class Disturbance:
 
     Args:
         whose: ``resource.RUSAGE_CHILDREN``, of which only those that have ended count, or ``resource.RUSAGE_SELF``.
+        processes: ids of more that belong to the measurement and run all the time.
     """
 
-    def __init__(self, whose: int) -> None:
-        self._whose = whose
-        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), _cpu_seconds(whose)
+    def __init__(self, whose: int, processes: Sequence[int] = ()) -> None:
+        self._whose, self._processes = whose, processes
+        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), self._own_seconds()
 
     def cpus(self) -> float | None:
         """Busy CPUs other than its own, on average since this object was made."""
         busy = _busy_seconds()
         if self._busy is None or busy is None:
             return None
-        others = busy - self._busy - (_cpu_seconds(self._whose) - self._own)
+        others = busy - self._busy - (self._own_seconds() - self._own)
         return round(max(others, 0.0) / (time.perf_counter() - self._wall), 2)
+
+    def _own_seconds(self) -> float:
+        return _cpu_seconds(self._whose) + sum(map(_process_seconds, self._processes))
 
 
 def _busy_seconds() -> float | None:
@@ -66,3 +70,9 @@ def _cpu_seconds(whose: int) -> float:
     """CPU seconds that the kernel counted for ``whose``."""
     usage = resource.getrusage(whose)
     return usage.ru_utime + usage.ru_stime
+
+
+def _process_seconds(number: int) -> float:
+    """CPU seconds of a process, with its threads."""
+    after_name = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")

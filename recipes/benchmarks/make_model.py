@@ -4,7 +4,10 @@ Needs torch and transformers. The tokenizer is the small model's of recipes/tiny
 """
 
 import argparse
+import itertools
+import json
 import shutil
+import string
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +50,35 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 def write_checkpoint(geometry: dict[str, Any], folder: Path) -> None:
     """Write config.json and random bfloat16 weights, the same ones each time, and the tokenizer's files.
 
-    Embedding and head are tied. Ids beyond the tokenizer's decode to nothing.
+    Embedding and head are tied if the geometry does not say otherwise. Ids beyond the small model's get words of their
+    own, so that every token is a piece of text, and no stream of a server is silent.
     """
     torch.manual_seed(SEED)
-    torch.set_default_dtype(torch.bfloat16)
-    config = AutoConfig.for_model(bos_token_id=0, eos_token_id=2, tie_word_embeddings=True, **geometry)
-    model = AutoModelForCausalLM.from_config(config)
+    config = AutoConfig.for_model(**{"tie_word_embeddings": True, **geometry, "bos_token_id": 0, "eos_token_id": 2})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             torch.nn.init.normal_(parameter, 0, BIAS_DEVIATION)
     model.save_pretrained(folder)
     for path in (*TINY.glob("tokenizer*.json"), TINY / "chat_template.jinja"):
         shutil.copyfile(path, folder / path.name)
+    fill_vocabulary(folder / "tokenizer.json", config.vocab_size)
+
+
+def fill_vocabulary(path: Path, size: int) -> None:
+    """Give each id of a tokenizer of byte pairs a text; no merge leads to the new ones, so prompts are what they were.
+
+    Raises:
+        SystemExit: it has more tokens than ``size``.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    if len(vocabulary) > size:
+        raise SystemExit(f"{path} has {len(vocabulary)} tokens, the geometry has room for {size}")
+    words = ("\u0120" + "".join(letters) for letters in itertools.product(string.ascii_uppercase, repeat=4))
+    new = itertools.islice((word for word in words if word not in vocabulary), size - len(vocabulary))
+    vocabulary.update({word: number for number, word in enumerate(new, len(vocabulary))})
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def main() -> None:

@@ -154,11 +154,18 @@ class Handle:
         self._cancelled = False
         self.owner: object = None
         """The model, which must live as long as someone reads."""
+        self.prompt_tokens = 0
+        """Tokens of the prompt as fed, after any truncation; the engine fills it in."""
         self._outputs = outputs
         self._tokens: list[int] = []
         self._finalizer = None if keep else weakref.finalize(self, cancel)
         if self._finalizer is not None:
             self._finalizer.atexit = False
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs that the request asked for."""
+        return self._outputs
 
     @property
     def done(self) -> bool:

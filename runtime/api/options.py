@@ -46,6 +46,7 @@ class EngineOptions:
         draft: ``"lookup"`` guesses tokens from what was said before, a path names a bundle with the same tokenizer that
             guesses; None speculates not.
         max_draft_tokens: guesses per step at most, from 1 to 15.
+        default_max_tokens: new tokens of a request that names no number, or what the context has room for.
         sampling_threads: threads that choose tokens. One is as fast as two where our own code chooses (an operation on
             152k logits takes about as long as passing Python's lock on); more help functions and grammars of requests
             that take milliseconds without the lock.
@@ -63,6 +64,7 @@ class EngineOptions:
     prefix_cache_disk_bytes: int = 4 << 30
     draft: str | Path | None = None
     max_draft_tokens: int = 7
+    default_max_tokens: int = 256
     sampling_threads: int = 1
 
     def __post_init__(self) -> None:
@@ -93,6 +95,7 @@ _RANGES = (
     ("prefix_cache_bytes", 0, 1 << 50),
     ("prefix_cache_disk_bytes", 0, 1 << 50),
     ("max_draft_tokens", 1, 15),
+    ("default_max_tokens", 1, 1 << 31),
     ("sampling_threads", 1, 1024),
 )
 

@@ -7,6 +7,7 @@ from llmc.errors import UsageError, written
 from llmc.runtime.api.results import Delta
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import Processor
+from llmc.runtime.tools.thinking import Thinking
 
 LONGEST_DEADLINE = 10**9  # seconds
 # Ends an output: called with its new tokens and the text so far after every token; true means stop.
@@ -29,6 +30,8 @@ class Request:
         deadline_s: seconds from the submission after which the request fails; None waits.
         on_delta: called with every :class:`llmc.runtime.api.results.Delta` on the engine's thread; be quick.
         add_special_tokens: whether the tokenizer puts its own tokens, such as BOS, around a text prompt.
+        shown_tokens: special tokens whose names are part of the text; others give none.
+        thinking: the reasoning before the answer: forms count from the answer on, and a budget bounds it.
     """
 
     prompt: str | Sequence[int]
@@ -40,6 +43,8 @@ class Request:
     deadline_s: float | None = None
     on_delta: Callable[[Delta], None] | None = None
     add_special_tokens: bool = True
+    shown_tokens: tuple[int, ...] = ()
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -54,6 +59,8 @@ class Request:
         for name in ("similarity", "on_delta"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UsageError(f"{name} is {written(getattr(self, name))}, expected a function or None")
+        if self.thinking is not None and not isinstance(self.thinking, Thinking):
+            raise UsageError(f"thinking is {written(self.thinking)}, expected Thinking or None")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > 1000:
             raise UsageError(
                 f"priority is {written(self.priority)}, expected an integer from -1000 to 1000 (lower is sooner)"

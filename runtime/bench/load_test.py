@@ -21,6 +21,7 @@ import numpy as np
 from llmc.bundle import Limits, read_bundle
 from llmc.errors import QueueFullError, UsageError
 from llmc.runtime.api.options import Determinism, row_limit
+from llmc.runtime.bench.arrivals import arrivals
 from llmc.runtime.bench.client import Report, Visit, common, draw_prompt, energy, visit
 from llmc.runtime.host.energy import EnergyMeter, Joules
 from llmc.runtime.model import load
@@ -149,14 +150,6 @@ def load_test(
             **common(model),
             **figures(visits, prompt_length, meter.joules),
         )
-
-
-def arrivals(count: int, rate: float | None, seed: int) -> list[float]:
-    """Seconds from the first arrival to each; gaps of mean 1 / ``rate``, or all 0."""
-    if rate is None:
-        return [0.0] * count
-    gaps = np.random.default_rng(seed).exponential(1 / rate, count - 1)
-    return [0.0, *np.cumsum(gaps).tolist()]
 
 
 def _check(given: dict[str, int], rate: float | None, limits: Limits, room: int) -> None:

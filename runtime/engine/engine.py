@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from llmc.bundle import Manifest
 from llmc.errors import (
@@ -47,6 +47,7 @@ from llmc.runtime.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_H = TypeVar("_H", bound=Handle)
 _OUTCOMES: dict[type[BaseException], str] = {CancelledError: "cancelled", DeadlineError: "deadline"}
 
 
@@ -133,8 +134,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ any thread
 
-    def submit(self, request: Request) -> Handle:
-        """Take a request in.
+    @overload
+    def submit(self, request: Request) -> Handle: ...
+    @overload
+    def submit(self, request: Request, handle: Callable[..., _H]) -> _H: ...
+    def submit(self, request: Request, handle: Callable[..., Any] = Handle) -> Any:
+        """Take a request in; ``handle`` makes the handle.
 
         Raises:
             QueueFullError: ``options.max_queue`` requests wait already.
@@ -149,7 +154,9 @@ class Engine:
         except LlmcError:
             self.metrics.refuse()
             raise
-        return Handle(collector, partial(self._cancel, state.number), state.streams, keep=request.on_delta is not None)
+        made = handle(collector, partial(self._cancel, state.number), state.streams, keep=request.on_delta is not None)
+        made.prompt_tokens = len(state.prompt)
+        return made
 
     def call(self, function: Callable[[], _T]) -> _T:
         """Run ``function`` on the engine's thread between two steps, and wait for what it returns.

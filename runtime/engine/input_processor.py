@@ -20,14 +20,15 @@ from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling.dry import Breakers
 from llmc.runtime.sampling.params import GUIDES, MOST_COMPARED, SamplingParams
-from llmc.runtime.sampling.processors import SamplingContext, build_processors
+from llmc.runtime.sampling.processors import Guide, SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.search.base import Hypothesis, StopCriterion, Strategy
 from llmc.runtime.search.beam import BeamSearch
 from llmc.runtime.search.contrastive import Contrastive
 from llmc.runtime.speculation.speculator import Speculator
-from llmc.runtime.text.detokenizer import NoText, TextStream
+from llmc.runtime.text.detokenizer import NoText, TextStream, decoded
 from llmc.runtime.text.tokenizer import PLAIN_CHARACTERS, Tokenizer
+from llmc.runtime.tools.thinking import ThinkingGuide
 
 if TYPE_CHECKING:
     from llmc.runtime.guided.grammars import Grammars
@@ -108,17 +109,20 @@ class InputProcessor:
         strategy = self._strategy(state, context)
         if strategy is None:
             return SampleGroup(state, partial(self._sample, grammar=grammar, context=context))
-        return SearchGroup(state, strategy, width(params), partial(self._output, params))
+        return SearchGroup(state, strategy, width(params), partial(self._output, state.request))
 
     def _sample(
         self, group: SampleGroup, index: int, grammar: CompiledGrammar | None, context: SamplingContext
     ) -> Sample:
         params = group.request.params
-        guide = None if grammar is None else GrammarGuide(grammar)
+        guide: Guide | None = None if grammar is None else GrammarGuide(grammar)
+        if group.request.request.thinking is not None:
+            guide = ThinkingGuide(group.request.request.thinking, self._tokenizer, self._eos, guide)
         sampler = make_sampler(replace(context, guide=guide), index)
         text: TextStream = NoText()
         if params.detokenize:
-            text = TextStream(self._tokenizer, params.stop, keep_stop=params.include_stop_str_in_output)
+            shown = group.request.request.shown_tokens
+            text = TextStream(self._tokenizer, params.stop, keep_stop=params.include_stop_str_in_output, shown=shown)
         speculate = None if params.speculate is False else self._speculate
         return Sample(group, index, sampler, text, self._ends(params), guide, speculate)
 
@@ -152,6 +156,8 @@ class InputProcessor:
             raise UsageError("similarity compares the n samples of a request: ask for n above 1, and not for best_of")
         if request.similarity is not None and not (params.detokenize and params.n <= MOST_COMPARED):
             raise UsageError(f"similarity compares texts: it needs detokenize, and n of at most {MOST_COMPARED}")
+        if request.thinking is not None and (params.num_beams > 1 or params.penalty_alpha is not None):
+            raise UsageError("a budget of reasoning and tool calls need samples: leave beams and penalty_alpha out")
         if params.speculate and self._speculate is None:
             raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
 
@@ -168,12 +174,13 @@ class InputProcessor:
 
         return stop
 
-    def _output(self, params: SamplingParams, index: int, found: Hypothesis) -> Output:
+    def _output(self, request: Request, index: int, found: Hypothesis) -> Output:
         """A finished hypothesis as the client sees it."""
-        tokens, ends = found.token_ids, self._ends(params)
+        params, tokens = request.params, found.token_ids
+        ends = self._ends(params)
         ended = bool(tokens) and tokens[-1] in ends
         shown = tokens[:-1] if ended and not params.include_stop_str_in_output else tokens
-        text = self._tokenizer.decode(shown) if params.detokenize else ""
+        text = decoded(self._tokenizer, shown, request.shown_tokens) if params.detokenize else ""
         reason = ends[tokens[-1]] if ended else None
         return Output(index, text, tokens, found.finish_reason, score=found.score, stop_reason=reason)
 

@@ -13,7 +13,7 @@ _COUNT = re.compile(r"~\s*([0-9]+)(?:\s*\.\.\s*([0-9]+))?")
 
 
 def checked_lark(grammar: str) -> tuple[str, bool]:
-    """The grammar as it is enforced, and whether compiling it may take long, for it holds schemas.
+    """The grammar as it is enforced, and whether compiling it may take long, for a schema in it may.
 
     Raises:
         GrammarError: a count is too large, or a schema in it would not be enforced.
@@ -22,7 +22,7 @@ def checked_lark(grammar: str) -> tuple[str, bool]:
     found = max(repetitions(grammar), *counts, 0)
     if found > MOST_REPETITIONS:
         raise GrammarError(f"grammar repeats something {found} times, expected at most {MOST_REPETITIONS}")
-    parts, at, schemas = [], 0, False
+    parts, at, laborious = [], 0, False
     for piece in _PIECE.finditer(grammar):
         if not piece[0].startswith("%json") or piece.start() < at:
             continue
@@ -30,10 +30,10 @@ def checked_lark(grammar: str) -> tuple[str, bool]:
             schema, end = json.JSONDecoder().raw_decode(grammar, piece.end())
         except ValueError as error:
             raise GrammarError(f"grammar: what follows %json is no JSON: {error}") from error
-        check_schema(schema)
+        laborious |= check_schema(schema)
         if isinstance(schema, dict):
             schema, escapes = enforceable(schema)
             schema["x-guidance"] = options(escapes)
         parts += [grammar[at : piece.end()], json.dumps(schema)]
-        at, schemas = end, True
-    return "".join([*parts, grammar[at:]]), schemas
+        at = end
+    return "".join([*parts, grammar[at:]]), laborious

@@ -9,7 +9,8 @@ configures none, and sends nothing anywhere.
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
@@ -32,14 +33,22 @@ _OPERATION = "text_completion"  # a request brings its chat as text
 # ---------------------------------------------------------------------------------------------------------------- logs
 
 
-def event(logger: logging.Logger, name: str, /, **fields: object) -> None:
-    """Log an event by name with its data, at the level INFO; costs one comparison where that is off.
+def event(logger: logging.Logger, name: str, /, level: int = logging.INFO, **fields: object) -> None:
+    """Log an event by name with its data; costs one comparison where its level is off.
 
     Args:
         name: what happened, in a word or two; becomes the message.
-        **fields: data, for JsonFormatter to write beside the message; other formatters leave it out.
+        level: of :mod:`logging`.
+        **fields: data, for JsonFormatter to write beside the message; formatters that do not ask for
+            :func:`fields_of` leave it out.
     """
-    logger.info(name, extra={_FIELDS: fields}, stacklevel=2)
+    logger.log(level, name, extra={_FIELDS: fields}, stacklevel=2)
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """The data of an event; empty for any other record."""
+    fields: dict[str, object] = getattr(record, _FIELDS, {})
+    return fields
 
 
 class JsonFormatter(logging.Formatter):
@@ -58,7 +67,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name, value in getattr(record, _FIELDS, {}).items():
+        for name, value in fields_of(record).items():
             line[f"{name}_" if name in _RESERVED else name] = value
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -97,6 +106,23 @@ def current_context() -> "Context | None":
     """
     api = sys.modules.get("opentelemetry.context")
     return None if api is None else api.get_current()
+
+
+@contextmanager
+def continued_trace(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[None]:
+    """While the block runs, be in the trace that HTTP headers name (W3C's ``traceparent``, or what the application has
+    configured); nothing happens where OpenTelemetry is not in use."""
+    if _tracer() is None:
+        yield
+        return
+    from opentelemetry import context, propagate
+
+    carrier = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
+    token = context.attach(propagate.extract(carrier))
+    try:
+        yield
+    finally:
+        context.detach(token)
 
 
 def record_spans(timeline: RequestTimeline, *, model: str, parent: "Context | None" = None) -> bool:

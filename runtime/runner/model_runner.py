@@ -63,7 +63,14 @@ class Policy:
             invariance = graphs["decode"].invariance
             return cls(row_by_row=True, even=not invariance.single or invariance.tokens == 2)
         split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file and not session.substitutes
-        return cls(PREFILL_GRAPH_FROM.get(manifest.recipe.precision, NEVER) if split else NEVER)
+        return cls(PREFILL_GRAPH_FROM.get(_precision(manifest), NEVER) if split else NEVER)
+
+
+def _precision(manifest: Manifest) -> str:
+    """Of the body's linears; of a checkpoint's own integers that of the narrowest."""
+    if manifest.recipe.precision != "source":
+        return manifest.recipe.precision
+    return f"int{min((linear.codes.bits for linear in manifest.geometry.linears if linear.codes), default=8)}"
 
 
 class ModelRunner:

@@ -33,7 +33,9 @@ class Loaded(Protocol):
 class DraftModel(Loaded, Protocol):
     """The one that drafts."""
 
-    runner: SingleRunner
+    @property
+    def runner(self) -> SingleRunner:
+        """One sequence at a time."""
 
     def close(self) -> None:
         """Free it."""

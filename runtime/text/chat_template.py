@@ -4,6 +4,7 @@ They run in a sandbox with bounds (:mod:`llmc.runtime.text.sandbox`), and render
 ``apply_chat_template(tokenize=False)`` renders.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sandbox = Sandbox()
         self._special_tokens = dict(special_tokens)
+        self._sources = dict(templates)
         self._templates = {name: _guarded(self._sandbox.from_string, source) for name, source in templates.items()}
 
     @classmethod
@@ -50,6 +52,13 @@ class ChatTemplate:
             BundleError: a file cannot be read.
         """
         return cls(_read_templates(Path(folder)), tokenizer.special_tokens)
+
+    def source(self, tools: bool) -> str:
+        """The source of the template for messages with tools, or without."""
+        return self._sources[self._name(tools)]
+
+    def _name(self, tools: bool) -> str:
+        return "tool_use" if tools and "tool_use" in self._templates else "default"
 
     def render(
         self,
@@ -76,11 +85,12 @@ class ChatTemplate:
             RequestError: the template refuses the messages, fails, or works longer than a template may; or they have
                 more than :data:`LARGEST_INPUT` characters.
         """
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        name = self._name(tools is not None)
         copies = _Copies(disguise.hide if disguise else lambda text: text)
+        checked = with_calls_as_mappings(_checked(messages))
         values = {
             **self._special_tokens,
-            "messages": [copies.message(message, f"messages[{i}]") for i, message in enumerate(_checked(messages))],
+            "messages": [copies.message(message, f"messages[{i}]") for i, message in enumerate(checked)],
             "add_generation_prompt": add_generation_prompt,
             "tools": copies.plain(tools, "tools"),
             "documents": copies.plain(documents, "documents"),
@@ -125,6 +135,38 @@ def _checked(messages: Any) -> Sequence[Any]:
         found = "empty" if isinstance(messages, (list, tuple)) else f"a {type(messages).__name__}"
         raise UsageError(f"messages is {found}, expected a list of mappings with role and content")
     return messages
+
+
+def with_calls_as_mappings(messages: Sequence[Any]) -> list[Any]:
+    """The messages with calls as templates read them: OpenAI's clients send arguments as JSON text, templates write
+    them as JSON themselves; and the result of a call has the name of its tool, which some templates write."""
+    names: dict[Any, Any] = {}
+    found = []
+    for message in messages:
+        if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list | tuple):
+            calls = [_call(call) for call in message["tool_calls"]]
+            names |= {call.get("id"): call["function"].get("name") for call in calls if _is_call(call)}
+            message = {**message, "tool_calls": calls}
+        elif isinstance(message, Mapping) and message.get("role") == "tool" and not message.get("name"):
+            name = names.get(str(message.get("tool_call_id")))
+            message = message if name is None else {**message, "name": name}
+        found.append(message)
+    return found
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) and isinstance(call.get("id"), str)
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):  # of an answer that was cut: templates see the text
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 class _Copies:

@@ -1,6 +1,6 @@
 """Text out of a stream of tokens: whole characters only, and nothing of a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -17,10 +17,13 @@ class TextStream:
         tokenizer: of the model that wrote the tokens. Special tokens give no text.
         stop: texts that end the stream; none of them, nor their beginnings, are ever returned and taken back.
         keep_stop: return the one that ends the stream, too.
+        shown: special tokens that give their names as text all the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, keep_stop: bool = False) -> None:
-        self._decoder = _IncrementalDecoder(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, keep_stop: bool = False, shown: Collection[int] = ()
+    ) -> None:
+        self._decoder = _IncrementalDecoder(tokenizer, shown)
         self._stop = tuple(stop)
         self._keep_stop = keep_stop
         self._held = ""
@@ -69,6 +72,14 @@ def _overlap(text: str, stop: str) -> int:
     return len(text) - start if start >= 0 else 0
 
 
+def decoded(tokenizer: Tokenizer, ids: Sequence[int], shown: Collection[int] = ()) -> str:
+    """The text of all of ``ids``, with the names of special tokens in ``shown``."""
+    if not shown:
+        return tokenizer.decode(ids)
+    stream = TextStream(tokenizer, shown=shown)
+    return "".join(map(stream.push, ids)) + stream.finish()
+
+
 class NoText(TextStream):
     """The stream of a request that wants no text."""
 
@@ -98,14 +109,15 @@ class _IncrementalDecoder:
     _KEPT = 4
     _LONGEST = 12
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._shown = frozenset(shown)
         self._window: list[int] = []
         self._returned = 0  # characters of the window's text
 
     def push(self, token_id: int) -> str:
         if self._tokenizer.is_silent(token_id):
-            return ""
+            return self._named(token_id) if token_id in self._shown else ""
         self._window.append(token_id)
         if self._tokenizer.is_byte(token_id):
             return ""
@@ -117,6 +129,12 @@ class _IncrementalDecoder:
             del self._window[: -self._KEPT]
             self._returned = len(self._tokenizer.decode(self._window)) - open_end
         return delta
+
+    def _named(self, token_id: int) -> str:
+        """The text so far that was not returned yet, and the token's name; what follows is a text of its own."""
+        text = self.finish() + self._tokenizer.decode([token_id], skip_special_tokens=False)
+        self._window, self._returned = [], 0
+        return text
 
     def finish(self) -> str:
         text = self._tokenizer.decode(self._window)

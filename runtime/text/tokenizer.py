@@ -84,6 +84,23 @@ class Tokenizer:
             # Unlike encode, this lets other threads of Python run meanwhile.
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_cut(self, text: str, most: int | None, pair: str | None = None) -> list[int]:
+        """:meth:`encode` of as much of the beginning of ``text`` as ``most`` tokens hold, with what the tokenizer puts
+        around it; of two texts it is the second one, ``pair``, that is cut. None cuts nothing.
+
+        Raises:
+            RequestError: not even what cannot be cut has room.
+        """
+        with _encoding(text), _encoding(pair or ""):
+            first = self._backend.encode(text, add_special_tokens=False)
+            second = None if pair is None else self._backend.encode(pair, add_special_tokens=False)
+            kept = self._backend.num_special_tokens_to_add(pair is not None) + (0 if second is None else len(first))
+            if most is not None and kept > most:
+                raise RequestError(f"{kept} tokens are not to be cut, at most {most} are expected; shorten the query")
+            if most is not None:
+                (first if second is None else second).truncate(most - kept)
+            return list(self._backend.post_process(first, second, add_special_tokens=True).ids)
+
     def encode_disguised(self, prompt: str, disguise: Disguise) -> list[int]:
         """Token ids of a rendered prompt, in which the texts that ``disguise`` hides are no special tokens.
 
@@ -96,6 +113,23 @@ class Tokenizer:
                 return ids
         with _encoding(prompt):
             return self.controls.encode(prompt, disguise)
+
+    def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``, in which what spells a special token stays text.
+
+        Args:
+            add_special_tokens: put what the tokenizer puts around every text, such as BOS.
+
+        Raises:
+            RequestError: as :meth:`encode_disguised`.
+        """
+        disguise = Disguise(self.controls)
+        ids = self.encode_disguised(disguise.hide(text), disguise)
+        if not add_special_tokens:
+            return ids
+        bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        start = next(place for place in range(len(whole)) if whole[place : place + len(bare)] == bare)
+        return [*whole[:start], *ids, *whole[start + len(bare) :]]
 
     def encode_within(
         self, text: str, most: int, encode: Callable[[str], list[int]], from_end: bool = False

@@ -16,6 +16,7 @@ from llmc.cli.main import main
 from llmc.cli.saved import read_messages, write_messages
 from llmc.errors import CancelledError, RequestError, ResourceError, UsageError
 from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage, load
+from llmc.runtime.api.chat import MessageDelta
 from llmc.runtime.observe.metrics import RequestMetrics
 
 METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, "stop")
@@ -36,13 +37,14 @@ class FakeHandle:
         self.between = between
         self.cancelled = False
 
-    def __iter__(self) -> Iterator[str]:
+    def deltas(self) -> Iterator[MessageDelta]:
         if not self.cancelled:
-            yield "a"
+            yield MessageDelta(0, "", "hm", ())
+            yield MessageDelta(0, "a", "", ())
             self.between(self)
         if self.cancelled:
             raise CancelledError("the request was cancelled")
-        yield "b"
+        yield MessageDelta(0, "b", "", ())
 
     def result(self) -> GenerationResult:
         return RESULT
@@ -423,6 +425,12 @@ def test_nor_is_a_file_where_the_state_would_go(talk, model: FakeModel, tmp_path
 
 def press(_: FakeHandle | None = None) -> None:
     signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_person_sees_the_reasoning_and_a_script_does_not(talk, model: FakeModel, terminal: bool):
+    ran = talk("Hello", terminal=terminal)
+    assert ran.out == "ab\n" and ("hm" in ran.err) == terminal
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(talk, model: FakeModel):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.ggufs import write_gguf
 
 from llmc import bundle
 from llmc.export import ExportReport
@@ -29,6 +30,12 @@ def calls(monkeypatch: pytest.MonkeyPatch, manifest: bundle.Manifest) -> list[di
 def test_arguments_reach_the_library_under_their_own_names(llmc, calls: list[dict[str, Any]], tmp_path: Path):
     llmc("export", tmp_path, "-o", tmp_path / "out", "--force")
     assert calls == [{"checkpoint": tmp_path, "output": tmp_path / "out", "force": True}]
+
+
+def test_a_gguf_file_is_a_checkpoint(llmc, calls: list[dict[str, Any]], tiny_checkpoint: Path, tmp_path: Path):
+    path = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "Q4_0")
+    assert llmc("export", path, "-o", tmp_path / "out").code == 0
+    assert calls == [{"checkpoint": path, "output": tmp_path / "out", "force": False}]
 
 
 def test_report_shows_sizes_and_time_and_notes_go_to_stderr(llmc, calls: list[dict[str, Any]], tmp_path: Path):

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from doubles.geometries import uniform
+from doubles.ggufs import write_gguf
 
 from llmc import bundle
+from llmc.cli.output import size
 from llmc.publish import file_entries
 
 
@@ -27,7 +29,9 @@ def export_folder(tmp_path: Path, tiny_checkpoint: Path) -> Path:
     source = bundle.Source("tiny", "f" * 64, "float16", 5_000_000)
     generation = bundle.Generation((0,), None, False, None, None, None, None)
     versions = (bundle.SCHEMA_VERSION, "0.1.0", bundle.GRAPH_CONTRACT_VERSION)
-    bundle.write_manifest(bundle.ExportManifest(*versions, geometry, source, generation, ("a note",)), tmp_path)
+    bundle.write_manifest(
+        bundle.ExportManifest(*versions, geometry, source, generation, ("a note",), {"float16": 11541760}), tmp_path
+    )
     (tmp_path / bundle.DECODER_FILE).write_bytes(b"graph")
     (tmp_path / bundle.TOKENIZER_FILE).write_text("{}")
     (tmp_path / "model.safetensors").symlink_to(tiny_checkpoint / "model.safetensors")
@@ -46,6 +50,13 @@ def test_a_checkpoint_shows_its_geometry_and_bytes(llmc, tiny_checkpoint: Path):
     assert shown["window"] == "all positions"
     # 2 (keys and values) x 6 layers x 4 heads x 32 values x 100 positions x 4 bytes
     assert "614.4 kB cache (float32)" in shown["memory at 100 tokens x 1"]
+
+
+def test_a_gguf_file_is_shown_as_it_would_be_exported(llmc, tiny_checkpoint: Path, tmp_path: Path):
+    path = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "Q8_0")
+    shown = rows(llmc("inspect", path).out)
+    assert (shown["family"], shown["tiny.gguf"]) == ("qwen3", size(path.stat().st_size))
+    assert shown["weights"].startswith(size(5_767_168) + " int8")  # all matrices
 
 
 def test_a_checkpoint_as_json_adds_up(llmc, tiny_checkpoint: Path):

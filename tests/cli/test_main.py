@@ -15,7 +15,21 @@ import llmc as package
 from llmc import errors
 from llmc.cli import main as frame
 
-VERBS = ("export", "plan", "build", "run", "chat", "bench", "eval", "inspect", "verify", "doctor")
+VERBS = (
+    "export",
+    "plan",
+    "build",
+    "run",
+    "chat",
+    "embed",
+    "rank",
+    "serve",
+    "bench",
+    "eval",
+    "inspect",
+    "verify",
+    "doctor",
+)
 
 
 def failing(error: BaseException) -> click.Command:
@@ -52,7 +66,7 @@ def test_every_verb_explains_itself(llmc, verb: str):
     assert ran.code == 0
     assert ran.out.startswith(f"Usage: llmc {verb}")
     assert "--debug" in ran.out
-    assert ("\n  --json " in ran.out) == (verb != "chat")
+    assert ("\n  --json " in ran.out) == (verb not in ("chat", "embed", "rank", "serve"))  # two print nothing else
 
 
 def test_without_a_verb_help_goes_to_stderr_and_usage_fails(llmc):
@@ -79,7 +93,7 @@ def test_python_m_runs_the_command():
         (["bake"], "llmc: error: No such command 'bake'"),
         (["export"], "llmc: error: Missing argument 'CHECKPOINT'; see llmc export --help"),
         (["inspect", "--nonsense"], "llmc: error: No such option"),
-        (["inspect", "/no/such/folder"], "llmc: error: Invalid value for 'PATH': Directory '/no/such/folder' does not"),
+        (["inspect", "/no/such/folder"], "llmc: error: Invalid value for 'PATH': Path '/no/such/folder' does not"),
         (["inspect", "--batch", "0", "."], "llmc: error: Invalid value for '--batch'"),
     ],
 )

@@ -3,11 +3,12 @@
 import io
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from llmc.bundle import Manifest
 from llmc.cli import output
 
 
@@ -116,3 +117,11 @@ def test_an_error_under_progress_passes_through(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stderr", Terminal())
     with pytest.raises(KeyboardInterrupt), output.progress():
         raise KeyboardInterrupt
+
+
+def test_a_bundle_far_from_its_model_is_shown_with_a_warning(manifest: Manifest):
+    assert manifest.quality is not None
+    far = replace(manifest.quality.phases["decode"], mean_kl=1.03)
+    quality = replace(manifest.quality, phases={"decode": far})
+    assert dict(output.quality_rows(quality))["warning"].startswith("KL 1.03 is far")
+    assert "warning" not in dict(output.quality_rows(manifest.quality))

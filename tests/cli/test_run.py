@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from llmc.cli.run import run_command
 from llmc.cli.sampling import COMMON
 from llmc.errors import RequestError, UsageError
 from llmc.runtime import EngineOptions, GenerationResult, Output, SamplingParams, Timings, Usage
+from llmc.runtime.api.chat import MessageDelta
 from llmc.runtime.observe.metrics import RequestMetrics
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.params import PARAMETERS
@@ -49,6 +51,9 @@ class FakeStream:
         if self.error:
             raise self.error
         yield "b"
+
+    def deltas(self) -> Iterator[MessageDelta]:
+        return (MessageDelta(0, text, "", ()) for text in self)
 
     def result(self) -> GenerationResult:
         return self.ended

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,8 @@ def verifications(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return VerifyReport(files=6, prompts=4, tokens=64, equal_tokens=63, largest_difference=9.5e-7)
 
     monkeypatch.setattr("llmc.runtime.model.verify", verify)
+    generates = SimpleNamespace(geometry=SimpleNamespace(encoder=None))
+    monkeypatch.setattr("llmc.cli.verify.read_bundle", lambda _: generates)
     return calls
 
 

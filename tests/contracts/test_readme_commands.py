@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
+from llmc.cli.bench_serve import bench_serve_command
 from llmc.cli.main import cli
 
 PAGES = [
@@ -41,6 +42,8 @@ def wrong_commands(text: str) -> list[str]:
     context, wrong = click.Context(cli), []
     for verb, rest in commands(text):
         command = cli.get_command(context, verb)
+        if verb == "bench" and rest.startswith(" serve"):
+            command = bench_serve_command
         if command is None:
             wrong.append(verb)
             continue

@@ -1,20 +1,32 @@
 """The torch decoder with all of a checkpoint's weights, to compute eagerly with."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from safetensors.torch import load_file
+import torch
 
-from llmc.export.config import packed_parameters
+from llmc.bundle import MADE_FILE
 from llmc.export.decoder import Decoder
 from llmc.export.sources.checkpoint import read_checkpoint
+from llmc.export.sources.codes import flattened
+from llmc.export.sources.made import write_made
+from llmc.export.sources.safetensors import StoredTensor
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load_decoder(folder: Path) -> Decoder:
     checkpoint = read_checkpoint(folder)
     decoder = Decoder(checkpoint.config)
-    weights = {name: tensor for shard in checkpoint.shards for name, tensor in load_file(shard.path).items()}
-    for packed, names in packed_parameters(checkpoint.config).items():
-        rows = [checkpoint.tensors[name].shape[0] for name in names]
-        weights |= dict(zip(names, weights.pop(packed).split(rows), strict=True))
-    decoder.load_state_dict({name: weights[name] for name in checkpoint.tensors}, assign=True)
+    with TemporaryDirectory() as scratch:
+        places, _ = write_made(flattened(checkpoint.tensors), Path(scratch))
+        folders = {name: Path(scratch) if tensor.file == MADE_FILE else folder for name, tensor in places.items()}
+        weights = {name: _read(folders[name], tensor) for name, tensor in places.items()}
+    decoder.load_state_dict(weights, assign=True)
     return decoder.eval()
+
+
+def _read(folder: Path, tensor: StoredTensor) -> torch.Tensor:
+    with (folder / tensor.file).open("rb") as file:
+        file.seek(tensor.offset)
+        return torch.frombuffer(bytearray(file.read(tensor.length)), dtype=DTYPES[tensor.dtype]).view(tensor.shape)

@@ -1,7 +1,7 @@
 """Geometries of decoders whose layers are all alike, for tests that need no checkpoint."""
 
 from llmc.bundle import Geometry
-from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, Rope
+from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, NormConfig, Rope
 
 
 def uniform(
@@ -27,6 +27,6 @@ def uniform(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         max_positions=max_positions,
-        norm_eps=1e-6,
+        norm=NormConfig(1e-6),
         tied_head=tied_head,
     ).geometry

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import relu, silu
 
 from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, Rope
 from llmc.export.families import FAMILIES
@@ -24,23 +24,24 @@ from llmc.export.reading import read_decoder
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"
 HIDDEN, VOCAB, EPS = 64, 4096, 1e-5
+SOFTCAP = 8.0  # of logits up to 10
 # The first two have one width, so that their tables can be mistaken for each other.
 ROPES: list[dict[str, Any]] = [
     {"dim": 16, "theta": 10_000.0},
     {"dim": 16, "theta": 50.0, "type": "linear", "factor": 2.0},
     {"dim": 32, "theta": 500.0},
 ]
-SWITCHES = ("qk_norm", "qkv_bias", "o_bias")
+SWITCHES = {"qk_norm": "head", "qkv_bias": True, "o_bias": True}
 # Windows are shorter than any text that tests feed.
 LAYERS: list[dict[str, Any]] = [
     {"mixer": {"heads": 4, "kv_heads": 2, "head_dim": 16, "rope": 0}, "mlp": {"inner": 96}},
     {
         "mixer": {"heads": 2, "kv_heads": 1, "head_dim": 32, "rope": 2, "window": 6},
-        "mlp": {"inner": 128, "gated": False},
+        "mlp": {"inner": 128, "gated": False, "activation": "relu2"},
     },
     {"mixer": {"heads": 4, "kv_heads": 4, "head_dim": 16, "rope": None, "window": 5}, "mlp": None},
     {
-        "mixer": {"heads": 8, "kv_heads": 2, "head_dim": 16, "rope": 1, **dict.fromkeys(SWITCHES, True)},
+        "mixer": {"heads": 8, "kv_heads": 2, "head_dim": 16, "rope": 1, **SWITCHES},
         "mlp": {"inner": 160, "bias": True},
     },
 ]
@@ -52,7 +53,8 @@ def read(keys: Keys) -> DecoderConfig:
         Layer(AttentionConfig(**layer["mixer"]), MlpConfig(**layer["mlp"]) if layer["mlp"] else None)
         for layer in keys.raw("layers")
     )
-    return replace(read_decoder(keys), layers=layers, ropes=tuple(Rope(**rope) for rope in keys.raw("ropes")))
+    ropes = tuple(Rope(**rope) for rope in keys.raw("ropes"))
+    return replace(read_decoder(keys), layers=layers, ropes=ropes, logit_softcap=SOFTCAP)
 
 
 def register(patch: pytest.MonkeyPatch) -> None:
@@ -125,7 +127,7 @@ class Reference:
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
         """Logits (B, S, V) of texts (B, S)."""
-        return self.hidden(ids) @ self.weights["lm_head.weight"].numpy().T
+        return np.tanh(self.hidden(ids) @ self.weights["lm_head.weight"].numpy().T / SOFTCAP) * SOFTCAP
 
     def hidden(self, ids: np.ndarray, normed: bool = True) -> np.ndarray:
         """What the head multiplies (B, S, N), or what the last norm reads."""
@@ -153,7 +155,7 @@ class Reference:
 
     def _mlp(self, x: Tensor, at: str, mlp: dict[str, Any]) -> Tensor:
         up = self._linear(x, f"{at}.up_proj")
-        inner = silu(self._linear(x, f"{at}.gate_proj")) * up if mlp.get("gated", True) else silu(up)
+        inner = silu(self._linear(x, f"{at}.gate_proj")) * up if mlp.get("gated", True) else relu(up).square()
         return self._linear(inner, f"{at}.down_proj")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:

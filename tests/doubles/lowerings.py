@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.bundle import DECODER_FILE, read_export
+from llmc.inventory import POSITIONS
 from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, QuantConfig
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.passes import Step
@@ -141,7 +142,7 @@ def replace_weights(model: ir.Model, stored: Callable[[str, np.ndarray], np.ndar
         if not isinstance(value.const_value, ir.ExternalTensor):
             continue
         array = rows_of(value.const_value)
-        if array.ndim == 2:
+        if array.ndim == 2 and name != f"{POSITIONS}.weight":  # a small table, stored as it is computed with
             array = stored(name.removesuffix(".weight"), array)
         value.const_value, value.type = ir.tensor(array, name=name), ir.TensorType(ir.DataType.FLOAT)
         for reader, _ in value.uses():  # a Gather or Transpose hands the type on

@@ -1,5 +1,7 @@
 """Tiny checkpoints: random ones of every family beside their transformers models, and one written by hand to break."""
 
+import fcntl
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,6 +75,15 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-yarn-rope": {"model_type": "llama", "rope_parameters": YARN_ROPE},
     "phi3-packed-window-fp16": {
         "model_type": "phi3",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 12,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8],
+        },
         "sliding_window": 6,
         "dtype": "float16",
         "pad_token_id": None,
@@ -85,12 +96,103 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "pad_token_id": None,
     },
+    "gemma2-softcaps": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 4,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3-two-ropes": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "cohere2-window-rotated": {
+        "model_type": "cohere2",
+        "num_key_value_heads": 4,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "logit_scale": 0.5,
+    },
+    "hunyuan-norm-after-rope": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0},
+        "tie_word_embeddings": True,
+    },
+    "ministral3-growing-queries": {
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "rope_parameters": {
+            **YARN_ROPE,
+            "original_max_position_embeddings": 6,
+            "factor": 20.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "olmo3-yarn-in-full-layers": {
+        "model_type": "olmo3",
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": YARN_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "exaone4-window-rotated": {
+        "model_type": "exaone4",
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "ernie4_5-interleaved-rope-biases": {"model_type": "ernie4_5", "head_dim": 32, "use_bias": True},
     "granite-multipliers": {
         "model_type": "granite",
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.3,
         "attention_multiplier": 0.1,
         "logits_scaling": 2.0,
+    },
+    "gemma-bf16": {"model_type": "gemma", "head_dim": 32, "dtype": "bfloat16", "pad_token_id": None},
+    "olmo2-norms-behind": {"model_type": "olmo2", "attention_bias": True, "pad_token_id": None},
+    "granitemoehybrid-dense": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "layer_types": ["attention", "attention"],
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 96,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "starcoder2-window-fp16": {"model_type": "starcoder2", "sliding_window": 6, "dtype": "float16"},
+    "glm4-sandwich": {"model_type": "glm4", "head_dim": 16, "attention_bias": True, "pad_token_id": None},
+    "cohere-parallel": {"model_type": "cohere", "logit_scale": 0.25, "pad_token_id": None},
+    "stablelm-parallel-bf16": {
+        "model_type": "stablelm",
+        "use_qkv_bias": True,
+        "use_parallel_residual": True,
+        "partial_rotary_factor": 0.5,
+        "dtype": "bfloat16",
+    },
+    "phi-head-bias-fp16": {"model_type": "phi", "dtype": "float16"},
+    "gpt_neox-two-norms": {"model_type": "gpt_neox", "num_key_value_heads": 4, "rotary_pct": 0.5},
+    "gpt2-scale-by-layer": {
+        "model_type": "gpt2",
+        "n_inner": 96,
+        "intermediate_size": 96,
+        "num_key_value_heads": 4,
+        "scale_attn_by_inverse_layer_idx": True,
     },
     "qwen3-biases-window-in-first-layer": {
         "model_type": "qwen3",
@@ -128,17 +230,35 @@ def one_thread() -> None:
 
 
 def make_case(name: str, folder: Path, **changes: Any) -> Case:
-    from llmc.export import export
-
-    checkpoint, output = folder / "checkpoint", folder / "export"
     if name == "invented":
+        from llmc.export import export
+
+        checkpoint, output = folder / "checkpoint", folder / "export"
         with pytest.MonkeyPatch.context() as patch:
             invented.register(patch)
             export(invented.write_checkpoint(checkpoint), output)
         return Case(name, checkpoint, output, invented.Reference(checkpoint))
-    write_random_checkpoint({**CASES[name], **changes}, checkpoint)
-    export(checkpoint, output)
-    return Case(name, checkpoint, output, Reference(checkpoint))
+    shared = shared_export({**CASES[name], **changes}, folder)
+    return Case(name, shared / "checkpoint", shared / "export", Reference(shared / "checkpoint"))
+
+
+def shared_export(case: dict[str, Any], folder: Path) -> Path:
+    """A folder with a random checkpoint and its export, made once for all processes that run tests.
+
+    ``folder`` is one of pytest's temporary ones, which says where. To trace a decoder takes seconds, and several rooms
+    of tests look at the same ones: nobody may change what is in there.
+    """
+    from llmc.export import export
+
+    own = next((path for path in folder.parents if path.name.startswith("popen-gw")), folder)  # xdist's, of one process
+    shared = own.parent / "shared" / hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:16]
+    shared.mkdir(parents=True, exist_ok=True)
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "export").exists():
+            write_random_checkpoint(case, shared / "checkpoint")
+            export(shared / "checkpoint", shared / "export")
+    return shared
 
 
 def write_random_checkpoint(case: dict[str, Any], folder: Path) -> None:
@@ -180,7 +300,10 @@ class Reference:
         import torch
 
         seen = []
-        hook = self.model.model.norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+        stack = self.model.base_model
+        names = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+        norm = next(getattr(stack, name) for name in names if hasattr(stack, name))
+        hook = norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
         with torch.no_grad():
             states = self.model(torch.from_numpy(ids), output_hidden_states=True).hidden_states
         hook.remove()
@@ -191,6 +314,18 @@ class Reference:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     """A random checkpoint by its name and what its config has otherwise; each is made once."""
     return cache(lambda name, **changes: make_case(name, tmp_path_factory.mktemp(name), **changes))
+
+
+@pytest.fixture(scope="session")
+def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A folder with the random checkpoint of a name, or of a config, which is not exported."""
+
+    def write(name: str, **changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("checkpoint")
+        write_random_checkpoint({**CASES[name], **changes}, folder)
+        return folder
+
+    return cache(write)
 
 
 @pytest.fixture(scope="session", params=[*CASES, "invented"])

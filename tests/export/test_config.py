@@ -81,6 +81,12 @@ PHI3_MINI = {
 }  # fmt: skip
 # As the cards of Qwen2.5 and Qwen3 tell to add it.
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1 + i / 64 for i in range(64)],
+    "long_factor": [1 + i for i in range(64)],
+}
 REAL = {
     "Qwen2.5-0.5B-Instruct": (QWEN25_05B, 494_032_768),
     "Qwen3-0.6B": (QWEN3_06B, 596_049_920),
@@ -135,8 +141,10 @@ def test_real_configs_give_the_frequencies_of_transformers(name):
         },
         YARN,
         {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+        {**LONGROPE, "original_max_position_embeddings": LLAMA2_7B["max_position_embeddings"]},
+        {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "factor": 2.0},
     ],
-    ids=["default", "linear", "dynamic", "llama3", "yarn", "yarn over fractions of pairs"],
+    ids=lambda rope: "-".join(rope["rope_type"].split()) + str(len(rope)),
 )
 def test_rope_types_give_the_frequencies_of_transformers(rope):
     assert_frequencies_equal({**without(LLAMA2_7B, "rope_scaling"), "rope_parameters": rope})
@@ -184,12 +192,17 @@ def test_families_differ_as_published():
     assert attention(LLAMA2_7B, attention_bias=True, mlp_bias=True).o_bias
 
 
+# What makes a dense decoder of a family that has others too.
+DENSE = {"granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 32}}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_reads_what_transformers_saves_for_it(name):
     from transformers import AutoConfig
 
-    found = read(AutoConfig.for_model(name).to_dict())
-    assert (found.model_type, found.tied_head) == (name, name in {"smollm3"})
+    config = AutoConfig.for_model(name, **DENSE.get(name, {}))
+    found = read(without(config.to_dict(), "tie_word_embeddings"))  # published configs leave out what is the default
+    assert (found.model_type, found.tied_head) == (name, config.tie_word_embeddings)
 
 
 def test_windows_follow_layer_types_or_the_first_windowed_layer():
@@ -227,9 +240,59 @@ def test_the_magnitude_of_yarn_is_that_of_transformers(changes):
 
     values = {**without(LLAMA2_7B, "rope_scaling"), "rope_parameters": {**YARN, **changes}}
     reference = LlamaRotaryEmbedding(AutoConfig.for_model(**values)).attention_scaling
-    config = read(values)
-    assert config.ropes[0].magnitude == pytest.approx(reference, rel=1e-12)
-    assert config.attention_scale(config.layers[0].mixer) == pytest.approx(reference**2 * 128**-0.5, rel=1e-12)
+    assert read(values).ropes[0].magnitude == pytest.approx(reference, rel=1e-12)
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 3.0}, {"factor": 0.5}, {"attention_factor": 1.5}])
+def test_longrope_is_that_of_transformers_for_texts_that_go_beyond_the_original_positions(changes):
+    import torch
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = {**LONGROPE, "original_max_position_embeddings": 32, **changes}
+    values = {**without(LLAMA2_7B, "rope_scaling"), "rope_parameters": rope}
+    reference = LlamaRotaryEmbedding(AutoConfig.for_model(**values))
+    reference(torch.zeros(1), torch.arange(33)[None])
+    (found,) = read(values).ropes
+    assert found.magnitude == pytest.approx(reference.attention_scaling, rel=1e-12)
+    np.testing.assert_allclose(inverse_frequencies(found), reference.inv_freq.numpy(), rtol=FREQUENCY_TOLERANCE)
+
+
+def test_longrope_of_short_texts_is_had_by_fewer_positions_as_the_note_says():
+    long = {**LONGROPE, "original_max_position_embeddings": 32}
+    keys = Keys({**without(LLAMA2_7B, "rope_scaling"), "rope_parameters": long}, "config.json")
+    (found,) = read_config(keys).ropes
+    assert "set max_position_embeddings to 32, and the rope's factor to 128" in keys.notes[0]
+    values = {**LLAMA2_7B, "max_position_embeddings": 32, "rope_parameters": {**long, "factor": 128.0}}
+    (short,) = read(without(values, "rope_scaling")).ropes
+    assert found.factors == tuple(LONGROPE["long_factor"]) and short.factors == tuple(LONGROPE["short_factor"])
+    assert short.magnitude == found.magnitude > 1
+
+
+def test_windowed_layers_may_have_a_rope_of_their_own():
+    """Gemma 3 as it was published first, and as transformers 5 saves it; olmo3 has one base for both kinds."""
+    first = {
+        "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None, "bos_token_id": 2,
+        "cache_implementation": "hybrid", "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+        "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "use_cache": True,
+        "vocab_size": 262144,
+    }  # fmt: skip
+    found = read(first, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert found.ropes == (Rope(256, 1e6, "linear", 8.0), Rope(256, 1e4))
+    assert [layer.mixer.rope for layer in found.layers[:7]] == [1, 1, 1, 1, 1, 0, 1]
+    assert [layer.mixer.window for layer in found.layers[:7]] == [512, 512, 512, 512, 512, 0, 512]
+    later = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    }
+    again = without(first, "rope_local_base_freq", "rope_scaling", "rope_theta")
+    assert read(again, rope_parameters=later) == found
+    with pytest.raises(CheckpointError, match=r"rope_theta=1000000.0.* the same as in full_attention \(5.0\)"):
+        read(again, rope_theta=1000000.0, rope_parameters={"full_attention": {"rope_theta": 5.0}})
 
 
 def test_yarn_extends_the_context_where_the_config_still_says_the_original_one():
@@ -240,6 +303,48 @@ def test_yarn_extends_the_context_where_the_config_still_says_the_original_one()
         "config.json: yarn extends max_position_embeddings=32768 by 4, to 131072 positions",
     ]
     assert read(QWEN25_05B, max_position_embeddings=131_072, rope_scaling=YARN).max_positions == 131_072
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("granitemoehybrid", {"num_local_experts": 8}, ["num_local_experts=8", "mixtures of experts"]),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 32}, ["layer_types=['mamba'", "recurrent layers"]),
+        ("cohere", {"use_qk_norm": True}, ["use_qk_norm=True", "weights for each head"]),
+        ("stablelm", {"qk_layernorm": True}, ["qk_layernorm=True", "weights for each head"]),
+        ("phi", {"tie_word_embeddings": True}, ["tie_word_embeddings=True", "the head adds a bias"]),
+        ("gemma", {"hidden_activation": "gelu"}, ["hidden_activation='gelu'", "gelu_pytorch_tanh"]),
+        ("gpt2", {"n_embd": "768"}, ["n_embd='768'", "a whole number"]),
+        (
+            "gpt_neox",
+            {"rotary_pct": 0.2, "partial_rotary_factor": 0.3},
+            ["rotary_pct=0.2", "partial_rotary_factor=0.3"],
+        ),
+    ],
+)
+def test_what_a_family_cannot_do_is_refused_by_its_own_key(family, changes, words):
+    from transformers import AutoConfig
+
+    saved = AutoConfig.for_model(family, **DENSE.get(family, {})).to_dict()
+    test_what_is_not_understood_is_refused_by_name(saved, changes, words)
+
+
+def test_gelu_is_what_transformers_takes_it_for():
+    from transformers import AutoConfig
+
+    def activation(family: str, name: str) -> str:
+        return read(AutoConfig.for_model(family).to_dict(), hidden_act=name).layers[0].mlp.activation
+
+    assert activation("gemma", "gelu") == "gelu_tanh"
+    assert [activation("gpt_neox", name) for name in ("gelu", "gelu_fast")] == ["gelu", "gelu_tanh"]
+
+
+def test_ids_of_another_tokenizer_are_left_out_of_a_starcoder2():
+    from transformers import AutoConfig
+
+    keys = Keys(AutoConfig.for_model("starcoder2").to_dict(), "config.json")
+    assert read_config(keys).eos_token_ids == ()
+    assert "config.json: eos_token_id=50256 is beyond the vocabulary and was left out" in keys.notes
 
 
 def test_layers_without_positions_follow_the_list_or_the_interval():
@@ -267,22 +372,49 @@ def test_dual_chunk_attention_ends_the_positions_where_it_would_begin():
     assert read(QWEN25_05B, dual_chunk_attention_config=DUAL_CHUNKS).max_positions == 32_768
 
 
+def test_a_part_of_each_head_may_be_rotated():
+    """Phi-4-mini's three quarters, said at the top or inside of the rope."""
+    outside = read(PHI3_MINI, partial_rotary_factor=0.75)
+    assert outside.ropes == (Rope(72, 10000.0),)
+    assert read(PHI3_MINI, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.75}) == outside
+    assert outside.geometry.attentions[0].rotary_dim == 72
+
+
 WRONG_TYPES = ["sliding_attention"] * 24
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-    (LLAMA2_7B, {"model_type": "gpt2"}, ["model_type='gpt2'", f"expected one of {', '.join(FAMILIES)}"]),
+    (LLAMA2_7B, {"model_type": "bloom"}, ["model_type='bloom'", f"expected one of {', '.join(FAMILIES)}"]),
     (LLAMA2_7B, {"model_type": ["llama"]}, ["model_type=['llama']", "expected one of"]),
-    (LLAMA2_7B, {"hidden_act": "gelu"}, ["hidden_act='gelu'", "expected one of silu"]),
+    (LLAMA2_7B, {"hidden_act": "xielu"}, ["hidden_act='xielu'", "expected one of silu, gelu"]),
     (LLAMA2_7B, {"attention_multiplier": 0.5}, ["attention_multiplier=0.5", "not known to llmc"]),
     (LLAMA2_7B, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "expected 1"]),
     (LLAMA2_7B, {"is_causal": False}, ["is_causal=False", "expected True"]),
-    (LLAMA2_7B, {"quantization_config": {"bits": 4}}, ["quantization_config={'bits': 4}", "unquantized"]),
-    (LLAMA2_7B, {"rope_scaling": {"type": "longrope"}}, ["type='longrope'", "default, linear, dynamic, llama3, yarn"]),
+    (LLAMA2_7B, {"rope_scaling": {"type": "ntk"}}, ["type='ntk'", "default, linear, dynamic, llama3, yarn, longrope"]),
+    (
+        LLAMA2_7B,
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [0]}},
+        ["long_factor=[0]", "a list of numbers from 0.001"],
+    ),
+    (
+        LLAMA2_7B,
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        ["rope_scaling: long_factor=1", "expected 64 numbers, one for each rotated pair"],
+    ),
     (
         LLAMA2_7B,
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1}},
         ["beta_fast=1", "more than beta_slow=1"],
     ),
-    (PHI3_MINI, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_scaling='yarn'", "expected none"]),
+    (PHI3_MINI, {"rope_scaling": {"type": "linear"}}, ["type='linear'", "expected one of default, longrope, su, yarn"]),
+    (
+        PHI3_MINI,
+        {"partial_rotary_factor": 0.01},
+        ["partial_rotary_factor=0.01", "even number of values of head_dim=96"],
+    ),
+    (
+        PHI3_MINI,
+        {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+        ["partial_rotary_factor=0.5", "the same as in config.json: rope_parameters (0.25)"],
+    ),
     (PHI3_MINI, {"attention_bias": True}, ["attention_bias=True", "expected false"]),
     (SMOLLM3, {"no_rope_layers": [1, 0]}, ["no_rope_layers=[1, 0]", "36 entries, each 1 (rotates) or 0"]),
     (LLAMA2_7B, {"rope_scaling": {"type": "linear"}}, ["rope_scaling: factor is missing", "a number from"]),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import onnx
 import pytest
 
 from llmc import __version__
@@ -93,8 +94,8 @@ def test_an_existing_folder_is_replaced_only_by_force(checkpoint, output):
 def test_a_failed_export_leaves_the_old_one(checkpoint, output):
     export(checkpoint.folder, output)
     before = {path.name: path.read_bytes() for path in output.iterdir()}
-    checkpoint.set_config(hidden_act="gelu")
-    with pytest.raises(CheckpointError, match="hidden_act='gelu'"):
+    checkpoint.set_config(hidden_act="xielu")
+    with pytest.raises(CheckpointError, match="hidden_act='xielu'"):
         export(checkpoint.folder, output, force=True)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
     assert set(os.listdir(output.parent)) == {"checkpoint", "export"}
@@ -134,6 +135,18 @@ def test_importing_the_room_imports_no_heavy_library():
     code = "import sys, llmc.export; print(sorted({'torch', 'onnx', 'onnx_ir', 'numpy'} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_decoder_that_never_encodes_positions_is_exported(checkpoint, output):
+    changes = {"model_type": "smollm3", "no_rope_layers": [0], "num_key_value_heads": 2, "tie_word_embeddings": False}
+    checkpoint.set_config(**changes)
+    export(checkpoint.folder, output)
+    [attention] = [
+        node
+        for node in onnx.load(output / "decoder.onnx", load_external_data=False).graph.node
+        if node.op_type == "CachedAttention"
+    ]
+    assert attention.input[6] == "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
 def test_weights_at_odd_offsets_are_read_right(checkpoint, output, onnxruntime_run):

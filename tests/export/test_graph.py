@@ -1,6 +1,8 @@
 """The exported file: contract 1, names that later stages rely on, weights by reference, nothing superfluous."""
 
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -10,10 +12,11 @@ from safetensors import safe_open
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, read_export
 from llmc.export.blocks.rope import inverse_frequencies
-from llmc.export.config import packed_parameters, parameter_shapes
+from llmc.export.config import parameter_shapes
 from llmc.export.graph import check_graph
 from llmc.export.ops import cached_attention_function
 from llmc.export.sources.checkpoint import read_checkpoint
+from llmc.export.sources.made import MadeTensor
 
 
 @pytest.fixture(scope="session")
@@ -59,33 +62,42 @@ def test_the_file_says_what_it_is(model):
 
 def test_one_attention_node_per_layer_carries_the_geometry(case, model):
     geometry, config = read_export(case.export).geometry, read_checkpoint(case.checkpoint).config
-    attentions = [node for node in model.graph if node.domain == "llmc"]
+    attentions = [node for node in model.graph if node.op_type == "CachedAttention"]
     assert [node.name for node in attentions] == [f"model.layers.{i}.self_attn" for i in range(geometry.layers)]
     for i, (node, attention) in enumerate(zip(attentions, geometry.attentions, strict=True)):
+        turned = attention.rope is not None and not attention.turned_before
         assert {name: attribute.value for name, attribute in node.attributes.items()} == {
             "num_heads": attention.heads,
             "kv_heads": attention.kv_heads,
-            "scale": pytest.approx(config.attention_scale(config.layers[i].mixer)),
+            "scale": pytest.approx(config.layers[i].mixer.scale or attention.head_dim**-0.5),
             "window": attention.window,
+            "softcap": pytest.approx(config.layers[i].mixer.softcap),
+            "growth": pytest.approx(config.layers[i].mixer.query_growth),
+            "period": config.layers[i].mixer.growth_period,
+            "rotary_dim": attention.rotary_dim if turned else attention.head_dim,
+            "interleaved": int(attention.rope is not None and config.ropes[attention.rope].interleaved),
+            "magnitude": pytest.approx(1.0 if attention.rope is None else config.ropes[attention.rope].magnitude),
         }
         assert [value.name for value in node.inputs[3:]] == [
             f"past_key_values.{i}.key",
             f"past_key_values.{i}.value",
             "past_lengths",
-            f"{node.name}.rotary_emb.inv_freq" if attention.rope is None else f"rotary_emb.{attention.rope}.inv_freq",
+            f"rotary_emb.{attention.rope}.inv_freq" if turned else f"{node.name}.rotary_emb.inv_freq",
         ]
         assert [value.name for value in node.outputs[1:]] == [f"present.{i}.key", f"present.{i}.value"]
 
 
 def test_nodes_are_named_like_the_modules_of_the_checkpoint(case, model):
     names = [node.name for node in model.graph]
-    modules = {name.removesuffix(".weight") for name in parameter_shapes(read_checkpoint(case.checkpoint).config)}
-    biases = {name for name in parameter_shapes(read_checkpoint(case.checkpoint).config) if name.endswith(".bias")}
+    parameters = parameter_shapes(read_checkpoint(case.checkpoint).config)
+    modules = {name.removesuffix(".weight") for name in parameters if name.endswith(".weight")}
+    biases = {f"{linear.name}.bias" for linear in read_export(case.export).geometry.linears if linear.bias}
     assert len(names) == len(set(names))
     assert (modules | biases | {"lm_head", "logit_rows"}) <= set(names)
     operators = {node.name: node.op_type for node in model.graph}
     assert operators["model.layers.1.self_attn.q_proj"] == "MatMul"
-    assert operators["model.layers.1.input_layernorm"] == "RMSNormalization"
+    kinds = {"rms": "RMSNormalization", "layer": "LayerNormalization"}
+    assert all(operators[norm.name] == kinds[norm.kind] for norm in read_export(case.export).geometry.norms)
     assert operators["model.embed_tokens"] == "Gather"
     assert {operators[name] for name in biases} <= {"Add"}
 
@@ -101,12 +113,13 @@ def test_every_value_has_a_name_a_type_and_a_shape(model):
 def test_the_graph_can_be_cut_between_layers(case, model):
     geometry = read_export(case.export).geometry
     producers = {value.name: node.name for node in model.graph for value in node.outputs}
-    assert producers["hidden.0"].startswith(("model.embed_tokens", "embedding_scale"))
+    assert producers["hidden.0"].startswith(("model.embed_tokens", "embedding_scale", "residual"))
     mlps = {mlp.layer for mlp in geometry.mlps}
     for i in range(geometry.layers):
         assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual" + ("_1" if i in mlps else "")
     readers = {node.name: [value.name for value in node.inputs] for node in model.graph}
-    assert readers["model.layers.1.input_layernorm"][0] == "hidden.1"
+    linear = geometry.linear["model.layers.1.self_attn.q_proj"]
+    assert readers[linear.reads if linear.producer else linear.name][0] == "hidden.1"
     assert readers["logit_rows"][0] == f"hidden.{geometry.layers}"
 
 
@@ -123,25 +136,27 @@ def test_weights_are_referenced_where_the_checkpoint_keeps_them(case, model):
         if isinstance(value.const_value, ir.ExternalTensor)
     }
     assert external.keys() == tensors.keys()
-    parts = packed_parameters(read_checkpoint(case.checkpoint).config)
-    packed = {name: whole for whole, names in parts.items() for name in names}
     for name, tensor in external.items():
+        if isinstance(tensors[name], MadeTensor):
+            continue
         file = case.export / tensor.location
         assert file.samefile(case.checkpoint / tensor.location)
         with file.open("rb") as stream:
             stream.seek(tensor.offset)
             data = stream.read(tensor.length)
-        kept = stored_bytes(case.checkpoint / tensors[name].file, packed.get(name, name))
-        assert data in kept if name in packed else data == kept
+        kept = stored_bytes(case.checkpoint / tensors[name].file)
+        assert data == kept[name] if name in kept else any(data in other for other in kept.values())
         assert tensor.shape.numpy() == tensors[name].shape
 
 
-def stored_bytes(file, name: str) -> bytes:
-    """The tensor's bytes by the safetensors library, independent of our reading of its header."""
+@cache
+def stored_bytes(file: Path) -> dict[str, bytes]:
+    """The tensors' bytes by the safetensors library, independent of our reading of its header."""
     import torch
 
     with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes()
+        found = {name: tensors.get_tensor(name).contiguous() for name in tensors.keys()}  # noqa: SIM118
+    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in found.items()}
 
 
 def test_half_precision_weights_stay_so_and_are_cast_in_the_graph(model):
@@ -160,14 +175,16 @@ def test_the_file_stays_small_and_keeps_no_trace_of_the_exporter(case, model):
     assert (case.export / "decoder.onnx").stat().st_size < 40_000
     assert not any(node.metadata_props or node.doc_string for node in model.graph)
     assert {node.op_type for node in model.graph} <= {
-        *("Add", "Cast", "CachedAttention", "Constant", "Gather", "GatherND", "MatMul", "Mul", "RMSNormalization"),
-        *("Reshape", "Sigmoid", "Transpose", "Unsqueeze"),
+        *("Add", "Cast", "CachedAttention", "Constant", "CumSum", "Div", "Gather", "GatherND", "Gelu"),
+        *("LayerNormalization", "LessOrEqual", "MatMul", "Mul", "RMSNormalization", "Relu", "Reshape", "RotatedHeads"),
+        *("Sigmoid", "Sub", "Tanh", "Transpose", "Unsqueeze"),
     }
 
 
 def test_the_attention_function_is_standard_onnx(model):
     function = cached_attention_function()
-    assert [key[:2] for key in model.functions] == [("llmc", "CachedAttention")]
+    rotated = {("llmc", "RotatedHeads")} if any(node.op_type == "RotatedHeads" for node in model.graph) else set()
+    assert {key[:2] for key in model.functions} == {("llmc", "CachedAttention")} | rotated
     assert {node.domain for node in function.node} == {""}
     assert {"RotaryEmbedding", "TensorScatter", "Attention"} <= {node.op_type for node in function.node}
     known = {schema.name for schema in onnx.defs.get_all_schemas() if schema.domain == ""}
@@ -184,19 +201,21 @@ def test_frequencies_are_the_only_computed_weights(case, model):
     config = read_checkpoint(case.checkpoint).config
     ropes = {f"rotary_emb.{i}.inv_freq": rope for i, rope in enumerate(config.ropes)}
     assert computed.keys() - ropes.keys() == {
-        f"{attention.name}.rotary_emb.inv_freq" for attention in config.geometry.attentions if attention.rope is None
+        f"{attention.name}.rotary_emb.inv_freq"
+        for attention in config.geometry.attentions
+        if attention.rope is None or attention.turned_before
     }
     for name, frequencies in computed.items():
         assert frequencies.dtype == np.float32
         np.testing.assert_array_equal(frequencies, inverse_frequencies(ropes[name]) if name in ropes else 0)
 
 
-@pytest.mark.parametrize("operator", ["MatMul", "RMSNormalization", "CachedAttention"])
+@pytest.mark.parametrize("operator", ["MatMul", "Normalization", "CachedAttention"])
 def test_the_inventory_lists_every_node_in_the_order_of_the_computation(case, model, operator):
     geometry = read_export(case.export).geometry
     assert geometry.is_sound and geometry == read_checkpoint(case.checkpoint).geometry
-    found = {"MatMul": geometry.linears, "RMSNormalization": geometry.norms, "CachedAttention": geometry.attentions}
-    nodes = [node.name for node in model.graph if node.op_type == operator]
+    found = {"MatMul": geometry.linears, "Normalization": geometry.norms, "CachedAttention": geometry.attentions}
+    nodes = [node.name for node in model.graph if node.op_type.endswith(operator)]
     assert [part.name for part in found[operator]] == nodes
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmc.bundle import Geometry, read_export
+from llmc.bundle import MADE_FILE, Geometry, read_export
 
 # Largest absolute difference of logits from transformers in float32. Both sides sum in different orders, which costs
 # about 1e-5 on these models (logits up to 20); a wrong window, position, norm or bias costs more than 1e-2.
@@ -190,16 +190,163 @@ def residual_left_out(model: ir.Model) -> None:
     node.replace_input_with(0, node.inputs[1])
 
 
+def turned_otherwise(model: ir.Model) -> None:
+    """Neighbours instead of halves, or halves instead of neighbours."""
+    for node in model.graph:
+        if node.op_type == "CachedAttention":
+            node.attributes["interleaved"] = ir.AttrInt64("interleaved", 1 - node.attributes["interleaved"].as_int())
+
+
+def without_softcap(model: ir.Model) -> None:
+    _set(model, "softcap", 0.0)
+
+
+def without_growth(model: ir.Model) -> None:
+    _set(model, "growth", 0.0)
+
+
+def without_magnitude(model: ir.Model) -> None:
+    _set(model, "magnitude", 1.0)
+
+
+def _set(model: ir.Model, name: str, value: float) -> None:
+    for node in model.graph:
+        if node.op_type == "CachedAttention":
+            assert node.attributes[name].as_float() != value
+            node.attributes[name] = ir.AttrFloat32(name, value)
+
+
+def norm_before_rope(model: ir.Model) -> None:
+    """Each norm reads what is not rotated yet, and the rotation reads the norm."""
+    for node in [node for node in model.graph if node.op_type == "RotatedHeads"]:
+        split = next(user for user, _ in node.outputs[0].uses())
+        norm = next(user for user, _ in split.outputs[0].uses())
+        merge = next(user for user, _ in norm.outputs[0].uses())
+        (attention, index) = next(iter(merge.outputs[0].uses()))
+        split.replace_input_with(0, node.inputs[0])
+        node.replace_input_with(0, merge.outputs[0])
+        attention.replace_input_with(index, node.outputs[0])
+    model.graph.sort()
+
+
+def factors_of_short_texts(model: ir.Model) -> None:
+    value = model.graph.initializers["rotary_emb.0.inv_freq"]
+    plain = 10000 ** -(np.arange(8, dtype=np.float32) / 8)
+    assert not np.allclose(value.const_value.numpy(), plain)
+    value.const_value = ir.tensor(plain, name=value.name)
+
+
+def heads_rotated_whole(model: ir.Model) -> None:
+    value = model.graph.initializers["rotary_emb.0.inv_freq"]
+    widened = np.repeat(value.const_value.numpy(), 2)
+    value.const_value = ir.tensor(widened, name=value.name)
+    value.shape = ir.Shape(widened.shape)
+    for node in model.graph:
+        if node.op_type == "CachedAttention":
+            node.attributes["rotary_dim"] = ir.AttrInt64("rotary_dim", 2 * widened.size)
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"),
+    [
+        ("ernie4_5-interleaved-rope-biases", turned_otherwise),
+        ("phi3-packed-window-fp16", turned_otherwise),
+        ("phi3-packed-window-fp16", heads_rotated_whole),
+        ("phi3-packed-window-fp16", without_magnitude),
+        ("phi3-packed-window-fp16", factors_of_short_texts),
+        ("gemma2-softcaps", without_softcap),
+        ("hunyuan-norm-after-rope", norm_before_rope),
+        ("ministral3-growing-queries", without_growth),
+    ],
+)
+def test_an_attention_without_its_knob_exceeds_the_tolerance(exported, onnxruntime_run, tmp_path, name, plant):
+    assert_exceeds(exported(name), onnxruntime_run, tmp_path, plant)
+
+
 @pytest.mark.parametrize("plant", [window_off_by_one, frequencies_off_by_a_thousandth, epsilon_off, residual_left_out])
 @pytest.mark.parametrize("name", ["mistral-window-wide-heads", "invented"])
 def test_a_planted_error_exceeds_the_tolerance(exported, onnxruntime_run, tmp_path, name, plant):
     assert_exceeds(exported(name), onnxruntime_run, tmp_path, plant)
 
 
+def norm_weights_less_one(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.op_type == "RMSNormalization":
+            value = node.inputs[1]
+            weight = value.const_value.numpy() - np.float32(1)
+            value.const_value = ir.tensor(weight, name=value.name)
+
+
+def exact_gelu(model: ir.Model) -> None:
+    for node in model.graph:
+        node.attributes.pop("approximate", None)
+
+
+def means_not_subtracted(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.op_type == "LayerNormalization":
+            node.op_type = "RMSNormalization"
+            node.resize_inputs(2)
+
+
+def norm_biases_left_out(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.op_type == "LayerNormalization":
+            node.resize_inputs(2)
+
+
+def one_after_the_other(model: ir.Model) -> None:
+    """The MLP reads what attention has been added to, as in most decoders."""
+    nodes = {node.name: node for node in model.graph}
+    nodes["model.layers.1.post_attention_layernorm"].replace_input_with(0, nodes["model.layers.1.residual"].outputs[0])
+
+
+def left_out(name: str) -> Callable[[ir.Model], None]:
+    """A plant: the node ``name`` hands on what it reads."""
+
+    def plant(model: ir.Model) -> None:
+        node = next(node for node in model.graph if node.name == name)
+        for user, index in tuple(node.outputs[0].uses()):
+            user.replace_input_with(index, node.inputs[0])
+        if node.outputs[0].is_graph_output():
+            identity = ir.node("Identity", [node.inputs[0]])
+            node.graph.insert_after(node, identity)
+            identity.outputs[0].name, node.outputs[0].name = node.outputs[0].name, "other"
+            node.graph.outputs[node.graph.outputs.index(node.outputs[0])] = identity.outputs[0]
+
+    plant.__name__ = f"{name} left out"
+    return plant
+
+
+# Each knob of norms, their places, activations and scalars, dropped.
+DROPPED = [
+    ("gemma-bf16", norm_weights_less_one),
+    ("gemma-bf16", exact_gelu),
+    ("gemma-bf16", left_out("embedding_scale.mul")),
+    ("olmo2-norms-behind", left_out("model.layers.1.self_attn.k_norm")),
+    ("olmo2-norms-behind", left_out("model.layers.1.post_feedforward_layernorm")),
+    ("glm4-sandwich", left_out("model.layers.0.post_self_attn_layernorm")),
+    ("starcoder2-window-fp16", means_not_subtracted),
+    ("starcoder2-window-fp16", norm_biases_left_out),
+    ("cohere-parallel", left_out("logit_scale.mul")),
+    ("gpt_neox-two-norms", one_after_the_other),
+    ("phi-head-bias-fp16", left_out("lm_head.bias")),
+    ("gpt2-scale-by-layer", left_out("residual")),
+    ("invented", left_out("logit_softcap.tanh")),
+]
+
+
+@pytest.mark.parametrize(("name", "plant"), DROPPED, ids=lambda value: getattr(value, "__name__", value))
+def test_a_dropped_knob_exceeds_the_tolerance(exported, onnxruntime_run, tmp_path, name, plant):
+    assert_exceeds(exported(name), onnxruntime_run, tmp_path, plant)
+
+
 def assert_exceeds(case, onnxruntime_run, folder: Path, plant: Callable[[ir.Model], None]) -> None:
     model = ir.load(case.export / "decoder.onnx")
     plant(model)
-    os.link(case.export / "model.safetensors", folder / "model.safetensors")
+    for file in ("model.safetensors", MADE_FILE):
+        if (case.export / file).exists():
+            os.link(case.export / file, folder / file)
     ir.save(model, folder / "decoder.onnx")
     ids = random_ids()
     logits = logits_in_pieces(onnxruntime_run(folder), read_export(case.export).geometry, ids, [TOKENS])
@@ -230,3 +377,9 @@ def give_frequencies(**sources: str) -> Callable[[ir.Model], None]:
 )
 def test_another_ropes_table_exceeds_the_tolerance(invented_case, onnxruntime_run, tmp_path, plant):
     assert_exceeds(invented_case, onnxruntime_run, tmp_path, plant)
+
+
+@pytest.mark.parametrize("sources", [{"l0": 0, "l1": 1}, {"l0": 0}, {"l1": 1}], ids=["swapped", "full", "windowed"])
+def test_the_rope_of_the_other_layers_exceeds_the_tolerance(exported, onnxruntime_run, tmp_path, sources):
+    plant = give_frequencies(**{layer: f"rotary_emb.{rope}.inv_freq" for layer, rope in sources.items()})
+    assert_exceeds(exported("gemma3-two-ropes"), onnxruntime_run, tmp_path, plant)

@@ -11,6 +11,7 @@ import torch
 from doubles.decoders import load_decoder
 
 from llmc.errors import CheckpointError
+from llmc.export.blocks.scale import Softcap
 from llmc.export.streaming import StreamedDecoder
 
 # Largest absolute difference of logits (up to 20) from transformers, as for the exported graph: sums in another order.
@@ -33,8 +34,8 @@ def test_parts_equal_the_whole_decoder(case):
     streamed, whole = StreamedDecoder(case.export), load_decoder(case.checkpoint)
     assert streamed.geometry == whole.config.geometry
     x = streamed.embed(ids())
-    torch.testing.assert_close(x, whole.embedding_scale(whole.model.embed_tokens(ids())), rtol=0, atol=0)
     start = torch.zeros(2, dtype=torch.int64)
+    torch.testing.assert_close(x, whole.embed(ids(), start), rtol=0, atol=0)
     ropes = [rope.inv_freq for rope in whole.rotary_emb]
     for index, layer in enumerate(whole.model.layers):
         cache = (empty(streamed.geometry.caches[index]), empty(streamed.geometry.caches[index]))
@@ -56,7 +57,9 @@ def test_the_head_completes_the_logits(case):
     x = streamed.embed(ids())
     for index in range(streamed.geometry.layers):
         x, _, _ = streamed.run(streamed.layer(index), x)
-    logits = streamed.norm()(x) @ streamed.rows(streamed.head).T * streamed.config.logit_scale
+    bias = streamed.rows("lm_head.bias") if streamed.config.head_bias else 0
+    logits = (streamed.norm()(x) @ streamed.rows(streamed.head).T + bias) * streamed.config.logit_scale
+    logits = Softcap(streamed.config.logit_softcap)(logits)
     np.testing.assert_allclose(logits.numpy(), case.reference(ids().numpy()), atol=LOGIT_TOLERANCE)
 
 

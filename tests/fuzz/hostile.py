@@ -25,6 +25,7 @@ SUBJECTS = {
     "bundle": ("llmc.json", "tokenizer.json", "tokenizer_config.json", "decode.onnx", "compiled-decode.onnx"),
     "template": ("chat_template.jinja",),
     "checkpoint": ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors"),
+    "gguf": ("model.gguf",),
 }
 CORPUS = Path(__file__).with_name("corpus.json")
 
@@ -189,7 +190,7 @@ def _random_change(name: str, data: bytes, chance: random.Random) -> Change:
         place = _random_place(json.loads(_json_part(name, data)[0]), chance)
         what: Literal["value", "drop"] = "drop" if chance.random() < 0.15 else "value"
         return Change(name, what, place, chance.choice(list(VALUES)) if what == "value" else "")
-    at = int(len(data) * chance.random() ** 2)  # what a file says of itself stands at its beginning
+    at = int(len(data) * chance.random() ** (4 if name.endswith(".gguf") else 2))  # a file begins with its header
     if chance.random() < 0.1:
         return Change(name, "cut", (at,))
     return Change(name, "bytes", (at,), chance.randbytes(chance.choice([1, 1, 1, 2, 4, 8])).hex())
@@ -234,10 +235,22 @@ def use_checkpoint(folder: Path) -> None:
     read_checkpoint(folder)
 
 
+def use_gguf(folder: Path) -> None:
+    """Read it as every export does, and make the weights that it does not hold as they are needed."""
+    from llmc.export.sources.checkpoint import read_checkpoint
+    from llmc.export.sources.codes import flattened
+    from llmc.export.sources.made import MadeTensor
+
+    for tensor in flattened(read_checkpoint(folder / "model.gguf").tensors).values():
+        for _ in tensor.pieces() if isinstance(tensor, MadeTensor) else ():
+            pass
+
+
 USES: dict[str, Callable[[Path], None]] = {
     "bundle": use_bundle,
     "template": use_template,
     "checkpoint": use_checkpoint,
+    "gguf": use_gguf,
 }
 
 

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from doubles.ggufs import write_gguf
 
-SECONDS = {"bundle": 6, "template": 3, "checkpoint": 3}
+SECONDS = {"bundle": 6, "template": 3, "checkpoint": 3, "gguf": 3}
 # A case that hangs ends the test after this much more: the corpus, the start, and the longest case that is allowed.
 PATIENCE = 120
 HOSTILE = Path(__file__).with_name("hostile.py")
@@ -28,7 +29,10 @@ def fuzzed(subject: str, folder: Path, scratch: Path, seconds: float, *more: str
 def test_hostile_files_are_used_as_if_sound_or_refused_in_one_sentence(
     subject: str, tiny_bundle: Path, tiny_checkpoint: Path, tmp_path: Path
 ):
-    folder = tiny_checkpoint if subject == "checkpoint" else tiny_bundle
+    folder = {"checkpoint": tiny_checkpoint, "gguf": tmp_path / "gguf"}.get(subject, tiny_bundle)
+    if subject == "gguf":
+        folder.mkdir()
+        write_gguf(tiny_checkpoint, folder / "model.gguf", "Q4_0")
     tried = fuzzed(subject, folder, tmp_path, SECONDS[subject])
     assert tried.returncode == 0, "\n".join([*tried.stdout.splitlines()[-2:], tried.stderr[-2000:]])
 

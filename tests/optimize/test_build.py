@@ -2,14 +2,16 @@
 
 import json
 import platform
+from contextlib import nullcontext
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from llmc.bundle import TOKENIZER_FILES, WEIGHTS_FILE, Geometry, read_bundle, read_export, verify_files
-from llmc.errors import UsageError
+from llmc.errors import BuildError, UsageError
 from llmc.optimize.build import BuildReport, build
+from llmc.optimize.judge.reference import Reference
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights import ALIGNMENT
 from llmc.runtime import load
@@ -242,3 +244,13 @@ def test_force_replaces_a_bundle(exported, tmp_path):
     assert json.loads((tmp_path / "bundle" / "llmc.json").read_text())["recipe"]["precision"] == "int8"
     assert not (tmp_path / "bundle" / "decoder.onnx").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_a_build_that_rounds_nothing_is_the_unquantized_model(exported, tmp_path, monkeypatch, precision):
+    """A reference that has lost its multipliers is another model; integers may differ from it."""
+    monkeypatch.setattr(Reference, "_factor", lambda *_: 1.0)
+    expected = nullcontext() if precision == "int4" else pytest.raises(BuildError, match="llmc made another model")
+    with expected:
+        build(exported("granite-multipliers").export, tmp_path / "bundle", precision=precision)
+    assert (tmp_path / "bundle").exists() == (precision == "int4")

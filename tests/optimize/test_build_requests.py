@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from llmc.bundle import GRAPH_CONTRACT_VERSION, SCHEMA_VERSION
 from llmc.errors import BundleError, UsageError
 from llmc.optimize.build import build
 
@@ -90,13 +91,17 @@ def change_manifest(source: Path, **changes: object) -> None:
 
 def test_an_export_of_a_newer_llmc_is_refused(source, untouched):
     change_manifest(source, schema_version=99, llmc_version="9.9")
-    with pytest.raises(BundleError, match=r"schema version 99, written by llmc 9\.9; this llmc reads up to 6: upgrade"):
+    with pytest.raises(
+        BundleError, match=rf"version 99, written by llmc 9\.9; this llmc reads up to {SCHEMA_VERSION}: upgrade"
+    ):
         build(source, untouched, force=True)
 
 
 def test_an_export_of_another_graph_contract_is_refused(source, untouched):
     change_manifest(source, graph_contract=1)
-    with pytest.raises(BundleError, match="follows graph contract 1, not 2; make it again with: llmc export"):
+    with pytest.raises(
+        BundleError, match=f"graph contract 1, not {GRAPH_CONTRACT_VERSION}; make it again with: llmc export"
+    ):
         build(source, untouched, force=True)
 
 

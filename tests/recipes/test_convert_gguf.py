@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,3 +76,42 @@ def test_interleaved_rows_rotated_in_pairs_equal_the_checkpoint_rotated_in_halve
     found = scores_of(convert.interleave(q, heads), convert.interleave(k, heads), x, heads, pairs)
     np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
     assert np.abs(scores_of(q, k, x, heads, pairs) - expected).max() > 1e6 * CLOSE  # left as it is, it is wrong
+
+
+class Writer:
+    """What a GGUF writer is told, by the name of the call."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Callable[[Any], None]:
+        return lambda value: self.told.__setitem__(name, value)
+
+
+def test_a_vocabulary_that_fills_the_model_is_written_and_any_other_left_out(convert, tiny_checkpoint: Path, tmp_path):
+    for path in tiny_checkpoint.glob("*.json*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    size = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    full, short = Writer(), Writer()
+    convert.write_tokenizer(full, tmp_path, size)
+    convert.write_tokenizer(short, tmp_path, size + 1)
+    assert short.told == {"add_tokenizer_model": "no_vocab"}
+    assert (full.told["add_tokenizer_model"], len(full.told["add_token_list"])) == ("gpt2", size)
+    assert full.told["add_token_types"][:4] == [convert.CONTROL] * 3 + [convert.NORMAL]
+    assert all(merge.count(" ") == 1 for merge in full.told["add_token_merges"])
+
+
+def test_a_filled_vocabulary_has_a_text_for_each_id_and_encodes_as_before(script, tiny_checkpoint: Path, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("torch")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes((tiny_checkpoint / "tokenizer.json").read_bytes())
+    make_model = script("make_model")
+    make_model.fill_vocabulary(path, 5000)
+    before = tokenizers.Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
+    after = tokenizers.Tokenizer.from_file(str(path))
+    text = "def add(a, b):\n    return AAAB + QXYZ  # the sum"
+    assert after.encode(text).ids == before.encode(text).ids
+    assert (after.get_vocab_size(), after.decode([4999]).strip().isalpha()) == (5000, True)
+    with pytest.raises(SystemExit, match="has 5000 tokens, the geometry has room for 4999"):
+        make_model.fill_vocabulary(path, 4999)

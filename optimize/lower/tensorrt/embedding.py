@@ -8,11 +8,13 @@ import onnx_ir as ir
 
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import Computed, LoweringContext, Static, WeightOnly
-from llmc.optimize.lower.linears import replace_embedding
+from llmc.optimize.lower.linears import replace_embedding, replace_positions
 from llmc.optimize.lower.rewrite import Emitter, converted, initializer, sizes, vector
 from llmc.optimize.lower.tensorrt import weights
+from llmc.optimize.lower.tensorrt.slots import token_positions
 from llmc.optimize.lower.tensorrt.words import packed_table, unpack_words
 from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.weights import Weight
 
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
@@ -20,7 +22,16 @@ def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
     return replace_embedding(graph, lambda emit, table: _rows(emit, table, context))
 
 
-def _rows(emit: Emitter, table: ir.ExternalTensor, context: LoweringContext) -> ir.Value:
+def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
+    """The same for a table of learned positions, which is small: rows in the compute type."""
+
+    def rows(emit: Emitter, table: Weight) -> ir.Value:
+        return emit("Gather", initializer(graph, weights.float_rows(table, context)), token_positions(emit), axis=0)
+
+    return replace_positions(graph, rows)
+
+
+def _rows(emit: Emitter, table: Weight, context: LoweringContext) -> ir.Value:
     match context.embedding:
         case Computed():
             rows = initializer(emit.graph, weights.float_rows(table, context))
@@ -30,7 +41,7 @@ def _rows(emit: Emitter, table: ir.ExternalTensor, context: LoweringContext) -> 
     raise BuildError(f"{emit.name}: TensorRT gathers no rows stored as {context.embedding}; build with another head")
 
 
-def _unpacked_rows(emit: Emitter, table: ir.ExternalTensor, grid: Grid, context: LoweringContext) -> ir.Value:
+def _unpacked_rows(emit: Emitter, table: Weight, grid: Grid, context: LoweringContext) -> ir.Value:
     """Rows [B, S, H] in the compute type, from integers in words and their scales."""
     graph, ids, hidden = emit.graph, emit.anchor.inputs[1], sizes(table)[1]
     grid = _grid(grid, hidden, emit.name)

@@ -8,9 +8,10 @@ import onnx_ir as ir
 
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.raising import norm_nodes, stored
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, vector
-from llmc.optimize.lower.rotary import rotary_tables
+from llmc.optimize.lower.rotary import Pair, rotary_tables, rotations, table_pair
+from llmc.optimize.lower.tensorrt.heads import attend, heads, mask_of, merged, split
 from llmc.optimize.lower.tensorrt.slots import Slots
 from llmc.optimize.lower.tensorrt.weights import narrowed
 
@@ -20,59 +21,56 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if not attentions:
         return 0
-    windows = {(context.attention(node).window, 1) for node in attentions}
-    slots = Slots.before(attentions[0], "attended", windows)
+    masks = {node: _mask(node, context.attention(node)) for node in attentions}
+    turned = rotations(graph, context)
+    slots = Slots.before(turned[0][0] if turned else attentions[0], "attended", set(masks.values()))
+    for node, attention in turned:
+        emit = Emitter(node, main="RotaryEmbedding")
+        x = split(emit, node.inputs[0], node.attributes["num_heads"].as_int())
+        replace(node, merged(emit, _rotated(emit, attention, x, table_pair(node, context), slots)))
     attended = Emitter(attentions[0], "attended")("Shape", slots.cache_slots)
     for node in attentions:
         emit, attention = Emitter(node, main="Attention"), context.attention(node)
         query, key, value = heads(emit, attention)
         if tables := rotary_tables(node, context):
-            query, key = (emit("RotaryEmbedding", x, *tables, slots.positions) for x in (query, key))
+            query = _rotated(emit, attention, query, tables.query, slots)
+            key = _rotated(emit, attention, key, tables.key, slots)
         presents = [
             emit("TensorScatter", past, new, slots.past_lengths, axis=2)
             for past, new in zip(node.inputs[3:5], (key, value), strict=True)
         ]
         seen = [emit("Slice", present, vector(graph, [0]), attended, vector(graph, [2])) for present in presents]
-        mask = slots.masks[attention.window, 1]
-        output = emit("Attention", query, *seen, mask, scale=node.attributes["scale"].as_float())
+        mask = slots.masks[masks[node]]
+        if _in_basic_operators(node):
+            output = attend(emit, query, seen, mask, attention, context)
+        else:
+            output = emit("Attention", query, *seen, mask, scale=node.attributes["scale"].as_float())
         replace(node, merged(emit, output), *presents)
     return len(attentions)
 
 
-def heads(emit: Emitter, attention: Attention) -> list[ir.Value]:
-    """Query, key and value of the attention before which ``emit`` emits, [B, heads, S, D]."""
-    counts = (attention.heads, attention.kv_heads, attention.kv_heads)
-    return [_split(emit, value, count) for value, count in zip(emit.anchor.inputs[:3], counts, strict=True)]
+def _rotated(emit: Emitter, attention: Attention, x: ir.Value, tables: Pair, slots: Slots) -> ir.Value:
+    """Heads [B, heads, S, D], rotated as the node before which ``emit`` emits says."""
+    interleaved, dim = emit.anchor.attributes["interleaved"].as_int(), attention.rotary_dim
+    return emit("RotaryEmbedding", x, *tables, slots.positions, interleaved=interleaved, rotary_embedding_dim=dim)
 
 
-def _split(emit: Emitter, value: ir.Value | None, count: int) -> ir.Value:
-    """[B, S, heads * D] -> [B, heads, S, D]; the norm of each head has split them already."""
-    assert value is not None
-    producer = value.producer()
-    if producer is not None and producer.op_type == "Reshape" and _is_norm(producer.inputs[0]):
-        split = producer.inputs[0]
-    else:
-        split = emit("Reshape", value, vector(emit.graph, [0, 0, count, -1]))
-    return emit("Transpose", split, perm=[0, 2, 1, 3])
+def _in_basic_operators(node: ir.Node) -> bool:
+    """Parsers refuse a softcap of Attention (TensorRT-RTX 1.7.1)."""
+    return bool(node.attributes["softcap"].as_float())
 
 
-def _is_norm(value: ir.Value | None) -> bool:
-    producer = value.producer() if value is not None else None
-    return producer is not None and producer.op_type == "RMSNormalization"
-
-
-def merged(emit: Emitter, output: ir.Value) -> ir.Value:
-    """[B, heads, S, D] -> [B, S, heads * D]."""
-    turned = emit("Transpose", output, perm=[0, 2, 1, 3])
-    return emit("Reshape", turned, vector(emit.graph, [0, 0, -1]))
+def _mask(node: ir.Node, attention: Attention) -> tuple[int, int]:
+    """The window, and how often the queries of a row follow each other."""
+    return mask_of(attention) if _in_basic_operators(node) else (attention.window, 1)
 
 
 def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
-    """Give each RMSNormalization its weight in the compute type; it sums in float32."""
-    count = 0
-    for norm in nodes_of(graph, "RMSNormalization"):
-        tensor = stored(norm.inputs[1])
-        weight = narrowed(context.calibrated.rows(tensor), context.compute, tensor.name or "")
-        norm.replace_input_with(1, constant(graph, f"{tensor.name}.{context.compute}", weight))
-        count += 1
-    return count
+    """Give each norm its weight and bias in the compute type; it sums in float32."""
+    norms = norm_nodes(graph)
+    for norm in norms:
+        for index, value in enumerate(norm.inputs[1:], 1):
+            tensor = stored(value)
+            weight = narrowed(context.calibrated.rows(tensor), context.compute, tensor.name or "")
+            norm.replace_input_with(index, constant(graph, f"{tensor.name}.{context.compute}", weight))
+    return len(norms)

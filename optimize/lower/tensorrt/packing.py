@@ -5,6 +5,8 @@ the int8 engine of a small model took 34 MB, with packed weights 29 MB. Float we
 packed (44 MB instead of 35 MB), so those stay apart. Both are sizes of TensorRT-RTX 1.7.1's engines with two profiles.
 """
 
+from itertools import groupby
+
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import Computed, LoweringContext
@@ -14,18 +16,20 @@ from llmc.optimize.lower.rewrite import LLMC, nodes_of
 
 
 def pack_linears(graph: ir.Graph, context: LoweringContext) -> int:
-    """Linears of a layer that read the same -> one llmc::Linear and a Split.
+    """Linears of an attention or an MLP that read the same -> one llmc::Linear and a Split.
 
     Those that are to be stored as floats or differently, or of which only some have a bias, stay apart. Returns the
     packs made.
     """
     nodes = {node.name: node for node in nodes_of(graph, "Linear", LLMC)}
     count = 0
-    for group in context.geometry.readers:
-        parts = [Linear.of(nodes[linear.name]) for linear in group if linear.name in nodes]
-        if len(parts) == len(group) > 1 and _belong_together(parts, context):
-            pack(parts)
-            count += 1
+    for readers in context.geometry.readers:
+        for _, group in groupby(readers, lambda linear: linear.name.rpartition(".")[0]):
+            listed = list(group)
+            parts = [Linear.of(nodes[linear.name]) for linear in listed if linear.name in nodes]
+            if len(parts) == len(listed) > 1 and _belong_together(parts, context):
+                pack(parts)
+                count += 1
     return count
 
 

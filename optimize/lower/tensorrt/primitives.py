@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.raising import norm_nodes, stored
 from llmc.optimize.lower.rewrite import (
     LLMC,
     Emitter,
@@ -21,12 +21,9 @@ from llmc.optimize.lower.rewrite import (
     scalar,
     vector,
 )
-from llmc.optimize.lower.rotary import rotary_tables
-from llmc.optimize.lower.tensorrt.native import heads, merged
+from llmc.optimize.lower.rotary import rotary_tables, rotations, table_pair
+from llmc.optimize.lower.tensorrt.heads import attend, heads, mask_of, merged, split
 from llmc.optimize.lower.tensorrt.slots import Slots
-
-# Softmax makes 0 of it in float32, and unlike -inf it can never turn into NaN.
-MASKED = float(np.finfo(np.float32).min)
 
 
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
@@ -35,41 +32,59 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     if not attentions:
         return 0
     listed = [context.attention(node) for node in attentions]
-    slots = Slots.before(attentions[0], "capacity", {_mask_of(attention) for attention in listed})
-    first = Emitter(attentions[0], "positions")
-    pairs = dict.fromkeys(tables for node in attentions if (tables := rotary_tables(node, context)))
-    angles = {tables: [_per_head(first, table, slots.positions) for table in tables] for tables in pairs}
+    turned = rotations(graph, context)
+    begin = turned[0][0] if turned else attentions[0]
+    slots, first = Slots.before(begin, "capacity", {mask_of(it) for it in listed}), Emitter(begin, "positions")
+    made = [tables for node in attentions if (tables := rotary_tables(node, context))]
+    pairs = dict.fromkeys(pair for tables in made for pair in (tables.query, tables.key))
+    pairs |= dict.fromkeys(table_pair(node, context) for node, _ in turned)
+    angles = {pair: [_per_head(first, table, slots.positions) for table in pair] for pair in pairs}
     indices = {n: _cache_indices(first, slots.positions, n) for n in sorted({item.kv_heads for item in listed})}
+    for node, attention in turned:
+        emit = Emitter(node)
+        x = split(emit, node.inputs[0], node.attributes["num_heads"].as_int())
+        replace(node, merged(emit, _rotated(emit, attention, x, *angles[table_pair(node, context)])))
     for node, attention in zip(attentions, listed, strict=True):
         emit = Emitter(node)
         query, key, value = heads(emit, attention)
         if tables := rotary_tables(node, context):
-            query, key = (_rotated(emit, x, *angles[tables]) for x in (query, key))
+            query, key = (
+                _rotated(emit, attention, x, *angles[pair]) for x, pair in ((query, tables.query), (key, tables.key))
+            )
         presents = [
             emit("ScatterND", past, indices[attention.kv_heads], new)
             for past, new in zip(node.inputs[3:5], (key, value), strict=True)
         ]
-        output = _attend(emit, query, presents, slots.masks[_mask_of(attention)], attention, context)
+        output = attend(emit, query, presents, slots.masks[mask_of(attention)], attention, context)
         replace(node, merged(emit, output), *presents)
     return len(attentions)
 
 
-def _mask_of(attention: Attention) -> tuple[int, int]:
-    """The window, and how many queries share a key head."""
-    return attention.window, attention.heads // attention.kv_heads
-
-
 def _per_head(emit: Emitter, table: ir.Value, positions: ir.Value) -> ir.Value:
-    """Rows of a rotary table for the new tokens, [B, 1, S, D/2]."""
+    """Rows of a rotary table for the new tokens, [B, 1, S, R/2]."""
     return emit("Unsqueeze", emit("Gather", table, positions, axis=0), vector(emit.graph, [1]))
 
 
-def _rotated(emit: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
-    """Rotary positions of heads [B, heads, S, D], the first half of each paired with the second."""
-    first, second = emit.many("Split", [x], 2, axis=-1, num_outputs=2)
+def _rotated(emit: Emitter, attention: Attention, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
+    """Rotary positions of heads [B, heads, S, D], of whose first R values each one of a pair is turned to the other."""
+    graph, dim, rest = emit.graph, attention.rotary_dim, []
+    if dim != attention.head_dim:
+        sizes = vector(graph, [dim, attention.head_dim - dim])
+        x, *rest = emit.many("Split", [x, sizes], 2, axis=-1)
+    interleaved = bool(emit.anchor.attributes["interleaved"].as_int())
+    if interleaved:  # pairs [B, heads, S, R/2, 2] -> halves
+        pairs = emit("Reshape", x, vector(graph, [0, 0, 0, -1, 2]))
+        first, second = (emit("Gather", pairs, scalar(graph, place, np.int64), axis=-1) for place in (0, 1))
+    else:
+        first, second = emit.many("Split", [x], 2, axis=-1, num_outputs=2)
     turned = emit("Sub", emit("Mul", first, cos), emit("Mul", second, sin))
     other = emit("Add", emit("Mul", second, cos), emit("Mul", first, sin))
-    return emit("Concat", turned, other, axis=-1)
+    if interleaved:
+        columns = (emit("Unsqueeze", part, vector(graph, [-1])) for part in (turned, other))
+        made = [emit("Reshape", emit("Concat", *columns, axis=-1), vector(graph, [0, 0, 0, -1]))]
+    else:
+        made = [turned, other]
+    return emit("Concat", *made, *rest, axis=-1) if len(made + rest) > 1 else made[0]
 
 
 def _cache_indices(emit: Emitter, positions: ir.Value, kv_heads: int) -> ir.Value:
@@ -89,43 +104,22 @@ def _cache_indices(emit: Emitter, positions: ir.Value, kv_heads: int) -> ir.Valu
     return emit("Concat", *(emit("Expand", part, shape) for part in parts), axis=-1)
 
 
-def _attend(
-    emit: Emitter,
-    query: ir.Value,
-    presents: list[ir.Value],
-    mask: ir.Value,
-    attention: Attention,
-    context: LoweringContext,
-) -> ir.Value:
-    """Attention [B, heads, S, D] of queries [B, heads, S, D] over a cache [B, KV, C, D], under a mask [B, 1, G * S, C].
-
-    The G queries that share a key head are stacked along the sequence, so keys and values are read as they lie.
-    """
-    graph, head_dim = emit.graph, attention.head_dim
-    key, value = presents
-    # Before the product, which float16 could not hold otherwise.
-    scale = emit.anchor.attributes["scale"].as_float()
-    scaled = emit("Mul", query, scalar(graph, scale, context.array_type))
-    stacked = emit("Reshape", scaled, vector(graph, [0, attention.kv_heads, -1, head_dim]))  # (B, KV, G*S, D)
-    product = emit("MatMul", stacked, emit("Transpose", key, perm=[0, 1, 3, 2]))
-    scores = converted(emit, product, context.type, ir.DataType.FLOAT)
-    seen = emit("Where", mask, scores, scalar(graph, MASKED, np.float32))
-    shares = converted(emit, emit("Softmax", seen, axis=-1), ir.DataType.FLOAT, context.type)
-    return emit("Reshape", emit("MatMul", shares, value), vector(graph, [0, attention.heads, -1, head_dim]))
-
-
 def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
-    """RMSNormalization -> its definition, in float32."""
-    count = 0
-    for norm in nodes_of(graph, "RMSNormalization"):
-        tensor, x = stored(norm.inputs[1]), norm.inputs[0]
+    """RMSNormalization and LayerNormalization -> their definitions, in float32."""
+    norms = norm_nodes(graph)
+    for norm in norms:
+        emit, axis, x = Emitter(norm), vector(graph, [-1]), norm.inputs[0]
         assert x is not None
-        weight = constant(graph, f"{tensor.name}.float32", context.calibrated.rows(tensor))
+        weight, *bias = (
+            constant(graph, f"{tensor.name}.float32", context.calibrated.rows(tensor))
+            for tensor in map(stored, norm.inputs[1:])
+        )
         epsilon = scalar(graph, norm.attributes["epsilon"].as_float(), np.float32)
-        emit = Emitter(norm)
         wide = converted(emit, x, context.type, ir.DataType.FLOAT)
-        mean = emit("ReduceMean", emit("Mul", wide, wide), vector(graph, [-1]), keepdims=1)
-        normed = emit("Div", wide, emit("Sqrt", emit("Add", mean, epsilon)))
-        replace(norm, converted(emit, emit("Mul", normed, weight), ir.DataType.FLOAT, context.type))
-        count += 1
-    return count
+        if norm.op_type == "LayerNormalization":
+            wide = emit("Sub", wide, emit("ReduceMean", wide, axis, keepdims=1))
+        square = emit("ReduceMean", emit("Mul", wide, wide), axis, keepdims=1)
+        normed = emit("Mul", emit("Div", wide, emit("Sqrt", emit("Add", square, epsilon))), weight)
+        shifted = emit("Add", normed, *bias) if bias else normed
+        replace(norm, converted(emit, shifted, ir.DataType.FLOAT, context.type))
+    return len(norms)

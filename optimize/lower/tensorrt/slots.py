@@ -38,19 +38,25 @@ class Slots:
         """
         emit = Emitter(first, "positions")
         graph = emit.graph
-        ids, past_lengths = graph_input(graph, "input_ids"), graph_input(graph, "past_lengths")
         cache_slots = ir.Value(name=CACHE_SLOTS, shape=ir.Shape([dim]), type=ir.TensorType(ir.DataType.INT64))
         graph.inputs.insert(3, cache_slots)  # behind those that every call has
-        sequence = emit("Squeeze", emit("Shape", ids, start=1, end=2), vector(graph, [0]))
-        steps = emit("Range", scalar(graph, 0, np.int64), sequence, scalar(graph, 1, np.int64))
-        positions = emit("Add", emit("Unsqueeze", past_lengths, vector(graph, [1])), steps)
+        positions = token_positions(emit)
         column = emit("Unsqueeze", positions, vector(graph, [1, 3]))  # (B, 1, S, 1)
         columns = {
             repeats: column if repeats == 1 else emit("Tile", column, vector(graph, [1, 1, repeats, 1]))
             for repeats in sorted({repeats for _, repeats in masks})
         }
         made = {(window, n): _mask(emit, cache_slots, columns[n], window) for window, n in sorted(set(masks))}
-        return cls(cache_slots, past_lengths, positions, made)
+        return cls(cache_slots, graph_input(graph, "past_lengths"), positions, made)
+
+
+def token_positions(emit: Emitter) -> ir.Value:
+    """Positions of the new tokens, int64 [B, S]."""
+    graph = emit.graph
+    ids, past_lengths = graph_input(graph, "input_ids"), graph_input(graph, "past_lengths")
+    sequence = emit("Squeeze", emit("Shape", ids, start=1, end=2), vector(graph, [0]))
+    steps = emit("Range", scalar(graph, 0, np.int64), sequence, scalar(graph, 1, np.int64))
+    return emit("Add", emit("Unsqueeze", past_lengths, vector(graph, [1])), steps)
 
 
 def _mask(emit: Emitter, slots: ir.Value, column: ir.Value, window: int) -> ir.Value:

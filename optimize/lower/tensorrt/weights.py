@@ -16,7 +16,7 @@ from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import sizes
 from llmc.optimize.lower.tensorrt.words import packed_table
 from llmc.optimize.quantize.grid import Float, Grid, Quantized
-from llmc.optimize.weights import in_parallel, pieces
+from llmc.optimize.weights import Weight, in_parallel, pieces
 
 Array = NDArray[np.generic]
 
@@ -44,7 +44,7 @@ def narrowed(values: Float, compute: str, name: str) -> Array:
 # -------------------------------------------------------------------------------------------------- float weights
 
 
-def float_rows(tensor: ir.ExternalTensor, context: LoweringContext) -> ir.ExternalTensor:
+def float_rows(tensor: Weight, context: LoweringContext) -> ir.ExternalTensor:
     """A matrix [N, K] in the compute type."""
 
     def make() -> list[Array]:
@@ -65,7 +65,7 @@ def float_columns(linear: Linear, context: LoweringContext) -> ir.ExternalTensor
     def make() -> list[Array]:
         found = np.empty((linear.inputs, linear.outputs), context.array_type)
 
-        def fill(tensor: ir.ExternalTensor, span: tuple[int, int], columns: slice) -> None:
+        def fill(tensor: Weight, span: tuple[int, int], columns: slice) -> None:
             found[:, columns] = narrowed(
                 context.calibrated.rows(tensor, *span), context.compute, tensor.name or linear.name
             ).T
@@ -84,7 +84,7 @@ def float8_columns(linear: Linear, context: LoweringContext) -> list[ir.External
         values = np.empty((linear.inputs, linear.outputs), ml_dtypes.float8_e4m3fn)
         scales = np.empty(linear.outputs, dtype)
 
-        def fill(tensor: ir.ExternalTensor, span: tuple[int, int], columns: slice) -> None:
+        def fill(tensor: Weight, span: tuple[int, int], columns: slice) -> None:
             rows = context.calibrated.rows(tensor, *span)
             found = stored_scales(np.abs(rows).max(axis=1) / LARGEST_FLOAT8, dtype)
             scaled = np.clip(rows / found.astype(np.float32)[:, None], -LARGEST_FLOAT8, LARGEST_FLOAT8)
@@ -98,19 +98,19 @@ def float8_columns(linear: Linear, context: LoweringContext) -> list[ir.External
     return context.weights.add([name, f"{name}.scales"], make)
 
 
-def _each_part(linear: Linear, work: Callable[[ir.ExternalTensor, tuple[int, int], slice], None]) -> None:
+def _each_part(linear: Linear, work: Callable[[Weight, tuple[int, int], slice], None]) -> None:
     """Call ``work`` with pieces of rows of a linear's tensors, and the columns of the whole that they become."""
     start = 0
     for tensor, size in zip(linear.weights, linear.part_sizes, strict=True):
 
-        def fill(span: tuple[int, int], tensor: ir.ExternalTensor = tensor, start: int = start) -> None:
+        def fill(span: tuple[int, int], tensor: Weight = tensor, start: int = start) -> None:
             work(tensor, span, slice(start + span[0], start + span[1]))
 
         _each_piece(tensor, fill)
         start += size
 
 
-def _each_piece(tensor: ir.ExternalTensor, work: Callable[[tuple[int, int]], None]) -> None:
+def _each_piece(tensor: Weight, work: Callable[[tuple[int, int]], None]) -> None:
     for _ in in_parallel(work, pieces(sizes(tensor))):
         pass
 
@@ -153,9 +153,13 @@ def as_stored(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np
     Where ``dtype`` holds a scale only roughly, integers are rounded anew to what it holds.
 
     Raises:
-        BuildError: a scale is beyond the type's range.
+        BuildError: a scale is beyond the type's range, or none above zero, as codes of a checkpoint may have.
     """
-    assert (found.scales > 0).all(), "TensorRT takes only scales above zero; quantize on a positive grid"
+    if not (found.scales > 0).all():
+        raise BuildError(
+            "TensorRT takes only scales above zero, and integers that the checkpoint stores have others; build with "
+            "--int4 or --int8, which choose them anew"
+        )
     rows, inputs = found.values.shape
     groups = found.scales.shape[1]
     values, scales = np.empty((rows, groups, inputs // groups), np.int8), stored_scales(found.scales, dtype)

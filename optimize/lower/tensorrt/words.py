@@ -11,12 +11,13 @@ from llmc.optimize.calibrate.store import grid_name
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import Emitter, scalar
 from llmc.optimize.quantize.grid import Grid, Quantized
+from llmc.optimize.weights import Weight
 
 HALF_WORD = 1 << 16
 
 
 def packed_table(
-    table: ir.ExternalTensor, grid: Grid, context: LoweringContext, found: Quantized | None = None
+    table: Weight, grid: Grid, context: LoweringContext, found: Quantized | None = None
 ) -> list[ir.ExternalTensor]:
     """Words int32 [V, words] and scales float32 [V, groups] of a matrix [V, H]; here a scale may be negative.
 

@@ -40,8 +40,8 @@ ROWS = [Row("int4", 2, 0.04, 1.0), Row("int4", 1, 0.04, 1.5), Row("int8", 2, 0.0
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list:
     """Figures as they are saved."""
     figures = []
-    save = plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, path: (figures.append(figure), save(figure, path)))
+    save = plots.save_figure
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: (figures.append(figure), save(figure, path)))
     return figures
 
 

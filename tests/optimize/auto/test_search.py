@@ -270,11 +270,16 @@ def test_a_dump_is_refused(search, counted, tmp_path):
 # ---------------------------------------------------------------------------------------------------------- candidates
 
 
-def candidates(request: Request, calibrates: bool = True, text: bool = False) -> dict[str, Request]:
+def candidates(
+    request: Request, calibrates: bool = True, text: bool = False, coded: bool = False
+) -> dict[str, Request]:
     from llmc.optimize.recipe import resolve
     from llmc.optimize.targets import capabilities
 
-    return auto._candidates(request, calibrates, lambda asked: resolve(asked, capabilities("cpu"), 2048, "x", text)[0])
+    def resolved(asked):
+        return resolve(asked, capabilities("cpu"), 2048, "x", text, coded)[0]
+
+    return auto._candidates(request, calibrates, resolved, coded)
 
 
 def test_without_calibration_only_plain_rounding_is_tried():
@@ -285,6 +290,10 @@ def test_without_calibration_only_plain_rounding_is_tried():
 def test_what_is_asked_for_holds_for_every_candidate():
     for candidate in candidates(Request(max_context=64, cache="int8", max_batch=2)).values():
         assert (candidate.max_context, candidate.cache, candidate.max_batch) == (64, "int8", 2)
+
+
+def test_a_quantized_checkpoints_own_integers_come_first():
+    assert list(candidates(Request(), coded=True)) == [*auto.OF_CODES, *auto.CANDIDATES]
 
 
 def test_candidates_that_contradict_the_request_drop_out():

@@ -11,10 +11,11 @@ import pytest
 import torch
 from doubles.grids import unpack_blocks, unpack_zero_points
 
+from llmc.bundle import read_export
 from llmc.errors import BuildError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.calibrate.layers import STATE, calibrate, stored_config
-from llmc.optimize.calibrate.store import Calibrated, Store
+from llmc.optimize.calibrate.store import Calibrated, Store, layer_part
 from llmc.optimize.lower.context import Float32, PerToken, QuantConfig, QuantConfigs, WeightOnly, quant_configs
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid
@@ -75,8 +76,11 @@ def lowered_logits(lowering, decoder, case, form: QuantConfig, store: Store | No
 def test_folding_alone_changes_no_logit(case, lowering, decoder, tmp_path):
     """Scales are searched for integers, and the float weights that they were folded into are run."""
     store = run(case, tmp_path / "store", smoothing=0.5, scheme="awq")
-    factors = store.read("layer-001")["columns:model.layers.1.mlp.down_proj.weight"]
-    assert factors.max() > 1.01 * factors.min()
+    geometry = read_export(case.export).geometry
+    for linear in geometry.linears:
+        if linear.layer is not None and linear.producer:
+            factors = store.read(layer_part(linear.layer))[f"columns:{linear.name}.weight"]
+            assert factors.max() > 1.01 * factors.min()
     wanted = lowered_logits(lowering, decoder, case, Float32(), None)
     assert distance(lowered_logits(lowering, decoder, case, Float32(), store), wanted) <= FLOAT_TOLERANCE
 

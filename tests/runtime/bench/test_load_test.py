@@ -18,8 +18,9 @@ from llmc.runtime import load
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.bench import client
 from llmc.runtime.bench import load_test as module
+from llmc.runtime.bench.arrivals import arrivals, due_times
 from llmc.runtime.bench.client import Visit, send
-from llmc.runtime.bench.load_test import LoadReport, Percentiles, arrivals, figures, load_test
+from llmc.runtime.bench.load_test import LoadReport, Percentiles, figures, load_test
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host.energy import Joules
 from llmc.runtime.observe.metrics import RequestMetrics
@@ -70,6 +71,11 @@ def test_a_rate_off_by_a_tenth_would_be_caught():
 
 def test_arrivals_follow_from_the_seed():
     assert arrivals(20, 5.0, 1) == arrivals(20, 5.0, 1) != arrivals(20, 5.0, 2)
+
+
+def test_even_arrivals_have_the_same_gap():
+    due = due_times(4.0, 0, even=True)
+    assert [next(due) for _ in range(4)] == [0.0, 0.25, 0.5, 0.75]
 
 
 def test_without_a_rate_all_arrive_at_once():

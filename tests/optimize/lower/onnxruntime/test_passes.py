@@ -116,6 +116,8 @@ def test_lower_attention_keeps_heads_scale_and_window(exported, lowering):
         "scale": pytest.approx(0.25),
         "local_window_size": 5,
         "do_rotary": 1,
+        "rotary_interleaved": 0,
+        "softcap": 0.0,
     }
     assert first.attributes["local_window_size"].as_int() == -1
     assert first.inputs[5:] == second.inputs[5:]  # positions and rotary tables are made once

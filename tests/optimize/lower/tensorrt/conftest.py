@@ -61,13 +61,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export
 
     def get(name: str) -> Export:
         if name not in made:
-            from llmc.export import export
-
-            folder = tmp_path_factory.mktemp(name)
             case = {**random_checkpoints.CASES[name], "intermediate_size": INNER}
-            random_checkpoints.write_random_checkpoint(case, folder / "checkpoint")
-            export(folder / "checkpoint", folder / "export")
-            made[name] = Export(name, folder / "export")
+            made[name] = Export(name, random_checkpoints.shared_export(case, tmp_path_factory.mktemp(name)) / "export")
         return made[name]
 
     return get

@@ -73,9 +73,9 @@ def test_a_matrix_of_many_pieces_is_stored_as_each_piece_would_be(monkeypatch):
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
-def test_a_scale_that_is_not_above_zero_is_a_mistake_of_ours(scale):
+def test_a_scale_that_is_not_above_zero_is_refused_as_the_checkpoints(scale):
     found = Quantized(np.array([[-8, 7, 3, -1]], np.int8), np.array([[scale]], np.float32), Grid(4, 4))
-    with pytest.raises(AssertionError, match="only scales above zero"):
+    with pytest.raises(BuildError, match="only scales above zero, and integers that the checkpoint stores have others"):
         as_stored(found, HALF)
 
 

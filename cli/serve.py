@@ -1,0 +1,91 @@
+"""``llmc serve``: bundles -> the service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmc.cli.options import EXISTING_FILE, Command, SectionCommand, SectionOption, debug_option, size
+from llmc.errors import UsageError, require
+from llmc.runtime.server.config import Setting, read_config, settings
+
+
+def amount(text: str) -> int:
+    """Bytes as people write them, 0 included."""
+    return 0 if text == "0" else size(text)
+
+
+TYPES: dict[str, Any] = {"integer": int, "number": float, "text": str, "path": click.Path(path_type=Path), "list": str}
+
+
+def setting_options(command: Command) -> Command:
+    """Add a flag for every key of the file but ``models``, which are arguments."""
+    for setting in reversed(settings()):
+        if setting.kind != "models":
+            command = _option(setting)(command)
+    return command
+
+
+def _option(setting: Setting) -> Callable[[Command], Command]:
+    text = f"{setting.help}{_shown(setting)}"
+    given: dict[str, Any] = {"section": setting.section, "help": text, "default": None, "show_default": False}
+    name = setting.name.replace("_", "-")
+    flag = f"--{name}/--no-{name}" if setting.kind == "flag" else setting.flag  # both, for flags go before the file
+    if setting.kind == "flag":
+        given["is_flag"] = True
+    elif setting.kind == "choice":
+        given["type"] = click.Choice(setting.choices)
+    else:
+        given["type"] = amount if setting.unit == "bytes" else TYPES[setting.kind]
+        given["multiple"] = setting.kind == "list"
+    return click.option(flag, setting.name, cls=SectionOption, **given)
+
+
+def _shown(setting: Setting) -> str:
+    if setting.default in (None, ()):
+        return ""
+    if setting.kind == "flag":
+        return f"  [default: {'yes' if setting.default else 'no'}]"
+    return f"  [default: {setting.default}{' ' * bool(setting.unit)}{setting.unit}]"
+
+
+def named(bundles: tuple[str, ...]) -> dict[str, Path] | None:
+    """Models by name: ``NAME=FOLDER``, or a folder that gives its own name.
+
+    Raises:
+        UsageError: two have the same name.
+    """
+    found: dict[str, Path] = {}
+    for given in bundles:
+        name, sign, folder = given.partition("=")
+        path = Path(folder if sign else given)
+        name = name if sign else path.resolve().name
+        if name in found:
+            raise UsageError(f"two bundles are called {name!r}; name them, as NAME={path}")
+        found[name] = path
+    return found or None
+
+
+@click.command("serve", cls=SectionCommand)
+@click.argument("bundles", nargs=-1, metavar="[NAME=]BUNDLE...")
+@click.option("--config", type=EXISTING_FILE, help="TOML file of settings; flags go before it.")
+@debug_option
+@setting_options
+def serve_command(bundles: tuple[str, ...], config: Path | None, **flags: Any) -> None:
+    """Serve BUNDLEs over HTTP to the clients of OpenAI and Anthropic, and to a browser.
+
+    The first one answers requests that name no model and is loaded at once, the others when they are asked for. A key
+    of the file is a flag with underscores.
+    """
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    chosen = read_config(config, {**given, "models": named(bundles)})
+    require("fastapi", "serve")
+    # The web framework and Ray, for those who serve.
+    if chosen.ray:
+        from llmc.runtime.server.fleet.run import serve
+    else:
+        from llmc.runtime.server.run import serve
+    serve(chosen)

@@ -1,0 +1,73 @@
+"""The encoder: a decoder's layers, run once over whole texts, and the end that makes a vector or a score of each."""
+
+import torch
+from torch import Tensor, nn
+
+from llmc.export.blocks.linear import Linear
+from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
+from llmc.export.blocks.scale import Scale
+from llmc.export.config import DecoderConfig, linears
+from llmc.export.decoder import Stack, TakePositions
+from llmc.inventory import DENSE, SCORE
+
+# Of a vector's length, as torch's normalize has it: a vector of zeros stays one.
+SHORTEST = 1e-12
+
+
+class MeanPooling(nn.Module):
+    """hidden (B, S, N), lengths (B) -> the mean over each row's positions (B, N)."""
+
+    def forward(self, hidden: Tensor, lengths: Tensor) -> Tensor:
+        rows = lengths.unsqueeze(1)
+        # Counted from the values themselves, so that this end of the graph can be run alone.
+        inside = (torch.ones_like(hidden.select(2, 0)).cumsum(1) <= rows).unsqueeze(2)  # (B, S, 1)
+        return torch.where(inside, hidden, 0.0).sum(1) / rows.float()
+
+
+class Normalize(nn.Module):
+    """x (B, N) -> vectors of length one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).sum(-1, keepdim=True)).clamp_min(SHORTEST)
+
+
+class Encoder(nn.Module):
+    """The contract of encoders: whole texts in; a vector or a score of each out."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        assert config.encoder is not None
+        self.end = config.encoder
+        self.model = Stack(config)
+        self.embedding_scale = Scale(config.embedding_scale)
+        self.last_rows, self.mean, self.tanh, self.normalize = TakePositions(), MeanPooling(), nn.Tanh(), Normalize()
+        self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
+        self.dense, self.score = (
+            nn.ModuleList(
+                Linear(it.inputs, it.outputs, bias=it.bias) for it in linears(config) if it.name.startswith(f"{kind}.")
+            )
+            for kind in (DENSE, SCORE)
+        )
+
+    def forward(self, input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """ids (B, S), lengths (B) -> vectors (B, W) or scores (B), and the values (B, S, N) before the first layer and
+        after each: to be outputs is how the tracer marks them."""
+        ropes = [rope.inv_freq for rope in self.rotary_emb]
+        borders = [self.embedding_scale(self.model.embed_tokens(input_ids))]
+        for layer in self.model.layers:
+            borders.append(layer(borders[-1], None, lengths, ropes)[0])
+        if self.end.pooling == "mean":
+            pooled = self.mean(self.model.norm(borders[-1]), lengths)
+        else:
+            pooled = self.model.norm(self.last_rows(borders[-1], lengths.unsqueeze(1) - 1)).squeeze(1)
+        return (self._score(pooled) if self.score else self._embedding(pooled)), borders
+
+    def _embedding(self, x: Tensor) -> Tensor:
+        for dense, layer in zip(self.dense, self.end.dense, strict=True):
+            x = dense(x) if layer.activation == "identity" else self.tanh(dense(x))
+        return self.normalize(x) if self.end.normalized else x
+
+    def _score(self, x: Tensor) -> Tensor:
+        first, *others = (row(x).squeeze(1) for row in self.score)
+        difference = first - others[0] if others else first
+        return torch.sigmoid(difference) if self.end.sigmoid else difference

@@ -1,0 +1,34 @@
+"""Command R and Aya: attention and MLP side by side behind one layer norm without bias, and scaled logits."""
+
+from dataclasses import replace
+
+from llmc.export.config import PARALLEL, DecoderConfig, NormConfig
+from llmc.export.keys import Keys
+from llmc.export.reading import read_decoder
+
+
+def read(keys: Keys) -> DecoderConfig:
+    """``use_qk_norm`` is of Command R+ alone, whose heads have norm weights of their own."""
+    if keys.flag("use_qk_norm"):
+        raise keys.error("use_qk_norm", True, "false, since norms with weights for each head are not supported")
+    return read_parallel(keys)
+
+
+def read_parallel(
+    keys: Keys, windows: tuple[int, ...] | None = None, rotated: tuple[bool, ...] | None = None
+) -> DecoderConfig:
+    """The part common to all Command models; the keywords are those of :func:`read_decoder`."""
+    bias = keys.flag("attention_bias")
+    config = read_decoder(
+        keys,
+        windows=windows,
+        rotated=rotated,
+        default_kv_heads=keys.integer("num_attention_heads"),
+        qkv_bias=bias,
+        o_bias=bias,
+        norm=NormConfig(keys.number("layer_norm_eps", 1e-5), "layer"),
+        placement=PARALLEL,
+        default_tied=True,
+        interleaved=True,
+    )
+    return replace(config, logit_scale=keys.number("logit_scale", 0.0625))

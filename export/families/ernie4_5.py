@@ -1,0 +1,20 @@
+"""ERNIE 4.5's dense models: Llama whose rope turns neighbours, with one switch for all biases and a tied head."""
+
+from llmc.export.config import DecoderConfig
+from llmc.export.keys import Keys
+from llmc.export.reading import read_decoder
+
+
+def read(keys: Keys) -> DecoderConfig:
+    """transformers takes 128 for a missing head_dim."""
+    bias = keys.flag("use_bias")
+    return read_decoder(
+        keys,
+        default_head_dim=128,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        default_theta=500_000.0,
+        default_tied=True,
+        interleaved=True,
+    )

@@ -1,0 +1,41 @@
+"""Gemma 3: Gemma with norms on both sides and on the heads of q and k, windows in five layers of six, and two ropes."""
+
+from dataclasses import replace
+
+from llmc.export.config import SANDWICH, DecoderConfig, NormConfig
+from llmc.export.keys import Keys
+from llmc.export.reading import read_decoder, windows_by_pattern
+
+
+def read(keys: Keys) -> DecoderConfig:
+    """Scaling is for the layers that see everything; those with windows have a base of their own."""
+    keys.skip("cache_implementation", "_sliding_window_pattern")
+    bias = keys.flag("attention_bias")
+    config = read_decoder(
+        keys,
+        windows=windows_by_pattern(keys, default=6),
+        default_kv_heads=4,
+        default_head_dim=256,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+        norm=NormConfig(keys.number("rms_norm_eps", 1e-6), offset=True),
+        placement=SANDWICH,
+        activation_key="hidden_activation",
+        default_theta=1_000_000.0,
+        local_theta=("rope_local_base_freq", 10_000.0),
+        default_tied=True,
+        scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        softcap=keys.optional_number("attn_logit_softcapping") or 0.0,
+    )
+    final = keys.optional_number("final_logit_softcapping") or 0.0
+    config = replace(config, embedding_scale=config.hidden_size**0.5, logit_softcap=final)
+    return both_ways(config) if keys.flag("use_bidirectional_attention") else config
+
+
+def both_ways(config: DecoderConfig) -> DecoderConfig:
+    """Every position sees those after it, too: a window reaches half as far to either side."""
+    mixers = [layer.mixer for layer in config.layers]
+    seen = [replace(it, causal=False, window=it.window // 2 + 1 if it.window else 0) for it in mixers]
+    layers = tuple(replace(layer, mixer=it) for layer, it in zip(config.layers, seen, strict=True))
+    return replace(config, layers=layers)

@@ -1,0 +1,35 @@
+"""Hunyuan's dense models: Llama with norms on the heads of q and k, behind the rotation, and a base grown by alpha."""
+
+from dataclasses import replace
+
+from llmc.export.config import DecoderConfig
+from llmc.export.keys import Keys
+from llmc.export.reading import read_decoder
+
+RENAMED = (("query_layernorm", "q_norm"), ("key_layernorm", "k_norm"))
+# What the checkpoints call dynamic is static; transformers computes the same.
+ROPE_TYPES = {"default": "default", "dynamic": "ntk_alpha"}
+# Of other models of the same code, which transformers does not read.
+UNUSED = (
+    *("add_classification_head", "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id"),
+    *("im_end_id", "im_newline_id", "im_start_id", "mask_init_id", "norm_type", "org_vocab_size", "pad_id"),
+    *("pool_type", "text_end_id", "text_start_id", "use_rotary_pos_emb"),
+)
+
+
+def read(keys: Keys) -> DecoderConfig:
+    """``use_cla`` would share keys and values between layers."""
+    keys.skip(*UNUSED)
+    bias = keys.flag("attention_bias")
+    for name, value in (("use_cla", False), ("use_qk_norm", True), ("mlp_bias", False)):
+        if keys.flag(name, value) != value:
+            raise keys.error(name, not value, str(value).lower())
+    config = read_decoder(
+        keys,
+        default_kv_heads=keys.integer("num_attention_heads"),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head_after_rope",
+        rope_types=ROPE_TYPES,
+    )
+    return replace(config, renamed=RENAMED)

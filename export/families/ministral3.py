@@ -1,0 +1,24 @@
+"""Ministral 3: Mistral with yarn, whose queries grow with every stretch of the original positions."""
+
+from dataclasses import replace
+
+from llmc.export.config import DecoderConfig
+from llmc.export.keys import Keys
+from llmc.export.reading import read_decoder
+
+
+def read(keys: Keys) -> DecoderConfig:
+    """The growth stands among the rope's keys; ``max_position_embeddings`` there says again what the config says."""
+    rope, window = keys.inside("rope_parameters"), keys.optional_integer("sliding_window") or 0
+    config = read_decoder(
+        keys,
+        windows=(window,) * keys.integer("num_hidden_layers"),
+        default_kv_heads=8,
+        default_head_dim=128,
+        rope_own=("llama_4_scaling_beta", "max_position_embeddings"),
+    )
+    growth = rope.number("llama_4_scaling_beta")
+    period = rope.integer("original_max_position_embeddings")
+    grown = (replace(layer.mixer, query_growth=growth, growth_period=period) for layer in config.layers)
+    layers = tuple(replace(layer, mixer=mixer) for layer, mixer in zip(config.layers, grown, strict=True))
+    return replace(config, layers=layers)

@@ -1,0 +1,37 @@
+"""StarCoder 2: layer norms, a plain MLP, biases everywhere, a tied head, and a window for all layers, or none."""
+
+from dataclasses import replace
+
+from llmc.export.config import DecoderConfig, NormConfig
+from llmc.export.keys import Keys
+from llmc.export.reading import read_decoder
+
+GPT2_END = 50256  # the end of a text in another tokenizer, which transformers has as the family's default
+
+LEFT_OVER = (  # from the family before, gpt_bigcode; transformers reads none of them
+    *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "scale_attention_softmax_in_fp32"),
+    "scale_attn_weights",
+)
+
+
+def read(keys: Keys) -> DecoderConfig:
+    """``norm_type`` and ``mlp_type`` are of the time before transformers knew the family. Dropouts are for training."""
+    keys.skip("residual_dropout", "embedding_dropout", *LEFT_OVER)
+    keys.choice("norm_type", ("layer_norm",), "layer_norm")
+    keys.choice("mlp_type", ("default",), "default")
+    for name in ("bos_token_id", "eos_token_id"):
+        if keys.raw(name) == GPT2_END and keys.integer("vocab_size") <= GPT2_END:
+            keys.leave_out(name, "is beyond the vocabulary")
+    bias = keys.flag("use_bias", True)
+    window = 0 if keys.raw("sliding_window") is None else keys.integer("sliding_window")
+    config = read_decoder(
+        keys,
+        windows=(window,) * keys.integer("num_hidden_layers"),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        norm=NormConfig(keys.number("norm_epsilon", 1e-5), "layer", bias=True),
+        gated=False,
+        default_tied=True,
+    )
+    return replace(config, renamed=(("mlp.c_fc", "mlp.up_proj"), ("mlp.c_proj", "mlp.down_proj")))

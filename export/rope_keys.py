@@ -1,0 +1,176 @@
+"""From the rope's keys of a config to :class:`Rope`.
+
+Old checkpoints say ``rope_theta`` and ``rope_scaling``, those of transformers 5 ``rope_parameters``, in which families
+with a rope of their own for windowed layers have an object for each of the two kinds; all are read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import log, sqrt
+from typing import Any, cast
+
+from llmc.export.config import Rope, RopeType
+from llmc.export.keys import Keys
+
+DEFAULT_THETA = 10_000.0  # transformers' default where a config says nothing
+TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")}
+
+
+@dataclass(frozen=True)
+class RopeRules:
+    """A family's ways with ropes.
+
+    Attributes:
+        theta: base where a config says none.
+        partial: ``partial_rotary_factor`` where it is left out; None where the family rotates whole heads only.
+        interleaved: see :class:`Rope`.
+        types: meaning of each rope type that the family knows, of :data:`TYPES`, or ``ntk_alpha``.
+        local: key and default of the base of a rope for windowed layers, which scaling leaves alone.
+        own: keys of the rope that the family reads itself.
+    """
+
+    theta: float = DEFAULT_THETA
+    partial: float | None = None
+    interleaved: bool = False
+    types: Mapping[str, str] = field(default_factory=TYPES.copy)
+    local: tuple[str, float] | None = None
+    own: tuple[str, ...] = ()
+
+
+def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) -> tuple[Rope, ...]:
+    """The rope, or that of the layers which see everything and that of the windowed ones."""
+    styles = [name for name in ("rope_scaling", "rope_parameters") if keys.raw(name)]
+    if len(styles) == 2 and keys.raw(styles[0]) != keys.raw(styles[1]):
+        raise keys.error("rope_scaling", keys.raw("rope_scaling"), "the same as rope_parameters, or only one of them")
+    inner = keys.inside(styles[0]) if styles else None
+    reader = _Reader(keys, rules, head_dim, max_positions)
+    if rules.local is None:
+        return (reader.read(inner, "rope_theta", rules.theta),)
+    if inner is None or styles == ["rope_scaling"]:
+        return reader.read(inner, "rope_theta", rules.theta), reader.read(None, *rules.local)
+    kinds = {"full_attention": ("rope_theta", rules.theta), "sliding_attention": rules.local}
+    found = tuple(reader.read(inner.inside(kind) if inner.raw(kind) else None, *base) for kind, base in kinds.items())
+    inner.finish()
+    return found
+
+
+@dataclass(frozen=True)
+class _Reader:
+    config: Keys
+    rules: RopeRules
+    head_dim: int
+    max_positions: int
+
+    def read(self, keys: Keys | None, theta_key: str, default_theta: float) -> Rope:
+        """One rope, from its object if it has one and the config around it."""
+        config, rules = self.config, self.rules
+        theta = config.number(theta_key, default_theta)
+        if keys is None:
+            return Rope(self._dim(config), theta, interleaved=rules.interleaved)
+        stated = keys.choice("rope_type", tuple(rules.types), keys.choice("type", tuple(rules.types), "default"))
+        kind, inner_theta = rules.types[stated], keys.number("rope_theta", theta)
+        if inner_theta != theta and config.raw(theta_key) is not None:
+            raise config.error(theta_key, theta, f"the same as in {keys.where.split(': ')[-1]} ({inner_theta})")
+        scaling = {} if kind == "default" else self._scaling(keys, kind, inner_theta)
+        dim = self.head_dim if kind == "proportional" else self._dim(keys)
+        keys.skip(*rules.own)
+        keys.finish()
+        if kind == "ntk_alpha":
+            inner_theta *= scaling.pop("alpha") ** (dim / (dim - 2))
+        if kind in ("dynamic", "ntk_alpha"):
+            kind = "default"
+        if len(scaling.get("factors", ())) not in (0, dim // 2):
+            raise keys.error("long_factor", len(scaling["factors"]), f"{dim // 2} numbers, one for each rotated pair")
+        return Rope(dim, inner_theta, cast(RopeType, kind), interleaved=rules.interleaved, **scaling)
+
+    def _dim(self, keys: Keys) -> int:
+        """Values of a head that are rotated; ``partial_rotary_factor`` stands at the top, or inside of the rope."""
+        if self.rules.partial is None:
+            return self.head_dim
+        outer = self.config.number("partial_rotary_factor", self.rules.partial)
+        factor = keys.number("partial_rotary_factor", outer)
+        if factor != outer and self.config.raw("partial_rotary_factor") is not None:
+            raise self.config.error("partial_rotary_factor", outer, f"the same as in {keys.where} ({factor:g})")
+        dim = int(self.head_dim * factor)
+        if dim < 2 or dim % 2:
+            raise keys.error("partial_rotary_factor", factor, f"an even number of values of head_dim={self.head_dim}")
+        return dim
+
+    def _scaling(self, keys: Keys, kind: str, theta: float) -> dict[str, Any]:
+        """Parameters that a type of rope has besides its base."""
+        if kind == "ntk_alpha":  # transformers reads none of the others either
+            keys.skip("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+            return {"alpha": keys.number("alpha")}
+        if kind == "longrope":
+            return self._longrope(keys)
+        if kind == "proportional":
+            return {"factor": keys.number("factor", 1.0), "share": keys.number("partial_rotary_factor", 1.0)}
+        scaling: dict[str, Any] = {"factor": keys.number("factor")}
+        if kind == "dynamic":  # the base grows with what lies beyond max_position_embeddings, where this context ends
+            keys.skip("original_max_position_embeddings")
+            self.config.note(f"dynamic rope scaling begins where this context ends, at {self.max_positions} positions")
+            return {}
+        if kind in ("llama3", "yarn"):
+            scaling["original_max_positions"] = self._original(keys)
+        if kind == "llama3":
+            scaling |= _rising(keys, "low_freq_factor", "high_freq_factor")
+        if kind == "yarn":
+            if theta <= 1:
+                raise keys.error("rope_theta", theta, "more than 1, of which yarn takes the logarithm")
+            scaling |= _rising(keys, "beta_slow", "beta_fast", 1.0, 32.0)
+            magnitude = _magnitude(self.config, keys, scaling["factor"])
+            scaling |= {"truncate": keys.flag("truncate", True), "magnitude": magnitude}
+        return scaling
+
+    def _original(self, keys: Keys) -> int:
+        """Positions that the model was trained with first; the config's own key comes before that of the rope."""
+        name = "original_max_position_embeddings"
+        inner = keys.integer(name, self.max_positions)
+        return self.config.integer(name, inner)
+
+    def _longrope(self, keys: Keys) -> dict[str, Any]:
+        """Factors of short texts if no text is longer than the original positions, else those of long texts for all.
+
+        transformers changes them when a text grows beyond, and so what it cached no longer fits.
+        """
+        original = self._original(keys)
+        short, long = keys.numbers("short_factor"), keys.numbers("long_factor")
+        factor = keys.number("factor", self.max_positions / original)
+        if self.max_positions > original:
+            self.config.note(
+                f"longrope: texts of any length are computed with the factors of those beyond {original} positions; "
+                f"for the factors of shorter ones set max_position_embeddings to {original}, and the rope's factor to "
+                f"{factor:g}, before the export"
+            )
+        advised = sqrt(1 + log(factor) / log(original)) if factor > 1 < original else 1.0
+        return {
+            "original_max_positions": original,
+            "factors": long if self.max_positions > original else short,
+            "magnitude": keys.number("attention_factor", advised),
+        }
+
+
+def _rising(
+    keys: Keys, low: str, high: str, default_low: float | None = None, default_high: float | None = None
+) -> dict[str, float]:
+    """Two numbers, the second above the first."""
+    found = {low: keys.number(low, default_low), high: keys.number(high, default_high)}
+    if found[high] <= found[low]:
+        raise keys.error(high, found[high], f"more than {low}={found[low]}")
+    return found
+
+
+def _magnitude(config: Keys, keys: Keys, factor: float) -> float:
+    """Factor of yarn's sines and cosines: the one stated, else what the paper advises for ``factor``."""
+    stated = keys.optional_number("attention_factor")
+    scales = [keys.optional_number(name) for name in ("mscale", "mscale_all_dim")]
+    if keys.raw("attn_factor") is not None:
+        config.note(f"attn_factor={keys.raw('attn_factor')!r} was left out, as transformers does")
+    if stated is not None:
+        return stated
+    upper, lower = scales if all(scales) else (1.0, 0.0)
+    return _advised(factor, upper) / _advised(factor, lower)
+
+
+def _advised(factor: float, scale: float | None) -> float:
+    return 0.1 * (scale or 0.0) * log(factor) + 1.0 if factor > 1 else 1.0

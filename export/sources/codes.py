@@ -1,0 +1,125 @@
+"""Matrices held as integers with a scale per block: what quantized checkpoints store, in the one form that ONNX has.
+
+    W[n, k] = (codes[n, k] - zero_points[n, k // block]) * scales[n, k // block]
+
+Codes are signed, so that a checkpoint whose codes are unsigned has its middle, 8 or 128, taken off codes and zero
+points. Two of 4 bits lie in a byte, the first one in its low half, over the whole tensor as ONNX packs them.
+Source: DequantizeLinear-21 of the ONNX operators.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.export.sources.made import MadeTensor
+from llmc.export.sources.safetensors import StoredTensor
+from llmc.inventory import Codes
+
+CODE_TYPES = {"I4": 4, "I8": 8}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A matrix W [N, K].
+
+    Attributes:
+        codes: [N, K] of type I4 or I8.
+        block: columns that share a scale; a divisor of K.
+        scales: makes them, float32 [N, K / block].
+        zero_points: makes them, int8 [N, K / block]; None where all are zero.
+        order: int32 [K] where ``codes`` have their columns permuted: column k of W is their column order[k].
+    """
+
+    codes: StoredTensor | MadeTensor
+    block: int
+    scales: Callable[[], NDArray[np.float32]]
+    zero_points: Callable[[], NDArray[np.int8]] | None = None
+    order: NDArray[np.int32] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> str:
+        """Type of the codes."""
+        return self.codes.dtype
+
+    @property
+    def kind(self) -> Codes:
+        """The grid, as the inventory lists it."""
+        return Codes(CODE_TYPES[self.dtype], self.block, self.zero_points is not None)
+
+    def parts(self) -> dict[str, StoredTensor | MadeTensor]:
+        """The tensors that it is stored as, by what follows the matrix's own name."""
+        scales, groups = self.scales, (self.shape[0], self.shape[1] // self.block)
+        found: dict[str, StoredTensor | MadeTensor] = {"": self.codes}
+        found[".scales"] = MadeTensor("F32", groups, lambda: iter([scales()]))
+        if (zeros := self.zero_points) is not None:
+            found[".zero_points"] = MadeTensor(self.dtype, groups, lambda: iter([_stored(zeros(), self.dtype)]))
+        if (order := self.order) is not None:
+            found[".order"] = MadeTensor("I32", order.shape, lambda: iter([order]))
+        return found
+
+
+Weight = StoredTensor | MadeTensor | QuantizedTensor
+
+
+def flattened(tensors: Mapping[str, Weight]) -> dict[str, StoredTensor | MadeTensor]:
+    """Tensors by name, quantized ones as their parts: ``P.weight`` are codes, with ``P.weight.scales`` and so on."""
+    found: dict[str, StoredTensor | MadeTensor] = {}
+    for name, tensor in tensors.items():
+        parts = tensor.parts() if isinstance(tensor, QuantizedTensor) else {"": tensor}
+        found |= {f"{name}{part}": value for part, value in parts.items()}
+    return found
+
+
+@overload
+def rows_of(tensor: StoredTensor | MadeTensor, start: int, stop: int) -> StoredTensor | MadeTensor: ...
+@overload
+def rows_of(tensor: Weight, start: int, stop: int) -> Weight: ...
+def rows_of(tensor: Weight, start: int, stop: int) -> Weight:
+    """Rows of a tensor, each of which takes whole bytes."""
+    shape = (stop - start, *tensor.shape[1:])
+    if isinstance(tensor, StoredTensor):
+        row = tensor.length // tensor.shape[0]
+        return StoredTensor(tensor.file, tensor.offset + start * row, (stop - start) * row, tensor.dtype, shape)
+    if isinstance(tensor, QuantizedTensor):
+        return _quantized_rows(tensor, start, stop)
+
+    def pieces() -> Iterator[NDArray[Any]]:
+        position = 0
+        for piece in tensor.pieces():
+            yield piece[max(0, start - position) : max(0, stop - position)]
+            position += len(piece)
+
+    return MadeTensor(tensor.dtype, shape, pieces)
+
+
+def _quantized_rows(tensor: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
+    zeros = tensor.zero_points
+    return replace(
+        tensor,
+        codes=rows_of(tensor.codes, start, stop),
+        scales=lambda: tensor.scales()[start:stop],
+        zero_points=None if zeros is None else lambda: zeros()[start:stop],
+    )
+
+
+def packed(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
+    """Codes of 4 bits [N, K], K even, as they are stored: uint8 [N, K / 2]."""
+    halves = codes.view(np.uint8)
+    found: NDArray[np.uint8] = (halves[:, 0::2] & np.uint8(15)) | (halves[:, 1::2] << np.uint8(4))
+    return found
+
+
+def _stored(codes: NDArray[np.int8], dtype: str) -> NDArray[Any]:
+    """A whole tensor of codes as it is stored, in any shape."""
+    if dtype == "I8":
+        return codes
+    flat = codes.reshape(1, -1)
+    return packed(np.pad(flat, ((0, 0), (0, flat.size % 2))))

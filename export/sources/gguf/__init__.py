@@ -1,0 +1,125 @@
+"""GGUF files, as llama.cpp reads them: config, tokenizer and tensors in Hugging Face's words."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from llmc.bundle import CONFIG_FILE, TOKENIZER_FILE
+from llmc.errors import CheckpointError
+from llmc.export.sources.codes import Weight
+from llmc.export.sources.gguf.config import Metadata, read_config
+from llmc.export.sources.gguf.header import SUFFIX, Header, read_header
+from llmc.export.sources.gguf.tensors import decoder_tensors, read_small, unpacked_types
+from llmc.export.sources.gguf.tokenizer import read_tokenizer
+
+__all__ = ["SUFFIX", "GgufModel", "read_gguf"]
+
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+# Files that one model is split into, beyond any that is about.
+MOST_FILES = 1024
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+# Defaults of generation by the names of Hugging Face.
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A model in one or several GGUF files.
+
+    Attributes:
+        config: what its ``config.json`` would say.
+        generation: what its ``generation_config.json`` would say.
+        texts: contents of the files that an export needs, by their names.
+        tensors: by the names of the decoder's parameters.
+        files: all of them.
+        linked: whether tensors lie in the files as they are needed.
+        notes: sentences about what was changed.
+    """
+
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    texts: dict[str, str]
+    tensors: dict[str, Weight]
+    files: tuple[Path, ...]
+    linked: bool
+    notes: tuple[str, ...]
+
+
+def read_gguf(path: Path) -> GgufModel:
+    """Read the headers of a model's files; weights stay on disk.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, corrupt, or holds what is not supported.
+    """
+    headers = _headers(path)
+    metadata = headers[0].metadata
+    places = {entry.name: (header.path, entry) for header in headers for entry in header.tensors}
+
+    def read(name: str) -> NDArray[Any]:
+        return read_small(*places[name])
+
+    shapes = {name: entry.shape for name, (_, entry) in places.items()}
+    config = read_config(Metadata(str(path), metadata, shapes, read))
+    tokenizer = read_tokenizer(str(path), metadata, config["vocab_size"])
+    config |= {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.ends)}
+    tensors, linked = decoder_tensors(headers, config)
+    texts = {CONFIG_FILE: config, TOKENIZER_FILE: tokenizer.json, TOKENIZER_CONFIG_FILE: tokenizer.config}
+    return GgufModel(
+        config,
+        _generation(metadata),
+        {name: json.dumps(content, ensure_ascii=False) for name, content in texts.items()},
+        tensors,
+        tuple(header.path for header in headers),
+        linked,
+        _notes(path, unpacked_types(headers, tensors, config["model_type"])),
+    )
+
+
+def _headers(path: Path) -> list[Header]:
+    """Headers of the file, or of all the parts that it belongs to, the first of which has the metadata.
+
+    Raises:
+        CheckpointError: it is another part than the first, or one is missing.
+    """
+    first = read_header(path)
+    count, number = (first.metadata.get(f"split.{name}", default) for name, default in (("count", 1), ("no", 0)))
+    if count == 1:
+        return [first]
+    match = _PART.fullmatch(path.name)
+    if type(count) is not int or not 1 < count <= MOST_FILES or match is None or int(match["count"]) != count:
+        raise CheckpointError(
+            f"{path} is said to be one of {count!r:.80} files; expected a name such as model-00001-of-00003.gguf with "
+            f"this number, at most {MOST_FILES}"
+        )
+    names = [f"{match['stem']}-{part + 1:05d}-of-{count:05d}{SUFFIX}" for part in range(count)]
+    if number != 0 or path.name != names[0]:
+        raise CheckpointError(f"{path} is part {int(match['number'])} of {count}; export the first one: {names[0]}")
+    for name in names[1:]:
+        if not (path.parent / name).is_file():
+            raise CheckpointError(f"{path.parent}: {name} is missing, a part of {path.name}; download it again")
+    headers = [first, *(read_header(path.parent / name) for name in names[1:])]
+    for part, header in enumerate(headers):
+        if (header.metadata.get("split.no"), header.metadata.get("split.count")) != (part, count):
+            raise CheckpointError(
+                f"{header.path} is not part {part + 1} of {count}, as its name says; download it again"
+            )
+    return headers
+
+
+def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of sampling that the file advises."""
+    advised = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    found = {name: value for name, value in advised.items() if value is not None}
+    return {"do_sample": found.get("temperature", 1.0) != 0, **found} if found else {}
+
+
+def _notes(path: Path, kinds: Mapping[str, int]) -> tuple[str, ...]:
+    if not kinds:
+        return ()
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return (f"{path.name}: {counts} tensors were unpacked to float16, rounded to the nearest",)

@@ -1,0 +1,271 @@
+"""A GGUF file's metadata as the ``config.json`` that it was converted from, as far as a decoder needs it.
+
+llama.cpp names a model by its architecture, which covers several of Hugging Face's families: ``llama`` is also
+Mistral, SmolLM and Yi. What the file says only by its tensors (biases, a head of its own) is read off them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import CheckpointError
+
+_COMMON = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+# Keys that do not change what is computed; those of experts and of causality are refused at other values than these.
+_IRRELEVANT = ("rope.scaling.finetuned", "tensor_data_layout", "rope.scaling.yarn_ext_factor")
+_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+
+
+class Metadata:
+    """The metadata of an architecture, of which every key must be accounted for, and what the file's tensors say.
+
+    Args:
+        where: the file, in messages.
+        values: all of the metadata.
+        shapes: of every tensor by its name.
+        read: the values of a tensor of few numbers.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        values: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], NDArray[np.float32]],
+    ) -> None:
+        self.where = where
+        self.values = values
+        self.architecture = str(values.get("general.architecture", "none"))
+        self.shapes = shapes
+        self.tensor = read
+        self._read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value under ``ARCHITECTURE.key``. A list of one number per layer stands for it where all are the same.
+
+        Raises:
+            CheckpointError: it is a list of different numbers.
+        """
+        self._read.add(key)
+        value = self.values.get(f"{self.architecture}.{key}", default)
+        if not isinstance(value, (np.ndarray, list)):
+            return value
+        if len(value) == 0 or any(item != value[0] for item in value):
+            raise self.error(key, f"a list of {len(value)} values", "the same for all layers")
+        return value[0].item() if isinstance(value, np.ndarray) else value[0]
+
+    def finish(self) -> None:
+        """Refuse what nobody read.
+
+        Raises:
+            CheckpointError: a key of the architecture is unknown, or has a value that llmc does not support.
+        """
+        for name, value in self.values.items():
+            key = name.removeprefix(f"{self.architecture}.")
+            if key == name or key in self._read or key in _IRRELEVANT:
+                continue
+            if key not in _NEUTRAL:
+                raise CheckpointError(
+                    f"{self.where}: {name}={value!r:.80} is not known to llmc, which does not guess whether it changes "
+                    "the result; export the checkpoint that the file was converted from"
+                )
+            if value != _NEUTRAL[key]:
+                raise self.error(key, repr(value), repr(_NEUTRAL[key]))
+
+    def error(self, key: str, value: str, expected: str) -> CheckpointError:
+        """The error for a value that is not supported."""
+        return CheckpointError(
+            f"{self.where}: {self.architecture}.{key} is {value:.80}, which is unsupported; expected {expected}"
+        )
+
+
+def read_config(data: Metadata) -> dict[str, Any]:
+    """The config of a model of a known architecture.
+
+    Raises:
+        CheckpointError: the architecture, a value or a key is not supported.
+    """
+    if data.architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{data.where}: general.architecture={data.architecture!r:.80} is unsupported in GGUF files; expected one "
+            f"of {', '.join(ARCHITECTURES)}; export the checkpoint that the file was converted from"
+        )
+    config = {"model_type": data.architecture, "hidden_act": "silu", **_common(data)}
+    config |= ARCHITECTURES[data.architecture](data, config)
+    data.finish()
+    return config
+
+
+def _common(data: Metadata) -> dict[str, Any]:
+    config = {name: value for key, name in _COMMON.items() if (value := data.get(key)) is not None}
+    config["vocab_size"] = data.shapes.get("token_embd.weight", (0,))[0]
+    config["tie_word_embeddings"] = "output.weight" not in data.shapes
+    if data.get("vocab_size", config["vocab_size"]) != config["vocab_size"]:
+        raise data.error("vocab_size", str(data.get("vocab_size")), f"the {config['vocab_size']} rows of the embedding")
+    _check_width(data, config, "attention.value_length")
+    return config
+
+
+def _check_width(data: Metadata, config: Mapping[str, Any], key: str) -> None:
+    width = head_dim(config)
+    if width and data.get(key, width) != width:
+        raise data.error(key, str(data.get(key)), f"the width of a head, {width}")
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Width of a head, 0 where the config does not say."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if type(config.get("head_dim")) is int:
+        return int(config["head_dim"])
+    return hidden // heads if type(heads) is type(hidden) is int and heads > 0 else 0
+
+
+def _rope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A rope that turns whole heads: by llama3's rule where the file has its factors, else as the metadata say."""
+    _check_width(data, config, "rope.dimension_count")
+    kind, factor = data.get("rope.scaling.type", "none"), data.get("rope.scaling.factor", data.get("rope.scale_linear"))
+    if kind not in ("none", "linear", "yarn"):
+        raise data.error("rope.scaling.type", repr(kind), "none, linear or yarn")
+    original = data.get("rope.scaling.original_context_length", config.get("max_position_embeddings"))
+    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
+        if data.get(key, 1.0) != 1:
+            raise data.error(key, str(data.get(key)), "1")
+    if "rope_freqs.weight" in data.shapes:
+        return {"rope_scaling": _llama3(data, config)}
+    if kind == "yarn":
+        betas = {name: data.get(f"rope.scaling.yarn_{name}") for name in ("beta_slow", "beta_fast")}
+        betas = {name: value for name, value in betas.items() if value is not None}
+        scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+        return {"rope_scaling": {**scaling, **betas}}
+    return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor not in (None, 1) else {}
+
+
+# Factors are computed in float32, and the numbers that they follow from are round.
+_SAME_FACTOR = 1e-4
+
+
+def _llama3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers behind the factors of Llama 3.1, one per pair of a head's values.
+
+    A factor is 1 for short wavelengths, F for long ones, and between them 1/f = (1 - s)/F + s where the smooth part
+    s = (P/wavelength - low)/(high - low) is a line over 1/wavelength. The line gives all but one of P (positions that
+    the model was trained with), low and high; low is 1 in every published model.
+
+    Raises:
+        CheckpointError: the factors do not follow from this rule.
+    """
+    width, theta = head_dim(config), config.get("rope_theta", 10_000.0)
+    name = "rope_freqs.weight"
+    if type(theta) is not float or not theta > 1:
+        raise data.error("rope.freq_base", repr(theta), "a number above 1")
+    factors = np.array(_rope_factors(data, name, width // 2))
+    turns = theta ** -(np.arange(0, width, 2) / width) / (2 * np.pi)  # per position: 1 / wavelength
+    largest = factors.max()
+    between = (factors > 1) & (factors < largest)
+    high, positions = 4.0, 8192
+    if between.sum() >= 2:
+        smooth = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
+        slope, start = np.polyfit(turns[between], smooth, 1)
+        high = round(1 - 1 / float(start), 2) if start < 0 else high
+        positions = round(float(slope) * (high - 1))
+    found = {
+        "rope_type": "llama3",
+        "factor": round(float(largest), 4),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": positions,
+    }
+    if not np.allclose(llama3_factors(found, turns), factors, rtol=_SAME_FACTOR):
+        raise CheckpointError(
+            f"{data.where}: {name} are no factors of Llama 3's rule of scaling, and llmc knows no other; export the "
+            "checkpoint that the file was converted from"
+        )
+    return found
+
+
+def llama3_factors(scaling: Mapping[str, Any], turns: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Divisors of frequencies, by the turns per position that they make."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = (scaling["original_max_position_embeddings"] * turns - low) / (high - low)
+    smooth = smooth.clip(0, 1)
+    return np.asarray(1 / ((1 - smooth) / scaling["factor"] + smooth))
+
+
+def _llama(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_rope(data, config),
+        "attention_bias": "blk.0.attn_q.bias" in data.shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in data.shapes,
+    }
+
+
+def _qwen2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_rope(data, config), "use_sliding_window": False}
+
+
+def _qwen3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_qwen2(data, config), "attention_bias": "blk.0.attn_q.bias" in data.shapes}
+
+
+def _phi3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of each head is turned. Long contexts have factors in tensors."""
+    width, window = head_dim(config), data.get("attention.sliding_window", 0)
+    turned = data.get("rope.dimension_count", width)
+    if type(turned) is not int or not 0 < turned <= width:
+        raise data.error("rope.dimension_count", str(turned), f"at most the width of a head, {width}")
+    original = data.get("rope.scaling.original_context_length", config.get("max_position_embeddings"))
+    found = {
+        "partial_rotary_factor": turned / width,
+        "sliding_window": window or None,
+        "original_max_position_embeddings": original,
+    }
+    magnitude = data.get("rope.scaling.attn_factor")
+    kinds = [kind for kind in ("short", "long") if f"rope_factors_{kind}.weight" in data.shapes]
+    if kinds:
+        factors = {f"{kind}_factor": _rope_factors(data, f"rope_factors_{kind}.weight", turned // 2) for kind in kinds}
+        stated = {} if magnitude is None else {"attention_factor": magnitude}
+        found["rope_scaling"] = {"rope_type": "longrope", **factors, **stated}
+    return found
+
+
+def _rope_factors(data: Metadata, name: str, pairs: int) -> list[float]:
+    if data.shapes[name] != (pairs,):
+        raise CheckpointError(f"{data.where}: {name} has shape {list(data.shapes[name])}, expected [{pairs}]")
+    return [float(str(factor)) for factor in data.tensor(name)]
+
+
+# Layers of the one size whose queries are scaled by the width that a head would have if heads filled the hidden size.
+_GEMMA3_27B_LAYERS = 62
+
+
+def _gemma3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Two ropes; every sixth layer sees everything, and only there the rope is scaled."""
+    filled = config.get("num_hidden_layers") == _GEMMA3_27B_LAYERS
+    scale = head_dim({**config, "head_dim": None} if filled else config)
+    return {
+        **_rope(data, config),
+        "model_type": "gemma3_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": config.get("rope_theta", 1_000_000.0),
+        "rope_local_base_freq": data.get("rope.freq_base_swa", 10_000.0),
+        "sliding_window": data.get("attention.sliding_window"),
+        "sliding_window_pattern": data.get("attention.sliding_window_pattern", 6),
+        "query_pre_attn_scalar": scale,
+        "final_logit_softcapping": data.get("final_logit_softcapping"),
+    }
+
+
+ARCHITECTURES = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "phi3": _phi3, "gemma3": _gemma3}

@@ -1,0 +1,207 @@
+"""A GGUF file's tensors as the decoder's: other names, other orders of rows, and types that must be unpacked.
+
+F32, F16 and BF16 are taken where they lie. The other types are blocks of codes with scales. Q8_0 and Q4_0 stay codes
+and scales, where the decoder multiplies with them. All others become float16, the nearest to what llama.cpp takes them
+for in float32 (a relative difference of at most 2^-11). Vectors stay float32.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import CheckpointError, require
+from llmc.export.sources.codes import QuantizedTensor, Weight, packed
+from llmc.export.sources.gguf.config import head_dim
+from llmc.export.sources.gguf.header import BLOCKS, Entry, Header
+from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+from llmc.export.sources.safetensors import StoredTensor
+from llmc.strict import open_regular
+
+Bytes = NDArray[np.uint8]
+
+# Types that need no unpacking, as numpy reads them.
+STORED = ("F32", "F16", "BF16")
+# Weights that are unpacked at a time: 16 MiB as float32.
+PIECE = 1 << 22
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OTHER_MODULES = {
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gemma3_text": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>[a-z_]+)\.(?P<kind>weight|bias)")
+# What the config says, too.
+_CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tuple[dict[str, Weight], bool]:
+    """Every tensor by the name of its parameter, and whether the files hold matrices as they are needed.
+
+    If they do, all that is needed as it is stays where it lies. For the sake of a few vectors the files would be large.
+
+    Raises:
+        CheckpointError: two of the files hold a tensor of the same name.
+    """
+    found: dict[str, Weight] = {}
+    entries = [(header.path, entry) for header in headers for entry in header.tensors if entry.name not in _CONSUMED]
+    link = any(len(e.shape) > 1 and e.kind in STORED and not _turned(e, config) for _, e in entries)
+    for path, entry in entries:
+        name = parameter(entry.name, config["model_type"])
+        if name in found:
+            raise CheckpointError(f"{path}: {entry.name} is in another file, too; download the files again")
+        multiplied = name.endswith("_proj.weight") or name == (EMBEDDING if config["tie_word_embeddings"] else HEAD)
+        found[name] = _tensor(path, entry, _turned(entry, config), link, multiplied)
+    return found, link
+
+
+def parameter(name: str, family: str) -> str:
+    """Hugging Face's name of a parameter; an unknown one stays, and is refused as unused."""
+    match, modules = _NAME.fullmatch(name), _MODULES | _OTHER_MODULES.get(family, {})
+    if match is None or match["module"] not in modules:
+        return name
+    layer = f"model.layers.{match['layer']}." if match["layer"] else ""
+    return f"{layer}{modules[match['module']]}.{match['kind']}"
+
+
+def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
+    """All values of a vector in float32.
+
+    Raises:
+        CheckpointError: it has more than one dimension, or is of another type.
+    """
+    if entry.kind != "F32" or len(entry.shape) != 1:
+        raise CheckpointError(f"{path}: {entry.name} is {entry.kind} {list(entry.shape)}, expected a vector in F32")
+    return next(_rows(path, entry, 0, partial(_plain, entry)))
+
+
+def _turned(entry: Entry, config: Mapping[str, Any]) -> int:
+    """Rows of a head whose order must be undone, 0 for none.
+
+    llama.cpp turns neighbouring values of a head by one angle in these models, Hugging Face those half a head apart.
+    """
+    match = _NAME.fullmatch(entry.name)
+    turned = config["model_type"] == "llama" and match is not None and match["module"] in ("attn_q", "attn_k")
+    return head_dim(config) if turned else 0
+
+
+def _tensor(path: Path, entry: Entry, turned: int, link: bool, codes: bool) -> Weight:
+    rows = partial(_rows, path, entry, turned)
+    if entry.kind in STORED:
+        if link and not turned:
+            return StoredTensor(path.name, entry.offset, entry.length, entry.kind, entry.shape)
+        return MadeTensor(entry.kind, entry.shape, lambda: rows(partial(_plain, entry)))
+    if codes and entry.kind in CODES:
+        return _codes(entry, rows)
+    require("gguf", "export")
+    dtype = "F16" if len(entry.shape) > 1 else "F32"
+    return MadeTensor(dtype, entry.shape, lambda: rows(partial(unpacked, path, entry, dtype)))
+
+
+def _codes(entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]) -> QuantizedTensor:
+    """Codes and scales as they are. A block of these types is a scale in float16, then 32 codes."""
+    (weights, size), (dtype, codes_of) = BLOCKS[entry.kind], CODES[entry.kind]
+
+    def blocks(raw: Bytes) -> Bytes:
+        return raw.reshape(raw.shape[0], -1, size)
+
+    def scales(raw: Bytes) -> NDArray[np.float32]:
+        return np.ascontiguousarray(blocks(raw)[..., :2]).view(np.float16)[..., 0].astype(np.float32)
+
+    made = MadeTensor(dtype, entry.shape, lambda: rows(lambda raw: codes_of(blocks(raw)[..., 2:])))
+    return QuantizedTensor(made, weights, lambda: np.concatenate(list(rows(scales))))
+
+
+def _bytes(blocks: Bytes) -> NDArray[np.int8]:
+    """Codes of Q8_0 [R, B, 32] -> [R, K]."""
+    return np.ascontiguousarray(blocks).view(np.int8).reshape(blocks.shape[0], -1)
+
+
+def _nibbles(blocks: Bytes) -> Bytes:
+    """Codes of Q4_0 [R, B, 16], the first half of a block in the low halves of its bytes -> packed [R, K / 2]."""
+    levels = np.concatenate([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1)
+    return packed((levels.astype(np.int8) - np.int8(8)).reshape(blocks.shape[0], -1))
+
+
+# Types whose codes are kept: their type in an export, and what makes them of blocks without their scales.
+CODES: dict[str, tuple[str, Callable[[Bytes], NDArray[Any]]]] = {"Q8_0": ("I8", _bytes), "Q4_0": ("I4", _nibbles)}
+
+
+def _rows(path: Path, entry: Entry, turned: int, read: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
+    """Runs of the rows of a tensor, as ``read`` makes them of bytes, whole heads where their order is undone."""
+    width = int(np.prod(entry.shape[1:], dtype=np.int64))
+    run = max(1, PIECE // width // max(turned, 1)) * max(turned, 1)
+    with open_regular(path) as file:
+        for start in range(0, entry.shape[0], run):
+            rows = min(run, entry.shape[0] - start)
+            file.seek(entry.offset + start * entry.row)
+            raw = file.read(rows * entry.row)
+            if len(raw) != rows * entry.row:
+                raise CheckpointError(f"{path}: ends inside {entry.name}; the file is truncated, download it again")
+            values = read(np.frombuffer(raw, np.uint8).reshape(rows, -1))
+            yield _halves(values, turned) if turned else values
+
+
+def _plain(entry: Entry, raw: Bytes) -> NDArray[Any]:
+    """Floats as they are, [rows, ...]."""
+    return raw.view(ARRAY_TYPES[entry.kind]).reshape(raw.shape[0], *entry.shape[1:])
+
+
+def unpacked(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
+    """Bytes of rows in blocks as floats [rows, ...].
+
+    Raises:
+        CheckpointError: one is no number, or too large for the type.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        values: NDArray[Any] = dequantize(raw, GGMLQuantizationType[entry.kind]).astype(ARRAY_TYPES[dtype])
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{path}: {entry.name} holds weights that are no numbers, or too large for float16; the file is broken, "
+            "download it again"
+        )
+    return values.reshape(raw.shape[0], *entry.shape[1:])
+
+
+def _halves(values: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Rows of whole heads from the order of pairs to that of halves: 0 2 4 ... 1 3 5 ..."""
+    heads = values.shape[0] // rows
+    halves: NDArray[Any] = values.reshape(heads, rows // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    return halves
+
+
+def unpacked_types(headers: Sequence[Header], tensors: Mapping[str, Weight], family: str) -> dict[str, int]:
+    """The number of tensors of each type that are unpacked."""
+    kinds = [
+        entry.kind
+        for header in headers
+        for entry in header.tensors
+        if not isinstance(tensors.get(parameter(entry.name, family)), QuantizedTensor)
+    ]
+    return {kind: kinds.count(kind) for kind in BLOCKS if kind in kinds and kind not in STORED}

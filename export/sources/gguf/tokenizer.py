@@ -1,0 +1,293 @@
+"""A GGUF file's tokenizer as ``tokenizer.json`` and ``tokenizer_config.json``.
+
+Two kinds are known. ``gpt2`` is byte-pair encoding of bytes that a pre-tokenizer has cut into words. ``llama`` is
+SentencePiece's: any two neighbours that make a token merge, the token with the highest score first, and what no token
+spells falls back to bytes; ``tokenizer.json`` has a merge for each pair instead, in the order of the scores.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmc.errors import CheckpointError
+from llmc.export.sources.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+
+# Types of a token.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+# Bounds of a vocabulary whose pairs are looked for: characters of a token, and of all of them. The largest in use has
+# 262,144 tokens of six characters.
+LONGEST_TOKEN = 1024
+MOST_CHARACTERS = 1 << 23
+# SentencePiece's sign for a space.
+_SPACE = "▁"
+# Ids that SentencePiece gives to its special tokens where the file says nothing.
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+# Names of special tokens in a file and in tokenizer_config.json.
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+# Texts of control tokens after which a model has said all, as llama.cpp knows them.
+# fmt: off
+_ENDS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+})
+# fmt: on
+# Special tokens after which Phi-3's tokenizer leaves spaces alone; after its others it drops them.
+_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Contents of the two files, and the ids that begin and end a text."""
+
+    json: dict[str, Any]
+    config: dict[str, Any]
+    bos: int | None
+    ends: tuple[int, ...]
+
+
+def read_tokenizer(where: str, metadata: Mapping[str, Any], rows: int) -> Tokenizer:
+    """The tokenizer that ``metadata`` describe, for a model whose embedding has ``rows``.
+
+    Raises:
+        CheckpointError: it is missing, broken, of another kind, or has more tokens than the model has rows.
+    """
+    return _Reader(where, metadata, rows).tokenizer()
+
+
+class _Reader:
+    def __init__(self, where: str, metadata: Mapping[str, Any], rows: int) -> None:
+        self._where = where
+        self._metadata = metadata
+        self._kind = metadata.get("tokenizer.ggml.model")
+        if self._kind not in ("gpt2", "llama"):
+            raise self._error("model", self._kind, "gpt2 or llama")
+        self._tokens = self._list("tokens", rows)
+        self._types = self._numbers("token_type", "iu")
+        self._vocab = self._vocabulary()
+        defaults = _SENTENCEPIECE_IDS if self._kind == "llama" else {}
+        self._ids = {name: self._id(name, defaults.get(name)) for name in (*_NAMED, "eot", "eom")}
+
+    def tokenizer(self) -> Tokenizer:
+        pre = self._pre_tokenizer() if self._kind == "gpt2" else None
+        content = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": self._added(),
+            **(self._bytes(pre) if pre else self._sentencepiece()),
+            "post_processor": self._around(begins=pre.begins if pre else True),
+        }
+        return Tokenizer(content, self._config(), self._ids["bos"], self._ends())
+
+    # ------------------------------------------------------------------------------------------------- vocabulary
+
+    def _vocabulary(self) -> dict[str, int]:
+        """Ids by token, without those that only fill the embedding up."""
+        found: dict[str, int] = {}
+        for index, (token, kind) in enumerate(zip(self._tokens, self._types.tolist(), strict=True)):
+            if kind == _UNUSED and token == f"[PAD{index}]":
+                continue
+            if found.setdefault(token or f"[EMPTY_{index}]", index) != index:
+                raise self._broken(f"tokens {found[token]} and {index} are both {token!r:.80}")
+        return found
+
+    def _added(self) -> list[dict[str, Any]]:
+        """Tokens that a text is searched for before anything else."""
+        strips = self._kind == "llama" and self._metadata.get("general.architecture") == "phi3"
+        kinds = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
+        return [
+            {
+                "id": index,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": strips and token not in _KEEP_SPACE,
+                "normalized": False,
+                "special": kinds[kind],
+            }
+            for token, index in self._vocab.items()
+            if (kind := int(self._types[index])) in kinds
+        ]
+
+    # ------------------------------------------------------------------------------------------ byte-pair encoding
+
+    def _pre_tokenizer(self) -> PreTokenizer:
+        name = self._metadata.get("tokenizer.ggml.pre")
+        if name not in PRE_TOKENIZERS:
+            raise self._error("pre", name, f"one of {', '.join(PRE_TOKENIZERS)}")
+        return PRE_TOKENIZERS[str(name)]
+
+    def _bytes(self, pre: PreTokenizer) -> dict[str, Any]:
+        cuts = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in pre.patterns
+        ]
+        whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        return {
+            "normalizer": {"type": "NFC"} if pre.composed else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, whole]},
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": _bpe(self._vocab, self._merges(), ignore_merges=pre.whole_words),
+        }
+
+    def _merges(self) -> list[tuple[str, str]]:
+        merges = []
+        for merge in self._list("merges", None):
+            cut = merge.find(" ", 1)
+            left, right = merge[:cut], merge[cut + 1 :]
+            if cut < 0 or not {left, right, left + right} <= self._vocab.keys():
+                raise self._broken(f"the merge {merge!r:.80} is none of two tokens to a third")
+            merges.append((left, right))
+        return merges
+
+    # ------------------------------------------------------------------------------------------------ SentencePiece
+
+    def _sentencepiece(self) -> dict[str, Any]:
+        prefix = self._flag("add_space_prefix", True)
+        before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+        after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        unspaced = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+        unknown = self._ids["unknown"]
+        return {
+            "normalizer": {"type": "Sequence", "normalizers": [*before, spaces]},
+            "pre_tokenizer": None,
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [unspaced, {"type": "ByteFallback"}, {"type": "Fuse"}, *after],
+            },
+            "model": _bpe(
+                self._vocab,
+                self._scored_merges(),
+                unk_token=None if unknown is None else self._tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=True,
+            ),
+        }
+
+    def _scored_merges(self) -> list[tuple[str, str]]:
+        """Every pair of tokens that makes a third, the third with the highest score first."""
+        scores = self._numbers("scores", "f").tolist()
+        if not np.isfinite(scores).all():
+            raise self._broken("a score is no number")
+        if max(map(len, self._tokens)) > LONGEST_TOKEN or sum(map(len, self._tokens)) > MOST_CHARACTERS:
+            raise self._broken(
+                f"its tokens have more than {LONGEST_TOKEN} characters, or {MOST_CHARACTERS} of them together"
+            )
+        types = self._types.tolist()
+        mergeable = {
+            token: index for token, index in self._vocab.items() if types[index] in (_NORMAL, _USER_DEFINED, _UNUSED)
+        }
+        found = []
+        for token, index in mergeable.items():
+            pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+            parts = [(mergeable[a], mergeable[b]) for a, b in pairs if a in mergeable and b in mergeable]
+            found += [(scores[index], len(self._tokens[a]), len(self._tokens[b]), a, b) for a, b in sorted(parts)]
+        found.sort(key=lambda pair: pair[:3], reverse=True)
+        return [(self._tokens[a], self._tokens[b]) for *_, a, b in found]
+
+    # ------------------------------------------------------------------------------------------------ special tokens
+
+    def _around(self, begins: bool) -> dict[str, Any] | None:
+        """The post-processor, which puts tokens around a prompt."""
+        names = {"bos": self._flag("add_bos_token", begins), "eos": self._flag("add_eos_token", False)}
+        tokens: dict[str, int] = {}
+        for name in (name for name, added in names.items() if added):
+            index = self._ids[name]
+            if index is None:
+                raise self._broken(f"a text has a token {name} around it, but {name}_token_id is missing")
+            tokens[name] = index
+        if not tokens:
+            return None
+        texts = {name: self._tokens[index] for name, index in tokens.items()}
+        special = {name: {"SpecialToken": {"id": text, "type_id": 0}} for name, text in texts.items()}
+        first, last = [special[n] for n in ("bos",) if n in special], [special[n] for n in ("eos",) if n in special]
+        a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        return {
+            "type": "TemplateProcessing",
+            "single": [*first, a, *last],
+            "pair": [*first, a, *last, *first, b, *last],
+            "special_tokens": {
+                text: {"id": text, "ids": [tokens[name]], "tokens": [text]} for name, text in texts.items()
+            },
+        }
+
+    def _config(self) -> dict[str, Any]:
+        named = {key: self._tokens[index] for name, key in _NAMED.items() if (index := self._ids[name]) is not None}
+        template = self._templates()
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **named,
+            **({"chat_template": template} if template else {}),
+        }
+
+    def _templates(self) -> str | list[dict[str, str]] | None:
+        """The chat template, or all of them by name."""
+        plain = self._metadata.get("tokenizer.chat_template")
+        names = self._metadata.get("tokenizer.chat_templates", [])
+        named = {name: self._metadata.get(f"tokenizer.chat_template.{name}") for name in names}
+        if not all(isinstance(text, str) for text in (*named.values(), plain or "")):
+            raise self._broken("a chat template is no text")
+        if not named:
+            return plain
+        templates = ({"default": plain} if plain else {}) | named
+        return [{"name": name, "template": str(text)} for name, text in templates.items()]
+
+    def _ends(self) -> tuple[int, ...]:
+        """Ids after which a model has said all: those that the file names, then those that are known by their text."""
+        stated = [index for name in ("eos", "eot", "eom") if (index := self._ids[name]) is not None]
+        known = [self._vocab[text] for text in sorted(_ENDS & self._vocab.keys())]
+        return tuple(dict.fromkeys([*stated, *(index for index in known if self._types[index] == _CONTROL)]))
+
+    # ----------------------------------------------------------------------------------------------------- metadata
+
+    def _list(self, name: str, most: int | None) -> list[str]:
+        found = self._metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(found, list):
+            raise self._broken(f"tokenizer.ggml.{name} is missing, or no list of texts")
+        if most is not None and not 0 < len(found) <= most:
+            raise self._broken(f"it knows {len(found)} tokens, and the model has {most} rows for them")
+        return found
+
+    def _numbers(self, name: str, kinds: str) -> Any:
+        found = self._metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(found, np.ndarray) or found.dtype.kind not in kinds or len(found) != len(self._tokens):
+            raise self._broken(f"tokenizer.ggml.{name} is missing, or not a number for each of the tokens")
+        return found
+
+    def _id(self, name: str, default: int | None) -> int | None:
+        value = self._metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+        if value is not None and (type(value) is not int or not 0 <= value < len(self._tokens)):
+            raise self._error(f"{name}_token_id", value, f"an id below {len(self._tokens)}")
+        return value
+
+    def _flag(self, name: str, default: bool) -> bool:
+        value = self._metadata.get(f"tokenizer.ggml.{name}", default)
+        if type(value) is not bool:
+            raise self._error(name, value, "true or false")
+        return value
+
+    def _error(self, name: str, value: object, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._where}: tokenizer.ggml.{name}={value!r:.80} is unsupported; expected {expected}"
+        )
+
+    def _broken(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: its tokenizer is broken ({why}); get the file from somebody else")
+
+
+def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:
+    plain = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
+    return {**plain, **options, "vocab": vocab, "merges": merges}

@@ -1,0 +1,66 @@
+"""Tensors that no file holds as the decoder needs them: an export writes them into a file of its own."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import MADE_FILE
+from llmc.export.sources.safetensors import ITEM_BITS, StoredTensor
+
+ARRAY_TYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "I4": np.dtype(np.uint8),  # two in each
+}
+
+
+@dataclass(frozen=True)
+class MadeTensor:
+    """A tensor to be computed while the export is written, a piece at a time.
+
+    Attributes:
+        dtype: as :class:`StoredTensor` says it, one of :data:`ARRAY_TYPES`.
+        shape: of the whole tensor.
+        pieces: makes consecutive runs of its rows, in that type.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[NDArray[Any]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return (math.prod(self.shape) * ITEM_BITS[self.dtype] + 7) // 8
+
+
+def write_made(tensors: Mapping[str, StoredTensor | MadeTensor], folder: Path) -> tuple[dict[str, StoredTensor], int]:
+    """Write the made ones into ``folder``; return the place of each tensor, and how many bytes are new.
+
+    Raises:
+        CheckpointError: what a tensor is made from is broken.
+        OSError: the file cannot be written.
+    """
+    places = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, StoredTensor)}
+    made = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, MadeTensor)}
+    if not made:
+        return places, 0
+    with (folder / MADE_FILE).open("wb") as file:
+        for name, tensor in made.items():
+            start, wanted = file.tell(), ARRAY_TYPES[tensor.dtype]
+            for piece in tensor.pieces():
+                assert piece.dtype == wanted, f"{name} is made as {piece.dtype}, not as {wanted}"
+                file.write(np.ascontiguousarray(piece).view(np.uint8).data)
+            places[name] = StoredTensor(MADE_FILE, start, file.tell() - start, tensor.dtype, tensor.shape)
+            assert places[name].length == tensor.nbytes, f"{name}: {places[name].length} of {tensor.nbytes} bytes"
+        new_bytes = file.tell()
+    return {name: places[name] for name in tensors}, new_bytes

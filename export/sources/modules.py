@@ -1,0 +1,290 @@
+"""The modules that sentence-transformers lists around a decoder: what makes an encoder of it.
+
+``modules.json`` names them in order, and each has a folder with its ``config.json``. Format:
+https://sbert.net/docs/sentence_transformer/usage/custom_models.html
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc import strict
+from llmc.bundle import CONFIG_FILE
+from llmc.errors import CheckpointError
+from llmc.export.config import DecoderConfig, DenseConfig, EncoderConfig
+from llmc.export.keys import Keys
+from llmc.export.sources.codes import Weight
+from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+from llmc.export.sources.safetensors import FLOATS, SINGLE_FILE, StoredTensor, read_shard
+from llmc.inventory import DENSE, SCORE, Pooling
+from llmc.origin import own_file
+
+MODULES_FILE = "modules.json"
+TEXT_FILE, MODEL_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
+POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
+# As the same files say it that versions before 6 wrote, a flag for each.
+FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
+OTHER_FLAGS = tuple(f"pooling_mode_{name}" for name in ("cls_token", "max_tokens", "mean_sqrt_len_tokens"))
+IDENTITY, TANH, SIGMOID = (
+    f"torch.nn.modules.{name}" for name in ("linear.Identity", "activation.Tanh", "activation.Sigmoid")
+)
+HEAD_WEIGHT, TABLE_WEIGHT, SCORE_WEIGHT = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
+TASK = "feature-extraction"  # where the file says none
+# Beyond any model there is; a module makes a node of the graph.
+MOST_MODULES = 16
+
+
+@dataclass(frozen=True)
+class Ending:
+    """An encoder's end, the longest text that it is for (0 where nothing says so), and the folders of dense layers."""
+
+    encoder: EncoderConfig
+    longest: int
+    dense_folders: tuple[str, ...]
+
+
+def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
+    """The end of the encoder in ``folder``, whose ``config.json`` holds ``config``; None for a model that generates.
+
+    Raises:
+        CheckpointError: there is a module or a setting that is not supported, or no word about pooling.
+    """
+    architectures = config.get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    classifies = architecture.endswith("ForSequenceClassification")
+    modules = _modules(folder)
+    if modules is None and classifies:
+        modules = {"Transformer": [""]}
+    if modules is None:
+        if architecture.endswith("Model") and not architecture.endswith("LMHeadModel"):
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: {architecture:.80} has no head, and without a {MODULES_FILE} nothing says "
+                "how a text's vector is made; expected the files of sentence-transformers beside it"
+            )
+        return None
+    longest, template = _texts(folder)
+    kinds = [kind for kind in modules if kind != "Transformer"]
+    if kinds == ["LogitScore"] and not classifies:
+        encoder = _logit_score(folder, modules["LogitScore"][0], _sigmoid(folder, config), template)
+    elif not kinds and classifies:
+        _check_labels(folder, config)
+        padding = config.get("pad_token_id")  # transformers scores at the last token that is another one
+        padding = padding if type(padding) is int and padding >= 0 else None
+        sigmoid = _sigmoid(folder, config)
+        encoder = EncoderConfig("scores", "last", template=template, sigmoid=sigmoid, padding=padding)
+    elif kinds[:1] == ["Pooling"] and set(kinds) <= {"Pooling", "Dense", "Normalize"} and not template:
+        encoder = _embedding(folder, modules)
+    else:
+        how = "through its chat template" if template else "as text"
+        raise CheckpointError(
+            f"{folder / MODULES_FILE}: {architecture:.80} with the modules {', '.join(modules)}, which takes texts "
+            f"{how}, is unsupported; expected Pooling, Dense and Normalize after a decoder that takes plain text, "
+            "LogitScore after a causal one, or a ForSequenceClassification alone"
+        )
+    return Ending(encoder, longest, tuple(modules.get("Dense", ())))
+
+
+def prefixed(stored: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Tensors by the names that a model with a head has for them: without one they are stored without ``model.``."""
+    if any(name.startswith("model.") for name in stored):
+        return dict(stored)
+    return {name if name in (HEAD_WEIGHT, SCORE_WEIGHT) else f"model.{name}": item for name, item in stored.items()}
+
+
+def ended(
+    folder: Path, config: DecoderConfig, ending: Ending, found: Mapping[str, Weight]
+) -> tuple[DecoderConfig, dict[str, Weight]]:
+    """The decoder with the end of an encoder in the place of its head, and the tensors of both.
+
+    Raises:
+        CheckpointError: they do not fit together, or a file is missing.
+    """
+    end, tensors = ending.encoder, dict(found)
+    _check_widths(folder, config, end)
+    head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)
+    for number, row in enumerate(end.score_rows):
+        tensors[f"{SCORE}.{number}.weight"] = _row(folder, head, row)
+    if SCORE_WEIGHT in tensors:
+        tensors[f"{SCORE}.0.weight"] = tensors.pop(SCORE_WEIGHT)
+    for number, name in enumerate(ending.dense_folders):
+        tensors |= {f"{DENSE}.{number}.{part}": tensor for part, tensor in _dense_tensors(folder, name).items()}
+    longest = min(config.max_positions, ending.longest or config.max_positions)
+    return replace(config, encoder=end, tied_head=False, max_positions=longest), tensors
+
+
+def _check_widths(folder: Path, config: DecoderConfig, end: EncoderConfig) -> None:
+    width = config.hidden_size
+    for layer in end.dense:
+        if layer.inputs != width:
+            raise CheckpointError(f"{folder}: a Dense layer reads {layer.inputs} values, but {width} come before it")
+        width = layer.outputs
+    if any(row >= config.vocab_size for row in end.score_rows):
+        raise CheckpointError(
+            f"{folder}: LogitScore names the tokens {list(end.score_rows)}, but {CONFIG_FILE} says "
+            f"vocab_size={config.vocab_size}; download it again"
+        )
+
+
+def _row(folder: Path, head: Weight | None, row: int) -> StoredTensor:
+    """One token's row of the head."""
+    if not isinstance(head, StoredTensor):
+        raise CheckpointError(
+            f"{folder}: {HEAD_WEIGHT} is missing or quantized, expected the floats that LogitScore takes rows of; "
+            "export the checkpoint that it was made from"
+        )
+    size = head.length // head.shape[0]
+    return replace(head, offset=head.offset + row * size, length=size, shape=(1, *head.shape[1:]))
+
+
+def _dense_tensors(folder: Path, name: str) -> dict[str, MadeTensor]:
+    """The tensors of a Dense layer, weight and bias."""
+    path = own_file(folder, f"{name}/{SINGLE_FILE}")
+    if path is None:
+        raise CheckpointError(f"{folder}: no {name}/{SINGLE_FILE}, the weights of a Dense layer; download it again")
+    found = {part.removeprefix("linear."): tensor for part, tensor in read_shard(path).tensors.items()}
+    if wrong := [tensor.dtype for tensor in found.values() if tensor.dtype not in FLOATS]:
+        raise CheckpointError(f"{path}: it holds {wrong[0]}, expected one of {', '.join(FLOATS)}; download it again")
+    return {part: _copied(path, tensor) for part, tensor in found.items()}
+
+
+def _copied(path: Path, tensor: StoredTensor) -> MadeTensor:
+    def pieces() -> Iterator[Any]:
+        yield np.memmap(path, ARRAY_TYPES[tensor.dtype], "r", tensor.offset, tensor.shape)
+
+    return MadeTensor(tensor.dtype, tensor.shape, pieces)
+
+
+def _modules(folder: Path) -> dict[str, list[str]] | None:
+    """The folders of the modules by kind, in order; None where there is no such file."""
+    listed = _read(folder, MODULES_FILE)
+    if listed is None:
+        return None
+    where = folder / MODULES_FILE
+    if not isinstance(listed, list) or not 1 <= len(listed) <= MOST_MODULES:
+        raise CheckpointError(f"{where} holds no list of 1 to {MOST_MODULES} modules; download it again")
+    found: dict[str, list[str]] = {}
+    for number, entry in enumerate(listed):
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        path = entry.get("path") if isinstance(entry, dict) else None
+        if not isinstance(kind, str) or not isinstance(path, str) or not re.fullmatch(r"[\w.-]{0,80}", path):
+            raise CheckpointError(f"{where}: module {number} has no type and the name of a folder; download it again")
+        if not kind.startswith("sentence_transformers.") or path in (".", ".."):
+            raise CheckpointError(
+                f"{where}: {kind:.80} in {path!r} is unsupported, for llmc runs no code of a checkpoint; expected "
+                "modules of sentence-transformers"
+            )
+        name = kind.rpartition(".")[2]
+        later = [*found, name]
+        if (name == "Transformer") != (number == 0) or (name in found and (name != "Dense" or later[-2] != "Dense")):
+            raise CheckpointError(f"{where}: {kind:.80} as module {number} is unsupported; expected Transformer first")
+        found.setdefault(name, []).append(path)
+    return found
+
+
+def _texts(folder: Path) -> tuple[int, bool]:
+    """The longest text, 0 where it does not say, and whether texts go through the chat template."""
+    values = _read(folder, TEXT_FILE)
+    if values is None:
+        return 0, False
+    keys = _keys(folder / TEXT_FILE, values)
+    keys.skip("module_output_name", "unpad_inputs")
+    keys.choice("transformer_task", ("feature-extraction", "sequence-classification", "text-generation"), TASK)
+    if keys.flag("do_lower_case"):
+        raise keys.error("do_lower_case", True, "false, for tokenizer.json says what becomes of letters")
+    longest = keys.optional_integer("max_seq_length") or 0
+    given = keys.raw("modality_config") or {}
+    message = given.get("message") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not set(given) <= {"text", "message"}:
+        raise keys.error("modality_config", given, "text, or text and message")
+    if message is not None and (not isinstance(message, dict) or message.get("format", "flat") != "flat"):
+        raise keys.error("modality_config", given, "messages of the flat format")
+    keys.finish()
+    return longest, message is not None
+
+
+def _embedding(folder: Path, modules: Mapping[str, list[str]]) -> EncoderConfig:
+    return EncoderConfig(
+        "embeddings",
+        _pooling(folder / modules["Pooling"][0] / CONFIG_FILE, _required(folder, modules["Pooling"][0])),
+        normalized="Normalize" in modules,
+        dense=tuple(_dense(folder / name / CONFIG_FILE, _required(folder, name)) for name in modules.get("Dense", ())),
+    )
+
+
+def _pooling(where: Path, values: Any) -> Pooling:
+    keys = _keys(where, values)
+    keys.skip("word_embedding_dimension", "embedding_dimension", "pooling_mode_weightedmean_tokens", *OTHER_FLAGS)
+    if not keys.flag("include_prompt", True):
+        raise keys.error("include_prompt", False, "true")
+    flags = [name for name in (*FLAGS, *OTHER_FLAGS, "pooling_mode_weightedmean_tokens") if keys.raw(name) is True]
+    mode = keys.raw("pooling_mode") or (FLAGS.get(flags[0]) if len(flags) == 1 else flags)
+    keys.finish()
+    if not isinstance(mode, str) or mode not in POOLINGS:
+        raise keys.error("pooling_mode", mode, f"one of {', '.join(POOLINGS)}")
+    return POOLINGS[mode]
+
+
+def _dense(where: Path, values: Any) -> DenseConfig:
+    keys = _keys(where, values)
+    activation = keys.choice("activation_function", (IDENTITY, TANH), TANH)
+    for name in ("module_input_name", "module_output_name"):
+        keys.choice(name, ("sentence_embedding",), "sentence_embedding")
+    if keys.flag("use_residual"):
+        raise keys.error("use_residual", True, "false")
+    outputs, inputs = keys.integer("out_features"), keys.integer("in_features")
+    bias = keys.flag("bias", True)
+    keys.finish()
+    return DenseConfig(outputs, inputs, bias, "identity" if activation == IDENTITY else "tanh")
+
+
+def _logit_score(folder: Path, name: str, sigmoid: bool, template: bool) -> EncoderConfig:
+    keys = _keys(folder / name / CONFIG_FILE, _required(folder, name))
+    keys.choice("module_input_name", ("causal_logits",), "causal_logits")
+    rows = [keys.integer("true_token_id")]
+    other = keys.optional_integer("false_token_id")
+    keys.finish()
+    rows += [] if other is None else [other]
+    return EncoderConfig("scores", "last", template=template, score_rows=tuple(rows), sigmoid=sigmoid)
+
+
+def _sigmoid(folder: Path, config: Mapping[str, Any]) -> bool:
+    """True if scores go through a sigmoid, as they do where neither file says otherwise."""
+    values, inner = _read(folder, MODEL_FILE), config.get("sentence_transformers")
+    places = [(folder / MODEL_FILE, values), (folder / CONFIG_FILE, inner)]
+    for where, holder in places:
+        if isinstance(holder, dict) and holder.get("activation_fn") is not None:
+            return Keys(holder, str(where)).choice("activation_fn", (IDENTITY, SIGMOID)) == SIGMOID
+    return True
+
+
+def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)  # transformers' default
+    if count != 1:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: it has {count!r:.20} labels, expected 1: the score of a pair")
+
+
+def _required(folder: Path, name: str) -> Any:
+    found = _read(folder, f"{name}/{CONFIG_FILE}")
+    if found is None:
+        raise CheckpointError(f"{folder}: no {name}/{CONFIG_FILE}, but {MODULES_FILE} names {name}; download it again")
+    return found
+
+
+def _keys(where: Path, values: Any) -> Keys:
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where} holds a JSON {type(values).__name__}, expected an object; download it again")
+    return Keys(values, str(where))
+
+
+def _read(folder: Path, name: str) -> Any:
+    """The content of a JSON file of the checkpoint, None where it has none."""
+    found = own_file(folder, name)
+    try:
+        return None if found is None else strict.read_json(found)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / name} cannot be read as JSON ({error}); download it again") from error

@@ -1,0 +1,348 @@
+"""Quantized tensors of safetensors files, found by their names and turned into llmc's one form.
+
+Layouts, for a linear P with a weight [N, K], 32 / bits codes in a word of int32, the first one lowest unless said:
+
+* AWQ (AutoAWQ's ``gemm``, arXiv 2306.00978): ``P.qweight`` [K, N / 8] and ``P.qzeros`` [K / group, N / 8] pack outputs,
+  in the order 0, 2, 4, 6, 1, 3, 5, 7; ``P.scales`` [K / group, N].
+* GPTQ (AutoGPTQ, GPTQModel, arXiv 2210.17323): ``P.qweight`` [K * bits / 32, N] packs inputs, ``P.qzeros``
+  [K / group, N * bits / 32] outputs; ``P.scales`` [K / group, N]; ``P.g_idx`` [K] names the group of each input. The
+  format ``gptq`` stores zero points less one, ``gptq_v2`` as they are.
+* compressed-tensors: ``P.weight_packed`` [N, K * bits / 32] packs inputs, ``P.weight_zero_point`` [N * bits / 32,
+  K / group] outputs, both with 2^(bits-1) added; ``P.weight_scale`` [N, K / group]; ``P.weight_shape``, and with a
+  choice of groups ``P.weight_g_idx``. Codes of ``int-quantized`` are ``P.weight`` int8 [N, K] as they are.
+* fp8: ``P.weight`` float8 (e4m3) [N, K], times ``P.weight_scale_inv`` [N / 128, K / 128], or ``P.weight_scale`` of a
+  block, a row or all.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import CheckpointError
+from llmc.export.sources.codes import QuantizedTensor, Weight, packed
+from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+from llmc.export.sources.quantization import Quantization
+from llmc.export.sources.safetensors import FLOATS, StoredTensor
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# Codes that are unpacked at a time, in rows of the matrix; whole words of eight rows.
+PIECE = 1 << 22
+# What stands beside weights and says how to round activations or the cache, which llmc does not.
+_LEFT_OUT = (
+    ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point", ".k_scale",
+    ".v_scale", ".q_scale",
+)  # fmt: skip
+_ARRAYS = {**ARRAY_TYPES, "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "I64": np.dtype(np.int64)}
+Words = NDArray[np.int32]
+
+
+def unpacked(folder: Path, found: dict[str, StoredTensor], how: Quantization | None) -> dict[str, Weight]:
+    """Tensors by name, with one weight in the place of all the tensors that make up a quantized one.
+
+    Raises:
+        CheckpointError: one of them is missing, or has another shape or type than the others ask for.
+    """
+    if how is None:
+        return {**found}
+    rest, weights = {name: item for name, item in found.items() if not name.endswith(_LEFT_OUT)}, {}
+    for name in list(rest):
+        module, _, part = name.rpartition(".")
+        integers = part in ("qweight", "weight_packed") or (part == "weight" and rest[name].dtype in ("I8", "F8_E4M3"))
+        if integers:
+            weights[f"{module}.weight"] = _Parts(folder, module, rest, how).weight(part)
+    for name in weights:
+        if name in rest:
+            raise CheckpointError(f"{folder}: {name} is stored twice, quantized and as it is; remove one of them")
+    return {**rest, **weights}
+
+
+class _Parts:
+    """The tensors of one quantized linear; each that is taken leaves ``rest``."""
+
+    def __init__(self, folder: Path, module: str, rest: dict[str, StoredTensor], how: Quantization) -> None:
+        self.folder, self.module, self.rest, self.how = folder, module, rest, how
+
+    def weight(self, part: str) -> Weight:
+        """The linear's weight; ``part`` names its codes."""
+        if self.module in self.how.ignored:
+            raise self._error(f"is quantized ({part}), but quantization_config lists it as one that is not")
+        makers = {
+            ("awq", "qweight"): self._awq,
+            ("gptq", "qweight"): self._gptq,
+            ("compressed-tensors", "weight_packed"): self._packed,
+            ("compressed-tensors", "weight"): self._plain,
+            ("fp8", "weight"): self._plain,
+        }
+        if (self.how.method, part) not in makers:
+            raise self._error(f"is stored as {part}, which {self.how.method} checkpoints do not have")
+        return makers[self.how.method, part]()
+
+    # ------------------------------------------------------------------------------------------------- methods
+
+    def _awq(self) -> Weight:
+        words = self._take("qweight", ("I32",), None)
+        inputs, columns = words.shape
+        outputs = 8 * columns
+        groups = self._groups(self._peek("scales", (None, outputs)).shape[0], inputs, 4)
+        scales = self._take("scales", FLOATS, (groups, outputs))
+        zeros = self._take("qzeros", ("I32",), (groups, columns))
+
+        def pieces() -> Iterator[NDArray[np.uint8]]:
+            stored = self._read(words)
+            for start, stop in _spans(outputs, inputs):
+                yield packed(_awq_outputs(stored[:, start // 8 : stop // 8]))
+
+        codes = MadeTensor("I4", (outputs, inputs), pieces)
+        return self._quantized(codes, inputs // groups, scales, lambda: _awq_outputs(self._read(zeros)))
+
+    def _gptq(self) -> Weight:
+        words = self._take("qweight", ("I32",), None)
+        grid = self.how.grids[0]
+        inputs, outputs = words.shape[0] * 32 // grid.bits, words.shape[1]
+        groups = self._groups(self._peek("scales", (None, outputs)).shape[0], inputs, grid.bits)
+        scales = self._take("scales", FLOATS, (groups, outputs))
+        zeros = self._take("qzeros", ("I32",), (groups, -(-outputs * grid.bits // 32)))
+        order = self._order("g_idx", inputs, groups)
+
+        def pieces() -> Iterator[NDArray[Any]]:
+            stored = self._read(words)
+            for start, stop in _spans(outputs, inputs):
+                yield _by_row(np.ascontiguousarray(stored[:, start:stop].T), grid.bits, order)
+
+        def zero_points() -> NDArray[np.int8]:
+            levels = _fields(self._read(zeros), grid.bits)[:, :outputs].astype(np.int16) + self.how.zero_offset
+            if int(levels.max()) >> grid.bits:
+                raise self._error(
+                    f"has a zero point of {int(levels.max())}, beyond its {grid.bits} bits: the format gptq cannot "
+                    "store zero points of 0; quantize it again into gptq_v2"
+                )
+            return _signed(levels.T, grid.bits)
+
+        codes = MadeTensor(f"I{grid.bits}", (outputs, inputs), pieces)
+        return self._quantized(codes, inputs // groups, scales, zero_points, order)
+
+    def _packed(self) -> Weight:
+        words = self._take("weight_packed", ("I32",), None)
+        outputs = words.shape[0]
+        shape = self._read(self._take("weight_shape", ("I64", "I32"), (2,))).tolist()
+        bits = next((grid.bits for grid in self.how.grids if words.shape[1] * 32 == shape[1] * grid.bits), 0)
+        if shape[0] != outputs or not bits:
+            known = " or ".join(str(grid.bits) for grid in self.how.grids)
+            raise self._error(f"has weight_packed {list(words.shape)}, no {shape} of {known} bits in whole words")
+        inputs = shape[1]
+        groups = self._groups(self._peek("weight_scale", (outputs, None)).shape[1], inputs, bits)
+        scales = self._take("weight_scale", FLOATS, (outputs, groups))
+        stored_zeros = self._optional("weight_zero_point", ("I32",), (-(-outputs * bits // 32), groups))
+        order = self._order("weight_g_idx", inputs, groups)
+
+        def pieces() -> Iterator[NDArray[Any]]:
+            for start, stop in _spans(outputs, inputs):
+                yield _by_row(self._read(words, start, stop), bits, order)
+
+        def zero_points() -> NDArray[np.int8]:
+            assert stored_zeros is not None
+            levels = _fields(np.ascontiguousarray(self._read(stored_zeros).T), bits)[:, :outputs].T
+            return _signed(levels, bits)
+
+        codes = MadeTensor(f"I{bits}", (outputs, inputs), pieces)
+        return self._quantized(codes, inputs // groups, scales, zero_points if stored_zeros else None, order, False)
+
+    def _plain(self) -> Weight:
+        codes = self._take("weight", ("I8", "F8_E4M3"), None)
+        if codes.dtype == "F8_E4M3":
+            return self._float8(codes)
+        outputs, inputs = codes.shape
+        found = self._peek("weight_scale", None).shape
+        per_row = found in ((1,), (), (outputs,))  # one scale for all, or one a row
+        groups = 1 if per_row else self._groups(found[-1], inputs, 8)
+        scales = self._take("weight_scale", FLOATS, found if per_row else (outputs, groups))
+        zeros = self._optional("weight_zero_point", ("I8",), scales.shape)
+
+        def per_block(stored: StoredTensor, dtype: Any) -> NDArray[Any]:
+            return np.ascontiguousarray(
+                np.broadcast_to(self._read(stored).astype(dtype).reshape(-1, groups), (outputs, groups))
+            )
+
+        made = QuantizedTensor(codes, inputs // groups, partial(per_block, scales, np.float32))
+        if zeros is None:
+            return made
+        return _with_zeros(made, partial(per_block, zeros, np.int8))
+
+    def _float8(self, codes: StoredTensor) -> Weight:
+        outputs, inputs = codes.shape
+        name = "weight_scale_inv" if f"{self.module}.weight_scale_inv" in self.rest else "weight_scale"
+        found = self._peek(name, None).shape
+        rows, columns = (
+            self.how.block if 0 not in self.how.block else (1 if found[:1] == (outputs,) else outputs, inputs)
+        )
+        blocks = (-(-outputs // rows), -(-inputs // columns))
+        if found != blocks and found not in ((1,), (), (outputs,)):
+            raise self._error(f"has {name} {list(found)}, but blocks of {rows} x {columns} need {list(blocks)}")
+        scales = self._take(name, FLOATS, found)
+        dtype = "F16" if scales.dtype == "F16" else "BF16"
+
+        def pieces() -> Iterator[NDArray[Any]]:
+            factors = np.broadcast_to(self._read(scales).astype(np.float32).reshape(-1, blocks[1]), blocks)
+            for start, stop in _spans(outputs, inputs):
+                values = self._read(codes, start, stop).astype(np.float32)
+                values *= np.repeat(factors[np.arange(start, stop) // rows], columns, axis=1)[:, :inputs]
+                yield values.astype(ARRAY_TYPES[dtype])
+
+        return MadeTensor(dtype, (outputs, inputs), pieces)
+
+    # --------------------------------------------------------------------------------------------------- parts
+
+    def _quantized(
+        self,
+        codes: MadeTensor,
+        block: int,
+        scales: StoredTensor,
+        zero_points: Any,
+        order: NDArray[np.int32] | None = None,
+        by_input: bool = True,
+    ) -> QuantizedTensor:
+        """The matrix; ``by_input`` says that scales are stored [K / block, N]."""
+
+        def turned() -> NDArray[np.float32]:
+            found = self._read(scales).astype(np.float32)
+            return np.ascontiguousarray(found.T) if by_input else found
+
+        made = QuantizedTensor(codes, block, turned, order=order)
+        return made if zero_points is None else _with_zeros(made, zero_points)
+
+    def _groups(self, groups: int, inputs: int, bits: int) -> int:
+        """Scales of a row, checked against the config."""
+        expected = {grid.group for grid in self.how.grids if grid.bits == bits}
+        width = inputs // groups if groups and inputs % groups == 0 else 0
+        if not width or not ({width, None} & expected or (groups == 1 and 0 in expected)):
+            named = sorted(group or -1 for group in expected if group is not None)
+            wanted = " or ".join(map(str, named)) or "any number"
+            raise self._error(
+                f"has {groups} scales for {inputs} inputs, but quantization_config says group_size={wanted}, expected "
+                "as many whole groups"
+            )
+        return groups
+
+    def _order(self, name: str, inputs: int, groups: int) -> NDArray[np.int32] | None:
+        """Column of the codes, sorted by groups, that each input comes to; None where they are sorted already."""
+        stored = self._optional(name, ("I32",), (inputs,))
+        if stored is None:
+            return None
+        group_of = self._read(stored)
+        width = inputs // groups
+        if (group_of == -1).all():  # compressed-tensors writes so where the order is plain
+            return None
+        if not np.array_equal(np.sort(group_of), np.arange(inputs) // width):
+            raise self._error(f"has a {name} that does not put {width} inputs into each of {groups} groups")
+        order: NDArray[np.int32] = np.empty(inputs, np.int32)
+        order[np.argsort(group_of, kind="stable")] = np.arange(inputs, dtype=np.int32)
+        return None if np.array_equal(order, np.arange(inputs)) else order
+
+    def _peek(self, part: str, shape: tuple[int | None, ...] | None) -> StoredTensor:
+        found = self.rest.get(f"{self.module}.{part}")
+        if found is None:
+            raise self._error(f"is quantized, but its {part} is missing; download the checkpoint again")
+        if shape is not None and (
+            len(found.shape) != len(shape) or any(b not in (a, None) for a, b in zip(found.shape, shape, strict=True))
+        ):
+            wanted = ["any" if size is None else size for size in shape]
+            raise self._error(f"has {part} {list(found.shape)}, expected {wanted}")
+        return found
+
+    def _take(self, part: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None) -> StoredTensor:
+        """A tensor of this linear, which no other one needs.
+
+        Raises:
+            CheckpointError: it is missing, or not of this type and shape; None stands for any matrix.
+        """
+        found = self._peek(part, shape)
+        if found.dtype not in dtypes or (shape is None and (len(found.shape) != 2 or 0 in found.shape)):
+            raise self._error(
+                f"has {part} {list(found.shape)} of type {found.dtype}, expected {' or '.join(dtypes)}"
+                f"{'' if shape is not None else ' with rows and columns'}"
+            )
+        return self.rest.pop(f"{self.module}.{part}")
+
+    def _optional(self, part: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> StoredTensor | None:
+        return self._take(part, dtypes, shape) if f"{self.module}.{part}" in self.rest else None
+
+    def _read(self, tensor: StoredTensor, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """A tensor, or some of its rows."""
+        return read_rows(self.folder, tensor, start, stop)
+
+    def _error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.folder}: {self.module} {problem}")
+
+
+def _with_zeros(made: QuantizedTensor, zero_points: Callable[[], NDArray[np.int8]]) -> QuantizedTensor:
+    """With its zero points, if some is not zero: those that lie in the middle say nothing."""
+    return replace(made, zero_points=zero_points) if zero_points().any() else made
+
+
+def read_rows(folder: Path, tensor: StoredTensor, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    """Rows of a stored tensor, in its own type.
+
+    Raises:
+        CheckpointError: the file is gone or ends early.
+    """
+    dtype = _ARRAYS[tensor.dtype]
+    rows = tensor.shape[0] if tensor.shape else 1
+    stop = rows if stop is None else stop
+    row = tensor.length // rows
+    try:
+        with (folder / tensor.file).open("rb") as file:
+            file.seek(tensor.offset + start * row)
+            data = file.read((stop - start) * row)
+    except OSError as error:
+        raise CheckpointError(f"{folder / tensor.file}: cannot be read ({error.strerror})") from error
+    if len(data) != (stop - start) * row:
+        raise CheckpointError(f"{folder / tensor.file}: ends early; the file is truncated, copy it again")
+    return np.frombuffer(data, dtype).reshape((stop - start, *tensor.shape[1:]) if tensor.shape else ())
+
+
+def _spans(outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
+    """Runs of rows of about :data:`PIECE` codes, each but the last of a multiple of eight."""
+    step = max(8, PIECE // inputs // 8 * 8)
+    return ((start, min(start + step, outputs)) for start in range(0, outputs, step))
+
+
+def _fields(words: Words, bits: int) -> NDArray[np.uint8]:
+    """Words [R, C] -> what is packed along their rows [R, C * 32 / bits], the lowest first."""
+    octets = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)
+    if bits == 8:
+        return octets
+    found: NDArray[np.uint8] = np.empty((len(octets), 2 * octets.shape[1]), np.uint8)
+    found[:, 0::2], found[:, 1::2] = octets & np.uint8(15), octets >> np.uint8(4)
+    return found
+
+
+def _by_row(words: Words, bits: int, order: NDArray[np.int32] | None) -> NDArray[Any]:
+    """Rows of words that pack inputs, as they are to be stored: signed, and sorted by groups."""
+    if order is not None:
+        codes = _signed(np.take(_fields(words, bits), np.argsort(order), axis=1), bits)
+        return packed(codes) if bits == 4 else codes
+    # Bytes of little-endian words are in the order of the codes already; the upper bit of each is its sign.
+    octets = words.view(np.uint8).reshape(len(words), -1) ^ np.uint8(0x88 if bits == 4 else 0x80)
+    found: NDArray[Any] = octets if bits == 4 else octets.view(np.int8)
+    return found
+
+
+def _signed(levels: NDArray[Any], bits: int) -> NDArray[np.int8]:
+    """Levels from 0 without their middle."""
+    found: NDArray[np.int8] = (levels.astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
+    return found
+
+
+def _awq_outputs(words: Words) -> NDArray[np.int8]:
+    """Words [K, N / 8] in AWQ's order -> codes [N, K], signed."""
+    fields = _fields(words, 4).reshape(len(words), -1, 8)
+    levels = np.empty_like(fields)
+    levels[:, :, AWQ_ORDER] = fields
+    turned = np.ascontiguousarray(levels.reshape(len(words), -1).T)
+    return _signed(turned, 4)

@@ -1,0 +1,138 @@
+"""From tensors as a checkpoint stores them to the parameters of a decoder: other names, packed rows, other orders.
+
+What lies in the files as the decoder needs it, under whatever name, stays a reference to them; the rest is made.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import CheckpointError
+from llmc.export.config import DecoderConfig, linears, norms, packed_parameters, parameter_shapes
+from llmc.export.sources.codes import QuantizedTensor, Weight, rows_of
+from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+from llmc.export.sources.safetensors import StoredTensor
+
+Tensors = dict[str, Weight]
+Array = NDArray[Any]
+
+# Values of a tensor that are made at a time.
+PIECE = 1 << 20
+
+
+def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight], offset: bool = True) -> Tensors:
+    """Every tensor of the files by its name as a parameter, or by its own where it is none.
+
+    Quantized weights lie [outputs, inputs], also where floats do not. ``offset`` says that norm weights of a family
+    which adds one to them are stored without it.
+
+    Raises:
+        CheckpointError: a tensor that holds several parameters has not their shape, or two tensors have one name.
+    """
+    found = _canonical(folder, config, stored)
+    shapes, parameters = parameter_shapes(config), Tensors(found)
+    for packed, names in packed_parameters(config).items():
+        if packed in found:
+            del parameters[packed]
+            parts = [shapes[name] for name in names]
+            parameters |= dict(zip(names, _unpacked(folder, config, packed, found[packed], parts), strict=True))
+    for name in _offset(config) & found.keys() if offset else ():
+        parameters[name] = _made(folder, found[name], _plus_one, found[name].shape, "F32")
+    plain = {name for name, tensor in found.items() if not isinstance(tensor, QuantizedTensor)}
+    for name in _transposed(config) & plain:
+        parameters[name] = _made(folder, found[name], np.transpose, found[name].shape[::-1])
+    return parameters
+
+
+def _offset(config: DecoderConfig) -> set[str]:
+    return {f"{norm.name}.weight" for norm in norms(config)} if config.norm.offset else set()
+
+
+def _transposed(config: DecoderConfig) -> set[str]:
+    return {f"{linear.name}.weight" for linear in linears(config)[:-1]} if config.transposed else set()
+
+
+def shaped(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """A sentence about a tensor of another shape."""
+    return f"{name} has shape {list(found)}, but config.json asks for {list(expected)}"
+
+
+def _canonical(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]) -> Tensors:
+    """Tensors by the names that the decoder has for them."""
+    names, found = dict(config.renamed), Tensors()
+    longest_first = sorted(map(re.escape, names), key=len, reverse=True)
+    words = re.compile(rf"(?<![^.])(?:{'|'.join(longest_first)})(?![^.])")
+    for own, tensor in stored.items():
+        if not set(config.left_out).isdisjoint(own.split(".")):
+            continue
+        name = words.sub(lambda match: names[match[0]], own) if names else own
+        if name in found:
+            raise CheckpointError(
+                f"{folder}: {own} is here twice, the second time as {name}; expected one of them: remove the other"
+            )
+        found[name] = tensor
+    return found
+
+
+def _unpacked(
+    folder: Path, config: DecoderConfig, name: str, tensor: Weight, parts: Sequence[tuple[int, ...]]
+) -> Iterator[Weight]:
+    """The parameters of these shapes that a tensor holds."""
+    rows = [0, *accumulate(part[0] for part in parts)]
+    whole = (rows[-1], *parts[0][1:])
+    turned = config.transposed and len(whole) > 1 and not isinstance(tensor, QuantizedTensor)
+    if tensor.shape != (whole[::-1] if turned else whole):
+        raise CheckpointError(f"{folder}: {shaped(name, tensor.shape, whole[::-1] if turned else whole)}")
+    for number, ((start, stop), shape) in enumerate(zip(pairwise(rows), parts, strict=True)):
+        if config.packed_by_head:
+            yield _made(folder, tensor, partial(_of_heads, config, number), shape)
+        elif turned:
+            yield _made(folder, tensor, partial(_columns, start, stop), shape)
+        else:
+            yield rows_of(tensor, start, stop)
+
+
+def _of_heads(config: DecoderConfig, part: int, whole: Array) -> Array:
+    """Query, key or value of each head, [heads, head_dim, ...], from a tensor that has them head by head."""
+    mixer = config.layers[0].mixer
+    found: Array = whole.reshape(mixer.heads, -1, mixer.head_dim, *whole.shape[1:])[:, part]
+    return found
+
+
+def _columns(start: int, stop: int, whole: Array) -> Array:
+    found: Array = whole.T[start:stop]
+    return found
+
+
+def _plus_one(weight: Array) -> Array:
+    found: Array = weight.astype(np.float32) + np.float32(1)
+    return found
+
+
+def _made(
+    folder: Path, tensor: Weight, view: Callable[[Array], Array], shape: tuple[int, ...], dtype: str = ""
+) -> MadeTensor:
+    """A view of a stored tensor, which is mapped and not read as a whole.
+
+    Raises:
+        CheckpointError: the tensor is quantized, and its codes cannot be viewed so.
+    """
+    if not isinstance(tensor, StoredTensor):
+        raise CheckpointError(
+            f"{folder}: a quantized tensor {list(tensor.shape)} holds parameters in an order that is not read from "
+            "codes; export the checkpoint that it was made from"
+        )
+
+    def pieces() -> Iterator[Array]:
+        rows = view(np.memmap(folder / tensor.file, ARRAY_TYPES[tensor.dtype], "r", tensor.offset, tensor.shape))
+        step = max(1, PIECE * len(rows) // rows.size)
+        for start in range(0, len(rows), step):
+            yield rows[start : start + step]
+
+    return MadeTensor(dtype or tensor.dtype, shape, pieces)

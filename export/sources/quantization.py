@@ -1,0 +1,189 @@
+"""``quantization_config`` of a checkpoint's config.json: how its weights are stored, read as strictly as the rest.
+
+The files say which linears are quantized, and their shapes how; the config says how to read them, and must agree.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.export.keys import Keys
+
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
+# Keys that say how the codes were chosen, or how somebody's kernels run them.
+# fmt: off
+_SETTLED = (
+    "act_group_aware", "auto_gptq_version", "autoround_version", "backend", "batch_size", "block_name_to_quantize",
+    "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize", "desc_act",
+    "disable_exllama", "do_fuse", "exllama_config", "fail_safe", "failsafe", "fuse_max_seq_len", "gptaq",
+    "global_compression_ratio",
+    "gptqmodel_version", "hyb_act", "lm_head", "max_input_length", "meta", "model_file_base_name",
+    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize",
+    "modules_to_fuse", "mse", "offload_to_disk", "pad_token_id", "quantizer", "run_compressed", "scale_fmt",
+    "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "version",
+)
+_SETTLED_GROUP = ("actorder", "dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+# fmt: on
+_COMPRESSED = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Bits of a code, and the inputs that share a scale (0 for all of a row); None where any number of them may."""
+
+    bits: int
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The form in which a checkpoint stores weights.
+
+    Attributes:
+        method: one of :data:`METHODS`.
+        grids: of which each quantized linear has one.
+        ignored: modules that are not quantized, where the config spells them out.
+        zero_offset: what is to be added to stored zero points: the original GPTQ stores one less.
+        block: rows and columns that share a scale of fp8, (0, 0) where a row or all of a matrix does.
+    """
+
+    method: str
+    grids: tuple[Grid, ...]
+    ignored: tuple[str, ...] = ()
+    zero_offset: int = 0
+    block: tuple[int, int] = (0, 0)
+
+
+def read_quantization(config: Keys) -> Quantization | None:
+    """The checkpoint's ``quantization_config``, or ``compression_config``, None where it has none.
+
+    Raises:
+        CheckpointError: a method, a key or a value is unknown or not supported; the message names it.
+    """
+    names = [name for name in ("quantization_config", "compression_config") if config.raw(name) is not None]
+    if not names:
+        return None
+    keys = config.inside(names[0])
+    method = keys.choice("quant_method", METHODS)
+    keys.skip(*_SETTLED)
+    found = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "fp8": _fp8}[method](keys, config)
+    keys.finish()
+    return found
+
+
+def _awq(keys: Keys, _: Keys) -> Quantization:
+    version = keys.raw("version")
+    if version is not None and str(version).lower() != "gemm":
+        raise keys.error("version", version, "gemm, the order of codes that AutoAWQ writes by default")
+    keys.choice("format", ("gemm",), "gemm")
+    if not keys.flag("zero_point", True):
+        raise keys.error("zero_point", False, "true: AutoAWQ's gemm codes have zero points")
+    return Quantization("awq", (Grid(_bits(keys, "bits", (4,)), _group(keys)),), _names(keys, "modules_to_not_convert"))
+
+
+def _gptq(keys: Keys, _: Keys) -> Quantization:
+    version = keys.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    keys.choice("format", (version,), version)
+    keys.choice("pack_dtype", ("int32",), "int32")
+    if keys.flag("is_marlin_format"):
+        raise keys.error("is_marlin_format", True, "false: codes as GPTQ stores them, before a kernel lays them out")
+    dynamic = keys.raw("dynamic") or {}
+    if not isinstance(dynamic, dict) or any(not str(name).startswith("-:") for name in dynamic):
+        raise keys.error("dynamic", dynamic, "only patterns that begin with -: and leave modules as they are")
+    grid = Grid(_bits(keys, "bits", (4, 8)), _group(keys))
+    return Quantization("gptq", (grid,), _names(keys, "modules_to_not_convert"), int(version == "gptq"))
+
+
+def _fp8(keys: Keys, config: Keys) -> Quantization:
+    keys.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    keys.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+    _note_activations(config)
+    if keys.raw("kv_cache_scheme") is not None:
+        _note_cache(config)
+    block = _pair(keys, "weight_block_size")
+    ignored = (*_names(keys, "modules_to_not_convert"), *_names(keys, "ignored_layers"))
+    return Quantization("fp8", (Grid(8),), ignored, block=block)
+
+
+def _compressed(keys: Keys, config: Keys) -> Quantization:
+    keys.choice("format", _COMPRESSED, "pack-quantized")
+    keys.choice("quantization_status", ("compressed", "frozen"), "compressed")
+    for name, plain in (("sparsity_config", "dense"), ("transform_config", ""), ("moe_sparsity_config", "")):
+        value = keys.raw(name) or {}
+        if not isinstance(value, dict) or (any(value.values()) and value.get("format") != plain):
+            raise keys.error(name, value, "nothing, for that is not read")
+    if keys.raw("kv_cache_scheme") is not None:
+        _note_cache(config)
+    groups = keys.inside("config_groups")
+    named = keys.raw("config_groups")
+    grids, blocks = [], []
+    for name in named:
+        grid, block = _compressed_group(groups.inside(name), config)
+        grids.append(grid)
+        blocks.append(block)
+    groups.finish()
+    if not grids or len(set(blocks)) > 1:
+        raise keys.error("config_groups", sorted(named), "one group, or several of which all or none have fp8 blocks")
+    return Quantization("compressed-tensors", tuple(grids), _names(keys, "ignore"), block=blocks[0])
+
+
+def _compressed_group(group: Keys, config: Keys) -> tuple[Grid, tuple[int, int]]:
+    group.skip("targets")  # the files say which linears are quantized
+    group.choice("format", _COMPRESSED, "pack-quantized")
+    if group.raw("input_activations") is not None:
+        _note_activations(config)
+    if group.raw("output_activations") is not None:
+        raise group.error("output_activations", group.raw("output_activations"), "null")
+    keys = group.inside("weights")
+    keys.skip(*_SETTLED_GROUP)
+    keys.flag("symmetric", True)
+    kind, strategy = keys.choice("type", ("int", "float"), "int"), keys.raw("strategy")
+    bits = _bits(keys, "num_bits", (4, 8) if kind == "int" else (8,))
+    strategies = ("group", "channel", "tensor") if kind == "int" else ("channel", "tensor", "block")
+    if strategy is not None and strategy not in strategies:
+        raise keys.error("strategy", strategy, f"one of {', '.join(strategies)}")
+    block = _pair(keys, "block_structure") if strategy == "block" else (0, 0)
+    keys.skip("block_structure")
+    width = _group(keys) if strategy in ("group", None) and keys.raw("group_size") is not None else 0
+    keys.skip("group_size")
+    keys.finish()
+    group.finish()
+    return Grid(bits, width if kind == "int" else None), block
+
+
+def _bits(keys: Keys, name: str, known: tuple[int, ...]) -> int:
+    bits = keys.integer(name)
+    if bits not in known:
+        raise keys.error(name, bits, " or ".join(map(str, known)))
+    return bits
+
+
+def _group(keys: Keys) -> int:
+    """Inputs that share a scale, 0 for all of a row, which configs write as -1."""
+    return max(0, keys.integer("group_size", -1))
+
+
+def _pair(keys: Keys, name: str) -> tuple[int, int]:
+    value = keys.raw(name)
+    if value is None:
+        return 0, 0
+    if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int or not 1 <= n <= 4096 for n in value):
+        raise keys.error(name, value, "two numbers from 1 to 4096, rows and columns")
+    return value[0], value[1]
+
+
+def _names(keys: Keys, name: str) -> tuple[str, ...]:
+    """Modules in a list, patterns left out: which modules they mean, the files say."""
+    value: Any = keys.raw(name) or []
+    if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
+        raise keys.error(name, value, "a list of names of modules")
+    return tuple(item for item in value if not item.startswith("re:"))
+
+
+def _note_activations(config: Keys) -> None:
+    sentence = "activations are not rounded as quantization_config says, only weights are as it has them"
+    if not any(sentence in note for note in config.notes):
+        config.note(sentence)
+
+
+def _note_cache(config: Keys) -> None:
+    config.note("the KV cache is not rounded as quantization_config says; build with an int8 cache to have it small")

@@ -1,0 +1,69 @@
+"""The golden self-test of a model that embeds or ranks: its vectors, and those of the unquantized model.
+
+Each text is a call of its own in the self-test; how far a call of all texts together is from that is measured, and what
+another machine may differ by follows from it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import GoldenVector, Similarity
+from llmc.errors import BundleError
+from llmc.optimize.judge.golden import prompt_ids
+from llmc.optimize.judge.reference import Reference
+from llmc.optimize.progress import Progress, silent
+from llmc.runtime import Model
+from llmc.runtime.selftest import KEPT_VALUES, difference
+
+Float = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class GoldenVectors:
+    """The cases of a self-test, what the bundle is worth on them, and the largest difference between calls."""
+
+    cases: tuple[GoldenVector, ...]
+    spread: float
+    similarity: Similarity
+
+
+def golden_vectors(model: Model, export: Path, progress: Progress = silent) -> GoldenVectors:
+    """Run the golden texts through the bundle and through the unquantized model.
+
+    Raises:
+        BundleError: the bundle computes NaN or infinity.
+    """
+    progress("running the golden texts")
+    texts = prompt_ids(model)
+    alone = [model.encoder.encode([ids])[0] for ids in texts]
+    if not all(np.isfinite(vector).all() for vector in alone):
+        raise BundleError(
+            f"{model.folder}: it computes NaN or infinite values, so nothing can be said about its quality; build the "
+            "bundle again, with precision fp32 if it stays so"
+        )
+    together = model.encoder.encode(texts)
+    wanted = Reference(export).results(texts, progress)
+    return GoldenVectors(
+        tuple(
+            GoldenVector(tuple(ids), tuple(found[:KEPT_VALUES].tolist()))
+            for ids, found in zip(texts, alone, strict=True)
+        ),
+        max(difference(one, other) for one, other in zip(alone, together, strict=True)),
+        _similarity(np.stack(alone), np.stack(wanted)),
+    )
+
+
+def _similarity(found: Float, wanted: Float) -> Similarity:
+    cosines = np.sum(found * wanted, axis=1) / np.maximum(
+        np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1), np.finfo(np.float32).tiny
+    )
+    is_vector = found.shape[1] > 1
+    return Similarity(
+        texts=len(found),
+        mean=float(cosines.mean()) if is_vector else None,
+        smallest=float(cosines.min()) if is_vector else None,
+        largest_difference=float(np.abs(found - wanted).max()),
+    )

@@ -1,0 +1,80 @@
+"""Attention within a call for ONNX Runtime, as encoders want it: GroupQueryAttention without a past where no position
+sees a later one, and basic operators where it does, for then that operator knows no windows."""
+
+import numpy as np
+import onnx_ir as ir
+
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.onnxruntime.attention import (
+    attended,
+    counted_tokens,
+    group_query_attention,
+    rotated,
+    token_positions,
+)
+from llmc.optimize.lower.rewrite import LLMC, Emitter, graph_input, nodes_of, replace, scalar, vector
+from llmc.optimize.lower.rotary import rotary_tables
+
+CAUSAL = "causal"
+
+
+def as_cached(graph: ir.Graph, _: LoweringContext) -> int:
+    """llmc::SelfAttention -> llmc::CachedAttention with nothing for its past, so that later passes see one operator."""
+    count = 0
+    for node in nodes_of(graph, "SelfAttention", LLMC):
+        if not count:  # positions begin with the call, and with nothing that was before
+            graph.meta["positions"] = Emitter(graph[0], "positions")(
+                "Sub", counted_tokens(graph), scalar(graph, 1, np.int64)
+            )
+        query, key, value, lengths, inv_freq = node.inputs
+        inputs = [query, key, value, None, None, lengths, inv_freq]
+        attributes = {name: found.value for name, found in node.attributes.items()}
+        emit = Emitter(node, main="CachedAttention")
+        replace(node, emit.many("CachedAttention", inputs, 3, LLMC, **attributes)[0])
+        count += 1
+    return count
+
+
+def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
+    """The same operator -> attention over the tokens of the call."""
+    count, masks = 0, dict[int, ir.Value]()
+    for node in nodes_of(graph, "CachedAttention", LLMC):
+        if not node.attributes[CAUSAL].as_int():
+            _attend(node, context, masks)
+            count += 1
+    return count + group_query_attention(graph, context, _lengths)
+
+
+def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
+    """Every row is as long as the call: no position sees a later one, so what pads a row is seen by padding alone."""
+    emit, ids = Emitter(first, "positions"), graph_input(graph, "input_ids")
+    batch, sequence = emit("Shape", ids, start=0, end=1), emit("Shape", ids, start=1, end=2)
+    total = emit("Cast", sequence, to=ir.DataType.INT32)
+    return [emit("Expand", emit("Sub", total, scalar(graph, 1, np.int32)), batch), total]
+
+
+def _attend(node: ir.Node, context: LoweringContext, masks: dict[int, ir.Value]) -> None:
+    """Basic operators for an attention whose positions see those after them; ``masks`` are those made so far."""
+    emit, attention = Emitter(node), context.attention(node)
+    query, key, value = node.inputs[:3]
+    if tables := rotary_tables(node, context):
+        query, key = rotated(emit, attention, token_positions(emit.graph, node), tables)
+    split = vector(emit.graph, [0, 0, attention.kv_heads, 1, attention.head_dim])
+    keys, values = (
+        emit("Transpose", emit("Reshape", part, split), perm=[0, 2, 3, 1, 4]) for part in (key, value)
+    )  # (B, KV, 1, S, D)
+    if attention.window not in masks:
+        masks[attention.window] = _mask(emit, attention.window)
+    found = attended(emit, attention, query, keys, values, masks[attention.window])
+    replace(node, found, *emit.many("Split", [found], 2, num_outputs=2, axis=-1))
+
+
+def _mask(emit: Emitter, window: int) -> ir.Value:
+    """Positions that a position sees, bool [B, 1, 1, S, S]: those of its row less than ``window`` away, and itself."""
+    graph, counted = emit.graph, counted_tokens(emit.graph)
+    column, row = (emit("Unsqueeze", counted, vector(graph, axes)) for axes in ([1, 2, 4], [1, 2, 3]))
+    ends = emit("Unsqueeze", graph_input(graph, "lengths"), vector(graph, [1, 2, 3, 4]))
+    mask, distance = emit("LessOrEqual", row, ends), emit("Abs", emit("Sub", column, row))
+    if window:
+        mask = emit("And", mask, emit("Less", distance, scalar(graph, window, np.int64)))
+    return emit("Or", mask, emit("Equal", distance, scalar(graph, 0, np.int64)))

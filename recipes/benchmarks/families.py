@@ -1,0 +1,169 @@
+"""Speed of every family beside llama's, at one size, on the CPU: what a family costs beyond its arithmetic.
+
+    python families.py FOLDER [--precisions int8 int4] [--rounds 3] [--only gemma2 phi]
+
+Writes random bfloat16 checkpoints with the same number of weights into FOLDER, exports and builds them, and times each
+bundle in every round; the best counts. A bundle that is there is not built again. Speeds are tokens per second of
+processor time on one thread, which other work on the machine changes less than what a clock shows. Ratios are per
+weight that a token is multiplied with: tokens per second times weights, over the same of llama in this run.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import fields
+from itertools import count as count_from
+from pathlib import Path
+from typing import Any
+
+from machine import provenance, table
+from make_model import write_checkpoint
+from transformers import AutoConfig
+
+from llmc.export import export
+from llmc.export.config import linears
+from llmc.export.families import FAMILIES, read_config
+from llmc.export.keys import Keys
+from llmc.optimize.build import build
+from llmc.runtime import Model, load
+from llmc.runtime.bench.client import draw_prompt
+
+SIZE = {
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+    "pad_token_id": None,
+}
+STEP = 64  # inner widths are multiples of this: every scheme has whole blocks
+WIDTHS = ("shared_intermediate_size", "intermediate_size", "n_inner")  # the first that a config has is the inner width
+LLAMA_WIDTH = 1408
+# What a family needs beside the size to be what is published.
+ASKED: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 64},
+    "gemma3_text": {"query_pre_attn_scalar": 64},
+    "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": ["attention"] * 2},
+    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1e3}},
+    "mistral": {"sliding_window": None},
+    "phi": {"tie_word_embeddings": False},
+    "stablelm": {"use_qkv_bias": True},
+}
+PHASES = ("prefill", "decode")
+REPEATS = 10
+SHORT = 16  # tokens of the prompts before decode
+SLOWEST = 0.9  # of llama's speed per weight
+
+
+def geometry(family: str, weights: int | None) -> dict[str, Any]:
+    """Keys of its config.json; the inner width gives about so many weights, or is llama's own."""
+    kind = type(AutoConfig.for_model(family))
+    known = {field.name for field in fields(kind)} | set(kind.attribute_map)
+    keys = {
+        "model_type": family,
+        **{key: value for key, value in SIZE.items() if key in known},
+        **ASKED.get(family, {}),
+    }
+    width = next(name for name in WIDTHS if name in known)
+    if weights is None:
+        return {**keys, width: LLAMA_WIDTH}
+    least, more = (count({**keys, width: times * STEP}) for times in (1, 2))
+    return {**keys, width: STEP * (1 + round((weights - least) / (more - least)))}
+
+
+def count(keys: dict[str, Any]) -> int:
+    """Number of weights that a token is multiplied with: those of all linears, the head's too."""
+    config = AutoConfig.for_model(**{"tie_word_embeddings": True, **keys, "bos_token_id": 0, "eos_token_id": 2})
+    return sum(linear.size for linear in linears(read_config(Keys(config.to_dict(), "config.json"))))
+
+
+def is_text(family: str) -> bool:
+    """False where the config has that of a text decoder inside, which is a family of its own."""
+    return "text_config" not in type(AutoConfig.for_model(family)).sub_configs
+
+
+def prepare(family: str, keys: dict[str, Any], precision: str, folder: Path) -> Path:
+    """The bundle of a family in a precision, made if it is not there."""
+    checkpoint, exported, bundle = (folder / family / name for name in ("checkpoint", "export", precision))
+    if not checkpoint.exists():
+        write_checkpoint(keys, checkpoint)
+    if not exported.exists():
+        export(checkpoint, exported)
+    if not bundle.exists():
+        build(exported, bundle, precision=precision, max_context=1024)
+    return bundle
+
+
+def rates(bundle: Path, length: int, new_tokens: int) -> dict[str, float]:
+    """Tokens per second of processor time: those of a prompt, and those generated after a short one.
+
+    Each is the best of many short stretches, for other work disturbs a short one less often.
+    """
+    with load(bundle, threads=1, self_test=False) as model:
+        vocabulary, numbers = model.manifest.geometry.vocab_size, count_from(0)
+
+        def best(prompt: int, tokens: int, times: int) -> float:  # no two prompts alike: nothing is cached
+            return min(seconds(model, draw_prompt(vocabulary, prompt, 0, next(numbers)), tokens) for _ in range(times))
+
+        best(length, 2, 1)  # the first calls allocate; they are not counted
+        first, answer = best(SHORT, 1, 2 * REPEATS), best(SHORT, 1 + new_tokens, 2 * REPEATS)
+        return {"prefill": length / best(length, 1, REPEATS), "decode": new_tokens / (answer - first)}
+
+
+def seconds(model: Model, prompt: list[int], new_tokens: int) -> float:
+    """Processor time of one answer."""
+    start = time.process_time()
+    model.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True)
+    return time.process_time() - start
+
+
+def rows(best: dict[str, dict[str, float]], weights: dict[str, int]) -> list[tuple[str, ...]]:
+    """Of each family its weights, its rates, and per parameter the ratio to llama's; a slow one is marked."""
+    found = []
+    for family, speeds in best.items():
+        scale = weights[family] / weights["llama"]
+        ratios = {phase: speeds[phase] * scale / best["llama"][phase] for phase in PHASES}
+        cells = [f"{speeds[phase]:.0f} ({ratios[phase]:.2f}{'!' * (ratios[phase] < SLOWEST)})" for phase in PHASES]
+        found.append((f"`{family}`", f"{weights[family] / 1e6:.1f}", *cells))
+    return found
+
+
+def main() -> None:
+    """Build what is missing, take turns, and print a table per precision."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--precisions", nargs="+", default=["int8", "int4"])
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, help="these families, and llama")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--json", type=Path, help="where to write every round")
+    args = parser.parse_args()
+    geometries = {"llama": geometry("llama", None)}
+    goal = count(geometries["llama"])
+    wanted = [family for family in args.only or FAMILIES if family != "llama" and is_text(family)]
+    geometries |= {family: geometry(family, goal) for family in wanted}
+    weights = {family: count(keys) for family, keys in geometries.items()}
+    bundles = {
+        precision: {family: prepare(family, keys, precision, args.folder) for family, keys in geometries.items()}
+        for precision in args.precisions
+    }
+    rounds = [
+        {precision: {family: rates(path, args.prompt, args.new_tokens) for family, path in made.items()}
+         for precision, made in bundles.items()}
+        for _ in range(args.rounds)
+    ]  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps({**provenance(), "weights": weights, "rounds": rounds}))
+    for precision in args.precisions:
+        best = {
+            family: {phase: max(found[precision][family][phase] for found in rounds) for phase in PHASES}
+            for family in geometries
+        }
+        print(table((precision, "10^6 weights", f"prefill {args.prompt}", "decode"), *rows(best, weights)))
+
+
+if __name__ == "__main__":
+    main()

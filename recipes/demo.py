@@ -1,0 +1,155 @@
+"""The whole pipeline on a small model: export, build bundles, let each answer with live tokens, compare them.
+
+    make demo            # or, where llmc is installed: python recipes/demo.py
+
+The model is SmolLM2-135M-Instruct from the package index; where that cannot be reached, the one of recipes/tiny, which
+writes Python. The bundles stay in build/demo, to play with.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmc.cli import output as show
+from llmc.export import export
+from llmc.optimize.build import build
+from llmc.optimize.judge.evaluate import evaluate, read_windows
+from llmc.runtime import Model, load
+from llmc.runtime.bench.benchmark import benchmark
+from llmc.runtime.host.machine import usable_threads
+
+RECIPES = Path(__file__).resolve().parent
+sys.path.insert(0, str(RECIPES))  # also where another script runs this one
+
+from smollm2.fetch import FetchError, fetch  # noqa: E402
+
+FOLDER = Path("build/demo")
+QUESTION = "What is gravity? Answer in one sentence."
+CODE = "    for i in range("
+NEW_TOKENS = 64
+PROMPT_LENGTH, MEASURED_TOKENS = 256, 64
+OFFLINE = "LLMC_DEMO_OFFLINE"  # set to anything: take the model of recipes/tiny and ask nobody
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A model to show: its checkpoint, the text that quality is judged on, and whether it talks.
+
+    ``text`` None takes the English one that comes with llmc, of the part that no calibration sees.
+    """
+
+    checkpoint: Path
+    text: Path | None
+    talks: bool
+
+    def answer(self, model: Model) -> Iterator[str]:
+        """A short answer, piece by piece."""
+        if self.talks:
+            return model.stream_chat([{"role": "user", "content": QUESTION}], max_tokens=NEW_TOKENS, temperature=0)
+        return model.stream(CODE, max_tokens=NEW_TOKENS, temperature=0.8, top_p=0.9, seed=1)
+
+    @property
+    def command(self) -> str:
+        """The command line that answers so, without ``llmc run BUNDLE``."""
+        if self.talks:
+            return f"--chat -p {QUESTION!r} --temperature 0 --max-tokens {NEW_TOKENS}"
+        return f"-p {CODE!r} --temperature 0.8 --top-p 0.9 --seed 1 --max-tokens {NEW_TOKENS}"
+
+
+def choose() -> Demo:
+    """The model that talks if it can be had, else the small one; and say which."""
+    tiny = Demo(RECIPES / "tiny" / "checkpoint", RECIPES / "tiny" / "validation.txt", talks=False)
+    if os.environ.get(OFFLINE):
+        print(f"{OFFLINE} is set, so this shows the small model of recipes/tiny, which writes Python")
+        return tiny
+    try:
+        return Demo(fetch(Path("build/smollm2")), None, talks=True)
+    except FetchError as error:
+        print(f"SmolLM2-135M-Instruct cannot be fetched ({error}),\nso this shows the small model of recipes/tiny")
+        return tiny
+
+
+def main() -> None:
+    """Run every step, and say which command would do the same."""
+    demo = choose()
+    started = time.perf_counter()  # the download apart
+    step("export", f"llmc export {os.path.relpath(demo.checkpoint)} -o {FOLDER}/export")
+    exported = export(demo.checkpoint, FOLDER / "export", force=True)
+    print(f"{show.size(exported.new_bytes)} new on disk in {exported.seconds:.1f} s")
+    for note in exported.notes:
+        print(f"note: {note}")
+    rows = [*(bundle_row(demo, precision, started) for precision in ("int8", "int4")), *peer_rows(demo)]
+    print()
+    columns = ("", "size", "perplexity", "mean KL", "same choice", "prefill", "decode")
+    show.print_table(columns, rows, numbers=True)
+    print(
+        "\nPerplexity, KL to the unquantized model and the share of equal first choices are of the decode path, on\n"
+        f"text that no calibration saw; speed is that of {PROMPT_LENGTH} tokens of prompt and {MEASURED_TOKENS} new "
+        f"ones on {usable_threads()} threads.\nThe rest is in each manifest."
+    )
+    command = os.path.relpath(Path(sys.prefix) / "bin" / "llmc")
+    print(f"Go on with: {command} {'chat' if demo.talks else 'run'} {FOLDER}/int8" + ("" if demo.talks else " -p def"))
+
+
+def step(name: str, command: str) -> None:
+    """Head a step with the command that does the same."""
+    print(f"\n== {name}: {command}", flush=True)
+
+
+def bundle_row(demo: Demo, precision: str, started: float) -> tuple[str, ...]:
+    """Build one bundle, stream an answer from it, and measure it."""
+    folder = FOLDER / precision
+    recipe = RECIPES / "smollm2" / "int4.toml" if precision == "int4" else None
+    how = f"--recipe {os.path.relpath(recipe)}" if recipe else f"--{precision}"
+    step("build", f"llmc build {FOLDER}/export -o {folder} {how}")
+    report = build(FOLDER / "export", folder, precision=precision, recipe=recipe, force=True)
+    print(f"{show.size(report.size)} in {report.seconds:.1f} s")
+    step("run", f"llmc run {folder} {demo.command}")
+    with load(folder) as model:
+        print(QUESTION + "\n> " if demo.talks else CODE, end="", flush=True)
+        for text in demo.answer(model):
+            print(text, end="", flush=True)
+        print(f"\n({time.perf_counter() - started:.0f} s since the start)")
+        judged = f" --text {os.path.relpath(demo.text)}" if demo.text else ""
+        step("judge", f"llmc eval {folder} --reference {FOLDER}/export{judged}")
+        found = evaluate(model, read_windows(demo.text, model), reference=FOLDER / "export", greedy=False)
+    decode = found.quality.phases["decode"]
+    print(f"perplexity {decode.perplexity:.2f}; the unquantized model has {found.quality.reference_perplexity:.2f}")
+    speed = benchmark(folder, prompt_length=PROMPT_LENGTH, new_tokens=MEASURED_TOKENS)
+    return (
+        f"llmc {precision}",
+        show.size(report.size),
+        f"{decode.perplexity:.2f}",
+        f"{decode.mean_kl:.5f}",
+        f"{decode.top1_agreement:.1%}",
+        f"{speed.prefill_tokens_per_s:.0f} tok/s",
+        f"{speed.decode_tokens_per_s:.0f} tok/s",
+    )
+
+
+def peer_rows(demo: Demo) -> list[tuple[str, ...]]:
+    """llama.cpp's speed with the same file, where llama-cpp-python is installed beside llmc."""
+    if not demo.talks or importlib.util.find_spec("llama_cpp") is None:
+        return []
+    runner = RECIPES / "benchmarks" / "runners.py"
+    sizes = ["--prompts", str(PROMPT_LENGTH), "--new-tokens", str(MEASURED_TOKENS), "--threads", str(usable_threads())]
+    done = subprocess.run(
+        [sys.executable, runner, "llamacpp", demo.checkpoint, *sizes], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        print(f"llama.cpp cannot be measured: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}")
+        return []
+    found = json.loads(done.stdout.splitlines()[-1])["results"][0]
+    size = show.size(demo.checkpoint.stat().st_size)
+    speeds = [f"{found[f'{phase}_tok_s']:.0f} tok/s" for phase in ("prefill", "decode")]
+    return [("llama.cpp Q4_1", size, "", "", "", *speeds)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Conversations as clients see them: messages with reasoning and tool calls, whole and as they come."""
+
+import secrets
+import string
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from llmc.runtime.api.handle import Handle, OutputCollector
+from llmc.runtime.api.results import Delta, GenerationResult, Output
+from llmc.runtime.sampling.logprobs import TokenLogprobs
+from llmc.runtime.tools.calls import ToolCall as ToolCall
+from llmc.runtime.tools.calls import ToolCallDelta as ToolCallDelta
+from llmc.runtime.tools.parser import ChatParser, Parsed
+
+_ID_LETTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+
+
+@dataclass(frozen=True)
+class MessageDelta:
+    """The part of a message that became certain with a token; content, reasoning and calls may all be empty.
+
+    Attributes:
+        index: which output of the request.
+        content: of the answer.
+        reasoning: of what the model thinks before it answers.
+        tool_calls: pieces of calls.
+        token_ids: the tokens that came with it.
+        logprobs: of these tokens, where the request asked for them.
+    """
+
+    index: int
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCallDelta, ...]
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Message:
+    """An answer.
+
+    Attributes:
+        content: its text, without reasoning and calls; it may be empty.
+        reasoning: what the model thought before; None if it did not.
+        tool_calls: the calls that it asks for.
+        finish_reason: ``tool_calls`` where it asks for some, ``length`` where it was cut, else ``stop``.
+    """
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message in OpenAI's form, to be appended to a conversation that goes on."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
+        return message
+
+
+@dataclass(frozen=True)
+class ChatResult(GenerationResult):
+    """A finished answer. ``text`` is the content of the first message; ``outputs`` hold the texts as the model wrote
+    them, with reasoning, calls and the marks around them.
+
+    Attributes:
+        messages: one for each of ``outputs``.
+    """
+
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """The first message."""
+        return self.messages[0]
+
+    @property
+    def text(self) -> str:
+        """The content of the first message."""
+        return self.message.content
+
+
+class CallIds:
+    """Ids of calls, nine letters and digits: the same ones whenever they are asked for."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[int, int], str] = {}
+
+    def __call__(self, output: int, call: int) -> str:
+        """The id of a call of an output, by their indices."""
+        new = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+        return self._ids.setdefault((output, call), new)
+
+
+class ChatHandle(Handle):
+    """A submitted conversation: a :class:`llmc.runtime.api.handle.Handle` that gives messages, too.
+
+    Iterating gives the answer's content alone; ``deltas()`` gives content, reasoning and calls as they come, a piece
+    for each token and those that end each message; ``messages()`` waits for the whole. ``events()`` gives the text as
+    the model wrote it. All pieces go to one reader at a time.
+
+    Args:
+        parser: makes the parser of an output, given what makes its calls' ids.
+    """
+
+    def __init__(
+        self,
+        collector: OutputCollector,
+        cancel: Callable[[], None],
+        outputs: int,
+        keep: bool,
+        parser: Callable[[Callable[[int], str]], ChatParser],
+    ) -> None:
+        super().__init__(collector, cancel, outputs, keep)
+        self._new_parser = parser
+        self._parsers: dict[int, ChatParser] = {}
+        self._parsed: dict[int, Parsed] = {}
+        self._ids = CallIds()
+        self._chat_result: ChatResult | None = None
+
+    def deltas(self, timeout: float | None = None) -> Iterator[MessageDelta]:
+        """Every piece of every message, as it comes.
+
+        Raises:
+            what :meth:`result` raises; TimeoutError if a piece takes longer than ``timeout`` seconds.
+        """
+        for delta in self.events(timeout):
+            yield self._message_delta(delta)
+        yield from self._last_deltas()
+
+    async def deltas_async(self) -> AsyncIterator[MessageDelta]:
+        """:meth:`deltas` for an event loop."""
+        async for delta in self.events_async():
+            yield self._message_delta(delta)
+        for last in self._last_deltas():
+            yield last
+
+    def messages(self, timeout: float | None = None) -> tuple[Message, ...]:
+        """Wait for the end; one message for each output.
+
+        Raises:
+            what :meth:`result` raises.
+        """
+        return self.result(timeout).messages
+
+    async def messages_async(self) -> tuple[Message, ...]:
+        """:meth:`messages` for an event loop."""
+        return (await self).messages
+
+    def result(self, timeout: float | None = None) -> ChatResult:
+        """Wait for the end, as :meth:`llmc.runtime.api.handle.Handle.result`."""
+        return self._chat(super().result(timeout))
+
+    def __await__(self) -> Generator[Any, None, ChatResult]:
+        return self._chat((yield from super().__await__()))
+
+    def __next__(self) -> str:
+        while (delta := self._collector.take()) is not None:
+            if content := self._message_delta(self._noted(delta)).content:
+                return content
+        self._ended()
+        if content := "".join(last.content for last in self._last_deltas()):
+            return content
+        raise StopIteration
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        self._single()
+        async for delta in self.deltas_async():
+            if delta.content:
+                yield delta.content
+
+    def _message_delta(self, delta: Delta) -> MessageDelta:
+        index = delta.index
+        if index not in self._parsers:
+            self._parsers[index] = self._parser(index)
+        parsed = self._parsers[index].push(delta.text)
+        return MessageDelta(index, parsed.content, parsed.reasoning, parsed.calls, delta.token_ids, delta.logprobs)
+
+    def _last_deltas(self) -> Iterator[MessageDelta]:
+        """Pieces that were held until the end; there once."""
+        for index, parser in sorted(self._parsers.items()):
+            parsed = parser.finish()
+            if parsed.content or parsed.reasoning or parsed.calls:
+                yield MessageDelta(index, parsed.content, parsed.reasoning, parsed.calls)
+
+    def _parser(self, index: int) -> ChatParser:
+        return self._new_parser(lambda call: self._ids(index, call))
+
+    def _chat(self, result: GenerationResult) -> ChatResult:
+        if self._chat_result is None:
+            known = {field.name: getattr(result, field.name) for field in fields(GenerationResult)}
+            self._chat_result = ChatResult(**known, messages=tuple(map(self._message, result.outputs)))
+        return self._chat_result
+
+    def _message(self, output: Output) -> Message:
+        parser = self._parser(output.index)
+        pieces = [parser.push(output.text), parser.finish()]
+        calls: list[ToolCall] = []
+        for piece in (delta for parsed in pieces for delta in parsed.calls):
+            if piece.id is not None and piece.name is not None:
+                calls.append(ToolCall(piece.id, piece.name, piece.arguments))
+            else:
+                last = calls.pop()
+                calls.append(ToolCall(last.id, last.name, last.arguments + piece.arguments))
+        reasoning = "".join(parsed.reasoning for parsed in pieces)
+        reason = "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
+        return Message("".join(parsed.content for parsed in pieces), reasoning or None, tuple(calls), reason)

@@ -1,0 +1,233 @@
+"""Texts to vectors, queries and documents to scores: calls of whole texts, many of them in one."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Manifest
+from llmc.errors import RequestError, UsageError, written
+from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
+from llmc.runtime.text.control_tokens import Disguise
+from llmc.runtime.text.prompts import Prompts
+from llmc.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llmc.runtime.text.chat_template import ChatTemplate
+
+Tokens = Sequence[int]
+Vectors = NDArray[np.float32]
+# Of a vector's length; a vector of zeros stays one.
+SHORTEST = 1e-12
+# Times that a document is cut shorter, for what its last characters become as tokens depends on what follows.
+MOST_CUTS = 8
+
+
+class TextEncoder:
+    """A loaded bundle that embeds or ranks. Any thread may call it; calls take turns.
+
+    Args:
+        folder, manifest: of the bundle.
+        session: the opened graph.
+        tokenizer: of the bundle.
+        max_context: tokens of the longest text.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, session: EncoderSession, tokenizer: Tokenizer, max_context: int
+    ) -> None:
+        assert manifest.geometry.encoder is not None
+        self.session = session
+        self.max_context = max_context
+        self._form = manifest.geometry.encoder
+        self._call_tokens = manifest.limits.prefill_chunk
+        self._folder, self._tokenizer = folder, tokenizer
+        self._prompts = Prompts.from_folder(folder)
+        self._lock = threading.Lock()
+
+    @property
+    def width(self) -> int:
+        """Values of a result."""
+        return self._form.width
+
+    @property
+    def ability(self) -> str:
+        """Its work, for messages."""
+        embeds = self._form.result == "embeddings"
+        return "embeds texts (llmc embed, Model.embed)" if embeds else "ranks documents (llmc rank, Model.rank)"
+
+    @cached_property
+    def _chat_template(self) -> "ChatTemplate":
+        from llmc.runtime.text.chat_template import ChatTemplate  # jinja, for those who rank
+
+        return ChatTemplate.from_folder(self._folder, self._tokenizer)
+
+    def embed(
+        self, texts: Sequence[str], *, dimensions: int | None, instruction: str | None, truncate: bool
+    ) -> Vectors:
+        """See :meth:`llmc.runtime.Model.embed`."""
+        self._check("embeddings", "embed")
+        width = self.vector_width(dimensions)
+        return self.cut(self.encode(self.text_tokens(texts, instruction=instruction, truncate=truncate)), width)
+
+    def rank(self, query: str, documents: Sequence[str], *, instruction: str | None, truncate: bool) -> Vectors:
+        """See :meth:`llmc.runtime.Model.rank`."""
+        self._check("scores", "rank")
+        return self.encode(self.pair_tokens(query, documents, instruction=instruction, truncate=truncate))[:, 0]
+
+    def vector_width(self, dimensions: int | None) -> int:
+        """Values of the vectors that a request gets.
+
+        Raises:
+            UsageError: it asks for more than there are, or for none.
+        """
+        width = dimensions if dimensions is not None else min(self._prompts.dimensions or self.width, self.width)
+        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= self.width:
+            raise UsageError(f"dimensions is {written(dimensions)}, expected 1 ... {self.width}")
+        return width
+
+    def cut(self, vectors: Vectors, width: int) -> Vectors:
+        """The first values of each vector, made of length one again where the checkpoint normalises."""
+        vectors = vectors[:, :width]
+        if width == self.width or not self._form.normalized:
+            return vectors
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors /= np.maximum(lengths, np.float32(SHORTEST))
+        return vectors
+
+    def text_tokens(self, texts: Sequence[str], *, instruction: str | None, truncate: bool) -> list[list[int]]:
+        """Token ids of texts to embed, as :meth:`llmc.runtime.Model.embed` makes them."""
+        prefix = self._prompts.prefix(instruction)
+        return [self._tokens(prefix + text, truncate) for text in _listed("texts", texts)]
+
+    def given_tokens(self, rows: Sequence[Tokens], *, truncate: bool) -> list[list[int]]:
+        """Token ids that a client made itself, with whatever the tokenizer would have put around the text.
+
+        Raises:
+            RequestError: an id is none of the model's, or there are too many, or none.
+        """
+        size = self._tokenizer.vocab_size
+        for ids in rows:
+            if (wrong := next((token for token in ids if not 0 <= token < size), None)) is not None:
+                raise RequestError(f"a text holds the token {wrong}, expected ids from 0 to {size - 1}")
+            if len(ids) > self.max_context and not truncate:
+                raise self._too_long(ids)
+        return [self._counted(list(ids[: self.max_context])) for ids in rows]
+
+    def pair_tokens(
+        self, query: str, documents: Sequence[str], *, instruction: str | None, truncate: bool
+    ) -> list[list[int]]:
+        """Token ids of a query with each document, as :meth:`llmc.runtime.Model.rank` makes them."""
+        (query,), documents = _listed("query", [query]), _listed("documents", documents)
+        prompt = self._prompts.prefix(instruction)
+        tokens = self._rendered if self._form.template else self._pair
+        return [tokens(prompt, query, document, truncate) for document in documents]
+
+    def encode(self, rows: Sequence[Tokens]) -> Vectors:
+        """Results float32 [n, width] of token sequences, in their order.
+
+        Sequences of like lengths share calls, each of about as many tokens as memory was planned for.
+        """
+        found = np.empty((len(rows), self.width), np.float32)
+        for group in self._groups(rows):
+            longest = len(rows[group[0]])
+            ids = np.zeros((len(group), longest), np.int64)
+            for row, place in zip(ids, group, strict=True):
+                row[: len(rows[place])] = rows[place]
+            lengths = np.array([len(rows[place]) for place in group], np.int64)
+            with self._lock:  # of each call the engine's memory is planned for
+                found[group] = self.session.run(ids, lengths).reshape(len(group), self.width)
+        return found
+
+    def _groups(self, rows: Sequence[Tokens]) -> Iterator[list[int]]:
+        """Places of sequences that go together, the longest first."""
+        order = sorted(range(len(rows)), key=lambda place: -len(rows[place]))
+        while order:
+            count = max(1, self._call_tokens // len(rows[order[0]]))
+            yield order[:count]
+            order = order[count:]
+
+    def _check(self, result: str, verb: str) -> None:
+        if self._form.result != result:
+            raise UsageError(
+                f"{self._folder} {self.ability}, so it cannot {verb}; use the other verb or another bundle"
+            )
+
+    def _tokens(self, text: str, truncate: bool) -> list[int]:
+        """Tokens of one text, with what the tokenizer puts around it."""
+        ids, read = self._tokenizer.encode_within(text, self.max_context, self._tokenizer.encode)
+        if read < len(text) or len(ids) > self.max_context:
+            ids = self._cut(ids, truncate, text[:read])
+        return self._counted(ids)
+
+    def _pair(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
+        """Tokens of query and document as the tokenizer joins them."""
+        _, read = self._tokenizer.encode_within(document, self.max_context, self._tokenizer.encode)
+        ids = self._tokenizer.encode_cut(prompt + query, None, document[:read])
+        if read < len(document) or len(ids) > self.max_context:
+            ids = self._cut(ids, truncate, prompt + query, document[:read])
+        return self._counted(ids)
+
+    def _cut(self, ids: list[int], truncate: bool, text: str, pair: str | None = None) -> list[int]:
+        """As many tokens of a text, or of the second of two, as there is room for.
+
+        Raises:
+            RequestError: nothing may be left out, or it is the first of two that is too long.
+        """
+        if not truncate:
+            raise self._too_long(ids)
+        return self._tokenizer.encode_cut(text, self.max_context, pair)
+
+    def _too_long(self, ids: Tokens) -> RequestError:
+        return RequestError(
+            f"a text has {len(ids)} tokens or more, at most {self.max_context} are expected; shorten it, set truncate "
+            "to leave its end out, or load with a larger max_context (build with a larger --max-context)"
+        )
+
+    def _rendered(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
+        """Tokens of query and document as the chat template shows them."""
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        alone, read = self._tokenizer.encode_within(document, self.max_context, encode)
+        room, shown = len(alone), document[:read]
+        for _ in range(MOST_CUTS):
+            ids = self._message_tokens(prompt, query, shown)
+            if len(ids) <= self.max_context and (truncate or shown == document):
+                return self._counted(ids)
+            if not truncate:
+                raise self._too_long(ids)
+            room -= max(1, len(ids) - self.max_context)
+            if room < 0:
+                break
+            shown = self._tokenizer.decode(alone[:room], skip_special_tokens=False).rstrip("\ufffd")
+        raise RequestError(f"the query leaves no room for a document in {self.max_context} tokens; shorten it")
+
+    def _counted(self, ids: list[int]) -> list[int]:
+        """The tokens up to the last one that is no padding."""
+        end = next((end for end in range(len(ids), 0, -1) if ids[end - 1] != self._form.padding), 0)
+        if not end:
+            raise RequestError("a text has no tokens, so nothing can be said of it; leave it out")
+        return ids[:end]
+
+    def _message_tokens(self, prompt: str, query: str, document: str) -> list[int]:
+        disguise = Disguise(self._tokenizer.controls)
+        messages = [{"role": "system", "content": prompt}] if prompt else []
+        messages += [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        text = self._chat_template.render(messages, False, disguise=disguise)
+        return self._tokenizer.encode_disguised(text, disguise)
+
+
+def _listed(name: str, texts: Any) -> list[str]:
+    """A list of texts.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
+        raise UsageError(f"{name} is {written(texts)}, expected a list of texts")
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise UsageError(f"{name} holds {written(wrong[0])}, expected texts")
+    return list(texts)

@@ -1,0 +1,1 @@
+"""The service: models behind the HTTP dialects that clients speak (extra ``serve``)."""

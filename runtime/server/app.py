@@ -1,0 +1,90 @@
+"""The application: the routes of every dialect, what is asked of the server itself, and how errors are answered."""
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from llmc import __version__
+from llmc.errors import LlmcError
+from llmc.runtime.server import chat, completions, embeddings, health, messages, page, responses, tokens
+from llmc.runtime.server.errors import OPENAI_ERRORS, ApiError, from_llmc, response
+from llmc.runtime.server.metrics import HttpMetrics
+from llmc.runtime.server.service import Service
+from llmc.runtime.server.validation import api_error
+
+if TYPE_CHECKING:
+    from llmc.runtime.server.config import ServerConfig
+    from llmc.runtime.server.pool import ModelPool
+
+# In the order in which /docs lists them.
+ROUTERS = (
+    chat.router,
+    completions.router,
+    responses.router,
+    messages.router,
+    embeddings.router,
+    tokens.router,
+    health.router,
+)
+
+
+def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
+    """The application over these models; keys and limits stand around it, see :mod:`llmc.runtime.server.guard`.
+
+    Args:
+        config: the server's settings.
+        pool: the models; whoever made it closes it.
+    """
+    # docs_url: the interactive pages of FastAPI fetch scripts from elsewhere.
+    app = FastAPI(title="llmc", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.state.service = Service(config, pool)
+    app.state.metrics = HttpMetrics()
+    for router in ROUTERS:
+        app.include_router(router, responses=OPENAI_ERRORS)
+    if config.page:
+        page.mount(app)
+    for kind, answer in HANDLERS.items():
+        app.add_exception_handler(kind, answer)
+    app.add_middleware(app.state.metrics.middleware)
+    for operations in app.openapi()["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # FastAPI's own, which is never sent: it is 400 here
+    return app
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    assert isinstance(error, (ApiError, LlmcError))
+    return response(request.scope, error if isinstance(error, ApiError) else from_llmc(error))
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return response(request.scope, api_error(error.errors()))
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"][:200]
+    said = {
+        404: f"there is no route {path!r}; GET /openapi.json lists those there are",
+        405: f"{request.method} is not a method of {path!r}; GET /openapi.json lists what is",
+    }.get(error.status_code, str(error.detail))
+    return response(request.scope, ApiError(error.status_code, said, headers=error.headers))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    said = f"something went wrong inside ({type(error).__name__}); the log of the server has more, by the request's id"
+    return response(request.scope, ApiError(500, said))
+
+
+HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+    ApiError: _answer,
+    LlmcError: _answer,
+    RequestValidationError: _invalid,
+    HTTPException: _http,
+    Exception: _bug,
+}

@@ -1,0 +1,158 @@
+"""Bodies of requests: read strictly, with every sampling parameter of llmc beside those of the dialect."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from typing_extensions import TypedDict
+
+from llmc.runtime import GenerationResult, Model, SamplingParams
+from llmc.runtime.server.errors import ApiError
+
+# Parameters whose names mean something else in a dialect, or which it has under another name or type.
+SPOKEN = {"max_tokens", "stop", "logprobs", "logit_bias", "n", "best_of", "prompt_logprobs", "detokenize"}
+# Values of JSON by the kind of a parameter's range; choices are spelt out.
+KINDS: dict[str, Any] = {
+    "integer": int,
+    "number": float,
+    "flag": bool,
+    "text": str,
+    "texts": list[str],
+    "tokens": list[int],
+    "names": list[str],
+    "sequences": list[tuple[list[int], float]],
+    "schema": dict[str, Any] | str,
+}
+
+
+class Body(BaseModel):
+    """A body that clients send: a parameter that is not known here is refused by name, and none is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# What the routes for chats share beside their own words.
+ToolFormat = Annotated[
+    str | None, Field(description="how the model writes calls, where its template teaches none; extension of llmc")
+]
+# In one line, so that nobody forges another one.
+Logged = Annotated[str | None, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$", description="for the log")]
+
+
+class StreamOptions(Body):
+    """Settings of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Wanted(Body):
+    """Facts that the answer tells beside itself, under ``x_llmc``."""
+
+    resolved: Annotated[bool, Field(description="Every parameter of the request with its default filled in.")] = False
+    timings: Annotated[bool, Field(description="Seconds in the queue, to the first token, and for each later one.")] = (
+        False
+    )
+
+
+def _sampling() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in fields(SamplingParams):
+        stated = field.metadata["parameter"]
+        if field.name not in SPOKEN:
+            kind = Literal[stated.range.choices] if stated.range.choices else KINDS[stated.range.kind]
+            text = f"{stated.meaning}; {stated.range.expected}; extension of llmc unless the dialect has it"
+            found[field.name] = (Annotated[kind | None, Field(description=text)], None)
+    return found
+
+
+if TYPE_CHECKING:
+    _Sampling = Body
+else:
+    _Sampling = create_model("_Sampling", __base__=Body, **_sampling())
+
+
+class Sampled(_Sampling):
+    """The parameters that all requests for text have."""
+
+    priority: Annotated[int | None, Field(description="-1000 to 1000, lower is sooner; extension of llmc")] = None
+    deadline_s: Annotated[float | None, Field(description="seconds after which it fails; extension of llmc")] = None
+    parse_special: Annotated[
+        bool | None,
+        Field(description="special tokens that texts spell are special tokens, where the server allows it; extension"),
+    ] = None
+    x_llmc: Wanted | None = None
+
+    def sampling(self, **own: Any) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.stream`: the parameters given here, and ``own`` before them.
+
+        Raises:
+            ApiError: a parameter is given under two names.
+        """
+        names = [
+            *(field.name for field in fields(SamplingParams) if field.name not in SPOKEN),
+            "priority",
+            "deadline_s",
+        ]
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        own = {name: value for name, value in own.items() if value is not None}
+        if twice := sorted(given.keys() & own.keys()):
+            raise ApiError(400, f"{twice[0]} is given twice, once by another parameter; leave one out", param=twice[0])
+        return {**given, **own}
+
+
+class Usage(TypedDict):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+def usage_of(results: Sequence[GenerationResult]) -> Usage:
+    """Tokens of requests, all together."""
+    prompt = sum(result.usage.prompt_tokens for result in results)
+    completion = sum(result.usage.completion_tokens for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(result.usage.cached_tokens for result in results)},
+    }
+
+
+def told(wanted: Wanted | None, model: Model, result: GenerationResult) -> dict[str, Any]:
+    """The member ``x_llmc`` of an answer, or nothing where it was not asked for."""
+    found: dict[str, Any] = {}
+    if wanted is not None and wanted.resolved:
+        found["resolved"] = {
+            **asdict(result.params),
+            "logit_bias": dict(result.params.logit_bias),
+            "determinism": model.engine.options.determinism.value,
+            "bundle": model.manifest.source.fingerprint,
+        }
+    if wanted is not None and wanted.timings:
+        times = result.timings
+        found["timings"] = {
+            "queue_s": times.queue_s,
+            "ttft_s": times.ttft_s,
+            "tpot_s": times.tpot_s,
+            "decode_tokens_per_s": times.decode_tokens_per_s,
+        }
+    return {"x_llmc": found} if found else {}
+
+
+def biases(logit_bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    """OpenAI's ``logit_bias``: token ids as the texts that JSON wants for names.
+
+    Raises:
+        ApiError: a name is no token id.
+    """
+    if logit_bias is None:
+        return None
+    wrong = next((name for name in logit_bias if not (name.isascii() and name.isdigit() and len(name) < 10)), None)
+    if wrong is not None:
+        raise ApiError(400, f"logit_bias has the name {wrong[:40]!r}, expected a token id", param="logit_bias")
+    return {int(name): value for name, value in logit_bias.items()}

@@ -1,0 +1,424 @@
+"""Settings of the service: one frozen dataclass whose fields are the keys of the file and the flags of ``llmc serve``.
+
+It imports the standard library only, so that ``llmc serve --help`` can list the settings at once.
+"""
+
+# ruff: noqa: RUF009  (what _setting returns is dataclasses.field)
+
+import ipaddress
+import re
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from llmc.errors import UsageError, written
+from llmc.strict import read_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MOST_CONFIG = 1 << 20  # bytes of the file; one with every key has some two thousand
+# Beyond the schemes of the web, what browsers send for pages of extensions, and "null" for pages without an address.
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s?#@*A-Z]+")
+_MODEL = re.compile(r"[A-Za-z0-9][\w.:/+@-]{0,254}", re.ASCII)
+
+LISTEN, MODELS, SECURITY, LIMITS, RATES, OPERATION, FLEET = (
+    "Where it listens",
+    "Models and the engine",
+    "Security",
+    "Limits",
+    "Rates",
+    "Operation",
+    "More than one machine",
+)
+
+
+def _setting(section: str, default: Any, text: str, **attributes: Any) -> Any:
+    """A field with what people need to know of it; ``attributes`` are those of :class:`Setting`."""
+    known = {"section": section, "help": text, **attributes}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=known)
+    return field(default=default, metadata=known)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key, as ``llmc serve`` and the reference in README.md show it.
+
+    Attributes:
+        name: of the key; its flag is :attr:`flag`.
+        kind: ``flag`` (true or false), ``integer``, ``number``, ``text``, ``path``, ``choice``, ``list`` (of texts) or
+            ``models`` (names to paths).
+        default: what holds if it is left out; None: what ``help`` says, or none.
+        section: the heading that it stands under.
+        help: one sentence.
+        unit: ``bytes``, ``seconds`` and the like, or nothing.
+        low, high: the range of a number, both included.
+        choices: the values of a ``choice``.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    section: str
+    help: str
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        """``--max-body-bytes``; where it is true or false there is a ``--no-`` of it too."""
+        return f"--{self.name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """All settings of the service. Left out ones have the defaults that ``settings()`` lists.
+
+    Raises:
+        UsageError: a value is of another type, out of its range or contradicts another one.
+    """
+
+    models: Mapping[str, Path] = _setting(MODELS, {}, "Names that clients use, each with the folder of its bundle.")
+    threads: int | None = _setting(
+        MODELS, None, "Threads that each model computes with; default: as many as are usable.", low=1, high=1024
+    )
+    memory: int | None = _setting(
+        MODELS, None, "Memory that all models together may take; default: what is available.", unit="bytes", low=1
+    )
+    max_context: int | None = _setting(
+        MODELS, None, "Longest sequence; default: what the bundle was built for.", unit="tokens", low=1
+    )
+    max_batch: int | None = _setting(
+        MODELS, None, "Rows of a model that run at once; default: what the bundle was built for.", low=1, high=1024
+    )
+    max_queue: int | None = _setting(
+        MODELS, None, "Requests to a model that may wait, one more is refused; default: 256.", low=1, high=1_000_000
+    )
+    determinism: Literal["fast", "batch", "strict"] = _setting(
+        MODELS, "fast", "What tokens may depend on beside the request: see Determinism in the reference."
+    )
+    draft: str | None = _setting(
+        MODELS, None, "Speculation: 'lookup', or the folder of a bundle with the same tokenizer; default: none."
+    )
+    prefix_cache_bytes: int | None = _setting(
+        MODELS,
+        None,
+        "Memory of each model for prefixes of former requests; default: an eighth of what is available, up to 256 MB.",
+        unit="bytes",
+        low=0,
+    )
+    prefix_cache_folder: Path | None = _setting(
+        MODELS, None, "Folder that keeps prefixes of prompts across restarts; default: none."
+    )
+    prefix_cache_disk_bytes: int | None = _setting(
+        MODELS, None, "What that folder may hold; default: 4 GiB.", unit="bytes", low=0
+    )
+
+    host: str = _setting(LISTEN, "127.0.0.1", "Address to listen on; others than this machine's own need keys.")
+    port: int = _setting(LISTEN, 8000, "TCP port; 0 takes a free one.", low=0, high=65535)
+    unix_socket: Path | None = _setting(LISTEN, None, "Unix socket to listen on instead of host and port.")
+    tls_cert: Path | None = _setting(LISTEN, None, "Certificate chain in PEM, for HTTPS; it needs tls_key too.")
+    tls_key: Path | None = _setting(LISTEN, None, "Private key in PEM of that certificate.")
+
+    keys_file: Path | None = _setting(SECURITY, None, "TOML file of API keys; without it no key is asked for.")
+    allow_no_keys: bool = _setting(SECURITY, False, "Serve other machines without asking for keys.")
+    allowed_hosts: tuple[str, ...] = _setting(
+        SECURITY,
+        (),
+        "Names that Host may say, '*' for any; default: this machine's own where no key is asked for, else any.",
+    )
+    cors_origins: tuple[str, ...] = _setting(
+        SECURITY, (), "Origins whose pages may use the service, as https://example.com; default: its own page alone."
+    )
+    allow_special: bool = _setting(SECURITY, False, "Let clients ask that text of messages may spell control tokens.")
+    page: bool = _setting(SECURITY, True, "Serve the chat page at /.")
+
+    max_body_bytes: int = _setting(
+        LIMITS, 8 << 20, "Longest body of a request, and message of a WebSocket.", unit="bytes", low=1024, high=1 << 30
+    )
+    max_header_bytes: int = _setting(
+        LIMITS, 32 << 10, "All headers of a request with its first line.", unit="bytes", low=1024, high=1 << 20
+    )
+    max_headers: int = _setting(LIMITS, 100, "Headers of a request.", low=8, high=10_000)
+    max_json_depth: int = _setting(LIMITS, 64, "Arrays and objects inside one another in a body.", low=4, high=256)
+    header_timeout_s: float = _setting(
+        LIMITS, 10.0, "Time for the headers of a request.", unit="seconds", low=0.1, high=3600
+    )
+    body_timeout_s: float = _setting(LIMITS, 60.0, "Time for a request's body.", unit="seconds", low=0.1, high=3600)
+    send_timeout_s: float = _setting(
+        LIMITS, 30.0, "Time that a client may let pass without reading its answer.", unit="seconds", low=0.1, high=3600
+    )
+    idle_timeout_s: float = _setting(
+        LIMITS, 75.0, "Time that a connection may stay open between requests.", unit="seconds", low=1, high=3600
+    )
+    max_connections: int = _setting(LIMITS, 4096, "Connections that may be open at once.", low=1, high=1_000_000)
+    max_connections_per_address: int | None = _setting(
+        LIMITS, None, "Of those, how many one address may have; default: all.", low=1, high=1_000_000
+    )
+    max_request_tokens: int | None = _setting(
+        LIMITS,
+        None,
+        "Most tokens that a request may ask for, over all its outputs; default: what the context has room for.",
+        unit="tokens",
+        low=1,
+    )
+    request_deadline_s: float | None = _setting(
+        LIMITS, None, "Time after which a request ends with an error; default: none.", unit="seconds", low=0.1
+    )
+
+    requests_per_minute: int | None = _setting(
+        RATES, None, "Requests of a key that names no rate, or of all clients without keys; default: any.", low=1
+    )
+    tokens_per_minute: int | None = _setting(
+        RATES, None, "Tokens, of prompts and outputs, in the same way; default: any.", unit="tokens", low=1
+    )
+
+    heartbeat_s: float = _setting(
+        OPERATION, 15.0, "Time without a token after which a stream sends a sign of life.", unit="seconds", low=0.1
+    )
+    drain_s: float = _setting(
+        OPERATION, 30.0, "Time that running requests get to end after SIGTERM.", unit="seconds", low=0, high=86_400
+    )
+    log_format: Literal["json", "text"] = _setting(OPERATION, "json", "Form of a line of the log.")
+    log_prompts: bool = _setting(OPERATION, False, "Log what clients send and get: prompts, messages and outputs.")
+    response_store_entries: int = _setting(
+        OPERATION, 1000, "Responses that are kept for previous_response_id; 0: none.", low=0, high=1_000_000
+    )
+    response_store_bytes: int = _setting(
+        OPERATION, 64 << 20, "What those may hold together.", unit="bytes", low=0, high=1 << 40
+    )
+
+    ray: bool = _setting(
+        FLEET, False, "Let replicas answer, in processes that Ray places on the machines of a cluster."
+    )
+    ray_address: str | None = _setting(
+        FLEET, None, "Ray's cluster, 'auto' for the one of this machine; default: one is started here."
+    )
+    ray_min_replicas: int = _setting(FLEET, 1, "Replicas that are always there.", low=1, high=10_000)
+    ray_max_replicas: int | None = _setting(
+        FLEET, None, "Replicas that there may be under load; default: ray_min_replicas.", low=1, high=10_000
+    )
+    ray_target_requests: float | None = _setting(
+        FLEET,
+        None,
+        "Requests for each replica beyond which another one is started; default: the rows of its largest batch.",
+        low=0.1,
+    )
+    ray_cpus: float | None = _setting(
+        FLEET,
+        None,
+        "Cores that Ray reserves for each replica; default: threads, or those of this machine for ray_max_replicas.",
+        low=0.01,
+        high=1024,
+    )
+    ray_gpus: float = _setting(FLEET, 0.0, "GPUs that Ray reserves for each replica.", low=0, high=64)
+
+    def __post_init__(self) -> None:
+        for setting in settings():
+            object.__setattr__(self, setting.name, _checked(setting, getattr(self, setting.name)))
+        _check_together(self)
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """Arguments of :func:`llmc.runtime.load` that were given, ``memory`` excepted: all models share it.
+
+        An answer may fill the context where a client names no number of tokens.
+        """
+        given = {name: getattr(self, name) for name in _LOADED if getattr(self, name) is not None}
+        return {**given, "default_max_tokens": ANY_TOKENS}
+
+
+ANY_TOKENS = 1 << 31  # more than any context has
+_LOADED = (
+    "threads",
+    "max_context",
+    "max_batch",
+    "max_queue",
+    "determinism",
+    "draft",
+    "prefix_cache_bytes",
+    "prefix_cache_folder",
+    "prefix_cache_disk_bytes",
+)
+_KINDS = {
+    bool: "flag",
+    int: "integer",
+    float: "number",
+    str: "text",
+    Path: "path",
+    tuple[str, ...]: "list",
+    Mapping[str, Path]: "models",
+}
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """Every setting, in the order in which they are declared."""
+    hints = typing.get_type_hints(ServerConfig)
+    return tuple(_described(f.name, hints[f.name], f.default, f.metadata) for f in fields(ServerConfig))
+
+
+def _described(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Setting:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        hint = typing.get_args(hint)[0]
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    kind = "choice" if choices else _KINDS[hint]
+    return Setting(name, kind, None if default is MISSING else default, choices=choices, **metadata)
+
+
+def read_config(path: Path | None, flags: Mapping[str, Any] | None = None) -> ServerConfig:
+    """The settings of a TOML file, and over them ``flags``, of which None means left out.
+
+    Paths in the file are relative to its folder.
+
+    Raises:
+        UsageError: the file cannot be read, a key is unknown, or a value of another type, out of its range or in
+            contradiction to another one; of what stands in the file with its name.
+    """
+    given = {} if path is None else _read(path)
+    return ServerConfig(**given | {name: value for name, value in (flags or {}).items() if value is not None})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(read_bytes(path, MOST_CONFIG).decode("utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{path} cannot be read as settings: {reason}") from error
+    known = {setting.name: setting for setting in settings()}
+    given = {}
+    for name, value in content.items():
+        if name not in known:
+            raise UsageError(f"{path}: there is no setting {name!r:.60}; {_advice(name, known)}")
+        try:
+            given[name] = _beside(path, known[name], _checked(known[name], value))
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from error
+    return given
+
+
+def _advice(name: str, known: Mapping[str, Setting]) -> str:
+    import difflib  # slow to import, and rarely wanted
+
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else "llmc serve --help lists them"
+
+
+def _beside(path: Path, setting: Setting, value: Any) -> Any:
+    """A path that the file names is relative to the file's folder, wherever the service is started."""
+    if setting.kind == "models":
+        return {name: path.parent / folder for name, folder in value.items()}
+    if setting.kind == "path":
+        return path.parent / value
+    if setting.name == "draft" and value != "lookup":
+        return str(path.parent / value)
+    return value
+
+
+def _checked(setting: Setting, value: Any) -> Any:
+    """The value in the type of its field: a list as a tuple, a whole number as a number, a text as a path.
+
+    Raises:
+        UsageError: it has another type, or is out of its range.
+    """
+    if value is None and setting.default is None and setting.kind != "models":
+        return None
+    taken = _TAKEN[setting.kind](value)
+    low, high = setting.low, setting.high
+    wrong = taken is None or (setting.choices and value not in setting.choices)
+    if wrong or (low is not None and taken < low) or (high is not None and not taken <= high):
+        raise UsageError(f"{setting.name} is {written(value)}, expected {expected(setting)}")
+    return taken
+
+
+def expected(setting: Setting) -> str:
+    """The values of a setting in words, such as ``1 ... 65535 bytes``."""
+    if setting.choices:
+        return f"one of {', '.join(setting.choices)}"
+    if setting.low is None:
+        return _WORDS[setting.kind]
+    amount = f"{setting.low:g} or more" if setting.high is None else f"{_plain(setting.low)} ... {_plain(setting.high)}"
+    return f"{amount} {setting.unit}".rstrip()
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)
+
+
+def _path(value: Any) -> Path | None:
+    text = str(value) if isinstance(value, str | Path) else ""
+    return Path(text) if text and text.isprintable() else None
+
+
+def _texts(value: Any) -> tuple[str, ...] | None:
+    whole = isinstance(value, list | tuple) and all(type(item) is str and item.isprintable() for item in value)
+    return tuple(value) if whole else None
+
+
+def _named_paths(value: Any) -> Mapping[str, Path] | None:
+    if not isinstance(value, Mapping):
+        return None
+    found = {name: _path(folder) for name, folder in value.items() if type(name) is str and _MODEL.fullmatch(name)}
+    paths = {name: folder for name, folder in found.items() if folder is not None}
+    return paths if len(paths) == len(value) else None  # a plain one, which can be pickled
+
+
+# What each kind makes of a value, None of one that it cannot be.
+_TAKEN: Mapping[str, Any] = {
+    "flag": lambda value: value if type(value) is bool else None,
+    "integer": lambda value: value if type(value) is int else None,
+    "number": lambda value: float(value) if type(value) in (int, float) and abs(value) < 1e300 else None,
+    "text": lambda value: value if type(value) is str and value and value.isprintable() else None,
+    "choice": lambda value: value if type(value) is str else None,
+    "path": _path,
+    "list": _texts,
+    "models": _named_paths,
+}
+_WORDS = {
+    "flag": "true or false",
+    "text": "a text",
+    "path": "a path",
+    "list": "a list of texts",
+    "models": "names (letters, digits and . _ : / + @ -) with paths",
+}
+
+
+# ------------------------------------------------------------------------------------------------ several keys together
+
+
+def is_local(host: str) -> bool:
+    """True of an address that no other machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_together(config: ServerConfig) -> None:
+    if (config.tls_cert is None) != (config.tls_key is None):
+        given, other = ("tls_key", "tls_cert") if config.tls_cert is None else ("tls_cert", "tls_key")
+        raise UsageError(f"{given} is given without {other}: expected both for HTTPS, or neither")
+    if config.unix_socket is not None and config.tls_cert is not None:
+        raise UsageError("tls_cert and unix_socket are given; expected one of them: no network carries a Unix socket")
+    open_to_others = config.unix_socket is None and not is_local(config.host)
+    if open_to_others and config.keys_file is None and not config.allow_no_keys:
+        raise UsageError(
+            f"host is {written(config.host)}, which other machines reach, and no key would be asked for; "
+            "give keys_file, or allow_no_keys if everybody may use the service"
+        )
+    for origin in config.cors_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise UsageError(
+                f"cors_origins holds {written(origin)}, expected origins as browsers write them, such as "
+                "https://example.com: lower case, no path, no '*'"
+            )

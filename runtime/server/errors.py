@@ -1,0 +1,136 @@
+"""Errors as clients see them: a status, and a body in the format of the dialect that they speak."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from llmc.errors import (
+    CancelledError,
+    DeadlineError,
+    EngineClosedError,
+    LlmcError,
+    QueueFullError,
+    RequestError,
+    ResourceError,
+    UsageError,
+)
+
+RETRY_AFTER_S = 1
+# The first class that an error belongs to decides; what is none of these is a failure of the server.
+STATUSES: tuple[tuple[type[LlmcError], int], ...] = (
+    (QueueFullError, 429),
+    (DeadlineError, 504),
+    (EngineClosedError, 503),
+    (CancelledError, 499),  # nginx's number for a client that closed the connection
+    (ResourceError, 503),
+    (UsageError, 400),
+    (RequestError, 400),
+)
+# Sentences of UsageErrors begin with the parameter: "top_p is 2, expected ...".
+_NAMED = re.compile(r"([a-z][a-z0-9_]*)(?: is|\[)")
+OPENAI_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+ANTHROPIC_TYPES = {**OPENAI_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: HTTP's status.
+        message: one sentence: what was found, what was expected, what to do.
+        param: the parameter that is at fault, as ``messages.0.content``.
+        code: a word that programs compare, as OpenAI's ``model_not_found``.
+        retry_after_s: seconds after which another try may succeed, sent as Retry-After; rounded up.
+        headers: further headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's format."""
+        kind = OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
+        """The error in Anthropic's format."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+
+
+def from_llmc(error: LlmcError) -> ApiError:
+    """The answer to a request that llmc could not serve."""
+    status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
+    retry = RETRY_AFTER_S if status in (429, 503) else None
+    named = _NAMED.match(str(error)) if isinstance(error, UsageError) else None
+    code = "queue_full" if status == 429 else None
+    return ApiError(status, str(error), param=named and named[1], code=code, retry_after_s=retry)
+
+
+def response(scope: Mapping[str, Any], error: ApiError) -> JSONResponse:
+    """The error in the format of the dialect whose route was asked."""
+    if scope.get("path", "").startswith("/v1/messages"):
+        request_id = scope.get("state", {}).get("request_id")
+        told = {"request-id": request_id} if request_id else {}
+        return JSONResponse(error.anthropic_body(request_id), error.status, {**told, **error.headers})
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+# ------------------------------------------------------------------------------------------------------ as documented
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def documented(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """The errors that every route may answer with, for the OpenAPI document.
+
+    Args:
+        schema: the JSON schema of an error's body.
+    """
+    content = {"content": {"application/json": {"schema": schema}}}
+    return {status: {"description": said, **content} for status, said in MEANINGS.items()}
+
+
+MEANINGS = {
+    400: "A parameter is unknown, out of range, or contradicts another.",
+    401: "The key is missing or unknown.",
+    403: "The key is not for this model.",
+    404: "There is no such model, or nothing of this name.",
+    413: "The body is too large.",
+    429: "As many requests wait as may wait, or the key's rate is used up.",
+    503: "The model cannot be loaded now, or the server is going down.",
+    504: "The deadline passed.",
+}
+_TEXT, _MAYBE = {"type": "string"}, {"type": ["string", "null"]}
+OPENAI_ERRORS = documented(_object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE)))
+ANTHROPIC_ERRORS = documented(
+    _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_MAYBE)
+)

@@ -1,0 +1,35 @@
+"""Texts for Prometheus of several processes as one text."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def joined(texts: Mapping[str, bytes]) -> bytes:
+    """One text with the families of all, and the label ``replica`` on every sample.
+
+    Args:
+        texts: by the name of the replica.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Joined(texts))
+    return generate_latest(registry)
+
+
+class _Joined:
+    """A collector of what others have collected."""
+
+    def __init__(self, texts: Mapping[str, bytes]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families, each once."""
+        families: dict[str, Any] = {}
+        for replica, text in sorted(self._texts.items()):
+            for family in text_string_to_metric_families(text.decode()):
+                samples = [s._replace(labels={**s.labels, "replica": replica}) for s in family.samples]
+                known = families.setdefault(family.name, family)
+                known.samples = samples if known is family else [*known.samples, *samples]
+        yield from families.values()

@@ -1,0 +1,125 @@
+"""The front of a fleet: hands each request to a replica, and to another one if that is lost before it said anything."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Protocol
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.types import Message, Receive, Scope, Send
+
+from llmc.errors import LlmcError
+from llmc.runtime.server.errors import ApiError, from_llmc, response
+from llmc.runtime.server.fleet.answers import Answer
+from llmc.runtime.server.fleet.calls import Call, ReplicaLostError, called
+from llmc.runtime.server.fleet.expositions import joined
+from llmc.runtime.server.fleet.sockets import converse_with
+from llmc.runtime.server.streams import unless_gone
+
+log = logging.getLogger(__name__)
+
+# Replicas that a request is tried on: one that is lost with its machine, and one that was about to go. A request that
+# kills whoever computes it must not bring the fleet down.
+ATTEMPTS = 3
+# What a replica must answer in that answers nothing but questions to itself.
+ASKED_S = 5.0
+
+
+class Replicas(Protocol):
+    """The replicas as the front sees them."""
+
+    def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
+        """The answer of a replica; closing it cancels the request.
+
+        Raises:
+            ReplicaLostError: before or amid the answer.
+            ApiError: 429, as many requests wait as may wait.
+        """
+
+    async def metrics(self) -> dict[str, bytes]:
+        """Texts for Prometheus by the names of the replicas that answered."""
+
+
+def make_front(replicas: Replicas) -> Starlette:
+    """The application that answers by the replicas; keys and limits stand around it, as around theirs they do not."""
+    front = Front(replicas)
+    return Starlette(
+        routes=[
+            Route("/health", _health),
+            Route("/metrics", front.metrics),
+            WebSocketRoute("/{path:path}", front.converse),
+            Mount("/", front),
+        ]
+    )
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+class Front:
+    """Hands requests on.
+
+    Args:
+        replicas: what answers them.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self.converse = partial(converse_with, self._relay)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of HTTP; its client's disconnection cancels it at the replica."""
+        request = Request(scope, receive)
+        answer = Answer(scope, send)
+        try:
+            call = called(scope, await request.body())
+            waiting = self._relay(call, answer)
+            if call.scope["path"] == "/ready":  # without a replica it would wait for one
+                waiting = asyncio.wait_for(waiting, ASKED_S)
+            await unless_gone(request, waiting)
+        except (ApiError, LlmcError, asyncio.TimeoutError) as error:
+            if not answer.started:
+                await response(scope, _refusal(error))(scope, receive, send)
+
+    async def metrics(self, request: Request) -> Response:
+        """The metrics of all replicas for Prometheus, each with its name."""
+        return Response(joined(await self._replicas.metrics()), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _relay(self, call: Call, answer: Answer) -> None:
+        """The answer of the first replica that is not lost before it says something.
+
+        Raises:
+            ApiError: all attempts failed, or no replica has room.
+        """
+        for _ in range(ATTEMPTS):
+            try:
+                async with aclosing(self._replicas.answer(call)) as messages:
+                    async for several in messages:
+                        for message in several:
+                            await answer.take(message)
+                return
+            except ReplicaLostError as error:
+                log.warning("a replica was lost: %s", error)
+                if answer.spoken:
+                    await answer.break_off()
+                    return
+                answer.forget()
+        lost = ApiError(503, "the replicas that tried to answer were lost; try again later", retry_after_s=1)
+        if answer.started:
+            await answer.break_off(lost)
+        else:
+            raise lost
+
+
+def _refusal(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, LlmcError):
+        return from_llmc(error)
+    return ApiError(503, f"no replica answered within {ASKED_S:g} s; try again later", retry_after_s=1)

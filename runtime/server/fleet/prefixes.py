@@ -1,0 +1,59 @@
+"""Names of a prompt's blocks, by which requests that begin alike are known before any tokenizer has seen them."""
+
+import json
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+# The members of a request's body that make the prompt, in the order in which chat templates write them.
+PROMPTS: dict[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("tools", "messages"),
+    "/v1/completions": ("prompt",),
+    "/v1/messages": ("tools", "system", "messages"),
+    "/v1/responses": ("tools", "instructions", "input"),
+}
+# Characters; about the 32 tokens of a block of the prefix cache.
+BLOCK = 128
+# Of a longer prompt only the beginning counts: 131,072 characters.
+MOST_BLOCKS = 1024
+
+
+def prefix_of(path: str, body: bytes) -> tuple[bytes, ...]:
+    """A name for each block of the prompt, each made of all that stands before it, too.
+
+    Two requests share as many names as their prompts share whole blocks from the beginning on. What is no prompt, no
+    JSON or shorter than a block has none; the replica will say what is wrong with it.
+
+    Args:
+        path: the route.
+        body: what the client sent.
+    """
+    if (members := PROMPTS.get(path)) is None:
+        return ()
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return ()
+    return tuple(_chained(_text(request, members))) if isinstance(request, dict) else ()
+
+
+def _text(request: dict[str, Any], members: tuple[str, ...]) -> str:
+    """The prompt as text, such that a longer conversation begins with the text of a shorter one."""
+    pieces = [str(request.get("model"))]
+    for member in members:
+        value = request.get(member)
+        pieces += [value] if isinstance(value, str) else map(_written, value if isinstance(value, list) else [value])
+    return "\n".join(pieces)
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _chained(text: str) -> Iterator[bytes]:
+    former = b""
+    for start in range(0, min(len(text) // BLOCK, MOST_BLOCKS) * BLOCK, BLOCK):
+        former = blake2b(
+            text[start : start + BLOCK].encode("utf-8", "surrogatepass"), key=former, digest_size=16
+        ).digest()
+        yield former

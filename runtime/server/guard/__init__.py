@@ -1,0 +1,1 @@
+"""The guards of the service: keys, rates, foreign pages, and limits of requests and connections."""

@@ -1,0 +1,78 @@
+"""Rates: requests and tokens per minute that a key may use, counted by token buckets."""
+
+import time
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.guard.accounts import CLIENT, Account, Bucket, Client, Clock
+from llmc.runtime.server.guard.keys import Key
+from llmc.runtime.server.guard.refusal import heard, refuse
+
+
+class Rates:
+    """Refuse requests of a key beyond its rates; those that only read (GET) are free.
+
+    What stands behind finds the client in :data:`llmc.runtime.server.guard.accounts.CLIENT`.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, clock: Clock = time.monotonic) -> None:
+        self.app = app
+        self._default = (config.requests_per_minute, config.tokens_per_minute)
+        self._clock = clock
+        self._accounts: dict[Any, Account] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self.app(scope, receive, send)
+        key = scope["state"]["key"]
+        client = Client(key, self.account(key))
+        CLIENT.set(client)  # of this request's task alone
+        try:
+            await self._counted(client, scope, receive, send)
+        finally:
+            client.settle()
+
+    async def _counted(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
+        def admit(text: str = "") -> None:
+            client.settle()
+            client.account.admit()
+
+        if scope["type"] == "websocket":  # each message is a request
+            return await self.app(scope, heard(receive, send, admit), send)
+        if scope["method"] != "POST":
+            return await self.app(scope, receive, send)
+        try:
+            admit()
+        except ApiError as error:
+            return await refuse(scope, receive, send, error)
+        return await self.app(scope, receive, _telling(client, send))
+
+    def account(self, key: Key | None) -> Account:
+        """The buckets of a key, new ones where its rates have changed; without keys, those of everybody."""
+        name, requests, tokens = (key.name, key.requests_per_minute, key.tokens_per_minute) if key else ("", None, None)
+        rates = (requests or self._default[0], tokens or self._default[1])
+        if (name, rates) not in self._accounts:
+            buckets = [None if rate is None else Bucket(rate, self._clock) for rate in rates]
+            self._accounts = {k: v for k, v in self._accounts.items() if k[0] != name}
+            self._accounts[name, rates] = Account(*buckets)
+        return self._accounts[name, rates]
+
+
+def _telling(client: Client, send: Send) -> Send:
+    """``send`` that adds the state of the rates to an answer's headers, and counts its tokens before its end."""
+    account = client.account
+    if account.requests is None and account.tokens is None:
+        return send
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(account.headers())
+        elif not message.get("more_body", False):
+            client.settle()  # the client may send the next request as soon as it has this
+        await send(message)
+
+    return sending

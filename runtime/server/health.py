@@ -1,0 +1,40 @@
+"""Questions to the server itself: alive, ready, and how much it does."""
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+from starlette.concurrency import run_in_threadpool
+from typing_extensions import TypedDict
+
+from llmc.runtime.server.service import Service, service_of
+
+router = APIRouter(tags=["Operation"])
+
+
+class Health(TypedDict):
+    """A sign of life."""
+
+    status: Literal["ok"]
+
+
+@router.get("/health")
+async def health() -> Health:
+    """The process answers; it needs no key, and says nothing of models."""
+    return {"status": "ok"}
+
+
+@router.get("/ready", response_model=None, responses={503: {"description": "A model is loading or has failed."}})
+async def ready(response: Response, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+    """200 once the first model was loaded and passed its self-test; 503 before, and while the server goes down."""
+    ready = service.is_ready
+    response.status_code = 200 if ready else 503
+    models = {name: asdict(state) for name, state in service.pool.states().items()}
+    return {"status": "ready" if ready else "not ready", "models": models}
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
+    """Counters and histograms of the server and of every model that is loaded, in the text format of Prometheus."""
+    text = await run_in_threadpool(request.app.state.metrics.exposition, service.pool)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

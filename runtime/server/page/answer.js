@@ -1,0 +1,67 @@
+// An answer as it comes: the chunks of a stream put together, and when each of them came.
+
+export function newAnswer(model) {
+  return {
+    role: "assistant",
+    model,
+    content: "",
+    reasoning: "",
+    toolCalls: [],
+    state: "streaming", // then done, stopped or failed
+    finish: null,
+    error: null,
+    timing: { first: null, gaps: [], usage: null }, // milliseconds until the first token, and between two
+  };
+}
+
+/** A clock of one answer; `absorb(chunk)` puts a chunk into the answer. */
+export function follow(answer, now = () => performance.now()) {
+  const start = now();
+  let last = null;
+  const tick = () => {
+    const time = now();
+    if (last === null) answer.timing.first = time - start;
+    else answer.timing.gaps.push(Math.round((time - last) * 10) / 10);
+    last = time;
+  };
+  return function absorb(chunk) {
+    if (chunk.usage) answer.timing.usage = readUsage(chunk.usage);
+    const [choice] = chunk.choices ?? [];
+    if (!choice) return;
+    if (addDelta(answer, choice.delta ?? {})) tick();
+    answer.finish = choice.finish_reason ?? answer.finish;
+  };
+}
+
+/** Add what a delta brings; says whether it brought anything. */
+function addDelta(answer, { content, reasoning_content: reasoning, tool_calls: calls }) {
+  answer.content += content ?? "";
+  answer.reasoning += reasoning ?? "";
+  for (const call of calls ?? []) addCall(answer.toolCalls, call);
+  return Boolean(content || reasoning || calls?.length);
+}
+
+function addCall(toolCalls, { index = 0, id, function: part = {} }) {
+  const call = (toolCalls[index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
+  call.id ||= id ?? "";
+  call.function.name += part.name ?? "";
+  call.function.arguments += part.arguments ?? "";
+}
+
+function readUsage({ prompt_tokens: prompt, completion_tokens: tokens, prompt_tokens_details: details }) {
+  return { prompt, tokens, cached: details?.cached_tokens ?? 0 };
+}
+
+/** The timing in words: time to the first token, tokens per second after it, tokens. */
+export function describeTiming({ first, gaps, usage }) {
+  if (first === null) return "";
+  const seconds = gaps.reduce((sum, gap) => sum + gap, 0) / 1000;
+  const tokens = usage?.tokens ?? gaps.length + 1;
+  const facts = [
+    `TTFT ${first < 1000 ? `${first.toFixed(0)} ms` : `${(first / 1000).toFixed(2)} s`}`,
+    seconds > 0 && gaps.length > 1 && `${((tokens - 1) / seconds).toFixed(1)} tok/s`,
+    `${tokens} ${tokens === 1 ? "token" : "tokens"}`,
+    usage && `prompt ${usage.prompt}${usage.cached ? `, ${usage.cached} cached` : ""}`,
+  ];
+  return facts.filter(Boolean).join(" · ");
+}

@@ -1,0 +1,631 @@
+"""OpenAI's responses: items in, items out, and conversations that go on from a stored response."""
+
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import Discriminator, Field, Tag
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
+from typing_extensions import NotRequired, TypedDict
+
+from llmc.errors import LlmcError
+from llmc.runtime import Model
+from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
+from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, biases, told
+from llmc.runtime.server.chat import EFFORTS
+from llmc.runtime.server.errors import ApiError, from_llmc
+from llmc.runtime.server.logprobs import chat_logprobs
+from llmc.runtime.server.logs import note
+from llmc.runtime.server.response_events import Event, Output
+from llmc.runtime.server.response_store import Item, Stored
+from llmc.runtime.server.service import Service, new_id, service_of, submitted
+from llmc.runtime.server.streams import EventStream, event, unless_gone
+
+router = APIRouter(tags=["OpenAI"])
+Status = Literal["in_progress", "completed", "incomplete"]
+# Codes of OpenAI's failed responses, by the status that the error would have had before the first event.
+FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+# ------------------------------------------------------------------------------------------------------------ request
+
+
+class InputText(Body):
+    """Text of whoever asks."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputText(Body):
+    """Text of an earlier answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0, default_factory=list)]
+    logprobs: list[Any] | None = None
+
+
+TextPart = Annotated[InputText | OutputText, Field(discriminator="type")]
+
+
+class MessageItem(Body):
+    """A message, of whoever asks or of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[TextPart]
+    status: Status | None = None
+    phase: None = None
+
+
+class CallItem(Body):
+    """A call in an earlier answer."""
+
+    type: Literal["function_call"]
+    id: str | None = None
+    call_id: str
+    name: str
+    arguments: str
+    status: Status | None = None
+
+
+class CallOutputItem(Body):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    id: str | None = None
+    call_id: str
+    output: str | list[InputText]
+    status: Status | None = None
+
+
+class ReasoningText(Body):
+    """Thoughts."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """Thoughts of an earlier answer."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: Annotated[list[Any], Field(max_length=0, default_factory=list)]
+    content: list[ReasoningText] | None = None
+    encrypted_content: None = None
+    status: Status | None = None
+
+
+def _kind(item: Any) -> str:
+    """The type of an item; messages need not name theirs."""
+    found = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return found if isinstance(found, str) else ""
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+class Tool(Body):
+    """A function that the model may call; tools that OpenAI's servers run are refused."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[bool | None, Field(description="arguments always follow the schema, whatever is said here")] = (
+        None
+    )
+
+    def plain(self) -> dict[str, Any]:
+        """The tool as templates and grammars read it."""
+        return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"type", "strict"})}
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    """A JSON object of any form."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Body):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """The form of the text."""
+
+    format: Annotated[TextFormat | ObjectFormat | SchemaFormat | None, Field(discriminator="type")] = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Body):
+    """Thoughts, by OpenAI's words for effort; nobody sums them up, for they are given as they are."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: None = None
+
+
+class ResponseStreamOptions(Body):
+    """Settings of a stream."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponseRequest(Sampled):
+    """The body of POST /v1/responses."""
+
+    model: str | None = None
+    input: str | list[InputItem]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: Annotated[bool | None, Field(description="keep it for previous_response_id; true by default")] = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    background: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: Annotated[str | None, Field(description="echoed; prefixes are cached without it")] = None
+    user: Logged = None
+    tool_format: ToolFormat = None
+    stop: Annotated[str | list[str] | None, Field(description="extension of llmc")] = None
+    logit_bias: Annotated[dict[str, float] | None, Field(description="extension of llmc")] = None
+
+    def items(self) -> list[Item]:
+        """The new items of the conversation, as they are kept.
+
+        Raises:
+            ApiError: nothing is.
+        """
+        if isinstance(self.input, str):
+            return [_named(MessageItem(role="user", content=self.input))]
+        if not self.input and self.previous_response_id is None:
+            raise ApiError(400, "input holds no items, expected one at least", param="input")
+        return [_named(item) for item in self.input]
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
+
+        Raises:
+            ApiError: parameters contradict each other.
+        """
+        effort = self.reasoning.effort if self.reasoning else None
+        return {
+            **self.sampling(
+                max_tokens=self.max_output_tokens,
+                stop=self.stop,
+                logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+                logit_bias=biases(self.logit_bias),
+                on_overflow="truncate_left" if self.truncation == "auto" else None,
+                json_schema=self._schema(),
+            ),
+            "tools": [tool.plain() for tool in self.tools] if self.tools else None,
+            "tool_choice": self._tool_choice(),
+            "tool_format": self.tool_format,
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning_budget": EFFORTS.get(effort or ""),
+            "chat_template_kwargs": {"enable_thinking": effort != "none"} if effort else None,
+        }
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if log-probabilities are to be told."""
+        return self.top_logprobs is not None or bool(self.include)
+
+    def _schema(self) -> dict[str, Any] | None:
+        wanted = self.text.format if self.text else None
+        if isinstance(wanted, SchemaFormat):
+            return wanted.schema_
+        return {"type": "object"} if isinstance(wanted, ObjectFormat) else None
+
+    def _tool_choice(self) -> str:
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
+        return self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
+
+
+PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def _named(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Item:
+    """An item as it is kept, with an id, and a message's text as a part."""
+    found = {"id": new_id(PREFIXES[item.type]), "status": "completed", **item.model_dump(exclude_none=True)}
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        found["content"] = [{"type": kind, "text": item.content}]
+    return found
+
+
+def plain(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """The conversation as chat templates read it: thoughts, text and calls of one answer are one message."""
+    found: list[dict[str, Any]] = []
+    for item in items:
+        if item["type"] == "function_call_output":
+            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+        elif item["type"] == "message" and item["role"] != "assistant":
+            role = "system" if item["role"] == "developer" else item["role"]
+            found.append({"role": role, "content": _text(item["content"])})
+        else:
+            _answered(found, item)
+    return found
+
+
+def _answered(found: list[dict[str, Any]], item: Item) -> None:
+    """Add an item of an answer to the message that it belongs to; thoughts after text or calls begin another one."""
+    last = found[-1] if found else {}
+    goes_on = last.get("role") == "assistant" and not (
+        item["type"] == "reasoning" and (last["content"] or "tool_calls" in last)
+    )
+    if not goes_on:
+        found.append(last := {"role": "assistant", "content": ""})
+    if item["type"] == "message":
+        last["content"] += _text(item["content"])
+    elif item["type"] == "reasoning":
+        last["reasoning_content"] = last.get("reasoning_content", "") + _text(item.get("content") or "")
+    else:
+        call = ToolCall(item["call_id"], item["name"], item["arguments"])
+        last.setdefault("tool_calls", []).append(call.to_dict())
+
+
+def _text(content: str | Sequence[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+# ------------------------------------------------------------------------------------------------------------- answer
+
+
+class InputDetails(TypedDict):
+    """Tokens of the prompt, apart."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(TypedDict):
+    """Tokens of the output, apart."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens of a request."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Answer(TypedDict):
+    """A response. What the request did not say is told as it is by default."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    service_tier: Literal["default"]
+    background: Literal[False]
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int | None
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    x_llmc: NotRequired[dict[str, Any]]
+
+
+class Deleted(TypedDict):
+    """A response that is no longer stored."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(TypedDict):
+    """Items of a conversation."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def head_of(body: ResponseRequest, service: Service) -> dict[str, Any]:
+    """A response before its first item."""
+    text = body.text or TextConfig()
+    given = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
+    choice = body.tool_choice or "auto"
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": service.name(body.model),
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "service_tier": "default",
+        "background": False,
+        "store": body.store is not False and service.responses.keeps,
+        "temperature": body.temperature,  # type: ignore[attr-defined]
+        "text": {"format": given, "verbosity": "medium"},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [
+            {"description": None, "parameters": None, "strict": True} | tool.model_dump(exclude_none=True)
+            for tool in body.tools or ()
+        ],
+        "top_logprobs": body.top_logprobs,
+        "top_p": body.top_p,  # type: ignore[attr-defined]
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def ended(
+    body: ResponseRequest, model: Model, head: dict[str, Any], output: Output, result: ChatResult
+) -> dict[str, Any]:
+    """The whole response."""
+    usage, thoughts = result.usage, result.message.reasoning
+    cut = result.message.finish_reason == "length"
+    return {
+        **head,
+        "completed_at": None if cut else int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": output.items,
+        "temperature": result.params.temperature,
+        "top_p": result.params.top_p,
+        "usage": {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {
+                "reasoning_tokens": len(model.tokenizer.encode(thoughts, False)) if thoughts else 0
+            },
+            "total_tokens": usage.total_tokens,
+        },
+        **told(body.x_llmc, model, result),
+    }
+
+
+def failed(head: dict[str, Any], output: Output, error: ApiError) -> Event:
+    """The last event of a response that went wrong."""
+    told_of = {"code": FAILURES.get(error.status, "server_error"), "message": error.message}
+    return {
+        "type": "response.failed",
+        "response": {**head, "status": "failed", "error": told_of, "output": output.items},
+    }
+
+
+class Turn:
+    """A request on its way: what it says, whose it is, and the conversation that it goes on with.
+
+    Args:
+        body: what was asked.
+        service: the service.
+        owner: the name of the key that asks.
+
+    Raises:
+        ApiError: the conversation is not stored, or nothing is, or parameters contradict each other.
+    """
+
+    def __init__(self, body: ResponseRequest, service: Service, owner: str | None) -> None:
+        if body.store and not service.responses.keeps:
+            raise ApiError(400, "store is true, but this server keeps no responses; set it to false", param="store")
+        self.body, self._service, self._owner = body, service, owner
+        self._items = body.items()
+        before = service.responses.conversation(owner, body.previous_response_id)
+        told_first = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        self.messages = [*told_first, *plain([*before, *self._items])]
+        note(user=body.user)
+        self.arguments = service.bounded(body.arguments()) | {
+            "parse_special": service.parses_special(body.parse_special)
+        }
+
+    async def opened(self, held: AsyncExitStack) -> tuple[Model, ChatHandle]:
+        """Submit the request; model and request are held until ``held`` is closed."""
+        model = await held.enter_async_context(self._service.generator(self.body.model))
+        handle = await submitted(partial(model.stream_chat, self.messages, **self.arguments))
+        held.callback(handle.cancel)
+        return model, handle
+
+    async def events(self, model: Model, handle: ChatHandle) -> AsyncIterator[Event]:
+        """The events of the answer; the last of them has the whole response."""
+        head = head_of(self.body, self._service)
+        output = Output(partial(_entries, model) if self.body.wants_logprobs else None)
+        for kind in ("response.created", "response.in_progress"):
+            yield {"type": kind, "response": head}
+        try:
+            async for delta in handle.deltas_async():
+                for found in output.events(delta):
+                    yield found
+            result = await handle
+        except LlmcError as error:
+            for found in output.close("incomplete"):
+                yield found
+            yield failed(head, output, from_llmc(error))
+            return
+        for found in output.close("incomplete" if result.message.finish_reason == "length" else "completed"):
+            yield found
+        response = await run_in_threadpool(ended, self.body, model, head, output, result)
+        if response["store"]:
+            self._service.responses.put(self._owner, Stored(self.body.previous_response_id, self._items, response))
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    async def whole(self, model: Model, handle: ChatHandle) -> dict[str, Any]:
+        """The whole response.
+
+        Raises:
+            LlmcError: the request failed.
+        """
+        last: Event = {}
+        async for piece in self.events(model, handle):
+            last = piece
+        if last["type"] == "response.failed":
+            await handle  # which raises
+        response: dict[str, Any] = last["response"]
+        return response
+
+
+def _entries(model: Model, logprobs: Any) -> list[dict[str, Any]]:
+    found = chat_logprobs(model, logprobs)
+    return found["content"] if found else []
+
+
+async def numbered(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    """Events of this dialect, encoded, each with its number."""
+    async with aclosing(events) as pieces:  # type: ignore[type-var]
+        number = 0
+        async for piece in pieces:
+            yield event({**piece, "sequence_number": number}, piece["type"])
+            number += 1
+
+
+# ------------------------------------------------------------------------------------------------------------- routes
+
+
+async def owner_of(request: Request) -> str | None:
+    """The name of the key that asks, None where none is asked for."""
+    found: str | None = request.scope.get("state", {}).get("key_name")
+    return found
+
+
+async def no_query(request: Request) -> None:
+    """Refuse parameters in the address.
+
+    Raises:
+        ApiError: there is one.
+    """
+    if name := next(iter(request.query_params), None):
+        raise ApiError(400, f"{name[:40]} is not a parameter of this route; leave it out", param=name[:40])
+
+
+Owner = Annotated[str | None, Depends(owner_of)]
+Served = Annotated[Service, Depends(service_of)]
+
+
+@router.post("/v1/responses", response_model=Answer)
+async def responses(body: ResponseRequest, request: Request, owner: Owner, service: Served) -> Response:
+    """Answer a conversation. With ``stream`` the answer comes as server-sent events."""
+    turn = Turn(body, service, owner)
+    async with AsyncExitStack() as held:
+        model, handle = await turn.opened(held)
+        if body.stream:
+            return EventStream(numbered(turn.events(model, handle)), held.pop_all(), service.config.heartbeat_s)
+        return JSONResponse(await unless_gone(request, turn.whole(model, handle)))
+
+
+@router.get("/v1/responses/{response_id}", response_model=Answer, dependencies=[Depends(no_query)])
+async def stored_response(response_id: str, owner: Owner, service: Served) -> Response:
+    """A stored response, as it was sent."""
+    return JSONResponse(service.responses.get(owner, response_id).response)
+
+
+@router.delete("/v1/responses/{response_id}", dependencies=[Depends(no_query)])
+async def delete_response(response_id: str, owner: Owner, service: Served) -> Deleted:
+    """Forget a response. Conversations cannot go on from it, nor from those after it."""
+    service.responses.delete(owner, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=ItemList)
+async def input_items(
+    response_id: str,
+    owner: Owner,
+    service: Served,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """The items that a stored response answered, the conversation before it included."""
+    stored = service.responses.get(owner, response_id)
+    items = [*service.responses.conversation(owner, stored.previous), *stored.items]
+    return JSONResponse(page_of(items if order == "asc" else items[::-1], after, limit))
+
+
+def page_of(items: list[Item], after: str | None, limit: int) -> dict[str, Any]:
+    """Some of the items, from the one after ``after`` on.
+
+    Raises:
+        ApiError: there is no such item.
+    """
+    names = [item["id"] for item in items]
+    if after is not None and after not in names:
+        raise ApiError(400, f"after is {after[:80]!r}, which is no item of this response", param="after")
+    start = 0 if after is None else names.index(after) + 1
+    found = items[start : start + limit]
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": found, **ends, "has_more": start + limit < len(items)}

@@ -1,0 +1,190 @@
+"""The service behind every dialect: models for requests, held while they are answered, and bounds of what is asked."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from anyio.lowlevel import RunVar
+from starlette.requests import HTTPConnection
+
+from llmc.bundle import Manifest
+from llmc.runtime import Handle, Model
+from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.guard.accounts import charge, check_model
+from llmc.runtime.server.logs import watch
+from llmc.runtime.server.response_store import ResponseStore
+
+if TYPE_CHECKING:
+    from llmc.runtime.server.config import ServerConfig
+    from llmc.runtime.server.pool import ModelPool
+
+H = TypeVar("H", bound=Handle)
+GUIDES = ("json_schema", "regex", "grammar", "choice", "tools")  # arguments of which grammars are made
+COMPILERS = 8  # threads; two grammars are tried at once, and each may take seconds
+_COMPILERS: RunVar[CapacityLimiter] = RunVar("llmc_compilers")
+# Models' work by the kind of their results; None is that of models that generate.
+WORK = {None: "generates text", "embeddings": "embeds texts", "scores": "ranks documents"}
+# Requests for vectors or scores that are computed at once: a model's calls take turns, and a second one tokenizes.
+ENCODING_THREADS = 2
+
+
+class Service:
+    """The part that all routes share.
+
+    Args:
+        config: the server's settings.
+        pool: the models.
+    """
+
+    def __init__(self, config: "ServerConfig", pool: "ModelPool") -> None:
+        self.config = config
+        self.pool = pool
+        self.started = int(time.time())
+        self.encoding = CapacityLimiter(ENCODING_THREADS)
+        """Threads of requests for vectors and scores, which have no queue of an engine."""
+        self.responses = ResponseStore(config.response_store_entries, config.response_store_bytes)
+        self.draining = False
+        """True once the server goes down: what runs is finished, and balancers are to send nobody."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True if requests may come: the first model was loaded, the GPU is there, and the server stays."""
+        first = self.pool.states()[self.pool.names[0]]
+        return not self.draining and self.pool.lost is None and first.loads > 0 and first.phase != "failed"
+
+    def name(self, asked: str | None) -> str:
+        """The name of the model asked for; the first one where none was.
+
+        Raises:
+            ApiError: 404, there is no such model; 403, the client's key is not for it.
+        """
+        asked = next(iter(self.pool.names)) if asked is None else asked
+        if asked not in self.pool.names:
+            known = ", ".join(self.pool.names)
+            raise ApiError(
+                404, f"the model {asked[:100]!r} is not here, expected {known}", param="model", code="model_not_found"
+            )
+        check_model(asked)
+        return asked
+
+    def manifest(self, asked: str | None) -> Manifest:
+        """The manifest of a model, which need not be loaded."""
+        return self.pool.manifest(self.name(asked))
+
+    def check_work(self, asked: str | None, wanted: str | None) -> None:
+        """Refuse a model that does something else, without loading it.
+
+        Args:
+            asked: its name.
+            wanted: a key of :data:`WORK`.
+
+        Raises:
+            ApiError: 400, naming it.
+        """
+        encoder = self.manifest(asked).geometry.encoder
+        found = encoder.result if encoder else None
+        if found != wanted:
+            said = f"the model {self.name(asked)!r} {WORK[found]}, expected one that {WORK[wanted]}"
+            raise ApiError(400, f"{said}; GET /v1/models lists what there is", param="model")
+
+    @asynccontextmanager
+    async def model(self, asked: str | None) -> AsyncIterator[Model]:
+        """The model, loaded, and kept while the block runs."""
+        async with self.pool.lease(self.name(asked)) as model:
+            yield model
+
+    def head(self, prefix: str, kind: str, asked: str | None) -> dict[str, Any]:
+        """The members with which an answer in OpenAI's older dialects, and each of its pieces, begins."""
+        return {
+            "id": new_id(prefix),
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.name(asked),
+            "system_fingerprint": f"fp_{self.manifest(asked).source.fingerprint[:12]}",
+        }
+
+    @asynccontextmanager
+    async def generator(self, asked: str | None) -> AsyncIterator[Model]:
+        """:meth:`model` for routes that generate.
+
+        Raises:
+            ApiError: 400, the model does something else.
+        """
+        self.check_work(asked, None)
+        async with self.model(asked) as model:
+            yield model
+
+    def bounded(self, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Sampling arguments within what this server lets a request ask for.
+
+        Raises:
+            ApiError: more new tokens, of all outputs together, than ``max_request_tokens``.
+        """
+        most, longest = self.config.max_request_tokens, self.config.request_deadline_s
+        if most is not None:
+            outputs = max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
+            if outputs > most:
+                said = f"{outputs} outputs are asked for, of which this server allows {most} tokens; ask for fewer"
+                raise ApiError(400, said, param="n")
+            asked = sampling.get("max_tokens", most // outputs)
+            if asked * outputs > most:
+                said = f"{asked} tokens of {outputs} outputs" if outputs > 1 else f"{asked}"
+                raise ApiError(
+                    400, f"max_tokens is {said}, this server allows {most}; ask for less", param="max_tokens"
+                )
+            sampling = {**sampling, "max_tokens": asked}
+        if longest is not None:
+            sampling = {**sampling, "deadline_s": min(sampling.get("deadline_s", longest), longest)}
+        return sampling
+
+    def parses_special(self, asked: bool | None, default: bool = False) -> bool:
+        """True if special tokens that a client's text spells are to be special tokens.
+
+        Raises:
+            ApiError: the client asks for it, and this server does not allow it.
+        """
+        if asked and not self.config.allow_special:
+            raise ApiError(400, "parse_special is true, which this server does not allow", param="parse_special")
+        return default if asked is None else asked
+
+
+async def submitted(submit: Callable[[], H]) -> H:
+    """A request submitted in a thread: tokenizing a prompt and compiling a grammar may take long.
+
+    Those with a grammar share threads of their own, so that any number of slow ones keeps nobody else waiting.
+    """
+    arguments = submit.keywords if isinstance(submit, partial) else {}
+    has_grammar = any(arguments.get(name) is not None for name in GUIDES)
+    handle = await to_thread.run_sync(submit, limiter=_compilers() if has_grammar else None)
+    charge(handle)
+    watch(handle)
+    return handle
+
+
+def _compilers() -> CapacityLimiter:
+    """The limit of threads that compile grammars, of the present event loop."""
+    try:
+        return _COMPILERS.get()
+    except LookupError:
+        _COMPILERS.set(CapacityLimiter(COMPILERS))
+        return _COMPILERS.get()
+
+
+def service_at(connection: HTTPConnection) -> Service:
+    """The service that answers this connection."""
+    service: Service = connection.app.state.service
+    return service
+
+
+async def service_of(connection: HTTPConnection) -> Service:
+    """:func:`service_at` as the routes' dependency; FastAPI would call one that is not async in a thread."""
+    return service_at(connection)
+
+
+def new_id(prefix: str) -> str:
+    """A name for an answer, as ``chatcmpl-...``."""
+    return f"{prefix}-{secrets.token_hex(12)}"

@@ -1,0 +1,189 @@
+"""Answers that come in pieces: server-sent events with heartbeats, and a WebSocket, until the client is gone."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, suppress
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from llmc.errors import LlmcError
+from llmc.runtime.server.errors import ApiError, from_llmc
+
+T = TypeVar("T")
+HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients skip
+DONE = b"data: [DONE]\n\n"
+# Proxies must neither keep nor collect the events (X-Accel-Buffering is nginx's).
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def encoded(value: Any) -> str:
+    """JSON in one line, for events and answers."""
+    return _ENCODER.encode(value)
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {encoded(value)}\n\n".encode()
+
+
+class EventStream(Response):
+    """Server-sent events, and a comment whenever ``heartbeat_s`` seconds pass without one.
+
+    The client's disconnection is noticed at once, also while the request waits in a queue: the events are closed then,
+    which cancels the request.
+
+    Args:
+        events: encoded events; closed at the end, in whichever way it comes.
+        held: what the events need, such as the model; closed after them.
+        heartbeat_s: seconds; 0 sends no heartbeats.
+        heartbeat: what is sent then.
+        headers: beside those of every stream.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        held: AsyncExitStack,
+        heartbeat_s: float,
+        *,
+        heartbeat: bytes = HEARTBEAT,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(headers={**HEADERS, **headers})
+        del self.headers["content-length"]  # of an empty body
+        self._events = events
+        self._held = held
+        self._heartbeat_s = heartbeat_s
+        self._heartbeat = heartbeat
+        self._sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all of it; the first of the three tasks that ends, ends the others."""
+        tasks = [
+            asyncio.ensure_future(self._send(send)),
+            asyncio.ensure_future(_until_gone(receive)),
+        ]
+        if self._heartbeat_s:
+            tasks.append(asyncio.ensure_future(self._beat(send)))
+        async with self._held:
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        if not tasks[0].cancelled() and (error := tasks[0].exception()) is not None:
+            raise error
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:  # type: ignore[type-var]
+            async for piece in events:
+                self._sent += 1
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _beat(self, send: Send) -> None:
+        while True:
+            before = self._sent
+            await asyncio.sleep(self._heartbeat_s)
+            if before == self._sent:
+                await send({"type": "http.response.body", "body": self._heartbeat, "more_body": True})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
+    """Wait for the answer to a request, and stop waiting when its client is gone.
+
+    Raises:
+        ApiError: the client is gone, and nobody reads the answer.
+    """
+    waiting = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(_until_gone(request.receive))
+    try:
+        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            return waiting.result()
+        raise ApiError(499, "the client closed the connection before the answer was there")
+    finally:
+        for task in (waiting, gone):
+            task.cancel()
+        await asyncio.gather(waiting, gone, return_exceptions=True)
+
+
+async def guarded(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Events of OpenAI's dialects: encoded, an error as the last one of them, or ``[DONE]``."""
+    async with aclosing(events) as pieces:  # type: ignore[type-var]
+        try:
+            async for piece in pieces:
+                yield event(piece)
+        except (ApiError, LlmcError) as error:
+            yield event((error if isinstance(error, ApiError) else from_llmc(error)).body)
+        else:
+            yield DONE
+
+
+Opened = Callable[[Any, AsyncExitStack], Awaitable[AsyncIterator[dict[str, Any]]]]
+
+
+async def converse(socket: WebSocket, read: Callable[[str], Any], opened: Opened) -> None:
+    """Answer requests on a WebSocket, one after another, until it is closed.
+
+    A text message is the body of a request. Its events come back as text messages, the last is ``[DONE]``, or an error,
+    after which the next request may come. Any message before that cancels the request.
+
+    Args:
+        read: makes a request of a message.
+        opened: submits it, and gives its events.
+    """
+    await socket.accept()
+    with suppress(WebSocketDisconnect):
+        while True:
+            message = await socket.receive_text()
+            try:
+                async with AsyncExitStack() as held:
+                    await _answer(socket, await opened(read(message), held))
+            except (ApiError, LlmcError) as error:
+                body = (error if isinstance(error, ApiError) else from_llmc(error)).body
+                await socket.send_text(encoded(body))
+
+
+async def _answer(socket: WebSocket, events: AsyncIterator[dict[str, Any]]) -> None:
+    """Send the events; a message of the client ends them."""
+    sending = asyncio.ensure_future(_send_all(socket, events))
+    heard = asyncio.ensure_future(socket.receive())
+    try:
+        await asyncio.wait((sending, heard), return_when=asyncio.FIRST_COMPLETED)
+        if sending.done():
+            sending.result()
+            return
+        if heard.result()["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect
+        raise ApiError(499, "the request was cancelled by a message of its client")
+    finally:
+        for task in (sending, heard):
+            task.cancel()
+        await asyncio.gather(sending, heard, return_exceptions=True)
+
+
+async def _send_all(socket: WebSocket, events: AsyncIterator[dict[str, Any]]) -> None:
+    async with aclosing(events) as pieces:  # type: ignore[type-var]
+        async for piece in pieces:
+            await socket.send_text(encoded(piece))
+    await socket.send_text("[DONE]")

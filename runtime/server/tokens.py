@@ -1,0 +1,152 @@
+"""Models and their tokens: what is served, and how texts and messages are seen by it."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from typing_extensions import TypedDict
+
+from llmc.runtime.model import template_variables
+from llmc.runtime.server.bodies import Body
+from llmc.runtime.server.chat import ChatMessage, Tool
+from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.service import Service, service_of
+
+router = APIRouter(tags=["Models and tokens"])
+
+
+class ModelCard(TypedDict):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["llmc"]
+    max_model_len: int
+    x_llmc: dict[str, Any]
+
+
+class ModelList(TypedDict):
+    """All of them."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+def card(service: Service, name: str) -> ModelCard:
+    """The card of a model, for clients that choose one."""
+    manifest = service.pool.manifest(name)
+    about = {
+        "fingerprint": manifest.source.fingerprint,
+        "target": manifest.target.name,
+        "precision": manifest.recipe.precision,
+        "generates": manifest.geometry.encoder is None,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "llmc",
+        "max_model_len": service.config.max_context or manifest.limits.max_context,
+        "x_llmc": about,
+    }
+
+
+@router.get("/v1/models")
+async def models(service: Annotated[Service, Depends(service_of)]) -> ModelList:
+    """The models that are served; the first answers requests that name none."""
+    return {"object": "list", "data": [card(service, name) for name in service.pool.names]}
+
+
+@router.get("/v1/models/{name}")
+async def model(name: str, service: Annotated[Service, Depends(service_of)]) -> ModelCard:
+    """One model."""
+    return card(service, service.name(name))
+
+
+class TokenizeRequest(Body):
+    """A text, or a conversation as the model's chat template renders it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = True
+
+
+class Tokens(TypedDict):
+    """Token ids and how many they are."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(max_length=1_000_000)]
+    skip_special_tokens: bool = False
+
+
+class TemplateRequest(Body):
+    """A conversation."""
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+
+class Text(TypedDict):
+    """A text."""
+
+    prompt: str
+
+
+def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
+    return {
+        "messages": [message.plain() for message in body.messages or []],
+        "tools": [tool.plain() for tool in body.tools] if body.tools else None,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "add_generation_prompt": body.add_generation_prompt,
+    }
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(service_of)]) -> Tokens:
+    """The tokens of a text, or those of the prompt that a conversation becomes."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "expected either prompt or messages, and not both", param="prompt")
+    async with service.model(body.model) as loaded:
+        if body.prompt is not None:
+            found = await run_in_threadpool(loaded.tokenizer.encode, body.prompt, body.add_special_tokens)
+        else:
+            found = await run_in_threadpool(lambda: loaded.chat_tokens(**_plain(body)))
+        return {"tokens": found, "count": len(found), "max_model_len": loaded.max_context}
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, service: Annotated[Service, Depends(service_of)]) -> Text:
+    """The text of tokens, special ones included unless they are to be skipped."""
+    async with service.model(body.model) as loaded:
+        size = loaded.tokenizer.vocab_size
+        if (wrong := next((token for token in body.tokens if not 0 <= token < size), None)) is not None:
+            raise ApiError(400, f"tokens holds {wrong}, expected ids from 0 to {size - 1}", param="tokens")
+        text = await run_in_threadpool(loaded.tokenizer.decode, body.tokens, body.skip_special_tokens)
+        return {"prompt": text}
+
+
+@router.post("/apply-template")
+async def apply_template(body: TemplateRequest, service: Annotated[Service, Depends(service_of)]) -> Text:
+    """The prompt that a conversation becomes, as text; tokens that messages spell are shown as they were written."""
+    async with service.model(body.model) as loaded:
+        given = _plain(body)
+        variables = {**template_variables(given.pop("chat_template_kwargs")), "documents": body.documents}
+        return {"prompt": await run_in_threadpool(lambda: loaded.chat_template.render(**given, **variables))}

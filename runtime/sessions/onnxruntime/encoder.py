@@ -1,0 +1,55 @@
+"""ONNX Runtime on the CPU, for bundles that embed or rank: one graph, and nothing kept between its calls."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import Manifest
+from llmc.errors import BundleError
+from llmc.runtime.host.machine import computable, cpu_model
+from llmc.runtime.host.threads import on_leaving
+from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, open_graphs, translated
+
+
+class EncoderSession:
+    """An encoder's graph, opened. Any thread may run it.
+
+    Raises:
+        BundleError: it computes wrongly on this CPU, or the engine refuses it.
+        MissingExtraError: the engine is not installed.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
+        runtime = import_onnxruntime(manifest.target.engine_minimum)
+        graph = manifest.graphs["encode"]
+        if not computable(manifest):
+            raise BundleError(f"this CPU lacks {', '.join(graph.cpu_features)}; build the bundle for it with --fp32")
+        assert manifest.geometry.encoder is not None
+        self._result = str(manifest.geometry.encoder.result)
+        self._version = str(runtime.__version__)
+        self._graph = open_graphs(runtime, folder, manifest, [graph.file], threads)[graph.file]
+        self._options = runtime.RunOptions()
+        on_leaving(self, partial(setattr, self._options, "terminate", True))
+
+    @property
+    def engine_version(self) -> str:
+        """Version of the installed onnxruntime."""
+        return self._version
+
+    @property
+    def processor(self) -> str:
+        """The CPU's name."""
+        return cpu_model()
+
+    def run(self, input_ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Vectors [B, W] or scores [B], float32, of texts [B, S], right-padded, of these ``lengths`` [B]."""
+        feeds = {"input_ids": input_ids, "lengths": lengths}
+        with translated("running the model"):
+            found: NDArray[np.float32] = self._graph.run([self._result], feeds, self._options)[0]
+        return found
+
+    def close(self) -> None:
+        """Free the graph."""
+        self._graph = None

@@ -1,0 +1,143 @@
+"""Tools as requests offer them, and the calls that a model makes of them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.errors import UsageError, written
+
+# OpenAI's rule; templates write names between quotes, brackets or spaces.
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MOST_TOOLS = 128
+CHOICES = ("auto", "none", "required")
+
+
+class MarkedCalls:
+    """The part that formats share whose calls always begin with one mark, ``begin``."""
+
+    begin: str
+    bare_starts: tuple[str, ...] = ()
+    frame: tuple[str, str] = ("", "")
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """Texts that open a call, or several of them."""
+        return (self.begin,)
+
+    def bare_grammar(self) -> str:
+        """There is none."""
+        return ""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model asks for.
+
+    Attributes:
+        id: nine letters and digits, for some templates take no other.
+        name: of the tool.
+        arguments: JSON text. Of an output that was cut by its length it is only the beginning.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The call as an entry of ``tool_calls`` in OpenAI's messages."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of a call.
+
+    Attributes:
+        index: which call of its output.
+        id, name: in its first piece; None in all later ones.
+        arguments: the next piece of the JSON text.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        name: of letters, digits, ``_``, ``-`` and ``.``, 64 at most.
+        parameters: JSON schema of its arguments, an object; None where the request gives none.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] | None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of the arguments; a tool without one takes none."""
+        if not self.parameters:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
+    """The tools of a request, in OpenAI's form: ``{"type": "function", "function": {"name", "parameters", ...}}``.
+
+    Raises:
+        UsageError: another form, a name twice, or more than :data:`MOST_TOOLS`.
+    """
+    if tools is None:
+        return ()
+    if not isinstance(tools, list | tuple):
+        raise UsageError(f"tools is {written(tools)}, expected a list of functions")
+    if len(tools) > MOST_TOOLS:
+        raise UsageError(f"tools holds {len(tools)} functions, expected at most {MOST_TOOLS}")
+    found = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+    names = [tool.name for tool in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"tools holds {twice!r} twice, expected every name once")
+    return found
+
+
+def _tool(tool: Any, where: str) -> Tool:
+    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
+        raise UsageError(f'{where} is {written(tool)}, expected {{"type": "function", "function": {{...}}}}')
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(f"{where} has the name {written(name)}, expected letters, digits, _, - and ., at most 64")
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise UsageError(f"{where}: parameters is {written(parameters)}, expected a JSON schema, which is a mapping")
+    if parameters and parameters.get("type", "object") != "object":
+        raise UsageError(f"{where}: parameters is of type {written(parameters['type'])}, expected 'object'")
+    if name in CHOICES:
+        raise UsageError(f"{where} is called {name}, which is a word of tool_choice ({', '.join(CHOICES)}); rename it")
+    return Tool(name, parameters)
+
+
+def chosen(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
+    """The tools that ``tool_choice`` allows to call.
+
+    Raises:
+        UsageError: it is neither one of :data:`CHOICES` nor a tool's name, or wants tools and there are none.
+    """
+    if not isinstance(choice, str):
+        raise UsageError(f"tool_choice is {written(choice)}, expected {', '.join(CHOICES)} or a tool's name")
+    if choice == "none" or (choice == "auto" and not tools):
+        return ()
+    if not tools:
+        raise UsageError(f"tool_choice is {written(choice)}, but the request has no tools; give some, or leave it out")
+    if choice in CHOICES:
+        return tuple(tools)
+    named = tuple(tool for tool in tools if tool.name == choice)
+    if not named:
+        names = ", ".join([*CHOICES, *(tool.name for tool in tools)])
+        raise UsageError(f"tool_choice is {written(choice)}, expected one of {names}")
+    return named

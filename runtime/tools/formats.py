@@ -1,0 +1,119 @@
+"""The formats of calls by the families that use them, and which of them a checkpoint's chat template teaches."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from llmc.errors import UsageError, written
+from llmc.runtime.tools.calls import Tool
+from llmc.runtime.tools.gemma_calls import GemmaCalls
+from llmc.runtime.tools.grammar import Spell
+from llmc.runtime.tools.json_calls import JsonCalls, NamedCalls
+from llmc.runtime.tools.python_calls import PythonCalls
+from llmc.runtime.tools.source import Reading, Source
+from llmc.runtime.tools.xml_calls import XmlCalls
+
+
+class CallFormat(Protocol):
+    """A way in which models write calls."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """Texts that open a call, or several of them."""
+
+    @property
+    def bare_starts(self) -> tuple[str, ...]:
+        """Texts that an answer which is a call, without an opening mark, begins with."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All texts that may be special tokens."""
+
+    @property
+    def frame(self) -> tuple[str, str]:
+        """Special tokens around an answer without calls."""
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        """The rule ``calls``, of what follows the opening mark, and those that it needs.
+
+        Raises:
+            GrammarError: the format cannot hold to the schema of a tool.
+        """
+
+    def bare_grammar(self) -> str:
+        """A regular expression of what only calls without an opening mark begin with."""
+
+    def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
+        """Read calls from one of ``begins`` on; False if none follows, and then nothing was handed on."""
+
+
+_MISTRAL = JsonCalls(("[TOOL_CALLS]",), listed=True)
+FORMATS: dict[str, CallFormat] = {
+    # Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3, EXAONE 4, Granite 4, Hunyuan
+    "hermes": JsonCalls(("<tool_call>",), "</tool_call>", pad="\n", between="\n"),
+    # Qwen3-Coder
+    "qwen3_coder": XmlCalls("<tool_call>", "</tool_call>", pad="\n"),
+    "seed_oss": XmlCalls("<seed:tool_call>", "</seed:tool_call>", pad=""),
+    # Llama 3.1 and 3.2, whose templates take one call in a message
+    "llama3": JsonCalls(("<|python_tag|>",), bare=True, keys=("name", "parameters")),
+    # Mistral up to Small 3.1
+    "mistral": _MISTRAL,
+    # Mistral from Small 3.2 on: Magistral, Devstral, Ministral 3
+    "mistral_args": NamedCalls("[TOOL_CALLS]", "[ARGS]", _MISTRAL),
+    "hunyuan": JsonCalls(("<tool_calls>",), "</tool_calls>", listed=True),
+    # Granite 3
+    "granite": JsonCalls(("<|tool_call|>", "<tool_call>"), listed=True),
+    "phi4_mini": JsonCalls(("<|tool_call|>",), "<|/tool_call|>", listed=True),
+    "functools": JsonCalls(("functools[",), listed=True),
+    # Command R7B and Command A
+    "cohere": JsonCalls(
+        ("<|START_ACTION|>",),
+        "<|END_ACTION|>",
+        listed=True,
+        keys=("tool_name", "parameters"),
+        numbered="tool_call_id",
+        frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    "olmo3": PythonCalls("<function_calls>", "</function_calls>", between="\n"),
+    "functiongemma": GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>'),
+    # Gemma 3, for which there is no format but what prompts ask for; Llama 3.2's and 4's second one
+    "pythonic": PythonCalls("", "", between=", "),
+}
+
+# The first of these texts that a template holds tells the format; more telling ones come first.
+_TELLING = (
+    ("<seed:tool_call>", "seed_oss"),
+    ("<|START_ACTION|>", "cohere"),
+    ("<start_function_call>", "functiongemma"),
+    ("<|tool_call>", "gemma4"),
+    ("[ARGS]", "mistral_args"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("functools", "functools"),
+    ("<|/tool_call|>", "phi4_mini"),
+    ("<|/tool|>", "phi4_mini"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_calls>", "hunyuan"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("<function_calls>", "olmo3"),
+    ("python list of the function calls", "pythonic"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3"),
+    ('{"name": function name, "parameters"', "llama3"),
+)
+
+
+def format_of(template: str) -> str | None:
+    """The name of the format that a chat template's source teaches, None if it teaches none that is known."""
+    return next((name for text, name in _TELLING if text in template), None)
+
+
+def format_named(name: str) -> CallFormat:
+    """The format of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in FORMATS:
+        raise UsageError(f"tool_format is {written(name)}, expected one of {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,151 @@
+"""Grammars of answers that call tools, in llguidance's Lark: the marks, names and schemas that calls hold to.
+
+The formats write the rule ``calls``, of what follows their opening mark; here it is put together with the text that an
+answer may have before it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.errors import GrammarError, written
+from llmc.runtime.tools.calls import Tool
+
+# They restrict nothing, and are most of what is written in schemas; grammars have a longest length.
+_ANNOTATIONS = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
+_NAMED = {"$defs", "definitions", "patternProperties", "properties"}
+_VALUES = {"const", "enum"}
+# Keywords of a tool's parameters that formats other than JSON can keep.
+_OF_PARAMETERS = {"$defs", "$schema", "additionalProperties", "definitions", "properties", "required", "type"}
+
+_NAME = re.compile(r"[\w.-]+")
+
+Spell = Callable[[str], str]
+"""Makes a terminal of a mark: a special token where it is one, else its text."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One of a tool's parameters.
+
+    Attributes:
+        schema: with the definitions that it may refer to.
+        required: True if every call names it.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    required: bool
+
+
+def literal(value: str) -> str:
+    """A terminal of a text; nothing for none."""
+    # Two colons and an equals sign would make llama.cpp's notation of the grammar.
+    return json.dumps(value, ensure_ascii=False).replace("::=", ":\\u003a=") if value else ""
+
+
+def schema_of(tool: Tool) -> str:
+    """A terminal of the arguments as JSON."""
+    return value_of(tool.schema)
+
+
+def value_of(schema: Mapping[str, Any]) -> str:
+    """A terminal of a JSON value."""
+    return f"%json {json.dumps(without_annotations(schema))}".replace("::=", ":\\u003a=")
+
+
+def without_annotations(schema: Any) -> Any:
+    """The schema with what restricts something."""
+    if isinstance(schema, list | tuple):
+        return [without_annotations(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            kept[key] = {name: without_annotations(item) for name, item in value.items()}
+        elif key not in _ANNOTATIONS:
+            kept[key] = value if key in _VALUES else without_annotations(value)
+    return kept
+
+
+def parameters_of(tool: Tool) -> Iterator[Parameter]:
+    """The parameters of a tool one by one, for formats that write them so.
+
+    Raises:
+        GrammarError: the schema has rules for all of them together.
+    """
+    schema = without_annotations(tool.schema)
+    unknown = schema.keys() - _OF_PARAMETERS
+    if unknown:
+        raise GrammarError(
+            f"the parameters of the tool {tool.name} have {written(sorted(unknown)[0])} beside their properties, which "
+            "the model's format of calls cannot hold to; leave it out"
+        )
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = schema.get("required", ())
+    listed = schema.get("properties", {})
+    missing = next((name for name in required if name not in listed), None)
+    if missing is not None:
+        raise GrammarError(f"the tool {tool.name} requires {written(missing)}, which is none of its properties")
+    for name, item in listed.items():
+        check_name(name, tool.name)
+        own = item if isinstance(item, Mapping) else {} if item is True else {"not": {}}
+        yield Parameter(name, {**own, **definitions}, name in required)
+
+
+def check_name(name: str, where: str) -> None:
+    """Refuse a parameter whose name would end where the format's own marks begin.
+
+    Raises:
+        GrammarError: it has other characters than letters, digits, ``_``, ``-`` and ``.``.
+    """
+    if not _NAME.fullmatch(name):
+        raise GrammarError(
+            f"{where} has the parameter {written(name)}, expected letters, digits, _, - and ., for the model's format "
+            "of calls writes names without quotes"
+        )
+
+
+def answer_grammar(
+    calls: str, begins: Sequence[str], *, begin: str, special: bool, required: bool, frame: Sequence[str], other: str
+) -> str:
+    """The grammar of an answer.
+
+    Args:
+        calls: the rule ``calls`` of what follows the opening mark, and those that it needs.
+        begins: terminals of the opening marks that may come.
+        begin: the text of the mark that is looked for in text.
+        special: the marks are special tokens, which text does not hold.
+        required: the answer is calls and nothing else.
+        frame: terminals before and after an answer's text.
+        other: the rule of an answer without calls; empty for any text.
+    """
+    opener = " | ".join(begins)
+    if required:
+        return f"start: ({opener}) calls\n{calls}"
+    if other:
+        return f"start: ({opener}) calls | other\nother: {other}\n{calls}"
+    if special:
+        before, after = (f"{terminal}? " if terminal else "" for terminal in frame)
+        return f"start: TEXT? ({opener}) calls | {before}TEXT {after}\nTEXT: /(.|\\n)*/\n{calls}"
+    escaped = re.sub(r"[^A-Za-z0-9_ ]", lambda match: f"\\x{ord(match[0]):02x}", begin)
+    return (
+        f"start: TEXT | head calls\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{escaped}(.|\\n)*/\n"
+        f"head[lazy]: ANY {literal(begin)}\nANY: /(.|\\n)*/\n{calls}"
+    )
+
+
+def bare_grammar(calls: str, begins: Sequence[str], *, start: str, required: bool) -> str:
+    """The grammar of an answer that is a call if it begins like one, with an opening mark or without.
+
+    Args:
+        calls, begins, required: as of :func:`answer_grammar`.
+        start: a regular expression of what only calls begin with.
+    """
+    optional = f"({' | '.join(begins)})? " if begins else ""
+    if required:
+        return f"start: {optional}calls\n{calls}"
+    return f"start: {optional}calls | TEXT\nTEXT: /(.|\\n)*/ & ~/[ \\n\\t]*{start}(.|\\n)*/\n{calls}"

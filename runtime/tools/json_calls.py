@@ -1,0 +1,232 @@
+"""Calls written as JSON: an object for each, alone, in a list, or after a name; most families write one of these."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmc.runtime.tools.calls import MarkedCalls, Tool
+from llmc.runtime.tools.grammar import Spell, literal, schema_of
+from llmc.runtime.tools.json_values import read_string, read_value, stream_value
+from llmc.runtime.tools.source import Arguments, Called, Reading, Source
+
+_NAMES = ("name", "tool_name")
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """An opening mark, an object or a list of them, a closing mark: ``{"name": ..., "arguments": {...}}``.
+
+    Args:
+        begins: what opens a call, or the list of calls; the first is the one that models are taught.
+        end: what closes it; empty for nothing.
+        pad: text between the marks and what they enclose.
+        between: text between two calls, with the marks around each; None for one call alone.
+        listed: the calls are written as a list, between one pair of marks.
+        bare: an answer that begins with ``{`` is a call, too.
+        keys: of name and arguments, as models are taught to write them; others are read, too.
+        numbered: a key before the name, for the number of the call; empty for none.
+        frame: special tokens around an answer without calls.
+    """
+
+    begins: tuple[str, ...]
+    end: str = ""
+    pad: str = ""
+    between: str | None = None
+    listed: bool = False
+    bare: bool = False
+    keys: tuple[str, str] = ("name", "arguments")
+    numbered: str = ""
+    frame: tuple[str, str] = ("", "")
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All texts that may be special tokens."""
+        return (*self.begins, self.end)
+
+    @property
+    def bare_starts(self) -> tuple[str, ...]:
+        """Texts that an answer which is a call begins with."""
+        return ("{",) if self.bare else ()
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        """The rule ``calls``, of what follows the opening mark, and those that it needs."""
+        objects = "\n".join(f"call_{i}: {self._object(tool)}" for i, tool in enumerate(tools))
+        call = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n{objects}\n"
+        pad, end = literal(self.pad), spell(self.end)
+        one = " ".join(filter(None, [pad, "call", pad, end]))
+        if self.listed:
+            more = f"({literal(', ')} call)* " if parallel else ""
+            opening = "" if self.begins[0].endswith("[") else literal("[")
+            return f"calls: {opening} call {more}{literal(']')} {end}\n{call}"
+        if self.between is None or not parallel:
+            return f"calls: {one}\n{call}"
+        again = " ".join(filter(None, [literal(self.between), spell(self.begins[0])]))
+        return f"calls: {one} ({again} {one})*\n{call}"
+
+    def bare_grammar(self) -> str:
+        """A regular expression of what only calls begin with."""
+        return rf'\{{[ \n\t]*"{self.keys[0]}"'
+
+    def _object(self, tool: Tool) -> str:
+        name, arguments = self.keys
+        head = f'"{name}": "{tool.name}", "{arguments}": '
+        # One terminal as far as can be: it competes with any text, of which the longest match wins.
+        opening = literal("{" + head)
+        if self.numbered:
+            number = literal(f'{{"{self.numbered}": "')
+            opening = f"{number} /[0-9]{{1,2}}/ {literal(chr(34) + ', ' + head)}"
+        return f"{opening} {schema_of(tool)} {literal('}')}"
+
+    def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
+        """Read calls from one of ``begins`` on; False if none follows, and then nothing was handed on."""
+        begin = yield from take_any(source, self.begins)
+        yield from source.skip_blanks()
+        closing = "]" if begin.endswith("[") or (yield from source.take("[")) else ""
+        found = yield from self._read_objects(source, "," if closing else ";")
+        if found and closing:
+            yield from source.skip_blanks()
+            yield from source.take(closing)
+        if found:
+            yield from take_after_blanks(source, self.end)
+        return found
+
+    def _read_objects(self, source: Source, between: str) -> Reading[bool]:
+        found, end = False, source.at
+        while True:
+            yield from source.skip_blanks()
+            if not (yield from read_object(source)):
+                source.at = end
+                return found
+            found, end = True, source.at
+            yield from source.skip_blanks()
+            if not (yield from source.take(between)):
+                return True
+
+
+@dataclass(frozen=True)
+class NamedCalls(MarkedCalls):
+    """An opening mark, the tool's name, another mark, and the arguments; the older form of Mistral's is read, too.
+
+    Args:
+        begin, middle: the marks before the name and after it.
+        older: the form that the same opening mark may introduce.
+    """
+
+    begin: str
+    middle: str
+    older: JsonCalls
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All texts that may be special tokens."""
+        return (self.begin, self.middle)
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        """The rule ``calls``, of what follows the opening mark, and those that it needs."""
+        choices = (f"{literal(tool.name)} {spell(self.middle)} {schema_of(tool)}" for tool in tools)
+        calls = "\n".join(f"call_{i}: {choice}" for i, choice in enumerate(choices))
+        more = f" ({spell(self.begin)} call)*" if parallel else ""
+        return f"calls: call{more}\ncall: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n{calls}\n"
+
+    def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
+        """Read a call from its opening mark on; False if none follows, and then nothing was handed on."""
+        start = source.at
+        yield from source.take(self.begin)
+        yield from source.skip_blanks()
+        if (yield from source.peek()) in ("[", "{"):
+            source.at = start
+            return (yield from self.older.read(source, tools))
+        name = yield from read_name(source)
+        yield from source.skip_blanks()
+        yield from source.take(self.middle)
+        yield from source.skip_blanks()
+        if not name or (yield from source.peek()) != "{":
+            return False
+        yield Called(name)
+        yield from stream_value(source)
+        return True
+
+
+def read_name(source: Source) -> Reading[str]:
+    """Letters, digits, ``_``, ``-`` and ``.`` as long as they come."""
+    start = source.at
+    while (character := (yield from source.peek())) and (character.isalnum() or character in "_-."):
+        source.at += 1
+    return source.text[start : source.at]
+
+
+def take_after_blanks(source: Source, mark: str) -> Reading[bool]:
+    """Read a mark and the blanks before it, if it comes; else nothing."""
+    start = source.at
+    yield from source.skip_blanks()
+    if mark and (yield from source.take(mark)):
+        return True
+    source.at = start
+    return False
+
+
+def take_any(source: Source, texts: Sequence[str]) -> Reading[str]:
+    """Read the first of ``texts`` that comes next, if one does."""
+    for each in texts:
+        if (yield from source.take(each)):
+            return each
+    return ""
+
+
+def read_object(source: Source) -> Reading[bool]:
+    """Read one call; its arguments are handed on as they come, once its name is known.
+
+    False if it is none; then nothing was handed on.
+    """
+    if not (yield from source.take("{")):
+        return False
+    name: str | None = None
+    early: str | None = None  # arguments that came before the name
+    called, more = False, True
+    while more:
+        key = yield from _key(source)
+        if key is None:
+            return called
+        if key in _NAMES and name is None:
+            name = yield from read_string(source)
+            if name is None:
+                return False
+        elif key in _ARGUMENTS and name is not None and not called:
+            called = True
+            yield Called(name)
+            yield from read_arguments(source)
+        else:
+            value = yield from read_value(source)
+            if value is None:
+                return called
+            early = value if key in _ARGUMENTS else early
+        yield from source.skip_blanks()
+        more = yield from source.take(",")
+    if (yield from source.take("}")) and name is not None and not called:
+        called = True
+        yield Called(name)
+        yield Arguments(_object_text(early))
+    return called
+
+
+def _key(source: Source) -> Reading[str | None]:
+    yield from source.skip_blanks()
+    key = yield from read_string(source)
+    yield from source.skip_blanks()
+    if key is None or not (yield from source.take(":")):
+        return None
+    yield from source.skip_blanks()
+    return key
+
+
+def read_arguments(source: Source) -> Reading[None]:
+    """Hand on the arguments that begin here: an object as it is, one written as a string decoded, none as ``{}``."""
+    if not (yield from stream_value(source)):
+        value = yield from read_value(source)
+        yield Arguments(_object_text(value))
+
+
+def _object_text(value: str | None) -> str:
+    decoded = None if value is None else json.loads(value, strict=False)
+    return decoded if isinstance(decoded, str) else "{}" if decoded is None else value or "{}"

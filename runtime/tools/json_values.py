@@ -1,0 +1,78 @@
+"""JSON values in a text that comes in pieces: found where they end, and handed on as they are written."""
+
+import json
+
+from llmc.runtime.tools.source import BLANKS, Arguments, Reading, Source
+
+_OPENING = {"{": "}", "[": "]"}
+
+
+def read_string(source: Source) -> Reading[str | None]:
+    """A string that begins here, decoded; None, and nothing is read, if none does or it has no end."""
+    start, end = source.at, source.at + 1
+    if (yield from source.peek()) != '"':
+        return None
+    while True:
+        while end < len(source.text) and source.text[end] != '"':
+            end += 2 if source.text[end] == "\\" else 1
+        if end < len(source.text):
+            break
+        if source.ended:
+            return None
+        yield None
+    try:
+        value = json.loads(source.text[start : end + 1], strict=False)
+    except ValueError:
+        return None
+    source.at = end + 1
+    return str(value)
+
+
+def stream_value(source: Source) -> Reading[bool]:
+    """Hand an object or a list on, as arguments, piece by piece; False, and nothing is read, if none begins here.
+
+    Only brackets and strings are followed: where the text ends before the value does, all of it is handed on.
+    """
+    first = yield from source.peek()
+    if first not in _OPENING:
+        return False
+    open_brackets, quoted, escaped = 0, False, False
+    while True:
+        start = source.at
+        for character in source.text[start:]:
+            source.at += 1
+            if quoted:
+                quoted, escaped = escaped or character != '"', character == "\\" and not escaped
+            elif character == '"':
+                quoted = True
+            else:
+                open_brackets += (character in "{[") - (character in "}]")
+            if not open_brackets:
+                break
+        if source.at > start:
+            yield Arguments(source.text[start : source.at])
+        if not open_brackets or source.ended:
+            return True
+        yield None
+
+
+def read_value(source: Source) -> Reading[str | None]:
+    """The text of a value that begins here; None, and nothing is read, if none does or it has no end."""
+    start = source.at
+    character = yield from source.peek()
+    if character == '"':
+        yield from read_string(source)
+    elif character in _OPENING:
+        for event in stream_value(source):
+            if event is None:
+                yield None
+    else:
+        while (character := (yield from source.peek())) and character not in BLANKS + ",}]":
+            source.at += 1
+    text = source.text[start : source.at]
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        source.at = start
+        return None
+    return text

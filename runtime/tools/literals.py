@@ -1,0 +1,137 @@
+"""Values written otherwise than in JSON, such as Python's, handed on as JSON while they come."""
+
+import json
+import re
+from dataclasses import dataclass
+
+from llmc.runtime.tools.source import BLANKS, Arguments, Reading, Source, overlap
+
+_DEEPEST = 64
+_LONGEST_KEY = 1024
+_ESCAPE = re.compile(r"\\.|\"", re.DOTALL)
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True)
+class Literals:
+    """A way to write values.
+
+    Args:
+        quotes: texts that strings begin and end with.
+        escapes: backslashes in strings escape, as in Python; elsewhere they stand for themselves.
+    """
+
+    quotes: tuple[str, ...]
+    escapes: bool
+
+    def stream(self, source: Source, depth: int = 0) -> Reading[bool]:
+        """Hand on the value that begins here; False where it has no end, or is none."""
+        for quote in self.quotes:
+            if (yield from source.take(quote)):
+                return (yield from self._stream_string(source, quote))
+        if depth > _DEEPEST:
+            return False
+        if (yield from source.take("{")):
+            return (yield from self._stream_items(source, "{", "}", depth))
+        if (yield from source.take("[")):
+            return (yield from self._stream_items(source, "[", "]", depth))
+        return (yield from _stream_word(source))
+
+    def _stream_items(self, source: Source, opening: str, closing: str, depth: int) -> Reading[bool]:
+        yield Arguments(opening)
+        comma = ""
+        yield from source.skip_blanks()
+        while not (yield from source.take(closing)):
+            if not (yield from source.peek()):
+                return False
+            if comma:
+                yield Arguments(comma)
+            comma = ", "
+            if opening == "{" and not (yield from self._stream_key(source)):
+                return False
+            if not (yield from self.stream(source, depth + 1)):
+                return False
+            yield from source.skip_blanks()
+            yield from source.take(",")
+            yield from source.skip_blanks()
+        yield Arguments(closing)
+        return True
+
+    def _stream_key(self, source: Source) -> Reading[bool]:
+        for quote in self.quotes:
+            if (yield from source.take(quote)):
+                if not (yield from self._stream_string(source, quote)):
+                    return False
+                yield from source.skip_blanks()
+                if not (yield from source.take(":")):
+                    return False
+                break
+        else:
+            key = yield from source.until(":", _LONGEST_KEY)
+            if key is None:
+                return False
+            yield Arguments(json.dumps(key.strip(), ensure_ascii=False))
+        yield Arguments(": ")
+        yield from source.skip_blanks()
+        return True
+
+    def _stream_string(self, source: Source, quote: str) -> Reading[bool]:
+        if self.escapes:
+            return (yield from _stream_escaped(source, quote))
+        yield Arguments('"')
+        while True:
+            rest = source.rest
+            place = rest.find(quote)
+            held = 0 if source.ended else overlap(rest, quote)
+            certain = rest[:place] if place >= 0 else rest[: len(rest) - held]
+            if certain:
+                yield Arguments(json.dumps(certain, ensure_ascii=False)[1:-1])
+            source.at += len(certain) + (len(quote) if place >= 0 else 0)
+            if place >= 0:
+                yield Arguments('"')
+                return True
+            if source.ended:
+                return False
+            yield None
+
+
+def _stream_escaped(source: Source, quote: str) -> Reading[bool]:
+    """A string with escapes, which is handed on when its end is there."""
+    at = source.at
+    while True:
+        while at < len(source.text) and source.text[at] != quote:
+            at += 2 if source.text[at] == "\\" else 1
+        if at < len(source.text):
+            break
+        if source.ended:
+            return False
+        yield None
+    written = source.text[source.at : at]
+    source.at = at + 1
+    try:
+        value = json.loads(f'"{_ESCAPE.sub(_as_in_json, written)}"', strict=False)
+    except ValueError:  # an escape of Python's that JSON lacks stands for itself
+        value = written
+    yield Arguments(json.dumps(value, ensure_ascii=False))
+    return True
+
+
+def _as_in_json(escape: re.Match[str]) -> str:
+    return {"\\'": "'", '"': '\\"'}.get(escape[0], escape[0])
+
+
+def _stream_word(source: Source) -> Reading[bool]:
+    """A number or a word; one that JSON lacks is a text."""
+    start = source.at
+    while (character := (yield from source.peek())) and character not in BLANKS + ",)]}":
+        source.at += 1
+    word = source.text[start : source.at]
+    word = _WORDS.get(word, word)
+    if not word or not character:
+        return False
+    try:
+        json.loads(word)
+    except ValueError:
+        word = json.dumps(word, ensure_ascii=False)
+    yield Arguments(word)
+    return True

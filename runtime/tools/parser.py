@@ -1,0 +1,163 @@
+"""An output as it comes, told apart into reasoning, answer and calls; of nothing is more handed on than is certain."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from llmc.runtime.tools.calls import Tool, ToolCallDelta
+from llmc.runtime.tools.formats import CallFormat
+from llmc.runtime.tools.source import BLANKS, Arguments, Called, Content, Event, Reading, Source, Thought, overlap
+from llmc.runtime.tools.thinking import ThinkingMarks
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """The part of an output that became certain: any of the three may be empty."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
+
+
+class ChatParser:
+    """One output of a conversation, from text to what clients get. What it gives in all does not depend on the pieces
+    in which the text comes.
+
+    Line ends around reasoning, and blanks around calls, belong to the format and are left out. What begins like a call
+    and is none is content; what breaks off after its name is a call with what was written of its arguments.
+
+    Args:
+        calls: the format of calls; None reads none.
+        tools: those that may be called, by name.
+        marks: what encloses reasoning; None reads none.
+        thinking: True if the prompt has opened the reasoning already.
+        new_id: gives the id of a call, by its index.
+    """
+
+    def __init__(
+        self,
+        calls: CallFormat | None,
+        tools: Mapping[str, Tool],
+        marks: ThinkingMarks | None,
+        thinking: bool,
+        new_id: Callable[[int], str],
+    ) -> None:
+        self._format = calls
+        self._tools = tools
+        self._marks = marks
+        self._new_id = new_id
+        self._source = Source()
+        self._reader = self._read(thinking)
+        self._calls = 0
+
+    def push(self, text: str) -> Parsed:
+        """Take the next piece of the output."""
+        self._source.text += text
+        events = []
+        for event in self._reader:
+            if event is None:
+                break
+            events.append(event)
+        return self._parsed(events)
+
+    def finish(self) -> Parsed:
+        """The rest: nothing more comes."""
+        self._source.ended = True
+        return self.push("")
+
+    def _parsed(self, events: Sequence[Event]) -> Parsed:
+        deltas: list[ToolCallDelta] = []
+        for event in events:
+            if isinstance(event, Called):
+                deltas.append(ToolCallDelta(self._calls, self._new_id(self._calls), event.name, ""))
+                self._calls += 1
+            elif isinstance(event, Arguments):
+                last = deltas.pop() if deltas else ToolCallDelta(self._calls - 1, None, None, "")
+                deltas.append(ToolCallDelta(last.index, last.id, last.name, last.arguments + event.text))
+        return Parsed(
+            "".join(event.text for event in events if isinstance(event, Content)),
+            "".join(event.text for event in events if isinstance(event, Thought)),
+            tuple(deltas),
+        )
+
+    # ------------------------------------------------------------------------------------------------------ readers
+
+    def _read(self, thinking: bool) -> Reading[None]:
+        """The order of an output: reasoning, if any, then the answer and its calls."""
+        if self._marks is not None:
+            yield from self._read_reasoning(self._marks, thinking)
+        yield from self._read_answer()
+
+    def _read_reasoning(self, marks: ThinkingMarks, thinking: bool) -> Reading[None]:
+        source, start = self._source, self._source.at
+        if not thinking:
+            yield from source.skip_blanks()
+            thinking = yield from source.take(marks.begin)
+        if not thinking:
+            source.at = start
+            return
+        yield from self._skip_line_ends()
+        held = ""  # line ends that may be the last ones
+        ended = False
+        while not ended:
+            piece, ended = yield from self._until((marks.end,))
+            text = held + piece
+            held = text[len(text.rstrip("\n")) :]
+            if len(text) > len(held):
+                yield Thought(text[: len(text) - len(held)])
+            ended = ended or (source.ended and not source.rest)
+        source.at += len(marks.end) if source.text.startswith(marks.end, source.at) else 0
+        yield from self._skip_line_ends()
+
+    def _skip_line_ends(self) -> Reading[None]:
+        while (yield from self._source.peek()) == "\n":
+            self._source.at += 1
+
+    def _until(self, marks: Sequence[str]) -> Reading[tuple[str, bool]]:
+        """Some more of the text that is certainly before any of ``marks``; True where one of them comes next."""
+        source = self._source
+        while True:
+            rest = source.rest
+            found = [place for mark in marks if (place := rest.find(mark)) >= 0]
+            if found:
+                source.at += min(found)
+                return rest[: min(found)], True
+            held = 0 if source.ended else max((overlap(rest, mark) for mark in marks), default=0)
+            if len(rest) > held or source.ended:
+                source.at += len(rest) - held
+                return rest[: len(rest) - held], False
+            source.forget()
+            yield None
+
+    def _read_answer(self) -> Reading[None]:
+        """Content, and calls in it. Blanks are held until it is known whether they are next to a call."""
+        source, form = self._source, self._format
+        marks = () if form is None else form.begins
+        called = form is not None and bool(form.bare_starts) and (yield from self._read_bare(form))
+        held = ""
+        while True:
+            piece, at_mark = yield from self._until(marks)
+            text = held + piece
+            held = text[len(text.rstrip(BLANKS)) :]
+            if len(text) > len(held):
+                called = False
+                yield Content(text[: len(text) - len(held)])
+            if at_mark and form is not None:
+                start = source.at
+                if (yield from form.read(source, self._tools)):
+                    held, called = "", True
+                else:
+                    source.at = start + 1
+                    held += source.text[start]
+            elif source.ended and not source.rest:
+                break
+        if held and not (called and not held.strip(BLANKS)):
+            yield Content(held)
+
+    def _read_bare(self, form: CallFormat) -> Reading[bool]:
+        """Read an answer that is a call from its first character on; False if it is none."""
+        source, start = self._source, self._source.at
+        yield from source.skip_blanks()
+        if (yield from source.peek()) in form.bare_starts and (yield from form.read(source, self._tools)):
+            return True
+        source.at = start
+        return False

@@ -1,0 +1,124 @@
+"""Calls written as Python's: ``name(key=value, other="text")``, in a list or on lines between two marks."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmc.runtime.tools.calls import Tool
+from llmc.runtime.tools.grammar import Spell, literal, parameters_of, value_of
+from llmc.runtime.tools.json_calls import read_name, take_after_blanks
+from llmc.runtime.tools.literals import Literals
+from llmc.runtime.tools.source import Arguments, Called, Reading, Source
+
+_LITERALS = Literals(('"', "'"), escapes=True)
+
+
+@dataclass(frozen=True)
+class PythonCalls:
+    """Calls between two marks, or without marks in a list that is the whole answer.
+
+    Args:
+        begin, end: the marks; empty for a list.
+        between: text between two calls.
+    """
+
+    begin: str
+    end: str
+    between: str
+    frame: tuple[str, str] = ("", "")
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """Texts that open calls."""
+        return (self.begin,) if self.begin else ()
+
+    @property
+    def bare_starts(self) -> tuple[str, ...]:
+        """Texts that an answer which is a list of calls begins with."""
+        return () if self.begin else ("[",)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All texts that may be special tokens."""
+        return (self.begin, self.end)
+
+    # ------------------------------------------------------------------------------------------------------- grammar
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        """The rule ``calls``, of what follows the opening mark, and those that it needs."""
+        rules = [rule for i, tool in enumerate(tools) for rule in _rules(i, tool)]
+        heads = [f"call: {_heads(tools, '')}", *rules]
+        more = f" ({literal(self.between)} call)*" if parallel else ""
+        if self.begin:
+            return "\n".join([f'calls: "\\n" call{more} "\\n" {spell(self.end)}', *heads, ""])
+        # One terminal with the bracket: it competes with any text, of which the longest match wins.
+        return "\n".join([f'calls: first{more} "]"', f"first: {_heads(tools, '[')}", *heads, ""])
+
+    def bare_grammar(self) -> str:
+        """A regular expression of what only calls begin with."""
+        return r"\[[A-Za-z0-9_.-]+\("
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
+        """Read calls from the opening mark on; False if none follows, and then nothing was handed on."""
+        yield from source.take(self.begin)
+        listed = yield from take_after_blanks(source, "[")
+        found = False
+        while True:
+            yield from source.skip_blanks()
+            start = source.at
+            if not (yield from _read_call(source)):
+                source.at = start
+                break
+            found = True
+            yield from take_after_blanks(source, ",")
+        if found and listed:
+            yield from take_after_blanks(source, "]")
+        if found:
+            yield from take_after_blanks(source, self.end)
+        return found
+
+
+def _heads(tools: Sequence[Tool], before: str) -> str:
+    """Calls of each of the tools, with a text before their names."""
+    heads = (f"{literal(f'{before}{tool.name}(')} first_{i}_0 {literal(')')}" for i, tool in enumerate(tools))
+    return " | ".join(heads)
+
+
+def _rules(index: int, tool: Tool) -> list[str]:
+    """The parameters of a call in their order, with commas between those that are there."""
+    parameters = list(parameters_of(tool))
+    rules = []
+    for place, parameter in enumerate(parameters):
+        name = f"{index}_{place}"
+        first, more = f"first_{index}_{place + 1}", f"more_{index}_{place + 1}"
+        rules.append(f"item_{name}: {literal(f'{parameter.name}=')} {value_of(parameter.schema)}")
+        skipped = "" if parameter.required else f" | {first}"
+        rules.append(f"first_{name}: item_{name} {more}{skipped}")
+        item = f"{literal(', ')} item_{name}"
+        rules.append(f"more_{name}: {item if parameter.required else f'({item})?'} {more}")
+    last = len(parameters)
+    return [*rules, f'first_{index}_{last}: ""', f'more_{index}_{last}: ""']
+
+
+def _read_call(source: Source) -> Reading[bool]:
+    name = yield from read_name(source)
+    if not name or not (yield from source.take("(")):
+        return False
+    yield Called(name)
+    yield Arguments("{")
+    first = True
+    while not (yield from take_after_blanks(source, ")")):
+        yield from source.skip_blanks()
+        key = yield from read_name(source)
+        if not key or not (yield from take_after_blanks(source, "=")):
+            return True
+        yield from source.skip_blanks()
+        yield Arguments(f"{'' if first else ', '}{json.dumps(key)}: ")
+        if not (yield from _LITERALS.stream(source)):
+            return True
+        first = False
+        yield from take_after_blanks(source, ",")
+    yield Arguments("}")
+    return True

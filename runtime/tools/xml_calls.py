@@ -1,0 +1,236 @@
+"""Calls written as tags, a parameter at a time: ``<function=NAME>``, ``<parameter=KEY>``, a value as plain text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.errors import GrammarError
+from llmc.runtime.tools.calls import MarkedCalls, Tool
+from llmc.runtime.tools.grammar import Parameter, Spell, literal, parameters_of, value_of
+from llmc.runtime.tools.json_calls import take_after_blanks
+from llmc.runtime.tools.source import Arguments, Called, Reading, Source, overlap
+
+_END = "</parameter>"
+_LONGEST_NAME = 256
+_TYPES: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+_ALL_TYPES = frozenset(_TYPES.values())
+# Templates write values as Python does.
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True)
+class XmlCalls(MarkedCalls):
+    """A mark, ``<function=NAME>``, ``<parameter=KEY>VALUE</parameter>`` for each, ``</function>``, a mark.
+
+    Args:
+        begin, end: the marks.
+        pad: text between the tags of a parameter and its value.
+    """
+
+    begin: str
+    end: str
+    pad: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All texts that may be special tokens."""
+        return (self.begin, self.end)
+
+    # ------------------------------------------------------------------------------------------------------- grammar
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        """The rule ``calls``, of what follows the opening mark, and those that it needs."""
+        rules = [rule for i, tool in enumerate(tools) for rule in self._rules(i, tool)]
+        call = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"
+        one = f"{literal(chr(10))} call {literal(chr(10))} {spell(self.end)}"
+        more = f" ({literal(chr(10))} {spell(self.begin)} {one})*" if parallel else ""
+        plain = f"plain[lazy]: PLAIN {literal(self.pad + _END)}\nPLAIN: /(.|\\n)*/ & ~/(.|\\n)*<\\/parameter>(.|\\n)*/"
+        return "\n".join([f"calls: {one}{more}", call, *rules, plain, ""])
+
+    def _rules(self, index: int, tool: Tool) -> list[str]:
+        parts, rules = [], []
+        for place, parameter in enumerate(parameters_of(tool)):
+            rules.append(f"value_{index}_{place}: {self._value(tool, parameter)}")
+            head = literal(f"<parameter={parameter.name}>{self.pad}")
+            part = f"{head} value_{index}_{place} {literal(chr(10))}"
+            parts.append(part if parameter.required else f"({part})?")
+        head = literal(f"<function={tool.name}>\n")
+        return [f"call_{index}: {head} {' '.join(parts)} {literal('</function>')}", *rules]
+
+    def _value(self, tool: Tool, parameter: Parameter) -> str:
+        """The value of a parameter and its closing tag."""
+        schema, types = resolved(parameter.schema), types_of(parameter.schema)
+        closing = literal(self.pad + _END)
+        if "string" not in types:
+            return f"{value_of(parameter.schema)} {closing}"
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if values is not None and all(_comes_back(value, types) for value in values):
+            written = " | ".join(literal(_spelt(value)) for value in values if value != "")
+            return f"({written}){'?' * ('' in values)} {closing}" if written else closing
+        if values is not None or not _is_plain(schema):
+            raise GrammarError(
+                f"the parameter {parameter.name} of the tool {tool.name} is a text under rules, which the model's "
+                "format of calls cannot hold to, for it writes texts without quotes; leave the rules out"
+            )
+        return "plain"
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
+        """Read a call from its opening mark on; False if none follows, and then nothing was handed on."""
+        yield from source.take(self.begin)
+        yield from source.skip_blanks()
+        if not (yield from source.take("<function=")):
+            return False
+        name = yield from source.until(">", _LONGEST_NAME)
+        if not name:
+            return False
+        yield Called(name)
+        yield Arguments("{")
+        schemas = tools[name].schema if name in tools else {}
+        first = True
+        while (yield from take_after_blanks(source, "<parameter=")):
+            key = yield from source.until(">", _LONGEST_NAME)
+            if key is None:
+                return True
+            yield Arguments(f"{'' if first else ', '}{json.dumps(key)}: ")
+            first = False
+            if not (yield from _read_value(source, _schema_of(schemas, key), self.pad)):
+                return True
+        if not source.ended or source.rest.strip():
+            yield Arguments("}")
+        yield from take_after_blanks(source, "</function>")
+        yield from take_after_blanks(source, self.end)
+        return True
+
+
+def _schema_of(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
+    own = schema.get("properties", {}).get(key)
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return {**own, **definitions} if isinstance(own, Mapping) else {}
+
+
+def _read_value(source: Source, schema: Mapping[str, Any], pad: str) -> Reading[bool]:
+    """Hand a value on as JSON, texts as they come; False where the output ends in it."""
+    types = types_of(schema)
+    yield from source.take(pad)
+    if types == {"string"}:
+        yield Arguments('"')
+        ended = yield from _stream_text(source, pad)
+        if ended:
+            yield Arguments('"')
+        return ended
+    value = yield from source.until(_END, len(source.text) + 10**9)
+    if value is None:
+        source.at = len(source.text)
+        return False
+    yield Arguments(_as_json(value.removesuffix(pad), types))
+    return True
+
+
+def _stream_text(source: Source, pad: str) -> Reading[bool]:
+    """Hand a text on up to the closing tag, without the pad before that; False where it does not come."""
+    ends = (pad + _END, _END)
+    while True:
+        rest = source.rest
+        found = [(place, len(end)) for end in ends if (place := rest.find(end)) >= 0]
+        if found:
+            place, length = min(found)
+            yield Arguments(json.dumps(rest[:place], ensure_ascii=False)[1:-1])
+            source.at += place + length
+            return True
+        held = 0 if source.ended else max(overlap(rest, end) for end in ends)
+        if len(rest) > held:
+            yield Arguments(json.dumps(rest[: len(rest) - held], ensure_ascii=False)[1:-1])
+            source.at += len(rest) - held
+        if source.ended:
+            return False
+        yield None
+
+
+def _as_json(value: str, types: frozenset[str]) -> str:
+    """A value as JSON: what it is by its type, and text where it can be nothing else."""
+    value = value if "string" in types else value.strip()
+    spelt = _PYTHON.get(value, value)
+    try:
+        found = json.loads(spelt)
+    except (ValueError, RecursionError):
+        return json.dumps(value, ensure_ascii=False)
+    kind = _TYPES[type(found)]
+    fits = kind in types or (kind == "integer" and "number" in types)
+    if "string" in types and (not fits or kind == "string"):
+        return json.dumps(value, ensure_ascii=False)
+    return spelt
+
+
+def types_of(
+    schema: Any, root: Mapping[str, Any] | None = None, known: dict[str, frozenset[str]] | None = None
+) -> frozenset[str]:
+    """The JSON types that a schema allows; all where it does not say."""
+    if not isinstance(schema, Mapping):
+        return _ALL_TYPES
+    root, known = (schema if root is None else root), ({} if known is None else known)
+    found = _ALL_TYPES
+    reference = schema.get("$ref")
+    if reference is not None:
+        if str(reference) not in known:
+            known[str(reference)] = _ALL_TYPES  # of one that refers to itself
+            known[str(reference)] = types_of(_referred(root, reference), root, known)
+        found &= known[str(reference)]
+    if "type" in schema:
+        kinds = schema["type"] if isinstance(schema["type"], list | tuple) else [schema["type"]]
+        found &= frozenset(map(str, kinds)) | ({"integer"} if "number" in kinds else frozenset())
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list | tuple):
+            found &= frozenset().union(*(types_of(item, root, known) for item in schema[key]))
+    if "const" in schema or isinstance(schema.get("enum"), list | tuple):
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        found &= frozenset(_TYPES[type(value)] for value in values if type(value) in _TYPES)
+    return found
+
+
+def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a reference to a definition means; any other as it is, without the definitions."""
+    root = schema
+    for _ in range(len(root.get("$defs", ())) + len(root.get("definitions", ())) + 1):
+        schema = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+        found = _referred(root, schema["$ref"]) if schema.keys() == {"$ref"} else None
+        if not isinstance(found, Mapping):
+            break
+        schema = found
+    return schema
+
+
+def _is_plain(schema: Any) -> bool:
+    """True if types are all that the schema asks for."""
+    if not isinstance(schema, Mapping):
+        return False
+    if schema.keys() == {"anyOf"} and isinstance(schema["anyOf"], list | tuple):
+        return all(_is_plain(item) for item in schema["anyOf"])
+    return schema.keys() <= {"type"}
+
+
+def _comes_back(value: Any, types: frozenset[str]) -> bool:
+    """True if a value that is written as text is read as itself."""
+    found = json.loads(_as_json(_spelt(value), types))
+    return found == value and type(found) is type(value) and _END not in _spelt(value)
+
+
+def _referred(root: Mapping[str, Any], reference: Any) -> Any:
+    found: Any = root
+    for name in str(reference).removeprefix("#/").split("/"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _spelt(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,75 @@
+"""The README's table of families and targets is what the code has: every family, and what each target refuses."""
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from doubles.geometries import uniform
+
+from llmc.bundle import Geometry
+from llmc.errors import BuildError, UsageError
+from llmc.export.families import FAMILIES
+from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
+from llmc.optimize.recipe import Request, for_encoder
+from llmc.optimize.targets import TARGETS
+
+RUN, BUILT, REFUSED = "●", "○", "no"
+
+
+@pytest.fixture(scope="module")
+def section(root: Path) -> str:
+    """The text below the heading that names families."""
+    return (root / "README.md").read_text(encoding="utf-8").split("## Targets and families", 1)[1].split("\n## ", 1)[0]
+
+
+@pytest.fixture(scope="module")
+def rows(section: str) -> list[list[str]]:
+    """Cells of the table of families, its head first and without the line below it."""
+    lines = re.search(r"^\| family \|.*?(?=\n\n)", section, re.M | re.S)
+    assert lines, "README.md has no table that begins with | family |"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines()]
+    return [cells[0], *cells[2:]]
+
+
+def names(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def test_every_family_is_in_the_table_once(rows):
+    assert sorted(name for row in rows[1:] for name in names(row[0])) == sorted(FAMILIES)
+
+
+def test_the_columns_are_the_targets_and_tell_what_has_run(rows):
+    columns = [names(head) for head in rows[0][2:]]
+    assert sorted(name for column in columns for name in column) == sorted(TARGETS)
+    for row in rows[1:]:
+        for cell, targets in zip(row[2:], columns, strict=True):
+            assert cell == (RUN if not TARGETS[targets[0]].has_gpu else BUILT if names(row[0]) else REFUSED)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_models_that_embed_are_refused_where_the_table_says_no(rows, target):
+    [row] = [row for row in rows[1:] if not names(row[0])]
+    [cell] = [cell for head, cell in zip(rows[0], row, strict=True) if target in names(head)]
+    with pytest.raises(UsageError, match="built for cpu") if cell == REFUSED else nullcontext():
+        for_encoder(Request(), TARGETS[target], max_positions=512)
+
+
+def test_the_precisions_are_those_of_the_targets(section):
+    said = " ".join(section.split()).split("Precisions: ", 1)[1].split(". ", 1)[0]
+    found = {name: set(re.findall(r"\w+\d+", part)) for part in said.split("; ") for name in names(part)}
+    assert found == {name: set(target.precisions) for name, target in TARGETS.items()}
+
+
+def heads_of(size: int) -> Geometry:
+    return uniform("llama", 1, 64, 64, 1, 1, size, 64, 64, False, (0,))
+
+
+def test_the_sizes_of_heads_that_it_names_are_those_that_are_refused(section):
+    words = " ".join(section.split())
+    assert "Heads of 8, 16, 24 ... values" in words and "(OpenLLaMA 3B has 100)" in words
+    for size in (8, 16, 24):
+        check_head_sizes(heads_of(size))
+    with pytest.raises(BuildError, match="head_dim of 100"):
+        check_head_sizes(heads_of(100))

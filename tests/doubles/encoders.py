@@ -1,0 +1,228 @@
+"""Checkpoints that embed or rank: random weights in the files that such models are published with, and their oracle.
+
+The folders are written by hand, as published ones look; sentence-transformers, which made that layout, computes what
+must come out.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import processors
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"
+END = "<|end|>"
+HIDDEN, VOCAB = 64, 4097  # the small model's tokens and END
+CONFIG = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": VOCAB - 1,
+}
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+TEMPLATE = (
+    '{%- set instruction = messages | selectattr("role", "eq", "system") | map(attribute="content") | first '
+    f'| default("{INSTRUCTION}") -%}}\n'
+    '{%- set query = messages | selectattr("role", "eq", "query") | map(attribute="content") | first -%}\n'
+    '{%- set document = messages | selectattr("role", "eq", "document") | map(attribute="content") | first -%}\n'
+    "<Instruct>: {{ instruction }}\n<Query>: {{ query }}\n<Document>: {{ document }}\nyes or no? "
+)
+MODULES = {
+    "Transformer": "base.modules.transformer",
+    "Normalize": "base.modules.normalize",
+    "LogitScore": "cross_encoder.modules.logit_score",
+    "Pooling": "models",  # as versions before 6 wrote it
+    "Dense": "models",
+}
+# EmbeddingGemma's knobs: every position sees those after it, in windows but for the last layer, with two ropes.
+GEMMA = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 32,
+    "use_bidirectional_attention": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+# The Dense layers of a case: outputs, inputs, bias and activation.
+DENSE = ((48, HIDDEN, False, "linear.Identity"), (32, 48, True, "activation.Tanh"))
+
+
+def write_embedder(
+    folder: Path,
+    *,
+    pooling: str = "lasttoken",
+    dense: Sequence[tuple[Any, ...]] = (),
+    normalize: bool = True,
+    **case: Any,
+) -> Path:
+    """A checkpoint as Qwen3-Embedding is published: a decoder without its head, names without ``model.``."""
+    from transformers import AutoModel
+
+    _write_decoder(folder, AutoModel, {"model_type": "qwen3", **case})
+    modules = ["Transformer", "Pooling", *("Dense" for _ in dense), *(["Normalize"] if normalize else [])]
+    write_modules(folder, modules)
+    kinds = {f"pooling_mode_{kind}": kind == f"{pooling}" for kind in ("cls_token", "lasttoken")}
+    write_json(
+        folder / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": HIDDEN, **kinds, "pooling_mode_mean_tokens": pooling == "mean"},
+    )
+    for number, layer in enumerate(dense, 2):
+        _write_dense(folder / f"{number}_Dense", number, *layer)
+    prompts = {"query": f"Instruct: {INSTRUCTION}\nQuery:", "document": ""}
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},
+    )
+    return folder
+
+
+def as_embedder(checkpoint: Path) -> Path:
+    """A checkpoint that generates, with what makes an embedding model of it."""
+    write_modules(checkpoint, ["Transformer", "Pooling", "Normalize"])
+    width = json.loads((checkpoint / "config.json").read_text())["hidden_size"]
+    write_json(checkpoint / "1_Pooling" / "config.json", {"embedding_dimension": width, "pooling_mode": "lasttoken"})
+    return checkpoint
+
+
+def write_reranker(folder: Path, **case: Any) -> Path:
+    """A checkpoint as Qwen3-Reranker is published: a causal model, two of whose tokens' logits are the score."""
+    from transformers import AutoModelForCausalLM
+
+    _write_decoder(folder, AutoModelForCausalLM, {"model_type": "qwen3", "tie_word_embeddings": True, **case})
+    write_modules(folder, ["Transformer", "LogitScore"])
+    write_json(folder / "1_LogitScore" / "config.json", {"true_token_id": 300, "false_token_id": 301})
+    reads = {"method": "forward", "method_output_name": "logits"}
+    write_json(
+        folder / "sentence_bert_config.json",
+        {
+            "transformer_task": "text-generation",
+            "modality_config": {"text": reads, "message": {**reads, "format": "flat"}},
+            "module_output_name": "causal_logits",
+        },
+    )
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "model_type": "CrossEncoder",
+            "activation_fn": "torch.nn.modules.linear.Identity",
+            "prompts": {"bugs": "Given a bug, find the patch"},
+            "default_prompt_name": None,
+        },
+    )
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def write_classifier(folder: Path, **case: Any) -> Path:
+    """A reranker with a head of its own for the score, and a tokenizer that joins query and document; what it puts at
+    their end is padding to transformers, which scores at the token before."""
+    from transformers import AutoModelForSequenceClassification
+
+    options = {"model_type": "qwen3", "num_labels": 1, **case}
+    _write_decoder(folder, AutoModelForSequenceClassification, options)
+    return folder
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    write_json(path, {**(json.loads(path.read_text()) if path.exists() else {}), **changes})
+
+
+def write_modules(folder: Path, kinds: Sequence[str]) -> None:
+    write_json(
+        folder / "modules.json",
+        [
+            {
+                "idx": number,
+                "name": str(number),
+                "path": f"{number}_{kind}" if number else "",
+                "type": f"sentence_transformers.{MODULES[kind]}.{kind}",
+            }
+            for number, kind in enumerate(kinds)
+        ],
+    )
+
+
+def _write_decoder(folder: Path, kind: Any, case: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoConfig
+
+    torch.manual_seed(0)
+    model = kind.from_config(AutoConfig.for_model(**{**CONFIG, **case}))
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms around one, the rest large enough to make every part matter
+            parameter.normal_(float(parameter.dim() == 1), 0.25)
+    model.save_pretrained(folder)
+    _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """The small model's tokenizer, which puts a token at the end of every text, as Qwen3-Embedding's does."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    tokenizer.add_special_tokens([END])
+    end = (END, tokenizer.token_to_id(END))
+    ends = processors.TemplateProcessing(single=f"$A {END}", pair=f"$A $B {END}", special_tokens=[end])
+    tokenizer.post_processor = ends
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=END, eos_token=END).save_pretrained(folder)
+
+
+def _write_dense(folder: Path, seed: int, outputs: int, inputs: int, bias: bool, activation: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    write_json(
+        folder / "config.json",
+        {
+            "in_features": inputs,
+            "out_features": outputs,
+            "bias": bias,
+            "activation_function": f"torch.nn.modules.{activation}",
+        },
+    )
+    torch.manual_seed(seed)
+    weights = {"linear.weight": torch.randn(outputs, inputs) * 0.2, "linear.bias": torch.randn(outputs) * 0.2}
+    save_file(
+        {name: weight for name, weight in weights.items() if bias or weight.dim() == 2}, folder / "model.safetensors"
+    )
+
+
+def embeddings(folder: Path, texts: Sequence[str], **options: Any) -> np.ndarray:
+    """What sentence-transformers makes of texts, float32 [n, d]."""
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu").encode(list(texts), **options)
+
+
+def scores(folder: Path, query: str, documents: Sequence[str], **options: Any) -> np.ndarray:
+    """What sentence-transformers makes of a query with each document, float32 [n]."""
+    from sentence_transformers import CrossEncoder
+
+    model = CrossEncoder(str(folder), device="cpu")
+    return model.predict([(query, document) for document in documents], **options)
+
+
+def copy(source: Path, target: Path) -> Path:
+    """A checkpoint to be broken."""
+    shutil.copytree(source, target)
+    return target

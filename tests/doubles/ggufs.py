@@ -1,0 +1,174 @@
+"""GGUF files as llama.cpp's converter writes them, from random checkpoints, by the ``gguf`` package."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+Kind = gguf.GGMLQuantizationType
+# A vocabulary of letters for models whose text does not matter.
+TOKENIZER: dict[str, Any] = {
+    "model": "gpt2",
+    "pre": "gpt-2",
+    "tokens": ["<bos>", "<eos>", *"abcdefghijklmnopqrstuvwxyz", "ab"],
+    "token_type": [3, 3, *[1] * 27],
+    "merges": ["a b"],
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# Bytes of a block, and where in it the scales in float16 lie, of the types that gguf can only unpack.
+_K_BLOCKS = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
+
+
+def write_gguf(
+    checkpoint: Path,
+    path: Path,
+    kinds: Mapping[str, str] | str = "F32",
+    tokenizer: Mapping[str, Any] = TOKENIZER,
+    metadata: Mapping[str, Any] | None = None,
+    parts: int = 1,
+) -> Path:
+    """Convert a random checkpoint, and return the path of the (first) file.
+
+    Args:
+        kinds: type of all matrices, or by the name in the file.
+        metadata: keys without the architecture to write or, with None, to leave out.
+        parts: files to write.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    architecture = config["model_type"].removesuffix("_text")
+    options = {"split_max_tensors": -(-len(load(checkpoint)) // parts)} if parts > 1 else {}
+    writer = gguf.GGUFWriter(path, architecture, **options)
+    for key, value in ({**_geometry(config), **(metadata or {})}).items():
+        if value is not None:
+            _add(writer, key if key.startswith(("general.", "split.")) else f"{architecture}.{key}", value)
+    for key, value in tokenizer.items():
+        _add(writer, key if "." in key else f"tokenizer.ggml.{key}", value)
+    names = gguf.get_tensor_name_map(
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config["num_hidden_layers"]
+    )
+    for name, array in (load(checkpoint) | _factors(config)).items():
+        new = name if name.startswith("rope_") else names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert new is not None, name
+        kind = (kinds if isinstance(kinds, str) else kinds[new]) if array.ndim == 2 else "F32"
+        writer.add_tensor(new, *_packed(_arranged(config, name, array), kind))
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05d}.gguf")
+
+
+def load(checkpoint: Path) -> dict[str, np.ndarray]:
+    """All of a checkpoint's float32 tensors."""
+    return {name: array for file in checkpoint.glob("*.safetensors") for name, array in load_file(file).items()}
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds.get(type(value), writer.add_array)(key, value)
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The only rope, or that of the layers that see everything."""
+    rope = config.get("rope_parameters") or {}
+    found: dict[str, Any] = rope.get("full_attention", rope)
+    return found
+
+
+def _geometry(config: dict[str, Any]) -> dict[str, Any]:
+    rope = _rope(config)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
+        "rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
+        "vocab_size": config["vocab_size"],
+        **_scaling(rope),
+        **_windows(config),
+    }
+
+
+def _windows(config: dict[str, Any]) -> dict[str, Any]:
+    if config["model_type"] not in ("phi3", "gemma3_text"):
+        return {}
+    found = {"attention.sliding_window": config.get("sliding_window") or 0}
+    if config["model_type"] == "phi3":
+        return found | {"rope.scaling.original_context_length": config.get("original_max_position_embeddings")}
+    swa = float(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    every = config["layer_types"].index("full_attention") + 1
+    return found | {"attention.sliding_window_pattern": every, "rope.freq_base_swa": swa}
+
+
+def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    if rope.get("rope_type") not in ("linear", "yarn"):
+        return {}
+    found = {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        found["rope.scaling.yarn_beta_fast"] = rope["beta_fast"]
+    return found
+
+
+def _factors(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Llama 3.1's factors, as the converter computes them one by one."""
+    rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        factors = {kind: np.array(rope[f"{kind}_factor"], np.float32) for kind in ("long", "short")}
+        return {f"rope_factors_{kind}.weight": array for kind, array in factors.items()}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    original, low, high = (rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+    factors = []
+    for i in range(0, dim, 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (i / dim)
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return {"rope_freqs.weight": np.array(factors, np.float32)}
+
+
+def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> np.ndarray:
+    """Rows of rotated heads in pairs, as llama.cpp's llama models have them, and Gemma's norms with one added."""
+    if config["model_type"] == "gemma3_text" and name.endswith("norm.weight"):
+        return array + 1
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+    if config["model_type"] != "llama" or heads is None:
+        return array
+    shape = (config[heads], 2, array.shape[0] // config[heads] // 2, *array.shape[1:])
+    return np.ascontiguousarray(array.reshape(shape).swapaxes(1, 2).reshape(array.shape))
+
+
+def _packed(array: np.ndarray, kind: str) -> tuple[np.ndarray, None, Kind]:
+    if kind in _K_BLOCKS:
+        return random_blocks(array.shape, kind), None, Kind[kind]
+    return gguf.quantize(array.astype(np.float32), Kind[kind]), None, Kind[kind]
+
+
+def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Any codes, with scales that make weights of about 0.1."""
+    size, scales = _K_BLOCKS[kind]
+    random = np.random.default_rng(len(kind) + size)
+    blocks = random.integers(0, 256, (shape[0], shape[1] // 256, size), np.uint8)
+    for place in scales:
+        scale = random.uniform(1e-4, 3e-4, blocks.shape[:2]).astype(np.float16)
+        blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)

@@ -1,0 +1,288 @@
+"""Quantized checkpoints as their authors' tools write them, made from random integers, and the floats they stand for.
+
+Each scheme takes a matrix W [N, K] = (levels - zeros) * scales, whose levels are unsigned, and gives the tensors that
+the published rules store, without a glance at llmc's reader. Rules: AutoAWQ's WQLinear_GEMM, AutoGPTQ's and GPTQModel's
+QuantLinear.pack, compressed-tensors' pack_to_int32, DeepSeek-V3's fp8 blocks.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Tensors = dict[str, np.ndarray]
+BASE = {
+    "model_type": "qwen2",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Integers of a random matrix; ``group`` 0 is a whole row, ``ordered`` scatters the inputs over the groups.
+
+    Linears that read the same have one order, as their Hessian is one, unless each has its ``own_order``.
+    """
+
+    bits: int = 4
+    group: int = 32
+    zeros: bool = True
+    ordered: bool = False
+    own_order: bool = False
+    scale_type: str = "float16"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Levels [N, K] from 0, zero points [N, G], scales [N, G], and the group of each input [K]."""
+
+    bits: int
+    levels: np.ndarray
+    zeros: np.ndarray
+    scales: np.ndarray
+    group_of: np.ndarray
+
+    @property
+    def floats(self) -> np.ndarray:
+        """By definition, in float32."""
+        steps = self.levels.astype(np.float32) - self.zeros[:, self.group_of].astype(np.float32)
+        return steps * self.scales.astype(np.float32)[:, self.group_of]
+
+
+def random_matrix(rng: np.random.Generator, shape: tuple[int, int], grid: Grid) -> Matrix:
+    outputs, inputs = shape
+    group = grid.group or inputs
+    count, middle = 1 << grid.bits, 1 << (grid.bits - 1)
+    levels = rng.integers(0, count, shape)
+    # From 1 on: the format gptq has no zero points of 0.
+    groups = (outputs, inputs // group)
+    zeros = rng.integers(1, count, groups) if grid.zeros else np.full(groups, middle)
+    scales = (rng.uniform(0.5, 1.5, groups) * 0.5 / count).astype(np.float32)
+    if grid.scale_type == "bfloat16":
+        scales = (scales.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    else:
+        scales = scales.astype(grid.scale_type)
+    group_of = np.arange(inputs) // group
+    if grid.ordered:
+        group_of = group_of[(rng if grid.own_order else np.random.default_rng(inputs)).permutation(inputs)]
+    return Matrix(grid.bits, levels, zeros, scales, group_of)
+
+
+def words(values: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned values packed along the last axis into int32, the first one lowest; a last word is filled with zeros."""
+    fields = 32 // bits
+    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % fields))).astype(np.uint64)
+    shifted = padded.reshape(len(values), -1, fields) << (np.arange(fields, dtype=np.uint64) * np.uint64(bits))
+    return np.bitwise_or.reduce(shifted, axis=2).astype(np.uint32).view(np.int32)
+
+
+# ------------------------------------------------------------------------------------------------------------ schemes
+
+
+def awq(matrix: Matrix) -> Tensors:
+    """Eight outputs in a word, first the even ones of each eight, then the odd ones."""
+
+    def interleaved(values: np.ndarray) -> np.ndarray:
+        by_eight = values.reshape(len(values), -1, 8)
+        return words(by_eight[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(len(values), -1), 4)
+
+    return {
+        "qweight": interleaved(matrix.levels.T),
+        "qzeros": interleaved(matrix.zeros.T),
+        "scales": matrix.scales.T.astype(np.float16),
+    }
+
+
+def gptq(matrix: Matrix, less: int = 1) -> Tensors:
+    """Inputs packed in words, zero points along outputs and ``less`` by one in the first format."""
+    return {
+        "qweight": words(matrix.levels, matrix.bits).T,
+        "qzeros": words((matrix.zeros - less).T, matrix.bits),
+        "scales": matrix.scales.T.astype(np.float16),
+        "g_idx": matrix.group_of.astype(np.int32),
+    }
+
+
+def compressed(matrix: Matrix) -> Tensors:
+    found = {
+        "weight_packed": words(matrix.levels, matrix.bits),
+        "weight_scale": matrix.scales,
+        "weight_shape": np.array(matrix.levels.shape, np.int64),
+    }
+    if (matrix.zeros != 1 << (matrix.bits - 1)).any():
+        found["weight_zero_point"] = np.ascontiguousarray(words(matrix.zeros.T, matrix.bits).T)
+    if (np.diff(matrix.group_of) < 0).any():
+        found["weight_g_idx"] = matrix.group_of.astype(np.int32)
+    return found
+
+
+def plain_int8(matrix: Matrix) -> Tensors:
+    found = {"weight": (matrix.levels - 128).astype(np.int8), "weight_scale": matrix.scales}
+    if (matrix.zeros != 128).any():
+        found["weight_zero_point"] = (matrix.zeros - 128).astype(np.int8)
+    return found
+
+
+def _compressed_config(**weights: Any) -> dict[str, Any]:
+    weights = {"type": "int", "symmetric": True, "strategy": "group", "dynamic": False, "actorder": None, **weights}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*vision.*"],
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+    }
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "backend": "autoawq"}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "desc_act": False,
+    "sym": True,
+    "damp_percent": 0.01,
+    "checkpoint_format": "gptq",
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a checkpoint is quantized: the grid, the tensors of a matrix, and what its config says."""
+
+    grid: Grid
+    pack: Callable[[Matrix], Tensors]
+    config: dict[str, Any]
+
+
+SCHEMES = {
+    "awq": Scheme(Grid(), awq, AWQ),
+    "gptq": Scheme(Grid(zeros=False), gptq, GPTQ),
+    "gptq-zeros-act-order": Scheme(Grid(ordered=True), gptq, {**GPTQ, "desc_act": True, "sym": False}),
+    "gptq_v2-8-bits": Scheme(
+        Grid(8, 0), lambda m: gptq(m, 0), {**GPTQ, "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}
+    ),
+    "packed-int4-bf16": Scheme(
+        Grid(zeros=False, scale_type="bfloat16"), compressed, _compressed_config(num_bits=4, group_size=32)
+    ),
+    "packed-int4-zeros-act-order": Scheme(
+        Grid(ordered=True), compressed, _compressed_config(num_bits=4, group_size=32, symmetric=False, actorder="group")
+    ),
+    "packed-int8-channel": Scheme(
+        Grid(8, 0), compressed, _compressed_config(num_bits=8, strategy="channel", symmetric=False)
+    ),
+    "int8-channel": Scheme(
+        Grid(8, 0, zeros=False, scale_type="float32"),
+        plain_int8,
+        {**_compressed_config(num_bits=8, strategy="channel"), "format": "int-quantized"},
+    ),
+}
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint's matrices by module, and transformers' model of the floats that they stand for."""
+
+    matrices: dict[str, Matrix]
+    model: Any
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """By transformers, in float32: [B, S, V] of ids [B, S]."""
+        import torch
+
+        with torch.no_grad():
+            found: np.ndarray = self.model(torch.from_numpy(ids)).logits.numpy()
+        return found
+
+
+def write_checkpoint(scheme: Scheme, folder: Path, **config: Any) -> Written:
+    """A random checkpoint of which all linears but the head are quantized."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**BASE, **config}))
+    rng, matrices = np.random.default_rng(0), {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(float(parameter.dim() == 1), 0.25)
+            if name.endswith("_proj.weight"):
+                matrix = random_matrix(rng, tuple(parameter.shape), scheme.grid)
+                matrices[name.removesuffix(".weight")] = matrix
+                parameter.copy_(torch.from_numpy(matrix.floats))
+    tensors = {
+        name: tensor.numpy()
+        for name, tensor in model.state_dict().items()
+        if not (name == "lm_head.weight" and model.config.tie_word_embeddings)
+    }
+    for module, matrix in matrices.items():
+        del tensors[f"{module}.weight"]
+        tensors |= {f"{module}.{part}": array for part, array in scheme.pack(matrix).items()}
+    write_tensors(folder, tensors, {"bfloat16": "weight_scale"}.get(scheme.grid.scale_type, ""))
+    settings = {**model.config.to_dict(), "quantization_config": scheme.config}
+    (folder / "config.json").write_text(json.dumps(settings))
+    write_tokenizer(folder)
+    return Written(matrices, model.eval())
+
+
+def write_float8(folder: Path, config: dict[str, Any], name: str, block: tuple[int, int], scale_type: str) -> Any:
+    """A random checkpoint in float8 with a scale per block, rows and columns (0 for all), called ``name``.
+
+    Returns the weights that it stands for, float32 by name.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BASE))
+    tensors, weights = dict(model.state_dict()), {}
+    for own in [own for own in tensors if own.endswith("_proj.weight")]:
+        outputs, inputs = tensors[own].shape
+        rows, columns = block[0] or outputs, block[1] or inputs
+        blocks = tensors[own].reshape(outputs // rows, rows, inputs // columns, columns)
+        scales = (blocks.abs().amax((1, 3), keepdim=True) / 448).to(getattr(torch, scale_type))
+        codes = (blocks / scales.float()).to(torch.float8_e4m3fn)
+        weights[own] = (codes.float() * scales.float()).reshape(outputs, inputs).numpy()
+        tensors[own] = codes.reshape(outputs, inputs)
+        tensors[own.removesuffix("weight") + name] = scales[:, 0, :, 0] if any(block) else scales.reshape(())
+    write_tensors(folder, tensors)
+    settings = {**model.config.to_dict(), "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(settings))
+    write_tokenizer(folder)
+    return weights
+
+
+def write_tokenizer(folder: Path) -> None:
+    tokenizer = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def write_tensors(folder: Path, tensors: dict[str, Any], bfloat16: str = "") -> None:
+    """A safetensors file of arrays or torch's tensors; those whose names end with ``bfloat16`` are stored so."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    held = {
+        name: torch.from_numpy(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else array.contiguous()
+        for name, array in tensors.items()
+    }
+    if bfloat16:
+        held |= {name: tensor.bfloat16() for name, tensor in held.items() if name.endswith(bfloat16)}
+    save_file(held, folder / "model.safetensors", {"format": "pt"})

@@ -1,0 +1,187 @@
+"""Encoders: the exported graph computes what sentence-transformers does, and what llmc cannot compute is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles import encoders
+
+from llmc.errors import CheckpointError
+from llmc.export import export
+from llmc.export.config import DecoderConfig
+from llmc.export.sources.checkpoint import read_checkpoint
+from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+
+# Float32 adds in another order; vectors have length one.
+TOLERANCE = 1e-4
+TEXTS = (
+    "def f(x):",
+    "a",
+    "",
+    "import os\nfor name in os.listdir('.'):\n    print(name)",
+    "class A: pass # " + "word " * 20,
+)
+CASES: dict[str, dict[str, Any]] = {
+    "last token": {},
+    # Its window is shorter than the texts.
+    "mean, dense layers, a window": {
+        "pooling": "mean",
+        "dense": encoders.DENSE,
+        "model_type": "mistral",
+        "sliding_window": 6,
+    },
+    "both ways, two ropes, in windows": {"pooling": "mean", "dense": encoders.DENSE, **encoders.GEMMA},
+}
+GEMMA = "both ways, two ropes, in windows"
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """Checkpoint and export of a case, made once."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def make(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("encoder")
+            checkpoint = encoders.write_embedder(folder / "checkpoint", **CASES[name])
+            made[name] = checkpoint, export(checkpoint, folder / "export").output
+        return made[name]
+
+    return make
+
+
+def tokens(checkpoint: Path) -> list[list[int]]:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in TEXTS]
+
+
+def padded(rows: list[list[int]]) -> dict[str, np.ndarray]:
+    ids = np.full((len(rows), max(map(len, rows))), 7, np.int64)
+    for row, text in zip(ids, rows, strict=True):
+        row[: len(text)] = text
+    return {"input_ids": ids, "lengths": np.array([len(text) for text in rows])}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_graph_embeds_ragged_rows_as_sentence_transformers_does(name, exported, onnxruntime_run):
+    checkpoint, folder = exported(name)
+    (found,) = onnxruntime_run(folder)(padded(tokens(checkpoint)))
+    assert np.abs(found - encoders.embeddings(checkpoint, TEXTS)).max() <= TOLERANCE
+
+
+# ------------------------------------------------------------------------------------- each behaviour, and it dropped
+
+
+def eager(checkpoint: Path, change: Callable[[DecoderConfig], DecoderConfig] = lambda config: config) -> np.ndarray:
+    """The torch module on the checkpoint's weights, with something changed."""
+    import torch
+
+    from llmc.export.encoder import Encoder
+
+    found = read_checkpoint(checkpoint)
+
+    def array(tensor: Any) -> np.ndarray:
+        if isinstance(tensor, MadeTensor):
+            return np.concatenate(list(tensor.pieces()))
+        return np.memmap(checkpoint / tensor.file, ARRAY_TYPES[tensor.dtype], "r", tensor.offset, tensor.shape)
+
+    module = Encoder(change(found.config))
+    weights = {name: torch.tensor(array(tensor)) for name, tensor in found.tensors.items()}
+    module.load_state_dict(weights, assign=True)
+    with torch.no_grad():
+        return module(*map(torch.tensor, padded(tokens(checkpoint)).values()))[0].numpy()
+
+
+def with_end(**changes: Any) -> Callable[[DecoderConfig], DecoderConfig]:
+    return lambda config: replace(config, encoder=replace(config.encoder, **changes))
+
+
+def with_attention(**changes: Any) -> Callable[[DecoderConfig], DecoderConfig]:
+    return lambda config: replace(
+        config, layers=tuple(replace(layer, mixer=replace(layer.mixer, **changes)) for layer in config.layers)
+    )
+
+
+def straight(config: DecoderConfig) -> DecoderConfig:
+    """Without what bends the values of the last dense layer."""
+    return with_end(dense=tuple(replace(layer, activation="identity") for layer in config.encoder.dense))(config)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_module_computes_what_its_graph_does(name, exported, onnxruntime_run):
+    checkpoint, folder = exported(name)
+    (graph,) = onnxruntime_run(folder)(padded(tokens(checkpoint)))
+    assert np.abs(eager(checkpoint) - graph).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("last token", with_end(pooling="mean")),
+        ("last token", with_end(normalized=False)),
+        ("last token", with_attention(causal=False)),
+        ("mean, dense layers, a window", with_end(pooling="last")),
+        ("mean, dense layers, a window", straight),
+        ("mean, dense layers, a window", with_attention(window=0)),
+        (GEMMA, with_attention(causal=True)),
+        (GEMMA, with_attention(window=0)),
+        (GEMMA, with_attention(rope=0)),
+        (GEMMA, with_end(pooling="last")),
+    ],
+)
+def test_a_behaviour_that_is_dropped_is_seen(name, change, exported):
+    checkpoint, _ = exported(name)
+    assert np.abs(eager(checkpoint, change) - eager(checkpoint)).max() > 10 * TOLERANCE
+
+
+# ------------------------------------------------------------------------------------------------------------ refused
+
+
+def spoilt(file: str, **changes: Any) -> Callable[[Path], None]:
+    """Changes entries of a JSON object."""
+    return lambda folder: encoders.change_json(folder / file, **changes)
+
+
+def listing(*modules: dict[str, str]) -> Callable[[Path], None]:
+    """Lists other modules."""
+    return lambda folder: encoders.write_json(folder / "modules.json", list(modules))
+
+
+def without(file: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            spoilt("1_Pooling/config.json", pooling_mode_cls_token=True),
+            "pooling_mode=.* expected one of last",
+        ),
+        (spoilt("1_Pooling/config.json", include_prompt=False), "include_prompt=False is unsupported; expected true"),
+        (spoilt("2_Dense/config.json", activation_function="torch.nn.ReLU"), "activation_function='torch.nn.ReLU'"),
+        (spoilt("2_Dense/config.json", in_features=63), "a Dense layer reads 63 values, but 64 come before it"),
+        (spoilt("sentence_bert_config.json", do_lower_case=True), "do_lower_case=True is unsupported"),
+        (spoilt("sentence_bert_config.json", modality_config={"image": {}}), "modality_config=.* is unsupported"),
+        (without("1_Pooling/config.json"), "no 1_Pooling/config.json, but modules.json"),
+        (without("2_Dense/model.safetensors"), "no 2_Dense/model.safetensors"),
+        (without("modules.json"), "without a modules.json nothing says how a text's vector"),
+        (
+            lambda folder: encoders.write_modules(folder, ["Transformer", "LogitScore", "Pooling"]),
+            "LogitScore, Pooling",
+        ),
+        (listing({"path": "", "type": "their.code.Model"}), "their.code.Model in '' is unsupported, for llmc runs no"),
+        (listing({"path": "../..", "type": "x"}), "module 0 has no type and the name of a folder"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(spoil, message, exported, tmp_path):
+    checkpoint, _ = exported("mean, dense layers, a window")
+    folder = encoders.copy(checkpoint, tmp_path / "spoilt")
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(folder)

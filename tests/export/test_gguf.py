@@ -1,0 +1,156 @@
+"""GGUF files: what was a Hugging Face checkpoint computes what it computed before, or what its rounded weights do."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles.ggufs import Kind, write_gguf
+
+from llmc.bundle import MADE_FILE, read_export
+from llmc.export import export
+from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
+from llmc.export.sources.codes import QuantizedTensor
+from llmc.export.sources.gguf import tensors as gguf_tensors
+from llmc.export.sources.gguf.header import read_header
+from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+
+# Cases of the converter's every turn: rows of rotated heads, biases, factors of the rope, a tied head, wide heads.
+CONVERTED: dict[str, dict[str, Any]] = {
+    "llama-biases": {},
+    "llama-llama3-rope-tied": {},
+    "llama-yarn-rope": {},
+    "llama-linear-rope-no-groups-fp16": {},
+    "qwen2-tied-bf16": {"dtype": "float16"},
+    "qwen3-tied-sharded": {},
+    "phi3-packed-window-fp16": {},
+    "gemma3-two-ropes": {"query_pre_attn_scalar": 32},  # the width of a head: the file does not say
+}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+MIXED = {
+    "token_embd.weight": "Q5_0",
+    "blk.0.attn_q.weight": "Q4_0",
+    "blk.0.attn_k.weight": "Q8_0",
+    "blk.0.attn_v.weight": "Q4_1",
+    "blk.0.attn_output.weight": "Q5_1",
+    "blk.0.ffn_gate.weight": "Q4_K",
+    "blk.0.ffn_up.weight": "Q5_K",
+    "blk.0.ffn_down.weight": "Q6_K",
+    "output.weight": "BF16",
+}
+# Largest difference of logits (up to 12) from transformers with the same weights, in float32: sums in other orders.
+# To leave the rows of q and k in pairs costs more than 1.
+LOGIT_TOLERANCE = 5e-4
+
+
+def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """A tensor as the export will have it."""
+    tensor = checkpoint.tensors[name]
+    if isinstance(tensor, QuantizedTensor):
+        scales = np.repeat(tensor.scales(), tensor.block, axis=1)
+        stored = np.concatenate(list(tensor.codes.pieces()))
+        codes = stored if tensor.dtype == "I8" else (stored[..., None] << np.uint8([4, 0])).view(np.int8) >> 4
+        return codes.reshape(tensor.shape) * scales
+    if isinstance(tensor, MadeTensor):
+        return np.concatenate(list(tensor.pieces()))
+    data = (checkpoint.folder / tensor.file).read_bytes()[tensor.offset : tensor.offset + tensor.length]
+    return np.frombuffer(data, ARRAY_TYPES[tensor.dtype]).reshape(tensor.shape)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_converted_checkpoint_comes_back(name, random_checkpoint, tmp_path):
+    folder = random_checkpoint(name, **CONVERTED[name])
+    before, found = read_checkpoint(folder), read_checkpoint(write_gguf(folder, tmp_path / "model.gguf"))
+    assert found.config == before.config
+    assert found.tensors.keys() == before.tensors.keys()
+    for tensor in before.tensors:
+        np.testing.assert_array_equal(values(found, tensor), values(before, tensor))
+
+
+def test_defaults_of_sampling_are_taken_over(random_checkpoint, tmp_path):
+    advised = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.min_p": 0.25}
+    path = write_gguf(random_checkpoint("llama-biases"), tmp_path / "model.gguf", metadata=advised)
+    found = read_checkpoint(path).generation
+    assert (found.do_sample, found.temperature, found.top_k, found.top_p, found.min_p) == (True, 0.5, 20, None, 0.25)
+    assert (found.bos_token_id, found.eos_token_ids) == (0, (1,))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_plain_weights_stay_in_the_file(kind, random_checkpoint, tmp_path):
+    """All but the rows of q and k, whose order is another one."""
+    path = write_gguf(random_checkpoint("llama-biases"), tmp_path / "model.gguf", kind)
+    found = read_checkpoint(path)
+    made = {name for name, tensor in found.tensors.items() if isinstance(tensor, MadeTensor)}
+    turned = {name for name in found.tensors if ".q_proj." in name or ".k_proj." in name}
+    assert (made, found.files) == (turned, (path,))
+    assert {tensor.dtype for name, tensor in found.tensors.items() if name.endswith("proj.weight")} == {kind}
+    assert found.notes == ()
+
+
+@pytest.fixture(scope="module")
+def mixed(random_checkpoint, tmp_path_factory) -> Path:
+    """A llama of which every matrix is of another type."""
+    folder = random_checkpoint("llama-biases", attention_bias=False, mlp_bias=False, num_hidden_layers=1, **WIDE)
+    return write_gguf(folder, tmp_path_factory.mktemp("mixed") / "model.gguf", MIXED)
+
+
+@pytest.fixture(scope="module")
+def unpacked(mixed) -> Any:
+    """transformers' model of it: the config and the float32 weights that it reads from the file."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = load_gguf_checkpoint(mixed)["config"]
+    model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager")).eval()
+    weights = load_gguf_checkpoint(mixed, return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
+    model.load_state_dict(weights["tensors"])
+    return model
+
+
+def test_blocks_are_kept_or_unpacked_to_the_nearest_float16(mixed, unpacked):
+    found, kept = read_checkpoint(mixed), []
+    for name, weight in unpacked.state_dict().items():
+        tensor = found.tensors[name]
+        kept += [tensor.dtype] if isinstance(tensor, QuantizedTensor) else []
+        dtype = np.float32 if isinstance(tensor, QuantizedTensor) else ARRAY_TYPES[tensor.dtype]
+        np.testing.assert_array_equal(values(found, name), weight.numpy().astype(dtype))
+    assert sorted(kept) == ["I4", "I8"]
+    assert found.notes == (
+        "model.gguf: 1 Q4_1, 1 Q5_0, 1 Q5_1, 1 Q4_K, 1 Q5_K, 1 Q6_K tensors were unpacked to float16, rounded to the "
+        "nearest",
+    )
+
+
+def test_an_export_of_blocks_computes_what_transformers_computes_with_them(mixed, unpacked, onnxruntime_run, tmp_path):
+    import torch
+
+    report, found = export(mixed, tmp_path / "export"), read_checkpoint(mixed)
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", MADE_FILE} < set(report.files)
+    ids = np.random.default_rng(1).integers(0, 96, (1, 20))
+    feeds = {"input_ids": ids, "past_lengths": np.zeros(1, np.int64), "logit_indices": np.arange(20)[None]}
+    for cache in read_export(report.output).geometry.caches:
+        for part in ("key", "value"):
+            feeds[f"past_key_values.{cache.name}.{part}"] = np.zeros(
+                (1, cache.shape[0], 20, cache.shape[1]), np.float32
+            )
+    logits = onnxruntime_run(report.output)(feeds)[0]
+    rounded = {name: torch.from_numpy(values(found, name).astype(np.float32)) for name in unpacked.state_dict()}
+    unpacked.load_state_dict(rounded)
+    with torch.no_grad():
+        expected = unpacked(torch.from_numpy(ids)).logits.numpy()
+    assert np.abs(logits - expected).max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_transformers_own_unpacking_agrees(mixed, kind):
+    """It is another implementation than that of the gguf package; it lacks Q5_0 and Q5_1."""
+    import torch
+    from transformers.integrations.gguf.dequant import dequantize
+
+    (entry,) = [entry for entry in read_header(mixed).tensors if entry.kind == kind]
+    data = mixed.read_bytes()[entry.offset : entry.offset + entry.length]
+    expected = dequantize(torch.frombuffer(bytearray(data), dtype=torch.uint8), Kind[kind]).numpy()
+    raw = np.frombuffer(data, np.uint8).reshape(entry.shape[0], -1)
+    found = gguf_tensors.unpacked(mixed, entry, "F32", raw)
+    np.testing.assert_array_equal(found, expected.reshape(entry.shape))

@@ -1,0 +1,156 @@
+"""Tokenizers rebuilt from GGUF metadata: llama.cpp's tokens, and what chats and prompts need beside them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from doubles.llamacpp_tokens import RECORDED, digest, texts, vocabularies
+
+from llmc.errors import CheckpointError
+from llmc.export.sources.gguf.pretokenizers import PRE_TOKENIZERS
+from llmc.export.sources.gguf.tokenizer import LONGEST_TOKEN, Tokenizer, read_tokenizer
+
+ROWS = 5000
+VOCABULARIES = vocabularies()
+
+
+def rebuilt(values: Mapping[str, Any], rows: int = ROWS) -> Tokenizer:
+    """The tokenizer of this metadata, in which arrays are as a header has them."""
+    metadata = {}
+    for key, value in values.items():
+        numbers = isinstance(value, list) and value and not isinstance(value[0], str)
+        metadata[key if "." in key else f"tokenizer.ggml.{key}"] = np.array(value) if numbers else value
+    return read_tokenizer("model.gguf", metadata, rows)
+
+
+def tokens_of(values: Mapping[str, Any]) -> list[list[int]]:
+    backend = tokenizers.Tokenizer.from_str(json.dumps(rebuilt(values).json))
+    return [encoding.ids for encoding in backend.encode_batch(texts())]
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_tokens_of_500_texts_are_those_of_llama_cpp(name):
+    recorded = json.loads(RECORDED.read_text())["sha256"]
+    assert digest(tokens_of(VOCABULARIES[name])) == recorded[name]
+
+
+def test_each_other_pre_tokenizer_would_be_noticed():
+    """All but those that are one under several names."""
+    patterns = {PRE_TOKENIZERS[name].patterns: name for name in VOCABULARIES if name in PRE_TOKENIZERS}
+    same = [digest(tokens_of({**VOCABULARIES["gpt-2"], "pre": name})) for name in patterns.values()]
+    assert len(set(same)) == len(same)
+
+
+# -------------------------------------------------------------------------------------------------- around a prompt
+
+WORDS: dict[str, Any] = {
+    "model": "gpt2",
+    "pre": "gpt-2",
+    "tokens": ["<bos>", "<eos>", "<|im_end|>", "<think>", "a", "b", "ab", "[PAD7]"],
+    "token_type": [3, 3, 3, 4, 1, 1, 1, 5],
+    "merges": ["a b"],
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [6]),
+        ({"add_bos_token": True}, [0, 6]),
+        ({"add_bos_token": True, "add_eos_token": True}, [0, 6, 1]),
+        ({"pre": "llama-bpe"}, [0, 6]),  # unless the file says otherwise
+        ({"pre": "llama-bpe", "add_bos_token": False}, [6]),
+    ],
+)
+def test_tokens_stand_around_a_prompt_as_the_file_says(changes, expected):
+    backend = tokenizers.Tokenizer.from_str(json.dumps(rebuilt({**WORDS, **changes}).json))
+    assert backend.encode("ab").ids == expected
+
+
+def test_special_tokens_and_the_ends_of_a_text_are_named():
+    found = rebuilt({**WORDS, "padding_token_id": 1, "tokenizer.chat_template": "{{ messages }}"})
+    named = {key: value for key, value in found.config.items() if key.endswith("_token") or key == "chat_template"}
+    assert named == {
+        "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<eos>", "chat_template": "{{ messages }}",
+    }  # fmt: skip
+    assert (found.bos, found.ends) == (0, (1, 2))  # and <|im_end|>, which is known by its text
+    special = {token["content"]: token["special"] for token in found.json["added_tokens"]}
+    assert special == {"<bos>": True, "<eos>": True, "<|im_end|>": True, "<think>": False}
+    assert "[PAD7]" not in found.json["model"]["vocab"]
+
+
+def test_several_chat_templates_keep_their_names():
+    templates = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b"}
+    found = rebuilt({**WORDS, **templates, "tokenizer.chat_templates": ["tool_use"]}).config["chat_template"]
+    assert found == [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+
+
+def test_phi3_drops_spaces_after_its_control_tokens():
+    found = rebuilt({**VOCABULARIES["llama"], "general.architecture": "phi3"}).json["added_tokens"]
+    assert {token["content"]: token["rstrip"] for token in found} == {"<unk>": False, "<s>": False, "</s>": True}
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+PIECES: dict[str, Any] = {
+    "model": "llama",
+    "tokens": ["<unk>", "<s>", "</s>", "a", "b", "ab"],
+    "token_type": [2, 3, 3, 1, 1, 1],
+    "scores": [0.0, 0.0, 0.0, -2.0, -1.0, 0.0],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "t5"}, "tokenizer.ggml.model='t5' is unsupported; expected gpt2 or llama"),
+        ({"model": None}, "tokenizer.ggml.model=None is unsupported"),
+        ({"pre": "brand-new"}, "tokenizer.ggml.pre='brand-new' is unsupported; expected one of gpt-2, "),
+        ({"pre": None}, "tokenizer.ggml.pre=None is unsupported"),
+        ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"tokens": 3}, "tokenizer.ggml.tokens is missing, or no list of texts"),
+        ({"token_type": [1]}, "tokenizer.ggml.token_type is missing, or not a number for each of the tokens"),
+        ({"merges": None}, "tokenizer.ggml.merges is missing"),
+        ({"merges": ["ab"]}, "the merge 'ab' is none of two tokens to a third"),
+        ({"merges": ["a a"]}, "the merge 'a a' is none of two tokens to a third"),
+        ({"tokens": [*WORDS["tokens"][:6], "b", ""]}, "tokens 5 and 6 are both 'b'"),
+        ({"bos_token_id": 8}, "bos_token_id=8 is unsupported; expected an id below 8"),
+        ({"bos_token_id": "0"}, "bos_token_id='0' is unsupported"),
+        (
+            {"bos_token_id": None, "add_bos_token": True},
+            "a text has a token bos around it, but bos_token_id is missing",
+        ),
+        ({"add_bos_token": 1}, "add_bos_token=1 is unsupported; expected true or false"),
+        ({"tokenizer.chat_template": 3}, "a chat template is no text"),
+        ({"tokenizer.chat_templates": ["tool_use"]}, "a chat template is no text"),
+    ],
+)
+def test_what_no_byte_pair_encoding_has_is_refused(changes, words):
+    with pytest.raises(CheckpointError) as caught:
+        rebuilt({**WORDS, **changes})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scores": None}, "tokenizer.ggml.scores is missing"),
+        ({"scores": [0.0] * 5 + [float("nan")]}, "a score is no number"),
+        ({"tokens": [*PIECES["tokens"][:5], "x" * (LONGEST_TOKEN + 1)]}, "its tokens have more than 1024 characters"),
+        ({"add_space_prefix": "yes"}, "add_space_prefix='yes' is unsupported"),
+    ],
+)
+def test_what_no_sentencepiece_has_is_refused(changes, words):
+    with pytest.raises(CheckpointError) as caught:
+        rebuilt({**PIECES, **changes})
+    assert words in str(caught.value)
+
+
+def test_more_tokens_than_the_model_has_rows_are_refused():
+    with pytest.raises(CheckpointError, match="it knows 8 tokens, and the model has 7 rows"):
+        rebuilt(WORDS, rows=7)

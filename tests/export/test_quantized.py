@@ -1,0 +1,183 @@
+"""Quantized checkpoints are exported with their codes, and compute what the floats compute that they stand for."""
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from doubles import packers
+
+from llmc.bundle import DECODER_FILE, read_export
+from llmc.errors import CheckpointError
+from llmc.export import export
+from llmc.export.keys import Keys
+from llmc.export.sources.checkpoint import read_checkpoint
+from llmc.export.sources.quantization import read_quantization
+from llmc.export.streaming import StreamedDecoder
+from llmc.optimize.judge.reference import empty_caches
+
+# As of unquantized checkpoints, see test_parity: both sides compute with the same floats. A code in another place, a
+# zero point off by one or a scale of another group moves logits (up to 20) by more than 1.
+LOGIT_TOLERANCE = 2e-4
+IDS = np.random.default_rng(1).integers(0, 96, (2, 12))
+PROJECTION = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module", params=packers.SCHEMES)
+def case(request, tmp_path_factory):
+    """A quantized checkpoint's scheme, what it holds, and its export."""
+    folder, scheme = tmp_path_factory.mktemp(request.param), packers.SCHEMES[request.param]
+    written = packers.write_checkpoint(scheme, folder / "checkpoint")
+    return scheme, written, export(folder / "checkpoint", folder / "export").output
+
+
+def logits(run, folder):
+    caches = empty_caches(read_export(folder).geometry.caches, *IDS.shape, "float32")
+    rows = np.tile(np.arange(IDS.shape[1]), (len(IDS), 1))
+    return run({"input_ids": IDS, "past_lengths": np.zeros(len(IDS), np.int64), "logit_indices": rows, **caches})[0]
+
+
+def test_logits_equal_those_of_the_floats(case, onnxruntime_run):
+    _, written, exported = case
+    found = logits(onnxruntime_run(exported), exported)
+    assert np.abs(found - written.logits(IDS)).max() <= LOGIT_TOLERANCE
+
+
+def test_the_tolerance_notices_a_zero_point_off_by_one(tmp_path, onnxruntime_run):
+    written = packers.write_checkpoint(packers.SCHEMES["gptq"], tmp_path / "checkpoint")
+    config = (tmp_path / "checkpoint" / "config.json").read_text()
+    (tmp_path / "checkpoint" / "config.json").write_text(config.replace('": "gptq"}', '": "gptq_v2"}'))
+    exported = export(tmp_path / "checkpoint", tmp_path / "export").output
+    found = logits(onnxruntime_run(exported), exported)
+    assert np.abs(found - written.logits(IDS)).max() > 1
+
+
+def test_codes_are_kept_bit_for_bit(case):
+    scheme, written, exported = case
+    tensors = {value.name: value.const_value for value in ir.load(exported / DECODER_FILE).graph.initializers.values()}
+    parts = {
+        name.removeprefix(f"{PROJECTION}.weight"): array(tensor)
+        for name, tensor in tensors.items()
+        if name.startswith(f"{PROJECTION}.weight")
+    }
+    matrix, middle = written.matrices[PROJECTION], 1 << (scheme.grid.bits - 1)
+    columns = parts.get(".order", np.arange(matrix.levels.shape[1]))
+    np.testing.assert_array_equal(parts[""][:, columns] + middle, matrix.levels)
+    np.testing.assert_array_equal(parts[".scales"], matrix.scales.astype(np.float32))
+    assert (".zero_points" in parts, ".order" in parts) == (scheme.grid.zeros, scheme.grid.ordered)
+    np.testing.assert_array_equal(parts.get(".zero_points", 0) + np.full(matrix.zeros.shape, middle), matrix.zeros)
+
+
+def array(tensor):
+    """An external tensor; integers as int16."""
+    dtype = {"INT4": np.uint8, "INT8": np.int8, "INT32": np.int32, "FLOAT": np.float32}[tensor.dtype.name]
+    data = np.fromfile(tensor.path, np.uint8, tensor.length, offset=tensor.offset).view(dtype)
+    if tensor.dtype.name == "INT4":
+        data = np.stack([data << 4, data & 0xF0], axis=1).reshape(-1).view(np.int8) >> 4
+    found = data.reshape([int(size) for size in tensor.shape])
+    return found if dtype == np.float32 else found.astype(np.int32)
+
+
+def test_calibration_reads_the_floats_that_codes_stand_for(case):
+    _, written, exported = case
+    decoder = StreamedDecoder(exported)
+    for module, matrix in written.matrices.items():
+        np.testing.assert_array_equal(decoder.rows(f"{module}.weight"), matrix.floats)
+        np.testing.assert_array_equal(decoder.rows(f"{module}.weight", 3, 7), matrix.floats[3:7])
+
+
+def test_the_inventory_says_which_codes_there_are(case):
+    scheme, _, exported = case
+    for linear in read_export(exported).geometry.linears:
+        found = linear.codes and (linear.codes.bits, linear.codes.block, linear.codes.zero_points)
+        grid = scheme.grid
+        assert found == (None if linear.layer is None else (grid.bits, grid.group or linear.inputs, grid.zeros))
+
+
+# ------------------------------------------------------------------------------------------------------------- float8
+
+
+def group_of(**weights):
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, **weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}},
+    }
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+FLOAT8 = {
+    "blocks": ({**FP8, "weight_block_size": [16, 32]}, "weight_scale_inv", (16, 32), "float32"),
+    "a tensor": (FP8, "weight_scale", (0, 0), "float32"),
+    "a tensor, compressed": (group_of(strategy="tensor"), "weight_scale", (0, 0), "bfloat16"),
+    "rows": (group_of(strategy="channel"), "weight_scale", (1, 0), "float16"),
+    "blocks, compressed": (group_of(strategy="block", block_structure=[16, 32]), "weight_scale", (16, 32), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("scheme", FLOAT8)
+def test_float8_is_dequantized_as_it_is_defined(scheme, tmp_path):
+    scale_type = FLOAT8[scheme][-1]
+    weights = packers.write_float8(tmp_path, *FLOAT8[scheme])
+    checkpoint = read_checkpoint(tmp_path)
+    for parameter, expected in weights.items():
+        made = checkpoint.tensors[parameter]
+        assert made.dtype == ("F16" if scale_type == "float16" else "BF16")
+        found = np.concatenate(list(made.pieces()))
+        np.testing.assert_array_equal(found, expected.astype(found.dtype))
+    assert any("float8 are dequantized" in note for note in checkpoint.notes)
+    assert any("activations are not rounded" in note for note in checkpoint.notes)
+
+
+def test_float8_blocks_are_dequantized_as_by_transformers(tmp_path):
+    import torch
+    from safetensors.torch import load_file
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    weights = packers.write_float8(tmp_path, *FLOAT8["blocks"])
+    stored, checkpoint = load_file(tmp_path / "model.safetensors"), read_checkpoint(tmp_path)
+    for parameter in weights:
+        pair = {"weight": stored[parameter], "weight_scale_inv": stored[f"{parameter}_scale_inv"]}
+        [expected] = Fp8Dequantize(None).convert(pair).values()
+        found = np.concatenate(list(checkpoint.tensors[parameter].pieces())).astype(np.float32)
+        np.testing.assert_array_equal(found, expected.to(torch.bfloat16).float().numpy())
+
+
+# ------------------------------------------------------------------------------------------------------------- configs
+
+COMPRESSED = packers.SCHEMES["packed-int4-bf16"].config
+
+
+def with_group(**changes):
+    group = COMPRESSED["config_groups"]["group_0"]
+    return {**COMPRESSED, "config_groups": {"group_0": {**group, **changes}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"bits": 4}, ["quant_method is missing", "awq, gptq, compressed-tensors, fp8"]),
+        ({"quant_method": "bitsandbytes"}, ["quant_method='bitsandbytes' is unsupported"]),
+        ({**packers.AWQ, "version": "gemv"}, ["version='gemv'", "gemm"]),
+        ({**packers.AWQ, "bits": 8}, ["bits=8", "expected 4"]),
+        ({**packers.GPTQ, "bits": 3}, ["bits=3", "expected 4 or 8"]),
+        ({**packers.GPTQ, "checkpoint_format": "marlin"}, ["checkpoint_format='marlin'", "gptq, gptq_v2"]),
+        ({**packers.GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic=", "begin with -:"]),
+        ({**packers.GPTQ, "group_size": "128"}, ["group_size='128'", "a whole number"]),
+        ({**packers.GPTQ, "rotation": "hadamard"}, ["rotation='hadamard' is not known"]),
+        ({**COMPRESSED, "format": "nvfp4-pack-quantized"}, ["format='nvfp4-pack-quantized'"]),
+        ({**COMPRESSED, "ignore": "lm_head"}, ["ignore='lm_head'", "a list of names"]),
+        ({**COMPRESSED, "config_groups": {"W4A16": ["Linear"]}}, ["W4A16=['Linear']", "an object"]),
+        (with_group(weights={"num_bits": 2}), ["num_bits=2", "4 or 8"]),
+        (with_group(weights={"num_bits": 4, "strategy": "tensor_group"}), ["strategy='tensor_group'"]),
+        (with_group(weights={"num_bits": 4, "type": "float"}), ["num_bits=4", "expected 8"]),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ["weight_block_size=[128]", "two numbers"]),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt='e5m2'"]),
+    ],
+    ids=str,
+)
+def test_what_a_config_says_of_codes_is_read_or_refused_by_name(config, words):
+    with pytest.raises(CheckpointError) as caught:
+        read_quantization(Keys({"quantization_config": config}, "config.json"))
+    for word in ["config.json", *words]:
+        assert word in str(caught.value)

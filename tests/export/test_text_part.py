@@ -1,0 +1,98 @@
+"""Models that also see: their text part is read, by each prefix of its tensors, and computes what transformers does."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.bundle import read_export
+from llmc.export import export
+from llmc.export.sources.checkpoint import read_checkpoint
+
+# As of the other families, see test_parity.py.
+LOGIT_TOLERANCE = 2e-4
+TEXT = {
+    "model_type": "gemma3_text",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Gemma 3 with a vision tower, as transformers saves it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("gemma3")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gemma3", text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4, image_token_index=95
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.25)
+    model.save_pretrained(folder)
+    text = '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}'
+    (folder / "tokenizer.json").write_text(text)
+    return folder
+
+
+def test_the_text_part_computes_what_the_whole_computes_of_text(
+    checkpoint: Path, tmp_path: Path, onnxruntime_run: Callable[[Path], Callable[..., list[np.ndarray]]]
+):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    output = export(checkpoint, tmp_path / "export").output
+    ids = np.random.default_rng(1).integers(0, 90, (2, 20))
+    caches = {
+        name: np.zeros((2, cache.shape[0], 24, cache.shape[1]), np.float32)
+        for cache in read_export(output).geometry.caches
+        for name in cache.inputs
+    }
+    places = np.tile(np.arange(20), (2, 1))
+    run = onnxruntime_run(output)
+    found = run({"input_ids": ids, "past_lengths": np.zeros(2, np.int64), "logit_indices": places, **caches})[0]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits.numpy()
+    assert np.abs(found - expected).max() < LOGIT_TOLERANCE
+
+
+def test_tensors_are_known_by_both_prefixes_and_the_rest_is_left_out(checkpoint: Path, tmp_path: Path):
+    from safetensors.numpy import load_file, save_file
+
+    stored = load_file(checkpoint / "model.safetensors")
+    assert any("vision_tower" in name for name in stored)
+    other = {
+        f"model.{name}".replace(".language_model.model.", ".language_model."): item for name, item in stored.items()
+    }
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    save_file(other, tmp_path / "model.safetensors")
+    first, second = read_checkpoint(checkpoint), read_checkpoint(tmp_path)
+    assert list(first.tensors) == list(second.tensors)
+    assert {name: item.shape for name, item in first.tensors.items()} == {
+        name: item.shape for name, item in second.tensors.items()
+    }
+    assert first.notes[-1] == "config.json: only the text part was exported, which sees no images"

@@ -1,0 +1,156 @@
+"""Files to deploy the service with say what the service says: settings, paths, commands, ports, times."""
+
+import configparser
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmc.cli.main import cli
+from llmc.runtime.server.config import read_config
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "serve"
+
+
+@pytest.fixture(scope="module")
+def unit() -> dict[str, list[str]]:
+    """Settings of the unit's service; some come several times."""
+    found: dict[str, list[str]] = {}
+    for name, value in re.findall(r"^([A-Z]\w+)=(.*)$", (FOLDER / "llmc.service").read_text(), re.M):
+        found.setdefault(name, []).append(value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stages() -> list[list[tuple[str, str]]]:
+    """Instructions of each stage of the Containerfile."""
+    text = re.sub(r"^#.*\n", "", (FOLDER / "Containerfile").read_text(), flags=re.M).replace("\\\n", " ")
+    found: list[list[tuple[str, str]]] = []
+    for line in filter(None, text.splitlines()):
+        name, _, rest = line.partition(" ")
+        if name == "FROM":
+            found.append([])
+        found[-1].append((name, rest.strip()))
+    return found
+
+
+def instruction(stage: list[tuple[str, str]], name: str) -> str:
+    return next(rest for found, rest in reversed(stage) if found == name)
+
+
+@pytest.mark.parametrize("name", ["llmc.service", "llmc.socket"])
+def test_systemd_finds_nothing_wrong(name: str, tmp_path: Path):
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("there is no systemd-analyze here")
+    for file in FOLDER.glob("llmc.*"):
+        text = file.read_text().replace("/opt/llmc/bin/llmc", sys.executable)
+        (tmp_path / file.name).write_text(text)
+    done = subprocess.run([analyze, "verify", tmp_path / name], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_unit_waits_for_readiness_and_longer_than_requests_take_to_end(unit: dict[str, list[str]]):
+    assert unit["Type"] == ["notify"] and unit["TimeoutStartSec"] == ["infinity"]
+    settings = read_config(FOLDER / "serve.toml")
+    assert int(unit["TimeoutStopSec"][0]) > settings.drain_s + 15  # see FAREWELL_S and CLOSE_S
+    assert unit["ExecStart"] == ["/opt/llmc/bin/llmc serve --config /etc/llmc/serve.toml"]
+    assert unit["DynamicUser"] == ["yes"] and unit["CapabilityBoundingSet"] == [""]
+
+
+def test_the_unit_may_write_where_its_settings_say(unit: dict[str, list[str]]):
+    settings = read_config(FOLDER / "serve.toml")
+    assert unit["CacheDirectory"] == ["llmc"] and "LLMC_CACHE=/var/cache/llmc" in unit["Environment"][0]
+    assert settings.prefix_cache_folder is not None and settings.prefix_cache_folder.is_relative_to("/var/cache/llmc")
+
+
+def test_systemds_socket_is_the_one_of_the_settings():
+    socket = configparser.ConfigParser()
+    socket.read(FOLDER / "llmc.socket")
+    settings = read_config(FOLDER / "serve.toml")
+    assert socket["Socket"]["ListenStream"] == f"{settings.host}:{settings.port}"
+
+
+def test_the_container_runs_a_command_that_exists_as_nobody_of_note(stages: list[list[tuple[str, str]]]):
+    build, last = stages
+    command = json.loads(instruction(last, "ENTRYPOINT")) + json.loads(instruction(last, "CMD"))
+    assert command == ["/opt/llmc/bin/llmc", "serve", "--config", "/etc/llmc/serve.toml"]
+    assert "serve" in cli.list_commands(None)  # type: ignore[arg-type]
+    user, _, group = instruction(last, "USER").partition(":")
+    assert int(user) > 1000 and int(group) > 1000
+    copied = [rest.split() for name, rest in last if name == "COPY"]
+    assert copied[0] == ["--from=build", "/opt/llmc", "/opt/llmc"] and copied[1][1] == command[-1]
+    assert (FOLDER.parents[1] / copied[1][0]).is_file()
+    extras = re.findall(r"\[([\w,]+)\]", instruction(build, "RUN"))[0].split(",")
+    declared = (FOLDER.parents[1] / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", declared, re.M) for extra in extras)
+
+
+def test_the_containers_health_is_asked_where_it_listens(stages: list[list[tuple[str, str]]]):
+    settings = read_config(FOLDER / "container.toml")
+    health = instruction(stages[-1], "HEALTHCHECK").partition("CMD ")[2]
+    program = json.loads(health)[-1]
+    compile(program, "HEALTHCHECK", "exec")
+    assert f"http://127.0.0.1:{settings.port}/health" in program
+    assert instruction(stages[-1], "EXPOSE") == str(settings.port)
+
+
+def test_compose_gives_what_the_settings_name_and_no_more():
+    yaml = pytest.importorskip("yaml")
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+    service, settings = compose["services"]["llmc"], read_config(FOLDER / "container.toml")
+    assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
+    assert service["ports"] == [f"127.0.0.1:8000:{settings.port}"]
+    assert service["volumes"][0].endswith(f":{settings.models['default']}:ro")
+    assert str(settings.keys_file) == f"/run/secrets/{service['secrets'][0]}"
+    context = (FOLDER / service["build"]["context"]).resolve()
+    assert (context / service["build"]["dockerfile"]).is_file()
+    assert int(service["stop_grace_period"].removesuffix("s")) > settings.drain_s + 15
+
+
+# ------------------------------------------------------------------------------------------------------------- soak
+
+
+class Stub:
+    """A server whose answers are what a test says."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+        return self._answer
+
+
+def test_the_soak_notices_planted_mistakes(script: Any):
+    soak = script("serve_soak")
+    path, body = soak.cases()[0]
+    expected = {soak.key(path, body): "right"}
+
+    def mistakes(way: Any, status: int, answer: str) -> int:
+        clients = soak.Clients(Stub((status, answer.encode())), expected, 0)
+        clients._ask(way, path, body)
+        return len(clients.wrong)
+
+    pieces = 'data: {"choices": [{"text": "ri"}]}\n\ndata: {"choices": [{"text": "ght"}]}\n\n'
+    assert mistakes(soak.whole, 200, '{"choices": [{"text": "right"}]}') == 0
+    assert mistakes(soak.streamed, 200, f"{pieces}data: [DONE]\n\n") == 0
+    assert mistakes(soak.whole, 429, "{}") == 0
+    assert mistakes(soak.whole, 200, '{"choices": [{"text": "wrong"}]}') == 1
+    assert mistakes(soak.whole, 500, "{}") == 1
+    assert mistakes(soak.streamed, 200, pieces) == 1  # without the end
+    assert mistakes(soak.streamed, 200, f'{pieces}data: {{"error": {{}}}}\n\n') == 1
+    assert soak.growth([100] * 30 + [110] * 10) == pytest.approx(0.1)
+
+
+def test_the_soak_comes_to_its_end_on_the_small_model(script: Any, tiny_bundle: Path):
+    """Too short to tell anything of memory."""
+    arguments = SimpleNamespace(bundle=tiny_bundle, threads=1, determinism="batch", seconds=2.5, clients=4, seed=1)
+    found = script("serve_soak").soak(arguments)
+    missed = {check.name: check.figure for check in found.checks if not check.met}
+    assert missed.keys() <= {"growth of the resident set"}, missed

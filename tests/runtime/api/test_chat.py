@@ -1,0 +1,215 @@
+"""Conversations from end to end: messages, deltas, tools and reasoning, by a model that says what it is told to."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from llmc.errors import CancelledError, GrammarError
+from llmc.runtime import Model, load
+from llmc.runtime.api.chat import ChatHandle, Message, MessageDelta, ToolCall
+from llmc.runtime.text.chat_template import ChatTemplate
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ message.content }}{% for call in message.tool_calls %}{{ '\\n<tool_call>\\n' }}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments|tojson }}}\n</tool_call>{% endfor %}'
+    "{% if message.role == 'tool' %} of {{ message.name }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if tools %}{{ tools|tojson }}\n{% endif %}<|im_start|>assistant\n{% if open %}<think>\n{% endif %}"
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}, "open": {"type": "boolean"}},
+    "required": ["size", "open"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "description": "Look at a door.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ASKED = [{"role": "user", "content": "What is the door like?"}]
+CALL = '<tool_call>\n{"name": "look", "arguments": {"size": 7, "open": true}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> Iterator[Model]:
+    with load(tiny_bundle, threads=1) as model:
+        model._chat_template = ChatTemplate({"default": TEMPLATE}, {})
+        yield model
+
+
+@pytest.fixture
+def say(model: Model) -> Callable[[str], list[Callable[..., Any]]]:
+    """A logits processor that makes the model say a text and end, as far as a grammar lets it."""
+
+    def make(text: str) -> list[Callable[..., Any]]:
+        tokens = [*model.tokenizer.encode(text, add_special_tokens=False), model.manifest.generation.eos_token_ids[0]]
+        start: list[int] = []
+
+        def process(so_far: tuple[int, ...], logits: np.ndarray) -> np.ndarray:
+            start[:] = start or [len(so_far)]
+            logits[tokens[min(len(so_far) - start[0], len(tokens) - 1)]] = 1000
+            return logits
+
+        return [process]
+
+    return make
+
+
+def joined(deltas: list[MessageDelta]) -> Message:
+    """The message that its pieces make, but for the reason of its end."""
+    calls: list[ToolCall] = []
+    for piece in (call for delta in deltas for call in delta.tool_calls):
+        if piece.id is not None:
+            assert piece.name is not None and piece.index == len(calls)
+            calls.append(ToolCall(piece.id, piece.name, ""))
+        calls[piece.index] = ToolCall(calls[-1].id, calls[-1].name, calls[-1].arguments + piece.arguments)
+    reasoning = "".join(delta.reasoning for delta in deltas) or None
+    return Message("".join(delta.content for delta in deltas), reasoning, tuple(calls))
+
+
+SAID = f"<think>\nA door.\n</think>\n\nLet me look.\n{CALL}\n{NOW}"
+
+
+def test_an_answer_is_told_apart(model: Model, say: Callable[[str], Any]):
+    result = model.chat(ASKED, tools=TOOLS, max_tokens=200, temperature=0, logits_processors=say(SAID))
+    message = result.message
+    assert (message.content, message.reasoning, message.finish_reason) == ("Let me look.", "A door.", "tool_calls")
+    assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [
+        ("look", {"size": 7, "open": True}),
+        ("now", {}),
+    ]
+    assert all(len(call.id) == 9 and call.id.isalnum() for call in message.tool_calls)
+    assert result.text == "Let me look." and result.outputs[0].text == SAID and result.messages == (message,)
+
+
+def test_pieces_make_the_whole_and_come_one_for_each_token(model: Model, say: Callable[[str], Any]):
+    handle = model.stream_chat(ASKED, tools=TOOLS, max_tokens=200, temperature=0, logits_processors=say(SAID))
+    deltas = list(handle.deltas())
+    (message,) = handle.messages()
+    assert joined(deltas) == Message(message.content, message.reasoning, message.tool_calls)
+    assert tuple(token for delta in deltas for token in delta.token_ids) == handle.result().token_ids
+    arguments = [piece for delta in deltas for piece in delta.tool_calls if piece.index == 0]
+    assert len(arguments) > 3 and list(handle.deltas()) == []
+
+
+def test_iterating_gives_content_alone(model: Model, say: Callable[[str], Any]):
+    def ask() -> ChatHandle:
+        return model.stream_chat(ASKED, tools=TOOLS, max_tokens=200, temperature=0, logits_processors=say(SAID))
+
+    async def read() -> tuple[str, tuple[Message, ...], str]:
+        content = "".join([piece async for piece in ask()])
+        pieces = [delta async for delta in ask().deltas_async()]
+        return content, await ask().messages_async(), joined(pieces).content
+
+    content, messages, streamed = asyncio.run(read())
+    assert "".join(ask()) == content == messages[0].content == streamed == "Let me look."
+
+
+def test_text_held_back_for_a_call_comes_at_the_end(model: Model, say: Callable[[str], Any]):
+    handle = model.stream_chat(ASKED, tools=TOOLS, temperature=0, logits_processors=say("ends with <tool"))
+    assert "".join(handle) == handle.result().text == "ends with <tool"
+    assert handle.result().message.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", "look"])
+def test_a_call_that_is_wanted_is_made_and_holds_to_its_schema(model: Model, choice: str):
+    message = model.chat(
+        ASKED, tools=TOOLS[:1], tool_choice=choice, parallel_tool_calls=False, max_tokens=400, temperature=1, seed=3
+    ).message
+    (call,) = message.tool_calls
+    assert (message.content, message.finish_reason, call.name) == ("", "tool_calls", "look")
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+
+
+def test_a_call_that_begins_is_guided_and_one_may_be_all(model: Model, say: Callable[[str], Any]):
+    begun = CALL.replace('"size": 7', '"size": 700')
+    given: dict[str, Any] = {"tools": TOOLS, "max_tokens": 200, "temperature": 0}
+    (call,) = model.chat(ASKED, **given, logits_processors=say(f"Yes. {begun}")).message.tool_calls[:1]
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    twice = f"{NOW}\n{NOW}"
+    assert len(model.chat(ASKED, **given, logits_processors=say(twice)).message.tool_calls) == 2
+    once = model.chat(ASKED, **given, parallel_tool_calls=False, logits_processors=say(twice)).message
+    assert len(once.tool_calls) == 1
+
+
+def test_without_a_choice_of_tools_calls_are_text(model: Model, say: Callable[[str], Any]):
+    for asked in ({"tools": TOOLS, "tool_choice": "none"}, {}):
+        message = model.chat(ASKED, **asked, temperature=0, max_tokens=100, logits_processors=say(NOW)).message
+        assert (message.content, message.tool_calls, message.finish_reason) == (NOW, (), "stop")
+    shown = model.tokenizer.decode(model.chat_tokens(ASKED, tools=TOOLS))
+    assert "Look at a door." in shown
+
+
+def test_a_call_that_is_cut_keeps_what_was_written_of_it(model: Model, say: Callable[[str], Any]):
+    cut = len(model.tokenizer.encode(CALL[: CALL.index("open")], add_special_tokens=False))
+    given: dict[str, Any] = {"tools": TOOLS, "temperature": 0, "logits_processors": say(CALL)}
+    message = model.chat(ASKED, **given, max_tokens=cut).message
+    assert message.finish_reason == "length" and message.tool_calls[0].arguments.startswith('{"size": 7')
+
+
+def test_several_outputs_are_several_messages(model: Model):
+    handle = model.stream_chat(
+        ASKED, tools=TOOLS[1:], tool_choice="required", parallel_tool_calls=False, n=3, temperature=1, max_tokens=200
+    )
+    deltas = list(handle.deltas())
+    for index, message in enumerate(handle.messages()):
+        assert message.tool_calls == joined([delta for delta in deltas if delta.index == index]).tool_calls
+        assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [("now", {})]
+    assert len({message.tool_calls[0].id for message in handle.messages()}) == 3
+
+
+def test_beams_tell_their_answers_apart_too(model: Model):
+    result = model.chat(ASKED, num_beams=2, max_tokens=6, chat_template_kwargs={"open": True})
+    assert result.message.reasoning and result.message.content == ""
+
+
+def test_a_budget_ends_the_reasoning_and_a_form_binds_the_answer(model: Model):
+    given: dict[str, Any] = {"chat_template_kwargs": {"open": True}, "temperature": 1, "seed": 5}
+    result = model.chat(ASKED, reasoning_budget=9, choice=["yes", "no"], max_tokens=64, **given)
+    text = result.outputs[0].text
+    thoughts, _, answer = text.partition("</think>")
+    assert result.message.content in ("yes", "no") and answer.strip() == result.message.content
+    end = len(model.tokenizer.encode("</think>", add_special_tokens=False))
+    closing = model.tokenizer.decode(result.token_ids[9 : 9 + end])
+    assert closing == "</think>" and model.tokenizer.decode(result.token_ids[:9]) == thoughts
+
+
+def test_an_answer_goes_on_as_a_conversation(model: Model, say: Callable[[str], Any]):
+    message = model.chat(ASKED, tools=TOOLS, max_tokens=200, temperature=0, logits_processors=say(SAID)).message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "open"} for call in message.tool_calls]
+    prompt = model.tokenizer.decode(model.chat_tokens([*ASKED, message.to_dict(), *results]))
+    assert f"<think>\nA door.\n</think>\n\nLet me look.\n{CALL}\n{NOW}" in prompt
+    assert "open of look" in prompt and "open of now" in prompt
+
+
+def test_a_message_has_the_form_of_openais(model: Model):
+    calls = (ToolCall("a", "now", "{}"),)
+    assert Message("", None, calls).to_dict() == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+    }
+    assert Message("hi", "hm").to_dict() == {"role": "assistant", "content": "hi", "reasoning_content": "hm"}
+    assert Message("").to_dict() == {"role": "assistant", "content": ""}
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused(model: Model):
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"not": {}}}}]
+    with pytest.raises(GrammarError, match="'not' at # cannot be enforced"):
+        model.chat(ASKED, tools=tools)
+
+
+def test_a_conversation_can_be_cancelled(model: Model):
+    handle = model.stream_chat(ASKED, max_tokens=200, ignore_eos=True)
+    next(iter(handle.deltas()))
+    assert handle.cancel()
+    with pytest.raises(CancelledError):
+        handle.messages()

@@ -1,0 +1,303 @@
+"""Replicas on a cluster of several nodes, all of them processes of this machine, behind Ray's HTTP proxy."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from llmc.bundle import read_bundle, write_manifest
+from llmc.errors import UsageError
+
+pytest.importorskip("ray.serve", reason="needs Ray Serve")
+
+# Ray leaves files and sockets to the garbage collector in this process, and uses what it has itself deprecated.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+NAME = f"test-{os.getpid()}"  # of the application, by which its processes are found
+SETTINGS = {"threads": 1, "ray_cpus": 1.5, "ray_min_replicas": 2, "allow_no_keys": True}
+CHAT = "/v1/chat/completions"
+WAIT_S = 120.0  # for what takes seconds, on a machine that does much else
+GROUPS = 16  # all of them would go to one of two replicas once in 32,768 runs
+STREAMS, PLAIN = 6, 2
+MEMORY = 80 << 20  # of a node's object store, the least that Ray takes; nothing is put there
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_in: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(tiny_in("fp32"), tmp_path_factory.mktemp("served") / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    """Two replicas, one on each of two nodes, and a front on a third."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+        from ray import serve
+        from ray.cluster_utils import Cluster
+
+        from llmc.runtime.server.fleet.cluster import build
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": MEMORY},
+        )
+        try:
+            for _ in range(2):
+                cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
+            ray.init(address=cluster.address, log_to_driver=False)
+            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+            patch.setenv("RAY_ADDRESS", cluster.address)  # for processes that a test starts
+            serve.run(build({**SETTINGS, "models": {"tiny": str(folder)}}), name=NAME)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            pids = {int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _is_ours(int(entry))}
+            serve.shutdown()
+            ray.shutdown()
+            cluster.shutdown()
+            until(lambda: not any(_is_ours(pid) for pid in pids))
+
+
+@pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        yield client
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_ours(pid: int) -> bool:
+    return f"ray::ServeReplica:{NAME}:" in _command(pid)
+
+
+def replicas() -> list[int]:
+    """Processes of the replicas."""
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return [pid for pid in pids if f"ray::ServeReplica:{NAME}:replicas" in _command(pid)]
+
+
+def until(happened: Callable[[], object]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.2)
+
+
+def chat(group: int, **given: Any) -> dict[str, Any]:
+    """A request whose prompt begins as those of its group do, and as no other one."""
+    text = f"group {group}: " + f"{group} and {group * 7} " * 30
+    return {"messages": [{"role": "user", "content": text}], "temperature": 0, "ignore_eos": True, **given}
+
+
+def served(http: httpx.Client) -> dict[str, float]:
+    """Chats that each replica answered."""
+    found: dict[str, float] = {}
+    for line in http.get("/metrics").text.splitlines():
+        if line.startswith("llmc_http_requests_total") and CHAT in line:
+            name = re.search(r'replica="(\w+)"', line)
+            assert name is not None
+            found[name[1]] = found.get(name[1], 0) + float(line.rpartition(" ")[2])
+    return found
+
+
+@dataclass
+class Load:
+    """Clients that ask again and again, and what they got.
+
+    Attributes:
+        answers: texts, by group and kind.
+        broken: streams that ended with an error, after how many characters.
+        failed: everything else.
+    """
+
+    url: str
+    answers: dict[tuple[int, int], set[str]] = field(default_factory=dict)
+    broken: list[int] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    count: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def plain(self, group: int) -> None:
+        with httpx.Client(base_url=self.url, timeout=WAIT_S) as http:
+            while not self.stop.is_set():
+                answer = http.post(CHAT, json=chat(group, max_tokens=8))
+                if answer.status_code != 200:
+                    self.failed.append(answer.text)
+                else:
+                    self._note(group, 8, answer.json()["choices"][0]["message"]["content"])
+
+    def stream(self, group: int) -> None:
+        with httpx.Client(base_url=self.url, timeout=WAIT_S) as http:
+            while not self.stop.is_set():
+                self._stream(http, group)
+
+    def _stream(self, http: httpx.Client, group: int) -> None:
+        text, last = "", ""
+        with http.stream("POST", CHAT, json=chat(group, max_tokens=96, stream=True)) as answer:
+            for line in answer.iter_lines():
+                last = line or last
+                if line.startswith("data: {") and (choices := json.loads(line[6:]).get("choices")):
+                    text += choices[0]["delta"].get("content", "")
+        if last == "data: [DONE]":
+            self._note(group, 96, text)
+        elif "replica_lost" in last:
+            self.broken.append(len(text))
+        else:
+            self.failed.append(last)
+
+    def _note(self, group: int, tokens: int, text: str) -> None:
+        self.count += 1
+        self.answers.setdefault((group, tokens), set()).add(text)
+
+
+@contextmanager
+def under_load(url: str) -> Iterator[Load]:
+    """Requests that run for as long as the block, and some of each kind before and after what it does."""
+    load = Load(url)
+    with ThreadPoolExecutor(STREAMS + PLAIN) as threads:
+        running = [threads.submit(load.stream, group) for group in range(STREAMS)]
+        running += [threads.submit(load.plain, group) for group in range(PLAIN)]
+        try:
+            until(lambda: load.count > 2 * (STREAMS + PLAIN))
+            yield load
+            before = load.count
+            until(lambda: load.count > before + 2 * (STREAMS + PLAIN))
+        finally:
+            load.stop.set()
+    for one in running:
+        one.result()
+
+
+def test_a_fleet_for_others_needs_keys(tiny_bundle: Path) -> None:
+    from llmc.runtime.server.fleet.cluster import build
+
+    with pytest.raises(UsageError, match="no key would be asked for"):
+        build({"models": {"tiny": str(tiny_bundle)}})
+
+
+def test_a_stream_comes_as_it_is_made(http: httpx.Client) -> None:
+    with http.stream("POST", CHAT, json=chat(0, max_tokens=256, stream=True)) as answer:
+        pieces = list(answer.iter_raw())
+    assert len(pieces) > 50
+    assert b"[DONE]" in pieces[-1] and b"[DONE]" not in b"".join(pieces[:-1])
+
+
+def test_requests_that_begin_alike_meet_at_one_replica(http: httpx.Client) -> None:
+    before = served(http)
+    for group in range(GROUPS):
+        answers = [http.post(CHAT, json=chat(group, max_tokens=1, seed=turn)).json() for turn in range(2)]
+        assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+    got = {name: count - before.get(name, 0) for name, count in served(http).items()}
+    assert len(got) == 2 and all(got.values()) and sum(got.values()) == 2 * GROUPS
+
+
+def test_a_replica_killed_under_load_takes_nothing_with_it_but_streams_that_had_spoken(url: str) -> None:
+    known = replicas()
+    assert len(known) == 2
+    with under_load(url) as load:
+        os.kill(known[0], signal.SIGKILL)
+        until(lambda: known[0] not in replicas())
+    assert load.failed == []
+    assert all(load.broken) and len(load.broken) <= STREAMS
+    assert all(len(texts) == 1 for texts in load.answers.values())  # also of those that were asked for twice
+
+
+def test_replicas_of_other_settings_take_over_without_a_failed_request(url: str, folder: Path) -> None:
+    from ray import serve
+
+    from llmc.runtime.server.fleet.cluster import build
+
+    known = replicas()
+    settings = {**SETTINGS, "models": {"tiny": str(folder)}, "max_context": 512}
+    with under_load(url) as load:
+        serve.run(build(settings), name=NAME)
+        until(lambda: len(replicas()) == 2 and not {*known} & {*replicas()})
+        with httpx.Client(base_url=url) as http:
+            assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 512
+    assert load.failed == [] and load.broken == []
+    assert all(len(texts) == 1 for texts in load.answers.values())
+
+
+def test_a_bundle_built_anew_takes_over_without_a_failed_request(url: str, http: httpx.Client, folder: Path) -> None:
+    from ray import serve
+
+    from llmc.runtime.server.fleet.cluster import RayReplicas
+
+    def prints() -> set[str]:
+        return {http.post(CHAT, json=chat(group, max_tokens=1)).json()["system_fingerprint"] for group in range(GROUPS)}
+
+    fleet = RayReplicas(serve.get_deployment_handle("replicas", NAME))
+    with under_load(url) as load:
+        following = Path(shutil.copytree(folder, folder.with_name("next")))
+        manifest = read_bundle(following)
+        write_manifest(replace(manifest, source=replace(manifest.source, fingerprint="e" * 64)), following)
+        folder.rename(folder.with_name("former"))
+        following.rename(folder)
+        assert list(asyncio.run(fleet.refresh()).values()) == [None, None]
+        assert prints() == {"fp_eeeeeeeeeeee"}
+    assert load.failed == [] and load.broken == []
+    assert all(len(texts) == 1 for texts in load.answers.values())
+
+
+def test_the_command_serves_from_replicas_of_its_own_and_takes_them_with_it(url: str, folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        own = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "llmc.cli", "serve", "--ray", "--ray-address=auto", "--ray-cpus=0.3"]
+    process = subprocess.Popen(
+        [*command, "--threads=1", f"--port={own.rpartition(':')[2]}", f"tiny={folder}"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            with httpx.Client(base_url=own, timeout=WAIT_S) as http:
+                until(lambda: process.poll() is not None or _ready(http))
+                answer = http.post(CHAT, json=chat(0, max_tokens=4, stream=True))
+                assert answer.text.endswith("data: [DONE]\n\n")
+                process.send_signal(signal.SIGHUP)
+                assert len(re.findall(r'^llmc_model_state{.*state="ready"} 1.0$', http.get("/metrics").text, re.M)) == 1
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    events = [json.loads(line)["message"] for line in said.splitlines() if line.startswith("{")]
+    assert {"ready", "reloaded", "stopped"} <= {*events}
+    until(
+        lambda: not any("ray::ServeReplica:llmc:" in _command(int(pid)) for pid in os.listdir("/proc") if pid.isdigit())
+    )
+
+
+def _ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/ready").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,216 @@
+"""The front before replicas that answer, and are lost, as a script says."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from starlette.types import Message
+
+from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.fleet.answers import LOST
+from llmc.runtime.server.fleet.calls import Call, ReplicaLostError
+from llmc.runtime.server.fleet.front import ATTEMPTS, make_front
+from llmc.runtime.server.messages import PING
+from llmc.runtime.server.streams import DONE, HEARTBEAT, event
+
+CHAT = "/v1/chat/completions"
+
+
+class Lost:
+    """In a script: the replica is lost here."""
+
+
+class Scripted:
+    """Replicas, of which each gives the next answer of a script.
+
+    Attributes:
+        calls: what they were asked.
+    """
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        self._scripts = list(scripts)
+        self.calls: list[Call] = []
+
+    async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
+        self.calls.append(call)
+        script = self._scripts.pop(0)
+        for one in script:
+            if one is Lost:
+                raise ReplicaLostError("it is gone")
+            if isinstance(one, Exception):
+                raise one
+            if one is asyncio.sleep:
+                await asyncio.sleep(3600)
+            yield one if isinstance(one, list) else [one]
+
+    async def metrics(self) -> dict[str, bytes]:
+        text = b'# HELP llmc_x Some.\n# TYPE llmc_x counter\nllmc_x_total{model="m"} 2.0\n'
+        return {"r1": text, "r2": text}
+
+
+def start(status: int = 200, kind: str = "text/event-stream") -> Message:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]}
+
+
+def body(piece: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": piece, "more_body": more}
+
+
+ROLE = body(event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}))
+HELLO = body(event({"choices": [{"index": 0, "delta": {"content": "Hello"}}]}))
+END = [body(DONE), body(b"", more=False)]
+JSON = [[start(kind="application/json"), body(b'{"whole": 1}', more=False)]]
+
+
+def ask(replicas: Scripted, path: str = CHAT, **given: Any) -> Any:
+    with TestClient(make_front(replicas)) as client:
+        return client.post(path, json={"messages": [], **given})
+
+
+class TestLosing:
+    def test_a_replica_before_its_answer_goes_unnoticed(self) -> None:
+        replicas = Scripted([Lost], JSON)
+        answer = ask(replicas)
+        assert (answer.status_code, answer.json()) == (200, {"whole": 1})
+        assert replicas.calls[0] == replicas.calls[1]
+
+    def test_a_heartbeat_of_any_dialect_is_not_kept_back(self) -> None:
+        start_of = body(event({"type": "message_start"}, "message_start"))
+        answer = ask(Scripted([start(), start_of, body(PING), Lost], [start(), start_of, *END]), "/v1/messages")
+        assert answer.content == PING + start_of["body"] + DONE
+
+    @pytest.mark.parametrize("before", [[], [ROLE], [body(HEARTBEAT), ROLE], [body(HEARTBEAT), ROLE, body(HEARTBEAT)]])
+    def test_one_whose_stream_had_only_begun_goes_unnoticed(self, before: list[Message]) -> None:
+        answer = ask(Scripted([start(), *before, Lost], [start(), ROLE, HELLO, *END]), stream=True)
+        beats = sum(piece["body"] == HEARTBEAT for piece in before)
+        assert answer.content == HEARTBEAT * beats + ROLE["body"] + HELLO["body"] + DONE
+
+    def test_one_that_had_spoken_ends_the_stream_with_an_error(self) -> None:
+        replicas = Scripted([start(), ROLE, HELLO, Lost])
+        answer = ask(replicas, stream=True)
+        assert answer.content.startswith(ROLE["body"] + HELLO["body"])
+        (last,) = [json.loads(line[6:]) for line in answer.text.splitlines()[-2:] if line]
+        assert last["error"]["message"] == LOST and last["error"]["code"] == "replica_lost"
+        assert b"[DONE]" not in answer.content
+
+    def test_one_amid_a_whole_answer_breaks_the_connection(self) -> None:
+        with pytest.raises(ConnectionError, match="lost"):
+            ask(Scripted([start(kind="application/json"), body(b'{"half":'), Lost]))
+
+    def test_all_that_were_tried_is_503(self) -> None:
+        replicas = Scripted(*[[Lost]] * ATTEMPTS)
+        answer = ask(replicas)
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert len(replicas.calls) == ATTEMPTS
+
+    def test_all_after_a_heartbeat_is_an_event(self) -> None:
+        answer = ask(Scripted(*[[start(), body(HEARTBEAT), Lost]] * ATTEMPTS), stream=True)
+        assert answer.status_code == 200 and "server_error" in answer.text
+
+    def test_one_and_being_refused_by_the_next_after_a_heartbeat_is_an_event(self) -> None:
+        refusal = ApiError(429, "full", code="queue_full")
+        second = [start(429, "application/json"), body(json.dumps(refusal.body).encode(), more=False)]
+        answer = ask(Scripted([start(), body(HEARTBEAT), Lost], second), stream=True)
+        assert answer.content == HEARTBEAT + b"data: " + json.dumps(refusal.body).encode() + b"\n\n"
+
+    @pytest.mark.parametrize(
+        ("path", "opening", "error"),
+        [
+            ("/v1/messages", ("message_start", "content_block_start"), {"type": "error"}),
+            (
+                "/v1/responses",
+                ("response.created", "response.in_progress"),
+                {"type": "error", "code": "replica_lost", "sequence_number": 3},
+            ),
+        ],
+    )
+    def test_is_told_in_the_dialect_of_the_route(self, path: str, opening: Any, error: dict[str, Any]) -> None:
+        opened = [body(event({"type": name}, name)) for name in opening]
+        said = body(event({"type": "delta"}, "delta"))
+        answer = ask(Scripted([start(), *opened, Lost], [start(), *opened, said, Lost]), path)
+        kinds = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
+        assert kinds == [*opening, "delta", "error"]
+        assert error.items() <= json.loads(answer.text.splitlines()[-2][6:]).items()
+
+
+class TestAnswers:
+    def test_a_refusal_of_the_router_is_the_answer(self) -> None:
+        answer = ask(Scripted([ApiError(429, "many wait", code="queue_full", retry_after_s=1)]))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+
+    def test_a_request_brings_its_prefix_and_what_the_guards_found(self) -> None:
+        replicas = Scripted(JSON)
+        ask(replicas, messages=[{"role": "user", "content": "x" * 1000}])
+        call = replicas.calls[0]
+        assert len(call.prefix) > 5 and json.loads(call.body)["messages"]
+        assert (call.scope["method"], call.scope["path"], call.scope["root_path"]) == ("POST", CHAT, "")
+
+    def test_live_is_the_front_itself(self) -> None:
+        with TestClient(make_front(Scripted())) as client:
+            assert client.get("/health").json() == {"status": "ok"}
+
+    def test_ready_does_not_wait_for_a_replica(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("llmc.runtime.server.fleet.front.ASKED_S", 0.01)
+        with TestClient(make_front(Scripted([asyncio.sleep]))) as client:
+            assert client.get("/ready").status_code == 503
+
+    def test_metrics_are_those_of_every_replica(self) -> None:
+        with TestClient(make_front(Scripted())) as client:
+            text = client.get("/metrics").text
+        assert text.count("# TYPE llmc_x_total counter") == 1
+        assert 'llmc_x_total{model="m",replica="r1"} 2.0\nllmc_x_total{model="m",replica="r2"} 2.0' in text
+
+
+def run(app: Any, receive: Callable[[], Coroutine[Any, Any, Message]]) -> list[Message]:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
+    asyncio.run(app(scope, receive, send))
+    return sent
+
+
+def test_a_client_that_is_gone_cancels_its_request() -> None:
+    replicas = Scripted([start(), HELLO, asyncio.sleep])
+    messages = iter([{"type": "http.request", "body": b"{}", "more_body": False}, {"type": "http.disconnect"}])
+
+    async def receive() -> Message:
+        await asyncio.sleep(0.01)
+        return next(messages)
+
+    sent = run(make_front(replicas), receive)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
+class TestWebSocket:
+    def test_gives_the_events_of_a_stream(self) -> None:
+        replicas = Scripted([start(), body(HEARTBEAT), Lost], [start(), ROLE, HELLO, *END])
+        with TestClient(make_front(replicas)) as client, client.websocket_connect(CHAT) as socket:
+            socket.send_text('{"messages": []}')
+            pieces = [socket.receive_text() for _ in range(3)]
+        assert [json.loads(piece)["choices"][0]["delta"] for piece in pieces[:2]] == [
+            {"role": "assistant", "content": ""},
+            {"content": "Hello"},
+        ]
+        assert pieces[2] == "[DONE]"
+        assert json.loads(replicas.calls[0].body) == {"messages": [], "stream": True}
+
+    def test_tells_errors_and_goes_on(self) -> None:
+        refusal = ApiError(400, "no such thing", param="thing")
+        replicas = Scripted(
+            [[start(400, "application/json"), body(json.dumps(refusal.body).encode(), more=False)]],
+            [start(), HELLO, Lost],
+        )
+        with TestClient(make_front(replicas)) as client, client.websocket_connect(CHAT) as socket:
+            socket.send_text("{}")
+            assert json.loads(socket.receive_text()) == refusal.body
+            socket.send_text("[]")
+            assert "expected the body" in socket.receive_text()
+            socket.send_text("{}")
+            assert "Hello" in socket.receive_text()
+            assert json.loads(socket.receive_text())["error"]["message"] == LOST

@@ -1,0 +1,62 @@
+import json
+from typing import Any
+
+import pytest
+
+from llmc.runtime.server.fleet.prefixes import BLOCK, MOST_BLOCKS, prefix_of
+
+CHAT = "/v1/chat/completions"
+LONG = "a system prompt that goes on and on; " * 40
+
+
+def names(path: str, **body: Any) -> tuple[bytes, ...]:
+    return prefix_of(path, json.dumps(body).encode())
+
+
+def shared(left: tuple[bytes, ...], right: tuple[bytes, ...]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+class TestNames:
+    def test_of_a_conversation_go_on_where_its_next_turn_begins(self) -> None:
+        turns = [{"role": "system", "content": LONG}, {"role": "user", "content": LONG}]
+        first = names(CHAT, messages=turns)
+        second = names(CHAT, messages=[*turns, {"role": "assistant", "content": "x" * 999}], temperature=1)
+        assert first == second[: len(first)] and len(second) > len(first) > 10
+
+    def test_differ_from_the_first_block_that_differs_on(self) -> None:
+        left, right = (names("/v1/completions", prompt=LONG + end * 1000) for end in "ab")
+        assert shared(left, right) == (len(LONG) + len("None\n")) // BLOCK
+        assert len(set(left) & set(right)) == shared(left, right)  # equal blocks after it have other names
+
+    def test_differ_for_other_models_tools_and_systems(self) -> None:
+        turns: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}]}
+        tool = {"type": "function", "function": {"name": "f"}}
+        several = [
+            names(CHAT, **turns),
+            names(CHAT, **turns, model="other"),
+            names(CHAT, **turns, tools=[tool]),
+            names("/v1/messages", **turns, system="be kind"),
+        ]
+        assert len({one[0] for one in several}) == len(several)
+
+    def test_are_bounded_for_prompts_without_end(self) -> None:
+        assert len(names("/v1/completions", prompt="x" * (MOST_BLOCKS + 9) * BLOCK)) == MOST_BLOCKS
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/embeddings", json.dumps({"input": LONG}).encode()),
+            (CHAT, b"{"),
+            (CHAT, b"[" * 100_000),
+            (CHAT, b"\xff"),
+            (CHAT, b"[1]"),
+            (CHAT, b'{"messages": []}'),
+            ("/v1/completions", json.dumps({"prompt": "short"}).encode()),
+        ],
+    )
+    def test_are_none_where_there_is_no_long_prompt(self, path: str, body: bytes) -> None:
+        assert prefix_of(path, body) == ()
+
+    def test_of_what_no_text_can_be_are_names_too(self) -> None:
+        assert names("/v1/completions", prompt="\ud800" * BLOCK)

@@ -1,0 +1,421 @@
+"""The chat page as its user meets it: answers, versions, history, parameters, errors, keys."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from doubles.chat_server import BREAK, WAIT, ChatServer, ends, says
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+
+MS_PER_TOKEN = re.compile(r"Milliseconds per token: median [\d.]+, 95th percentile [\d.]+")
+# What is typed into a field, and what the page says of it.
+WRONG = [
+    ("Top-p", "1.5", "Top-p is 1.5; expected a number, 0 to 1."),
+    ("Top-k", "2.5", "Top-k is 2.5; expected a whole number, 0 or more, 0 is all."),
+    ("Seed", "1e400", "Seed is 1e400; expected a whole number, 0 or more."),
+    ("Temperature", "hot", "Temperature is hot; expected a number, 0 to 2, 0 is greedy."),
+    ("Anything else, as JSON", "{", "“Anything else” is not JSON"),
+    ("Anything else, as JSON", "[1]", "“Anything else” is not a JSON object"),
+    ("Anything else, as JSON", '{"stream": false}', "“Anything else” holds stream"),
+]
+KEPT = """(text) => new Promise((resolve) => {
+    indexedDB.open("llmc").onsuccess = ({ target: { result: database } }) => {
+        const all = database.transaction("conversations").objectStore("conversations").getAll();
+        all.onsuccess = () => {
+            database.close();
+            resolve(JSON.stringify(all.result).includes(text));
+        };
+    };
+})"""
+HEARD = """() => {
+    window.heard = [];
+    const announcer = document.getElementById("announcer");
+    new MutationObserver(() => window.heard.push(announcer.textContent)).observe(announcer, { childList: true });
+}"""
+
+
+@pytest.fixture
+def ask(page) -> Callable[[str], Any]:
+    """Send a message; gives back the message that answers it."""
+
+    def ask(text: str) -> Any:
+        page.get_by_label("Message", exact=True).fill(text)
+        page.keyboard.press("Enter")
+        return page.locator(".message.assistant").last
+
+    return ask
+
+
+def done(page) -> None:
+    """Wait until no answer is under way."""
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+
+
+def texts(page) -> list[str]:
+    return page.locator("#messages .text:visible").all_inner_texts()
+
+
+def button(page, name: str) -> Any:
+    return page.get_by_role("button", name=name, exact=True)
+
+
+class TestAnswers:
+    def test_stream_with_their_timing(self, page, server: ChatServer, ask):
+        server.script = [*says("Hel", "lo **there**")[:-1], WAIT, {"content": "!"}, ends("stop")]
+        answer = ask("Hi")
+        expect(answer.locator(".text").last).to_have_text("Hello there")
+        expect(button(page, "Stop")).to_be_visible()
+        server.gate.set()
+        expect(answer.locator("strong")).to_have_text("there")
+        expect(answer.locator(".words")).to_contain_text("3 tokens · prompt 12, 8 cached")
+        expect(answer.locator(".words")).to_contain_text("TTFT")
+        expect(answer.get_by_role("img")).to_have_accessible_name(MS_PER_TOKEN)
+        assert server.requests == [
+            {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "Hi"}],
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        ]
+
+    def test_stop_when_told_and_free_the_server(self, page, server: ChatServer, ask):
+        server.script = [*says("So far")[:-1], WAIT]
+        answer = ask("Hi")
+        expect(answer.locator(".text").last).to_have_text("So far")
+        page.keyboard.press("Escape")
+        expect(answer.locator(".note")).to_have_text("Stopped.")
+        assert server.gone.wait(10)
+        done(page)
+        server.script = says("Again.")
+        ask("Go on")
+        done(page)
+        assert [message["content"] for message in server.requests[-1]["messages"]] == ["Hi", "So far", "Go on"]
+
+    def test_keep_reasoning_apart_and_closed(self, page, server: ChatServer, ask):
+        server.script = [{"reasoning_content": "Let me"}, {"reasoning_content": " see"}, *says("42")]
+        answer = ask("Why?")
+        done(page)
+        expect(answer.get_by_text("Let me see")).to_be_hidden()
+        answer.locator("summary").click()
+        expect(answer.get_by_text("Let me see")).to_be_visible()
+        ask("And?")
+        done(page)
+        assert server.requests[-1]["messages"][1] == {"role": "assistant", "content": "42"}
+
+    def test_that_were_cut_say_so(self, page, server: ChatServer, ask):
+        server.script = [*says("Once upon")[:-1], ends("length")]
+        expect(ask("Tell").locator(".note")).to_have_text("The answer was cut at the largest number of tokens.")
+
+    def test_call_tools_and_take_their_results(self, page, server: ChatServer, ask):
+        def part(text: str) -> dict[str, Any]:
+            return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
+
+        start = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+        server.script = [{"tool_calls": [start]}, part('{"city": '), part('"Oslo"}'), ends("tool_calls")]
+        answer = ask("Weather?")
+        expect(answer.locator(".call figcaption")).to_have_text("Calls weather")
+        expect(answer.locator(".call code")).to_have_text('{\n  "city": "Oslo"\n}')
+        server.script = says("Four degrees.")
+        page.get_by_label("Result of weather").fill("4 °C")
+        button(page, "Send results").click()
+        expect(page.get_by_text("Four degrees.", exact=True).last).to_be_visible()
+        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+        assert server.requests[-1]["messages"][1:] == [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "4 °C", "tool_call_id": "call_1"},
+        ]
+
+    def test_are_said_to_screen_readers_once_and_whole(self, page, server: ChatServer, ask):
+        page.evaluate(HEARD)
+        ask("Hi")
+        done(page)
+        assert page.evaluate("window.heard") == ["The model is answering.", "Answer: Hello there, you."]
+
+    def test_never_become_markup(self, page, server: ChatServer, ask):
+        evil = "<img src=x onerror=window.owned=1><script>window.owned=1</script>"
+        call = {"index": 0, "id": evil, "type": "function", "function": {"name": evil, "arguments": evil}}
+        server.names = [evil]
+        page.reload()
+        server.script = [
+            {"reasoning_content": evil},
+            {"content": evil},
+            {"tool_calls": [call]},
+            {"error": {"message": evil}},
+        ]
+        answer = ask(evil)
+        expect(answer.get_by_role("alert")).to_contain_text(evil)
+        expect(page.locator("#conversations")).to_contain_text(evil)
+        assert page.locator("#messages img:not(svg), #messages script, #conversations img, #model img").count() == 0
+        assert page.evaluate("window.owned") is None
+
+    def test_code_can_be_copied(self, page, context, server: ChatServer, ask):
+        context.grant_permissions(["clipboard-read", "clipboard-write"])
+        server.script = says("```py\nprint(1)\n```")
+        ask("Code")
+        button(page, "Copy code").click()
+        expect(button(page, "Copied")).to_be_visible()
+        assert page.evaluate("navigator.clipboard.readText()") == "print(1)"
+        # Without TLS a page has no clipboard, but may copy what is selected.
+        page.evaluate("navigator.clipboard.writeText('')")
+        page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+        page.get_by_role("button", name="Copy", exact=True).last.click()
+        page.get_by_label("Message", exact=True).focus()
+        page.keyboard.press("Control+v")
+        expect(page.get_by_label("Message", exact=True)).to_have_value("```py\nprint(1)\n```")
+
+
+class TestVersions:
+    def test_of_an_edited_question_stay(self, page, server: ChatServer, ask):
+        ask("First")
+        done(page)
+        server.script = says("Other.")
+        button(page, "Edit").first.click()
+        page.get_by_label("Edit the message").fill("Second")
+        page.keyboard.press("Control+Enter")
+        expect(page.get_by_text("Other.", exact=True).last).to_be_visible()
+        assert texts(page) == ["Second", "Other."]
+        expect(page.get_by_label("Message", exact=True)).to_be_focused()
+        assert server.requests[-1]["messages"] == [{"role": "user", "content": "Second"}]
+        done(page)
+        button(page, "Version before").click()
+        assert texts(page) == ["First", "Hello there, you."]
+        expect(button(page, "Version after")).to_be_focused()
+
+    def test_of_an_answer_stand_side_by_side(self, page, server: ChatServer, ask):
+        ask("Hi")
+        done(page)
+        server.script = says("Good day.")
+        button(page, "Regenerate").click()
+        expect(page.locator(".versions:visible")).to_have_text("Version 2/2")
+        assert texts(page) == ["Hi", "Good day."]
+        done(page)
+        button(page, "Version before").click()
+        assert texts(page) == ["Hi", "Hello there, you."]
+        page.reload()
+        page.locator("#conversations .open").click()
+        assert texts(page) == ["Hi", "Hello there, you."]
+
+    def test_of_an_edited_answer_need_no_server(self, page, server: ChatServer, ask):
+        ask("Hi")
+        done(page)
+        button(page, "Edit").last.click()
+        page.get_by_label("Edit the message").fill("My own words")
+        button(page, "Save").click()
+        assert texts(page) == ["Hi", "My own words"]
+        assert len(server.requests) == 1
+        ask("And?")
+        done(page)
+        assert server.requests[-1]["messages"][1]["content"] == "My own words"
+
+    def test_are_not_made_by_a_change_of_mind(self, page, server: ChatServer, ask):
+        ask("Hi")
+        done(page)
+        page.keyboard.press("ArrowUp")
+        expect(page.get_by_label("Edit the message")).to_have_value("Hi")
+        page.keyboard.press("Escape")
+        assert texts(page) == ["Hi", "Hello there, you."]
+        expect(button(page, "Edit").first).to_be_focused()
+
+
+class TestHistory:
+    def test_outlives_the_page_and_is_deleted_when_asked(self, page, server: ChatServer, ask):
+        for text in ("One", "Two", "Three"):
+            page.keyboard.press("Alt+n")
+            ask(text)
+            done(page)
+        page.reload()
+        entries = page.locator("#conversations .open")
+        expect(entries).to_have_text(["Three", "Two", "One"])
+        entries.last.click()
+        assert texts(page) == ["One", "Hello there, you."]
+        button(page, "Delete “Two”").click()
+        button(page, "Cancel").click()
+        expect(entries).to_have_count(3)
+        button(page, "Delete “Two”").click()
+        button(page, "Delete").click()
+        expect(entries).to_have_text(["Three", "One"])
+        button(page, "Delete all").click()
+        button(page, "Delete").click()
+        expect(entries).to_have_count(0)
+        page.reload()
+        expect(page.get_by_text("the server keeps none")).to_be_visible()
+
+    def test_is_exported_as_json(self, page, server: ChatServer, ask):
+        ask("Hi")
+        done(page)
+        with page.expect_download() as download:
+            button(page, "Export as JSON").click()
+        exported = json.loads(download.value.path().read_text(encoding="utf-8"))
+        (conversation,) = exported["conversations"]
+        assert [message["content"] for message in conversation["messages"]] == ["Hi", "Hello there, you."]
+
+    def test_keeps_what_came_of_an_answer_that_the_page_was_left_in(self, page, server: ChatServer, ask):
+        server.script = [*says("So far")[:-1], WAIT]
+        expect(ask("Hi").locator(".text").last).to_have_text("So far")
+        while not page.evaluate(KEPT, "So far"):
+            page.wait_for_timeout(50)
+        page.reload()
+        page.locator("#conversations .open").click()
+        assert texts(page) == ["Hi", "So far"]
+        expect(page.locator(".assistant .note")).to_have_text("Stopped.")
+
+    def test_of_one_that_is_deleted_while_it_is_answered_is_gone(self, page, server: ChatServer, ask):
+        server.script = [*says("So far")[:-1], WAIT]
+        expect(ask("Hi").locator(".text").last).to_have_text("So far")
+        button(page, "Delete “Hi”").click()
+        button(page, "Delete").click()
+        assert server.gone.wait(10)
+        page.reload()
+        expect(page.get_by_text("the server keeps none")).to_be_visible()
+
+
+class TestParameters:
+    def test_are_sent_as_typed_and_otherwise_left_to_the_server(self, page, server: ChatServer, ask):
+        page.keyboard.press("Alt+p")
+        page.get_by_label("System prompt").fill("Be brief.")
+        page.get_by_label("Temperature").fill("0.3")
+        page.get_by_label("Max tokens").fill("7")
+        page.get_by_label("Stop texts, one a line").fill("END\nSTOP")
+        page.get_by_label("Anything else, as JSON").fill('{"logprobs": true}')
+        page.get_by_role("combobox", name="Model").select_option("small")
+        ask("Hi")
+        done(page)
+        system = {"role": "system", "content": "Be brief."}
+        assert server.requests[-1] == {
+            "model": "small", "messages": [system, {"role": "user", "content": "Hi"}], "temperature": 0.3,
+            "max_tokens": 7, "stop": ["END", "STOP"], "logprobs": True, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        page.reload()
+        button(page, "Parameters").click()
+        expect(page.get_by_label("Temperature")).to_have_value("0.3")
+        button(page, "Leave all to the server").click()
+        ask("Hi")
+        done(page)
+        assert server.requests[-1].keys() == {"model", "messages", "stream", "stream_options"}
+        assert server.requests[-1]["messages"][0] == system
+
+    def test_out_of_range_are_named_and_nothing_is_sent(self, page, server: ChatServer, ask):
+        button(page, "Parameters").click()
+        for label, text, notice in WRONG:
+            page.get_by_label(label).fill(text)
+            ask("Hi")
+            expect(page.locator("#notice")).to_contain_text(notice)
+            expect(page.get_by_label("Message", exact=True)).to_have_value("Hi")
+            page.get_by_label(label).fill("")
+        assert server.requests == [] and texts(page) == []
+
+
+class TestErrors:
+    def test_of_the_server_are_shown_and_can_be_retried(self, page, server: ChatServer, ask):
+        error = {"message": "8 requests wait already", "type": "rate_limit_error", "param": "n", "code": "queue_full"}
+        server.refusal = (429, error, {"Retry-After": "3"})
+        alert = ask("Hi").get_by_role("alert")
+        expect(alert).to_contain_text("8 requests wait already")
+        facts = "HTTP 429 · rate_limit_error · code queue_full · parameter n · try again in 3 s"
+        expect(alert.locator("small")).to_have_text(facts)
+        server.refusal = None
+        button(page, "Try again").click()
+        done(page)
+        assert texts(page) == ["Hi", "Hello there, you."]
+        expect(page.locator(".versions:visible")).to_have_count(0)
+
+    @pytest.mark.parametrize(
+        ("last", "said"),
+        [
+            ({"error": {"message": "the deadline passed", "code": 504}}, "the deadline passed"),
+            (BREAK, "The connection ended before the answer did."),
+        ],
+    )
+    def test_within_an_answer_keep_what_came(self, page, server: ChatServer, ask, last, said):
+        server.script = [*says("So far")[:-1], last]
+        answer = ask("Hi")
+        expect(answer.get_by_role("alert")).to_contain_text(said)
+        assert texts(page) == ["Hi", "So far"]
+
+    def test_of_the_network_are_words(self, page, server: ChatServer, ask):
+        page.route("**/v1/**", lambda route: route.abort())
+        expect(ask("Hi").get_by_role("alert")).to_contain_text("The server cannot be reached. Is it running?")
+        page.reload()
+        expect(page.locator("#notice")).to_contain_text("The models cannot be listed")
+        page.unroute("**/v1/**")
+        button(page, "Try again").click()
+        expect(page.get_by_role("combobox", name="Model")).to_have_value("tiny")
+
+    def test_of_a_missing_key_ask_for_it_and_keep_it_with_the_tab(self, page, server: ChatServer, ask):
+        server.key = "sk-1"
+        ask("Hi")
+        page.get_by_label("Key", exact=True).fill("sk-1")
+        page.keyboard.press("Enter")
+        expect(page.get_by_text("Hello there, you.", exact=True).last).to_be_visible()
+        page.reload()
+        expect(page.get_by_role("combobox", name="Model")).to_have_value("tiny")
+        assert page.evaluate("Object.values(sessionStorage)") == ["sk-1"]
+        assert "sk-1" not in page.evaluate("JSON.stringify(localStorage)")
+
+    def test_of_a_missing_key_at_the_start_ask_for_it_too(self, page, server: ChatServer):
+        server.key = "sk-1"
+        page.reload()
+        expect(page.get_by_role("dialog")).to_contain_text("the key is missing or unknown")
+        page.get_by_label("Key", exact=True).fill("sk-1")
+        button(page, "Use this key").click()
+        expect(page.get_by_role("combobox", name="Model")).to_have_value("tiny")
+
+
+class TestKeyboard:
+    def test_writes_lines_and_moves_about(self, page, server: ChatServer):
+        field = page.get_by_label("Message", exact=True)
+        page.keyboard.press("Alt+m")
+        page.keyboard.type("one")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("two")
+        expect(field).to_have_value("one\ntwo")
+        assert server.requests == []
+        page.keyboard.press("Alt+p")
+        expect(page.get_by_label("System prompt")).to_be_focused()
+        page.keyboard.press("Alt+p")
+        expect(page.get_by_label("System prompt")).to_be_hidden()
+        expect(button(page, "Parameters")).to_be_focused()
+
+    @pytest.mark.parametrize("context", [{"viewport": {"width": 390, "height": 800}}], indirect=True)
+    def test_stays_in_a_panel_that_covers_a_narrow_page(self, page, server: ChatServer):
+        button(page, "History").click()
+        expect(button(page, "Close history")).to_be_focused()
+        assert page.evaluate("document.querySelector('main').inert && document.querySelector('header').inert")
+        page.keyboard.press("Escape")
+        expect(button(page, "History")).to_be_focused()
+        assert not page.evaluate("document.querySelector('main').inert")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+class TestLooks:
+    def test_of_light_and_dark_follow_the_system_until_chosen(self, page, server: ChatServer):
+        def ground() -> str:
+            return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+        page.emulate_media(color_scheme="light")
+        light = ground()
+        page.emulate_media(color_scheme="dark")
+        dark = ground()
+        assert light != dark
+        button(page, "Colours: system").click()
+        assert ground() == light
+        page.reload()
+        assert ground() == light
+        button(page, "Colours: light").click()
+        page.emulate_media(color_scheme="light")
+        assert ground() == dark
+        button(page, "Colours: dark").click()
+        assert ground() == light
+
+    @pytest.mark.parametrize("context", [{"reduced_motion": "reduce"}], indirect=True)
+    def test_without_motion_where_none_is_wanted(self, page, server: ChatServer, ask):
+        server.script = [*says("So far")[:-1], WAIT]
+        paragraph = ask("Hi").locator(".text p")
+        expect(paragraph).to_have_text("So far")
+        assert paragraph.evaluate("(element) => getComputedStyle(element, '::after').animationName") == "none"

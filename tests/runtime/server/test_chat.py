@@ -1,0 +1,198 @@
+"""OpenAI's chat completions through the official client: texts, tools, reasoning, streams and sockets."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from websockets.sync.client import connect
+
+from llmc.runtime import Model, load
+
+MESSAGES: Any = [{"role": "user", "content": "Write a function."}]
+GREEDY: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+FORMAT = {"tool_format": "hermes"}  # the small model's template knows none
+CALLED: dict[str, Any] = {
+    **GREEDY,
+    "tools": [TOOL],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "max_tokens": 128,
+    "extra_body": FORMAT,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> Iterator[Model]:
+    with load(tiny_bundle, threads=1, self_test=False) as loaded:
+        yield loaded
+
+
+def test_the_answer_is_that_of_the_engine(client: openai.OpenAI, model: Model):
+    answer = client.chat.completions.create(**GREEDY)
+    wanted = model.chat(MESSAGES, max_tokens=12, temperature=0)
+    assert answer.choices[0].message.content == wanted.text
+    assert answer.choices[0].finish_reason == wanted.finish_reason
+    assert answer.usage is not None and answer.usage.total_tokens == wanted.usage.total_tokens
+    assert answer.system_fingerprint is not None
+
+
+def test_a_stream_joins_to_the_whole(client: openai.OpenAI):
+    whole = client.chat.completions.create(**GREEDY)
+    chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    content = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert content == whole.choices[0].message.content
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_content_in_parts_and_developers_are_read(client: openai.OpenAI, model: Model):
+    parts: Any = [{"type": "text", "text": "Write "}, {"type": "text", "text": "a function."}]
+    messages: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    answer = client.chat.completions.create(**{**GREEDY, "messages": messages})
+    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Write a function."}]
+    assert answer.choices[0].message.content == model.chat(plain, max_tokens=12, temperature=0).text
+
+
+def test_without_a_limit_the_answer_may_fill_the_context(http: httpx.Client):
+    body = {"messages": MESSAGES, "x_llmc": {"resolved": True}, "stop": ["\n"], "temperature": 0}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    room = http.get("/v1/models/tiny").json()["max_model_len"] - answer["usage"]["prompt_tokens"]
+    assert answer["x_llmc"]["resolved"]["max_tokens"] == room
+
+
+def test_logprobs_come_with_the_bytes_of_tokens(client: openai.OpenAI):
+    answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **GREEDY)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    spelt = b"".join(bytes(token.bytes or []) for token in logprobs.content).decode()
+    assert spelt.startswith(answer.choices[0].message.content or "?")
+    assert all(len(token.top_logprobs) == 2 for token in logprobs.content)
+    chunks = client.chat.completions.create(logprobs=True, top_logprobs=2, stream=True, **GREEDY)
+    streamed = [
+        token
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for token in choice.logprobs.content or []
+    ]
+    assert streamed == logprobs.content
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "json_object"},
+        {
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": {"type": "integer", "maximum": 9, "minimum": 1}},
+        },
+        {"type": "grammar", "grammar": 'root ::= "[1]"'},
+    ],
+    ids=lambda wanted: wanted["type"],
+)
+def test_the_answer_has_the_form_that_was_asked_for(client: openai.OpenAI, wanted: Any):
+    answer = client.chat.completions.create(**{**GREEDY, "max_tokens": 200, "response_format": wanted})
+    if answer.choices[0].finish_reason == "stop":
+        json.loads(answer.choices[0].message.content or "")
+    else:
+        assert wanted["type"] == "json_object"
+
+
+def test_a_required_call_follows_the_schema_of_its_tool(client: openai.OpenAI):
+    answer = client.chat.completions.create(**CALLED)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    for call in answer.choices[0].message.tool_calls or [None]:
+        assert call.type == "function" and call.function.name == "add"
+        assert json.loads(call.function.arguments)["a"] in range(10)
+
+
+def test_a_call_is_streamed_as_deltas(client: openai.OpenAI):
+    whole = client.chat.completions.create(**CALLED).choices[0].message.tool_calls
+    name, arguments = "", ""
+    for chunk in client.chat.completions.create(stream=True, **CALLED):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                if call.index == 0:
+                    name += call.function.name or ""
+                    arguments += call.function.arguments or ""
+    assert whole and (name, arguments) == ("add", whole[0].function.arguments)
+
+
+def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI):
+    asked = client.chat.completions.create(**CALLED).choices[0].message
+    assert asked.tool_calls
+    result = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "3"}
+    messages = [*MESSAGES, asked.model_dump(exclude_none=True), result]
+    assert client.chat.completions.create(**{**GREEDY, "messages": messages}).choices
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"store": True}, "store"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": []}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content",
+        ),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"temperature": -1}, "temperature"),
+        ({"tools": [{"type": "function", "function": {"name": "auto"}}]}, "tools"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict[str, Any], param: str):
+    answer = http.post("/v1/chat/completions", json={"messages": MESSAGES, **given})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"].startswith(param) and error["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_no_json_is_refused(http: httpx.Client):
+    answer = http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
+
+
+def test_a_socket_answers_one_request_after_another(address: str, client: openai.OpenAI):
+    wanted = client.chat.completions.create(**GREEDY).choices[0].message.content
+    with connect(f"{address.replace('http', 'ws')}/v1/chat/completions") as socket:
+        socket.send("no JSON")
+        assert "JSON" in json.loads(socket.recv())["error"]["message"]
+        for _ in range(2):
+            socket.send(json.dumps(GREEDY))
+            content = ""
+            while (message := socket.recv()) != "[DONE]":
+                content += "".join(choice["delta"].get("content", "") for choice in json.loads(message)["choices"])
+            assert content == wanted
+
+
+def test_a_message_cancels_the_request_of_a_socket(address: str):
+    with connect(f"{address.replace('http', 'ws')}/v1/chat/completions") as socket:
+        socket.send(json.dumps({**GREEDY, "max_tokens": 400, "ignore_eos": True}))
+        socket.recv()
+        socket.send("stop")
+        while "error" not in (found := json.loads(socket.recv())):
+            pass
+        assert "cancelled" in found["error"]["message"]

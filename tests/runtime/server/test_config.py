@@ -1,0 +1,133 @@
+"""Settings of the service: a strict file, flags over it, and what may not be together."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmc.errors import UsageError
+from llmc.runtime.server.config import ANY_TOKENS, ServerConfig, expected, is_local, read_config, settings
+
+
+def written(folder: Path, content: str) -> Path:
+    path = folder / "serve.toml"
+    path.write_text(content)
+    return path
+
+
+class TestFile:
+    def test_gives_the_settings_and_flags_win(self, tmp_path: Path):
+        path = written(tmp_path, 'port = 9000\nheader_timeout_s = 5\nlog_format = "text"\n[models]\ntiny = "a"\n')
+        config = read_config(path, {"port": 9001, "host": None})
+        assert (config.port, config.host, config.header_timeout_s) == (9001, "127.0.0.1", 5.0)
+        assert config.log_format == "text" and config.models == {"tiny": tmp_path / "a"}
+
+    def test_names_paths_beside_itself(self, tmp_path: Path):
+        path = written(tmp_path, 'keys_file = "keys.toml"\ntls_cert = "/etc/c"\ntls_key = "k"\ndraft = "small"\n')
+        config = read_config(path)
+        assert config.keys_file == tmp_path / "keys.toml" and config.tls_cert == Path("/etc/c")
+        assert config.draft == str(tmp_path / "small")
+        assert read_config(written(tmp_path, 'draft = "lookup"')).draft == "lookup"
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("max_bodybytes = 1", "no setting 'max_bodybytes'; did you mean max_body_bytes?"),
+            ("zzz = 1", "no setting 'zzz'; llmc serve --help lists them"),
+            ("port = 65536", "port is 65536, expected 0 ... 65535"),
+            ("port = true", "port is True, expected 0"),
+            ('port = "80"', "port is '80', expected 0"),
+            ("page = 1", "page is 1, expected true or false"),
+            ("body_timeout_s = nan", "body_timeout_s is nan, expected 0.1 ... 3600 seconds"),
+            ("drain_s = -1", "drain_s is -1, expected 0 ... 86400 seconds"),
+            ('log_format = "xml"', "log_format is 'xml', expected one of json, text"),
+            ("cors_origins = 'https://a'", "cors_origins is 'https://a', expected a list of texts"),
+            ('host = ""', "host is '', expected a text"),
+            ('[models]\n"a b" = "x"', "models is {'a b': 'x'}, expected names"),
+            ("[models]\na = 1", "models is {'a': 1}, expected names"),
+            ("port = ", "cannot be read as settings"),
+        ],
+    )
+    def test_is_refused_by_its_name_and_the_key(self, tmp_path: Path, content: str, message: str):
+        path = written(tmp_path, content)
+        with pytest.raises(UsageError) as refusal:
+            read_config(path)
+        assert str(refusal.value).startswith(str(path)) and message in str(refusal.value)
+
+    def test_that_is_not_there_or_not_utf_8_is_refused(self, tmp_path: Path):
+        with pytest.raises(UsageError, match="cannot be read as settings: No such file"):
+            read_config(tmp_path / "none.toml")
+        (tmp_path / "serve.toml").write_bytes(b"\xff")
+        with pytest.raises(UsageError, match="cannot be read as settings"):
+            read_config(tmp_path / "serve.toml")
+
+
+class TestTogether:
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "box.example"])
+    def test_other_machines_are_served_with_keys_or_if_asked_to_only(self, host: str):
+        with pytest.raises(UsageError, match="no key would be asked for; give keys_file, or allow_no_keys"):
+            ServerConfig(host=host)
+        assert ServerConfig(host=host, allow_no_keys=True).host == host
+        assert ServerConfig(host=host, keys_file=Path("keys.toml")).host == host
+
+    def test_this_machine_is_served_without(self):
+        for host in ("localhost", "127.0.0.1", "127.8.8.8", "::1"):
+            assert is_local(host) and ServerConfig(host=host).host == host
+        assert ServerConfig(unix_socket=Path("s"), host="0.0.0.0")
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"tls_cert": Path("c")}, "tls_cert is given without tls_key"),
+            ({"tls_key": Path("k")}, "tls_key is given without tls_cert"),
+            ({"tls_key": Path("k"), "tls_cert": Path("c"), "unix_socket": Path("s")}, "tls_cert and unix_socket"),
+            ({"cors_origins": ("*",)}, "cors_origins holds '\\*'"),
+            ({"cors_origins": ("https://a.example/",)}, "cors_origins holds"),
+            ({"cors_origins": ("https://A.example",)}, "cors_origins holds"),
+        ],
+    )
+    def test_contradictions_are_refused(self, given: dict[str, Any], message: str):
+        with pytest.raises(UsageError, match=message):
+            ServerConfig(**given)
+
+
+class TestSettings:
+    def test_say_what_they_are(self):
+        for setting in settings():
+            assert setting.help.endswith(".") and setting.help[0].isupper(), setting
+            assert expected(setting) and setting.flag.startswith("--")
+            assert (setting.low is not None) == (setting.kind in ("integer", "number")), setting
+
+    def test_give_the_arguments_of_load_that_were_given(self):
+        assert ServerConfig(max_queue=3, memory=10**9).load_options == {
+            "determinism": "fast",
+            "max_queue": 3,
+            "default_max_tokens": ANY_TOKENS,
+        }
+
+    def test_are_frozen_and_can_be_sent_to_another_process(self):
+        config = ServerConfig(models={"tiny": Path("a")})
+        assert pickle.loads(pickle.dumps(config)) == config
+        with pytest.raises(AttributeError):
+            config.port = 1  # type: ignore[misc]
+
+    def test_are_listed_without_a_web_package(self):
+        code = (
+            "import sys, llmc.runtime.server.config as c; c.settings(); "
+            "print({'pydantic', 'fastapi', 'starlette', 'uvicorn', 'numpy'} & set(sys.modules))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "set()"
+
+    def test_are_listed_in_the_readme_as_they_are(self):
+        page = (Path(__file__).parents[3] / "runtime" / "server" / "README.md").read_text(encoding="utf-8")
+        table = page.partition("<!-- settings -->")[2].partition("<!-- /settings -->")[0]
+        rows = [[cell.strip() for cell in line.split(" | ")] for line in table.strip().splitlines()[2:]]
+        assert [row[0].strip("| `") for row in rows] == [setting.name for setting in settings()]
+        for (_, default, values, text), setting in zip(rows, settings(), strict=True):
+            shown = "" if setting.default in (None, ()) else str(setting.default)
+            assert default == (shown.lower() if setting.kind == "flag" else shown), setting.name
+            assert (values, text.rstrip(" |")) == (expected(setting), setting.help), setting.name

@@ -1,0 +1,115 @@
+"""Vectors and rankings through OpenAI's client and plain HTTP."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+import openai
+import pytest
+from doubles.serving import serving
+
+from llmc.runtime import load
+from llmc.runtime.server.config import ServerConfig
+
+TEXTS = ["a b", "def f(x): return x", "c"]
+# The service computes the same call in the same process.
+EQUAL = 1e-6
+
+
+def test_vectors_are_those_of_the_model(able_openai: openai.OpenAI, encoder_bundles: dict[str, Path]):
+    """The client asks for base64 by itself."""
+    answer = able_openai.embeddings.create(model="embed", input=TEXTS, dimensions=8)
+    with load(encoder_bundles["embed"], threads=1, self_test=False) as model:
+        wanted = model.embed(TEXTS, dimensions=8)
+        tokens = sum(len(model.tokenizer.encode(text)) for text in TEXTS)
+    assert np.abs(np.array([item.embedding for item in answer.data]) - wanted).max() <= EQUAL
+    assert [item.index for item in answer.data] == [0, 1, 2]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == tokens and answer.model == "embed"
+
+
+def test_numbers_and_base64_say_the_same(able_openai: openai.OpenAI):
+    given: dict[str, Any] = {"model": "embed", "input": "a b"}
+    numbers = able_openai.embeddings.create(encoding_format="float", **given).data[0].embedding
+    assert able_openai.embeddings.create(**given).data[0].embedding == pytest.approx(numbers)
+
+
+def test_tokens_embed_as_their_text_does(able_openai: openai.OpenAI, able_http: httpx.Client):
+    tokens = able_http.post("/tokenize", json={"model": "embed", "prompt": "a b"}).json()["tokens"]
+    ours = able_openai.embeddings.create(model="embed", input=tokens).data[0].embedding
+    assert ours == able_openai.embeddings.create(model="embed", input="a b").data[0].embedding
+    both = able_openai.embeddings.create(model="embed", input=[tokens, tokens[:1]])
+    assert len(both.data) == 2 and both.usage.prompt_tokens == len(tokens) + 1
+
+
+def test_requests_that_may_not_wait_are_refused(encoder_bundles: dict[str, Path]):
+    """More at once than compute and may wait."""
+    config = ServerConfig(models={"embed": encoder_bundles["embed"]}, threads=1, max_queue=1)
+    body = {"input": ["word " * 60] * 300, "truncate": True}
+    with serving(config) as url, ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda _: httpx.post(f"{url}/v1/embeddings", json=body, timeout=60), range(12)))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert 0 < len(refused) < 12
+    assert all(answer.status_code == 429 and answer.headers["retry-after"] for answer in refused)
+
+
+async def _vectors(url: str) -> list[float]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer = await client.embeddings.create(model="embed", input="a b")
+        return answer.data[0].embedding
+
+
+def test_the_asynchronous_client_gets_vectors(able_address: str, able_openai: openai.OpenAI):
+    found = asyncio.run(_vectors(able_address))
+    assert found == able_openai.embeddings.create(model="embed", input="a b").data[0].embedding
+
+
+def test_documents_are_ranked_by_the_models_scores(able_http: httpx.Client, encoder_bundles: dict[str, Path]):
+    documents = ["one", "two", {"text": "three"}]
+    body = {"model": "rank", "query": "a b", "documents": documents, "return_documents": True, "top_n": 2}
+    answer = able_http.post("/v1/rerank", json=body).json()
+    with load(encoder_bundles["rank"], threads=1, self_test=False) as model:
+        scores = model.rank("a b", ["one", "two", "three"])
+    order = np.argsort(-scores)[:2].tolist()
+    assert [result["index"] for result in answer["results"]] == order
+    assert [result["relevance_score"] for result in answer["results"]] == pytest.approx(scores[order].tolist())
+    assert answer["results"][0]["document"]["text"] == ["one", "two", "three"][order[0]]
+    assert answer["usage"]["total_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("route", "given", "said"),
+    [
+        ("embeddings", {"model": "able", "input": "a"}, "the model 'able' generates text, expected one that embeds"),
+        ("embeddings", {"model": "rank", "input": "a"}, "the model 'rank' ranks documents, expected one that embeds"),
+        ("rerank", {"model": "embed", "query": "a", "documents": ["b"]}, "expected one that ranks documents"),
+        ("chat/completions", {"model": "embed", "messages": [{"role": "user", "content": "a"}]}, "generates text"),
+        ("completions", {"model": "rank", "prompt": "a"}, "generates text"),
+        ("embeddings", {"model": "embed", "input": []}, "input holds 0 texts"),
+        ("embeddings", {"model": "embed", "input": ["a", ""], "dimensions": 65}, "dimensions is 65"),
+        ("embeddings", {"model": "embed", "input": "word " * 1000}, "expected; shorten it, set truncate"),
+        ("embeddings", {"model": "embed", "input": [5000]}, "holds the token 5000"),
+        ("embeddings", {"model": "embed", "input": [1], "instruction": "query"}, "input holds tokens"),
+        ("rerank", {"model": "rank", "query": "a", "documents": []}, "documents does not fit"),
+        ("rerank", {"model": "rank", "query": "a", "documents": ["b"], "max_tokens_per_doc": 8}, "max_tokens_per_doc"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(able_http: httpx.Client, route: str, given: dict[str, Any], said: str):
+    answer = able_http.post(f"/v1/{route}", json=given)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_a_long_text_is_cut_where_asked(able_http: httpx.Client):
+    body = {"model": "embed", "input": "word " * 1000, "truncate": True}
+    answer = able_http.post("/v1/embeddings", json=body)
+    limit = able_http.get("/v1/models/embed").json()["max_model_len"]
+    assert answer.json()["usage"]["prompt_tokens"] <= limit
+
+
+def test_errors_are_those_of_the_client(able_openai: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match="'none' is not here"):
+        able_openai.embeddings.create(model="none", input="a")
+    with pytest.raises(openai.BadRequestError, match="embeds texts"):
+        able_openai.chat.completions.create(model="embed", messages=[{"role": "user", "content": "a"}])

@@ -1,0 +1,221 @@
+"""Anthropic's messages through the official client: texts, thoughts, tools, streams and errors."""
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import httpx2 as httpx
+import pytest
+
+USER: dict[str, Any] = {"role": "user", "content": "Write a function."}
+# The package has no sampling parameters any more, the API does.
+GREEDY: dict[str, Any] = {
+    "model": "able",
+    "messages": [USER],
+    "max_tokens": 12,
+    "extra_body": {"temperature": 0},
+}
+TOOL: dict[str, Any] = {
+    "name": "add",
+    "description": "Add.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+CHOICE = {"type": "any", "disable_parallel_tool_use": True}
+CALLED: dict[str, Any] = {**GREEDY, "tools": [TOOL], "tool_choice": CHOICE, "max_tokens": 100}
+THINKING: dict[str, Any] = {**GREEDY, "thinking": {"type": "enabled", "budget_tokens": 6}, "max_tokens": 24}
+BODY: dict[str, Any] = {"model": "able", "messages": [USER], "max_tokens": 4}
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+def plain(able_http: httpx.Client, messages: list[dict[str, Any]], **given: Any) -> Any:
+    body = {"model": "able", "messages": messages, "max_tokens": 12, "temperature": 0, **given}
+    return able_http.post("/v1/chat/completions", json=body).json()
+
+
+def test_the_answer_is_that_of_chat(able_anthropic: anthropic.Anthropic, able_http: httpx.Client):
+    answer = able_anthropic.messages.create(system=[{"type": "text", "text": "Be brief."}], **GREEDY)
+    wanted = plain(able_http, [{"role": "system", "content": "Be brief."}, USER])
+    assert [block.type for block in answer.content] == ["text"]
+    assert answer.content[0].text == wanted["choices"][0]["message"]["content"]
+    usage = answer.usage
+    assert usage.output_tokens == wanted["usage"]["completion_tokens"]
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == wanted["usage"]["prompt_tokens"]
+    assert answer.stop_reason == "max_tokens" and answer.model == "able"
+
+
+def test_a_stream_joins_to_the_whole(able_anthropic: anthropic.Anthropic):
+    whole = able_anthropic.messages.create(**GREEDY)
+    with able_anthropic.messages.stream(**GREEDY) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert (
+        final.usage.input_tokens + final.usage.cache_read_input_tokens
+        == able_anthropic.messages.count_tokens(model="able", messages=[USER]).input_tokens
+    )
+
+
+def test_the_events_of_a_stream_come_in_the_order_of_the_api(able_anthropic: anthropic.Anthropic):
+    kinds = [event.type for event in able_anthropic.messages.create(stream=True, **THINKING)]
+    middle = [kind for kind in kinds if kind != "content_block_delta"]
+    assert middle[:2] == ["message_start", "content_block_start"] and kinds[2] == "content_block_delta"
+    assert middle[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_thoughts_are_a_block_of_their_own_within_their_budget(able_anthropic: anthropic.Anthropic):
+    answer = able_anthropic.messages.create(**THINKING)
+    assert [block.type for block in answer.content] == ["thinking", "text"]
+    assert answer.usage.output_tokens_details is not None
+    assert 0 < answer.usage.output_tokens_details.thinking_tokens <= 6
+    with able_anthropic.messages.stream(**THINKING) as stream:
+        streamed = stream.get_final_message().content
+    assert (streamed[0].thinking, streamed[1].text) == (answer.content[0].thinking, answer.content[1].text)
+    off = able_anthropic.messages.create(**{**GREEDY, "thinking": {"type": "disabled"}})
+    assert [block.type for block in off.content] == ["text"]
+
+
+def test_a_call_follows_the_schema_of_its_tool(able_anthropic: anthropic.Anthropic):
+    answer = able_anthropic.messages.create(**CALLED)
+    call = answer.content[-1]
+    assert answer.stop_reason == "tool_use" and call.type == "tool_use"
+    assert call.name == "add" and call.input["a"] in range(10)
+    with able_anthropic.messages.stream(**CALLED) as stream:
+        streamed = stream.get_final_message()
+    assert [block.to_dict() | {"id": ""} for block in streamed.content] == [
+        block.to_dict() | {"id": ""} for block in answer.content
+    ]
+
+
+def test_calls_may_be_parallel_and_tools_be_named(able_anthropic: anthropic.Anthropic):
+    """A call that the limit cuts off is no call."""
+    several = able_anthropic.messages.create(**{**CALLED, "tool_choice": {"type": "tool", "name": "add"}})
+    calls = [block for block in several.content if block.type == "tool_use"]
+    assert len(calls) > 1 and all(call.input["a"] in range(10) for call in calls)
+    assert len({call.id for call in calls}) == len(calls)
+
+
+def test_a_conversation_goes_on_after_a_call(able_anthropic: anthropic.Anthropic, able_http: httpx.Client):
+    """What the client was given, it gives back as it is; templates read it as they read OpenAI's form."""
+    asked = able_anthropic.messages.create(**CALLED)
+    call = asked.content[-1]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "no"}]}
+    turns: list[Any] = [
+        USER,
+        {"role": "assistant", "content": asked.content},
+        {"role": "user", "content": [{**result, "is_error": True}, {"type": "text", "text": "Go on."}]},
+    ]
+    answer = able_anthropic.messages.create(**{**GREEDY, "messages": turns, "tools": [TOOL]})
+    function = {"name": "add", "arguments": json.dumps(call.input)}
+    told = [
+        USER,
+        {
+            "role": "assistant",
+            "content": "".join(block.text for block in asked.content if block.type == "text"),
+            "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call.id, "content": "Error: no"},
+        {"role": "user", "content": "Go on."},
+    ]
+    tool = {"name": "add", "description": "Add.", "parameters": TOOL["input_schema"]}
+    wanted = plain(able_http, told, tools=[{"type": "function", "function": tool}])
+    total = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+    assert total == wanted["usage"]["prompt_tokens"]
+    counted = able_anthropic.messages.count_tokens(model="able", messages=turns, tools=[TOOL])
+    assert counted.input_tokens == total
+
+
+def test_turns_of_the_user_that_follow_each_other_are_one(able_anthropic: anthropic.Anthropic):
+    def count(messages: Any) -> int:
+        return able_anthropic.messages.count_tokens(model="able", messages=messages).input_tokens
+
+    blocks = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
+    both = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert count([{"role": "user", "content": blocks}]) == count(both) == count([{"role": "user", "content": "a\nb"}])
+
+
+def test_a_stop_sequence_is_named(able_anthropic: anthropic.Anthropic):
+    text = able_anthropic.messages.create(**GREEDY).content[0].text
+    stop = text[len(text) // 2 :][:3]
+    answer = able_anthropic.messages.create(stop_sequences=[stop], **GREEDY)
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+    assert answer.content[0].text == text[: text.index(stop)] if answer.content else text.startswith(stop)
+
+
+def test_an_answer_may_fill_the_context_and_no_more(able_anthropic: anthropic.Anthropic, able_http: httpx.Client):
+    room = able_http.get("/v1/models/able").json()["max_model_len"]
+    schema = {"type": "string", "minLength": 100_000, "maxLength": 100_000}
+    given = {**GREEDY, "max_tokens": 20_000, "messages": [{"role": "user", "content": "a " * (room - 40)}]}
+    answer = able_anthropic.messages.create(
+        output_config={"format": {"type": "json_schema", "schema": schema}}, **given
+    )
+    assert answer.stop_reason == "model_context_window_exceeded"
+    usage = answer.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) + usage.output_tokens == room
+
+
+async def _texts(url: str) -> tuple[str, str]:
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+        whole = await client.messages.create(**GREEDY)
+        async with client.messages.stream(**GREEDY) as stream:
+            return whole.content[0].text, await stream.get_final_text()
+
+
+def test_the_asynchronous_client_answers_the_same(able_address: str, able_anthropic: anthropic.Anthropic):
+    wanted = able_anthropic.messages.create(**GREEDY).content[0].text
+    assert asyncio.run(_texts(able_address)) == (wanted, wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"container": "x"}, "container is not a parameter"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens is 4, expected less than"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1, "display": "omitted"}}, "display"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
+        ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools.0"),
+        ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "the last message is the assistant's"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
+            "messages.0.user.content.0 does not fit: input tag 'image'",
+        ),
+        ({"mcp_servers": []}, "mcp_servers"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(able_http: httpx.Client, given: dict[str, Any], said: str):
+    answer = able_http.post("/v1/messages", json={**BODY, **given}, headers=VERSION)
+    body = answer.json()
+    assert answer.status_code == 400 and body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error" and said in body["error"]["message"]
+
+
+def test_the_version_of_the_api_is_required(able_http: httpx.Client):
+    for headers in ({}, {"anthropic-version": "2023-01-01"}):
+        answer = able_http.post("/v1/messages", json=BODY, headers=headers)
+        assert answer.status_code == 400 and "anthropic-version" in answer.json()["error"]["message"]
+
+
+def test_errors_are_those_of_the_client(able_anthropic: anthropic.Anthropic):
+    with pytest.raises(anthropic.NotFoundError, match="'none' is not here") as caught:
+        able_anthropic.messages.create(**{**GREEDY, "model": "none"})
+    assert caught.value.type == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="embeds texts"):
+        able_anthropic.messages.create(**{**GREEDY, "model": "embed"})
+    with pytest.raises(anthropic.BadRequestError, match="leaves no room"):
+        able_anthropic.messages.create(**{**GREEDY, "messages": [{"role": "user", "content": "a " * 5000}]})
+
+
+def test_an_error_amid_a_stream_is_raised_by_the_client(able_anthropic: anthropic.Anthropic):
+    given = {**GREEDY, "max_tokens": 400, "extra_body": {"deadline_s": 0.05, "ignore_eos": True}}
+    with pytest.raises(anthropic.APIStatusError, match="deadline") as caught:
+        for _ in able_anthropic.messages.create(stream=True, **given):
+            pass
+    assert caught.value.type == "timeout_error"

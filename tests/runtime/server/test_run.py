@@ -1,0 +1,298 @@
+"""The service as a process: it says when it is ready, loses no request when it stops or swaps, and logs no prompt."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from doubles.services import START_S, Process, service_process
+from websockets.sync.client import unix_connect
+
+from llmc.errors import UsageError
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.run import listening, serve
+from llmc.runtime.server.supervisor import notify
+
+STEP_S = 0.02  # each step of these engines takes longer by so much
+ENDLESS = {"prompt": "def", "max_tokens": 500, "ignore_eos": True, "temperature": 0}  # at least ten seconds
+SHORT = {"prompt": "def add(", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that may be replaced."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("served") / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def process(folder: Path) -> Iterator[Process]:
+    """One that has a single row and room for eight more requests."""
+    with service_process(STEP_S, models={"m": folder}, max_batch=1, max_queue=8) as found:
+        yield found
+        assert found.end(signal.SIGINT) == 0
+
+
+@pytest.fixture
+def client(process: Process) -> Iterator[httpx.Client]:
+    with process.client() as found:
+        yield found
+        until(lambda: gauge(found, "llmc_num_requests_running") == 0)
+
+
+def gauge(client: httpx.Client, name: str) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + START_S  # far more than it takes
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def opened(address: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a streamed completion has begun."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    text = json.dumps({**body, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(f"{head}content-length: {len(text)}\r\n\r\n".encode() + text)
+    received = b""
+    while b"data: " not in received:
+        received += connection.recv(4096)
+    return connection
+
+
+class TestRequests:
+    def test_a_client_that_leaves_frees_its_row_at_once(self, process: Process, client: httpx.Client):
+        before = gauge(client, "llmc_generation_tokens_total")
+        opened(process.address, ENDLESS).close()
+        until(lambda: gauge(client, "llmc_num_requests_running") == 0)
+        assert gauge(client, "llmc_generation_tokens_total") - before < ENDLESS["max_tokens"] / 10
+
+    def test_one_more_than_may_wait_is_told_when_to_come_again(self, process: Process, client: httpx.Client):
+        held = [opened(process.address, ENDLESS)]
+        body = json.dumps({**ENDLESS, "stream": True}).encode()
+        host, _, port = process.address.removeprefix("http://").rpartition(":")
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        for _ in range(8):
+            held.append(socket.create_connection((host, int(port)), timeout=60))
+            held[-1].sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: gauge(client, "llmc_num_requests_waiting") == 8)
+        refused = client.post("/v1/completions", json=SHORT)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "queue_full"
+        for connection in held:  # those who wait leave no less than those who run
+            connection.close()
+        until(lambda: gauge(client, "llmc_num_requests_waiting") == 0)
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
+
+    def test_a_deadline_ends_a_request_and_a_stream_in_the_dialects_words(self, client: httpx.Client):
+        late = {**ENDLESS, "deadline_s": 0.3}
+        answer = client.post("/v1/completions", json=late)
+        assert answer.status_code == 504 and "the deadline of 0.3 s passed" in answer.json()["error"]["message"]
+        streamed = client.post("/v1/completions", json={**late, "stream": True})
+        last = json.loads(streamed.text.strip().splitlines()[-1].removeprefix("data: "))
+        assert streamed.status_code == 200 and "the deadline" in last["error"]["message"]
+
+
+class TestLog:
+    def test_has_a_line_for_each_request_and_no_prompt(self, process: Process, client: httpx.Client):
+        body = {**SHORT, "prompt": "def my_secret(", "user": "ann"}
+        client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+        client.get("/nowhere?my_secret")
+        client.post("/v1/completions", content=b'{"my_secret')
+        assert client.post("/v1/completions", json={**SHORT, "user": "ann\nforged"}).status_code == 400
+        until(lambda: len([line for line in process.lines("request") if line["status"] in (400, 404, 422)]) == 3)
+        line = next(line for line in process.lines("request") if line["request_id"] == "mine-1")
+        numbers = {"duration_s", "ttft_s", "prompt_tokens", "cached_tokens", "output_tokens"}
+        assert {name for name in line if isinstance(line[name], int | float)} == numbers | {"status"}
+        assert (line["method"], line["route"], line["status"], line["model"]) == ("POST", "/v1/completions", 200, "m")
+        assert line["user"] == "ann"
+        assert line["output_tokens"] == SHORT["max_tokens"] and 0 < line["ttft_s"] < line["duration_s"]
+        assert "my_secret" not in process.text and not [line for line in process.lines("request") if "key" in line]
+
+
+class TestReload:
+    def test_swaps_a_bundle_that_was_published_anew_under_load_without_a_failed_request(
+        self, process: Process, client: httpx.Client, folder: Path, tiny_bundle: Path
+    ):
+        expected = client.post("/v1/completions", json=SHORT).json()["choices"]
+        swapped, answers = threading.Event(), []
+
+        def ask() -> None:
+            with process.client() as own:
+                while not swapped.is_set():
+                    answers.append(own.post("/v1/completions", json=SHORT))
+                answers.append(own.post("/v1/completions", json=SHORT))
+
+        with ThreadPoolExecutor(4) as threads:
+            asking = [threads.submit(ask) for _ in range(4)]
+            try:
+                until(lambda: len(answers) > 4)
+                shutil.copytree(tiny_bundle, folder.parent / "next")
+                folder.rename(folder.parent / "former")
+                (folder.parent / "next").rename(folder)
+                process.popen.send_signal(signal.SIGHUP)
+                until(lambda: bool(process.lines("model swapped")))
+            finally:
+                swapped.set()
+            for one in asking:
+                one.result()
+        assert {answer.status_code for answer in answers} == {200}
+        assert all(answer.json()["choices"] == expected for answer in answers)
+        until(lambda: client.get("/ready").json()["models"]["m"]["draining"] == 0)
+        assert client.get("/ready").json()["models"]["m"]["loads"] == 2
+        process.hear("RELOADING=1")
+
+    def test_of_a_spoilt_bundle_leaves_the_one_that_serves(self, process: Process, client: httpx.Client, folder: Path):
+        whole = (folder / "llmc.json").read_text()
+        (folder / "spoilt").write_text("{}")
+        (folder / "spoilt").rename(folder / "llmc.json")
+        process.popen.send_signal(signal.SIGHUP)
+        until(lambda: "llmc.json" in (client.get("/ready").json()["models"]["m"]["reason"] or ""))
+        assert client.get("/ready").status_code == 200
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
+        (folder / "llmc.json").write_text(whole)
+
+
+class TestSupervisor:
+    def test_is_told_of_life_and_readiness(self, process: Process):
+        process.hear("WATCHDOG=1")
+        assert len(process.lines("ready")) == 1
+
+    def test_that_does_not_listen_is_not_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as deaf:
+            deaf.bind(str(tmp_path / "notify"))
+            monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+            for _ in range(1000):  # more than the kernel keeps for it
+                notify("WATCHDOG=1")
+            assert deaf.recv(100) == b"WATCHDOG=1"
+
+
+class TestStop:
+    def test_of_a_socket_that_a_killed_process_left_and_under_load_loses_nothing(
+        self, tiny_bundle: Path, tmp_path: Path
+    ):
+        place = tmp_path / "llmc.sock"
+        with closing(socket.socket(socket.AF_UNIX)) as killed:
+            killed.bind(str(place))
+        with service_process(STEP_S, models={"m": tiny_bundle}, unix_socket=place) as process:
+            assert stat.S_IMODE(place.stat().st_mode) == 0o660
+            body = {**SHORT, "max_tokens": 40, "ignore_eos": True}
+
+            def ask(stream: bool) -> httpx.Response:
+                with process.client() as own:
+                    return own.post("/v1/completions", json={**body, "stream": stream})
+
+            def converse() -> list[str]:
+                with unix_connect(str(place), "ws://localhost/v1/completions") as connection:
+                    connection.send(json.dumps(body))
+                    return list(iter(connection.recv, "[DONE]"))
+
+            with ThreadPoolExecutor(5) as threads, process.client() as client:
+                asked = [threads.submit(ask, stream) for stream in (True, False, True, False)]
+                conversing = threads.submit(converse)
+                until(lambda: gauge(client, "llmc_num_requests_running") == 5)
+                status = process.end()
+            answers = [one.result() for one in asked]
+            assert status == 0 and not place.exists()
+            assert {answer.status_code for answer in answers} == {200}
+            assert [answer.text.strip().endswith("data: [DONE]") for answer in answers[::2]] == [True, True]
+            assert answers[1].json()["usage"] == json.loads(conversing.result()[-1])["usage"]
+            process.hear("STOPPING=1")
+
+    def test_tells_requests_that_take_too_long_and_still_ends_well(
+        self, tiny_bundle: Path, certificate: tuple[Path, Path]
+    ):
+        cert, key = certificate
+        with service_process(STEP_S, models={"m": tiny_bundle}, drain_s=0.2, tls_cert=cert, tls_key=key) as process:
+            with ThreadPoolExecutor(2) as threads, process.client(verify=False) as client:
+                asked = [
+                    threads.submit(client.post, "/v1/completions", json={**ENDLESS, "stream": stream})
+                    for stream in (True, False)
+                ]
+                until(lambda: gauge(client, "llmc_num_requests_running") == 2)
+                assert process.end() == 0
+                streamed, whole = (one.result() for one in asked)
+            last = json.loads(streamed.text.strip().splitlines()[-1].removeprefix("data: "))
+            assert (whole.status_code, last) == (503, whole.json()) and "closed" in last["error"]["message"]
+
+    def test_told_twice_ends_at_once(self, tiny_bundle: Path):
+        with service_process(STEP_S, models={"m": tiny_bundle}) as process:
+            connection = opened(process.address, ENDLESS)
+            process.popen.send_signal(signal.SIGTERM)
+            process.hear("STOPPING=1")
+            assert process.end() == 128 + signal.SIGTERM
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One for localhost, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    subprocess.run([*made.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
+class TestListening:
+    def test_a_port_that_is_taken_is_named(self):
+        with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+            config = ServerConfig(port=taken.getsockname()[1])
+            with pytest.raises(UsageError, match=r"127.0.0.1:\d+ cannot be listened on \(Address already in use"):
+                with listening(config):
+                    pass
+
+    def test_a_unix_socket_takes_no_place_that_somebody_has(self, tmp_path: Path):
+        place = tmp_path / "socket"
+        config = ServerConfig(unix_socket=place)
+        with listening(config), pytest.raises(UsageError, match="another process listens on"):
+            with listening(config):
+                pass
+        place.write_text("notes")
+        with pytest.raises(UsageError, match="is there and no socket"):
+            with listening(config):
+                pass
+        assert place.read_text() == "notes"
+
+    def test_a_path_that_is_too_long_is_named(self, tmp_path: Path):
+        with pytest.raises(UsageError, match="cannot be listened on"):
+            with listening(ServerConfig(unix_socket=tmp_path / ("x" * 120))):
+                pass
+
+    def test_takes_the_sockets_that_systemd_opened(self, monkeypatch: pytest.MonkeyPatch):
+        with closing(socket.create_server(("127.0.0.1", 0))) as given:
+            port = given.getsockname()[1]
+            monkeypatch.setattr("llmc.runtime.server.supervisor.FIRST", os.dup(given.fileno()))
+            for name, value in {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}.items():
+                monkeypatch.setenv(name, value)
+            with listening(ServerConfig(port=1)) as found:
+                assert [one.getsockname()[1] for one in found] == [port]
+            assert "LISTEN_FDS" not in os.environ
+        monkeypatch.setenv("LISTEN_PID", "1")
+        monkeypatch.setenv("LISTEN_FDS", "1")
+        with suppress(UsageError), listening(ServerConfig(port=0)) as own:
+            assert own[0].getsockname()[1] != port
+
+    def test_a_certificate_that_is_none_is_refused_before_a_model_is_loaded(self, tiny_bundle: Path, tmp_path: Path):
+        cert = tmp_path / "cert.pem"
+        cert.write_text("nonsense")
+        with pytest.raises(UsageError, match=r"tls_cert .* cannot be used"):
+            serve(ServerConfig(models={"m": tiny_bundle}, tls_cert=cert, tls_key=cert))

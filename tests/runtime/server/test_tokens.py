@@ -1,0 +1,57 @@
+"""Models and tokens: what clients ask before they ask the model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from llmc.runtime import Model, load
+
+MESSAGES = [{"role": "user", "content": "Hello <|im_end|>"}]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> Iterator[Model]:
+    with load(tiny_bundle, threads=1, self_test=False) as loaded:
+        yield loaded
+
+
+def test_the_models_are_listed(client: openai.OpenAI):
+    assert [found.id for found in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "llmc"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_text_is_tokenized_and_back(http: httpx.Client, model: Model):
+    found = http.post("/tokenize", json={"prompt": "def f(x):"}).json()
+    assert found["tokens"] == model.tokenizer.encode("def f(x):") and found["count"] == len(found["tokens"])
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "def f(x):"}
+
+
+def test_a_conversation_is_tokenized_as_the_chat_does(http: httpx.Client, model: Model):
+    assert http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"] == model.chat_tokens(MESSAGES)
+
+
+def test_a_template_is_applied(http: httpx.Client, model: Model):
+    assert http.post("/apply-template", json={"messages": MESSAGES}).json() == {
+        "prompt": model.chat_template.render(MESSAGES)
+    }
+
+
+def test_tokens_that_are_none_are_refused(http: httpx.Client):
+    assert http.post("/detokenize", json={"tokens": [10**9]}).json()["error"]["param"] == "tokens"
+    assert http.post("/tokenize", json={}).status_code == 400
+
+
+def test_variables_that_arguments_give_are_refused(http: httpx.Client):
+    body = {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}
+    answer = http.post("/apply-template", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template_kwargs"
+
+
+def test_a_body_without_its_content_type_is_told_of_it(http: httpx.Client):
+    answer = http.post("/tokenize", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
+    assert answer.status_code == 400 and "content-type: application/json" in answer.json()["error"]["message"]

@@ -1,0 +1,246 @@
+"""Bundles that embed: vectors as sentence-transformers gives them, and what cannot be embedded is refused."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doubles import encoders
+
+from llmc.bundle import Budget, write_manifest
+from llmc.errors import BundleError, RequestError, UsageError
+from llmc.export import export
+from llmc.optimize import recipe as recipes
+from llmc.optimize.build import build
+from llmc.runtime import Model, load
+from llmc.runtime.model import verify
+from llmc.runtime.text.prompts import Prompts
+
+# Float32 adds in another order; vectors have length one.
+TOLERANCE = 1e-4
+# Of vectors with int8 weights and those of the checkpoint, on the small model; measured: 0.9995.
+LEAST_COSINE = 0.999
+# Longer than one call's tokens together, and so different that rows of a call are padded.
+TEXTS = [f"def f{i}(x): return x" + " + x" * (i % 7) for i in range(12)] + ["", "a"]
+TASK = "Given a bug, find the patch"
+Built = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random embedding model, with layers after pooling."""
+    return encoders.write_embedder(tmp_path_factory.mktemp("embedder") / "checkpoint", dense=encoders.DENSE)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The export of a checkpoint, made once."""
+    return cache(lambda checkpoint: export(checkpoint, tmp_path_factory.mktemp("exports") / "export").output)
+
+
+@pytest.fixture(scope="module")
+def built(exports: Built, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Bundles of checkpoints."""
+
+    return lambda checkpoint, **choices: (
+        build(exports(checkpoint), tmp_path_factory.mktemp("built") / "bundle", **choices).output
+    )
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path, built: Built) -> Iterator[Model]:
+    with load(built(checkpoint, precision="fp32", max_context=64), threads=1, prefill_chunk=48) as model:
+        yield model
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"instruction": "query"}, {"prompt_name": "query"}),
+        ({"instruction": TASK}, {"prompt": f"Instruct: {TASK}\nQuery:"}),
+        ({"instruction": "passage: "}, {"prompt": "passage: "}),
+        ({"dimensions": 8}, {"truncate_dim": 8, "normalize_embeddings": True}),
+    ],
+)
+def test_vectors_are_those_of_sentence_transformers(model, checkpoint, ours, theirs):
+    found = model.embed(TEXTS, **ours)
+    assert found.dtype == np.float32
+    assert np.abs(found - encoders.embeddings(checkpoint, TEXTS, **theirs)).max() <= TOLERANCE
+
+
+def test_positions_that_see_those_after_them_do_not_see_padding(tmp_path, built):
+    """EmbeddingGemma, in calls of rows of all lengths."""
+    checkpoint = encoders.write_embedder(tmp_path / "gemma", pooling="mean", dense=encoders.DENSE, **encoders.GEMMA)
+    with load(built(checkpoint, precision="fp32"), threads=1) as model:
+        found = model.embed(TEXTS, instruction="query")
+    assert np.abs(found - encoders.embeddings(checkpoint, TEXTS, prompt_name="query")).max() <= TOLERANCE
+
+
+def test_a_prompt_changes_vectors_by_more_than_the_tolerance(model):
+    assert np.abs(model.embed(TEXTS) - model.embed(TEXTS, instruction="query")).max() > 100 * TOLERANCE
+
+
+def test_a_text_that_is_too_long_is_refused_or_cut_as_asked(model, checkpoint):
+    text = "word " * 100
+    with pytest.raises(RequestError, match="at most 64 are expected; shorten it, set truncate"):
+        model.embed([text])
+    wanted = encoders.embeddings(checkpoint, [text], processing_kwargs={"text": {"max_length": 64}})
+    assert np.abs(model.embed([text], truncate=True) - wanted).max() <= TOLERANCE
+
+
+def test_a_shorter_vector_without_its_length_restored_is_another_one(model):
+    assert np.abs(model.embed(TEXTS, dimensions=8) - model.embed(TEXTS)[:, :8]).max() > 100 * TOLERANCE
+
+
+def test_a_text_cut_without_the_token_that_ends_it_is_another_one(model):
+    text = "word " * 100
+    plain = model.encoder.encode([model.tokenizer.encode(text)[:64]])
+    assert np.abs(model.embed([text], truncate=True) - plain).max() > 100 * TOLERANCE
+
+
+def test_eight_bits_keep_the_direction_of_vectors(tmp_path, tiny_checkpoint, built):
+    """Of the small model, which was trained: random weights say nothing about rounding."""
+    checkpoint = encoders.as_embedder(encoders.copy(tiny_checkpoint, tmp_path / "small"))
+    texts = [text for text in TEXTS if text]
+    bundle = built(checkpoint)
+    with load(bundle, threads=1) as model:
+        found = model.embed(texts)
+        assert verify(bundle).prompts == len(model.manifest.vectors) == 4
+        similarity = model.manifest.similarity
+    cosines = np.sum(found * encoders.embeddings(checkpoint, texts), axis=1)
+    assert cosines.min() >= LEAST_COSINE and similarity.smallest >= LEAST_COSINE
+
+
+def test_nothing_in_gives_nothing_out(model):
+    assert model.embed([]).shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"texts": "one text"}, "texts is 'one text', expected a list of texts"),
+        ({"texts": ["a", 1]}, "texts holds 1, expected texts"),
+        ({"dimensions": 33}, "dimensions is 33, expected 1 ... 32"),
+        ({"dimensions": True}, "dimensions is True"),
+        ({"instruction": 3}, "instruction is 3, expected a prompt's name or a text"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(model, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        model.embed(**{"texts": ["a"], **arguments})
+
+
+def test_an_embedding_model_says_that_it_neither_generates_nor_ranks(model):
+    for ask in (lambda: model.generate("a"), lambda: model.runner, lambda: model.rank("a", ["b"])):
+        with pytest.raises(UsageError, match=r"embeds texts \(llmc embed, Model.embed\)"):
+            ask()
+    with pytest.raises(UsageError, match="draft is for a bundle that generates"):
+        load(model.folder, draft="lookup")
+
+
+# ------------------------------------------------------------------------------------------------------------ ranking
+
+QUERY, DOCUMENTS = "How do I list files?", ["import os\nos.listdir('.')", "a", "print(1) " * 6, ""]
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return encoders.write_reranker(tmp_path_factory.mktemp("reranker") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def ranks(reranker: Path, built: Built) -> Iterator[Model]:
+    with load(built(reranker, precision="fp32"), threads=1) as model:
+        yield model
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [({}, {}), ({"instruction": "bugs"}, {"prompt_name": "bugs"}), ({"instruction": TASK}, {"prompt": TASK})],
+)
+def test_scores_are_those_of_sentence_transformers(ranks, reranker, ours, theirs):
+    found = ranks.rank(QUERY, DOCUMENTS, **ours)
+    wanted = encoders.scores(reranker, QUERY, DOCUMENTS, **theirs)
+    assert found.shape == (4,)
+    assert np.abs(found - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+
+
+def test_a_head_for_the_score_and_its_sigmoid_are_taken_over(tmp_path, built):
+    checkpoint = encoders.write_classifier(tmp_path / "classifier")
+    with load(built(checkpoint, precision="fp32"), threads=1) as model:
+        found = model.rank(QUERY, DOCUMENTS)
+    assert np.abs(found - encoders.scores(checkpoint, QUERY, DOCUMENTS)).max() <= TOLERANCE
+    assert (found > 0).all() and (found < 1).all()
+
+
+def test_a_document_that_is_too_long_is_refused_or_cut_before_what_the_template_puts_after_it(ranks):
+    document = "word " * 200
+    with pytest.raises(RequestError, match="at most 128 are expected; shorten it, set truncate"):
+        ranks.rank(QUERY, [document])
+    kept = ranks.rank(QUERY, [document], truncate=True)
+    assert np.array_equal(kept, ranks.rank(QUERY, ["word " * 300], truncate=True))
+    with pytest.raises(RequestError, match="the query leaves no room for a document in 128 tokens"):
+        ranks.rank("word " * 200, ["a"], truncate=True)
+
+
+def test_a_reranker_says_that_it_does_not_embed(ranks):
+    with pytest.raises(UsageError, match=r"ranks documents \(llmc rank, Model.rank\), so it cannot embed"):
+        ranks.embed(["a"])
+
+
+def test_a_model_that_generates_says_that_it_neither_embeds_nor_ranks(tiny_bundle):
+    with load(tiny_bundle, threads=1, self_test=False) as model:
+        for ask in (lambda: model.embed(["a"]), lambda: model.rank("a", ["b"])):
+            with pytest.raises(UsageError, match=r"generates text .* and neither embeds nor ranks"):
+                ask()
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"target": "cuda"}, "the target is cuda, but a model that embeds or ranks is built for cpu"),
+        (
+            {"recipe": recipes.Request(scheme="gptq")},
+            "scheme is 'gptq', but a model that embeds or ranks",
+        ),
+        ({"recipe": recipes.Request(cache="int8")}, "cache is 'int8'"),
+        ({"budget": Budget(max_kl=0.1)}, "budget is"),
+        ({"judged": True}, "a text judges and calibrates models that generate"),
+    ],
+)
+def test_what_only_models_that_generate_have_is_refused_before_work(checkpoint, tmp_path, exports, choices, message):
+    with pytest.raises(UsageError, match=message):
+        build(exports(checkpoint), tmp_path / "bundle", **choices)
+
+
+def test_golden_texts_that_come_out_otherwise_fail_the_self_test(model, tmp_path):
+    copied = encoders.copy(model.folder, tmp_path / "bundle")
+    first, *others = model.manifest.vectors
+    turned = replace(first, values=tuple(-value for value in first.values))
+    write_manifest(replace(model.manifest, vectors=(turned, *others)), copied)
+    with pytest.raises(BundleError, match=r"a vector differs by .* from that recorded when it was built"):
+        load(copied, self_test=True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[], {"prompts": ["a"]}, {"prompts": {"a": 1}}, {"prompts": {}, "default_prompt_name": "a"}, {"truncate_dim": 0}],
+)
+def test_a_broken_file_of_prompts_is_refused(tmp_path, content):
+    encoders.write_json(tmp_path / "config_sentence_transformers.json", content)
+    with pytest.raises(BundleError, match=r"config_sentence_transformers.json is broken"):
+        Prompts.from_folder(tmp_path)
+
+
+def test_what_a_document_spells_is_text(ranks):
+    """A token that the tokenizer declares special is none in a document."""
+    rows: list[list[int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks.encoder, "encode", lambda found: rows.extend(found) or np.zeros((len(found), 1)))
+        ranks.rank(QUERY, ["a"])
+        ranks.rank(QUERY, [f"a{encoders.END}"])
+    special = ranks.tokenizer.token_to_id(encoders.END)
+    assert special not in rows[0] and special not in rows[1] and len(rows[1]) > len(rows[0])

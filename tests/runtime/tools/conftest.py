@@ -1,0 +1,52 @@
+"""A parser of any format, and a vocabulary in which marks may be special tokens."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles.hearing import Heard, merged
+
+from llmc.runtime.text.tokenizer import Tokenizer
+from llmc.runtime.tools.calls import read_tools
+from llmc.runtime.tools.formats import FORMATS
+from llmc.runtime.tools.parser import ChatParser
+from llmc.runtime.tools.thinking import MARKS
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["celsius", "kelvin"]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Says ::= rain", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.fixture(scope="session")
+def tools() -> list[dict[str, Any]]:
+    return TOOLS
+
+
+@pytest.fixture(scope="session")
+def hear() -> Callable[..., Heard]:
+    """Reads an output, whole or in pieces."""
+
+    def read(pieces: str | Sequence[str], form: str | None = "hermes", thinking: bool = False) -> Heard:
+        known = {tool.name: tool for tool in read_tools(TOOLS)}
+        parser = ChatParser(None if form is None else FORMATS[form], known, MARKS[0], thinking, str)
+        pieces = [pieces] if isinstance(pieces, str) else pieces
+        return merged([*map(parser.push, pieces), parser.finish()])
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_checkpoint)

@@ -1,0 +1,199 @@
+"""Outputs told apart, whatever the pieces in which they come."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmc.runtime.tools.formats import FORMATS
+from llmc.runtime.tools.xml_calls import types_of
+
+NOW = '{"name": "now", "arguments": {}}'
+PARIS = '{"city": "Paris", "days": 3}'
+# Two calls as the families write them, after a word of content where the format allows one.
+SPOKEN = {
+    "hermes": f'ok\n<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "ok\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3"
+    "\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "seed_oss": "ok\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3"
+    "</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    "llama3": f'{{"name": "get_weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}',
+    "mistral": f'ok[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}, "id": "a"}}, {NOW}]',
+    "mistral_args": f"ok[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]now[ARGS]{{}}",
+    "granite": f'ok<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}, {NOW}]',
+    "hunyuan": f'ok\n<tool_calls>[{{"name": "get_weather", "arguments": {PARIS}}}, {NOW}]</tool_calls>',
+    "phi4_mini": f'ok<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "now"}}]<|/tool_call|>',
+    "functools": f'ok functools[{{"name": "get_weather", "arguments": {PARIS}}}, {{"arguments": {{}}, "name": "now"}}]',
+    "cohere": 'ok<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+    f'{PARIS}}},\n    {{"tool_call_id": "1", "tool_name": "now", "parameters": {{}}}}\n]<|END_ACTION|>',
+    "olmo3": "ok\n<function_calls>\nget_weather(city='Paris', days=3)\nnow()\n</function_calls>",
+    "functiongemma": "ok<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}<end_function_call>"
+    "<start_function_call>call:now{}<end_function_call>",
+    "gemma4": 'ok<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
+    "<|tool_call>call:now{}<tool_call|>",
+    "pythonic": '[get_weather(city="Paris", days=3), now()]',
+}
+OTHERS = {
+    "llama3": [
+        '<|python_tag|>{"name": "now", "parameters": {}}',
+        '{"type": "function", "name": "now", "parameters": {}}',
+    ],
+    "mistral_args": ['[TOOL_CALLS] [{"name": "now", "arguments": {}}]', '[TOOL_CALLS]{"name": "now", "arguments": {}}'],
+    "phi4_mini": ['<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>'],
+    "hermes": [
+        '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": null}',
+    ],
+    "granite": ['<tool_call>[{"name": "now", "arguments": {}}]'],
+    "olmo3": ["<function_calls>now()</function_calls>"],
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_is_read(form: str, hear: Callable[..., Any]):
+    content, reasoning, calls = hear(SPOKEN[form], form)
+    assert content == ("" if FORMATS[form].bare_starts else "ok") and reasoning == ""
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        ("get_weather", {"city": "Paris", "days": 3}),
+        ("now", {}),
+    ]
+
+
+@pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in OTHERS.items() for text in texts])
+def test_other_spellings_of_a_format_are_read(form: str, text: str, hear: Callable[..., Any]):
+    assert hear(text, form) == ("", "", [("now", "{}")])
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+
+MARKS = ["<think>", "</think>", "\n", " ", "{", "}", "[", "]", '"', "\\", ",", ":", "now", "(", ")", "=", "'", "1", "é"]
+SCRAPS = [*MARKS, *(text[at : at + 9] for text in SPOKEN.values() for at in range(0, len(text), 9))]
+
+
+@given(
+    st.sampled_from(list(FORMATS)),
+    st.booleans(),
+    st.lists(st.sampled_from([*SCRAPS, *SPOKEN.values()]), max_size=8),
+    st.data(),
+)
+def test_pieces_change_nothing(hear: Callable[..., Any], form: str, thinking: bool, parts: list[str], data: Any):
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert hear(pieces, form, thinking) == hear(text, form, thinking) == hear(list(text), form, thinking)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_cut_of_a_call_is_read_without_an_error(form: str, hear: Callable[..., Any]):
+    for end in range(len(SPOKEN[form])):
+        content, _, calls = hear(SPOKEN[form][:end], form)
+        assert len(calls) <= 2 and all(name in ("get_weather", "now") for name, _ in calls)
+        whole = [arguments for _, arguments in calls[:-1]]
+        assert all(json.loads(arguments) == {"city": "Paris", "days": 3} for arguments in whole)
+        assert content or calls or not SPOKEN[form][:end]
+
+
+def test_a_name_comes_before_its_arguments_and_these_as_they_are_written(hear: Callable[..., Any]):
+    head = '<tool_call>\n{"name": "get_weather", "arguments": {"ci'
+    assert hear(head) == ("", "", [("get_weather", '{"ci')])
+    assert hear('<tool_call>\n{"name": "get_weather", "argu')[2] == []
+
+
+# --------------------------------------------------------------------------------------------------- what is no call
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", "a <tool_call> b </tool_call> c"),
+        ("hermes", '<tool_call>\n{"nam": "now"}</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": 3}'),
+        ("hermes", "<tool_call"),
+        ("llama3", '{"a": 1} and more'),
+        ("llama3", '<|python_tag|>brave.call("x")'),
+        ("mistral", "[TOOL_CALLS] nothing"),
+        ("mistral_args", "[TOOL_CALLS]now or never"),
+        ("qwen3_coder", "<tool_call>\n<function>"),
+        ("pythonic", "[1, 2]"),
+        ("functiongemma", "<start_function_call>call now"),
+        (None, SPOKEN["hermes"]),
+    ],
+)
+def test_what_is_no_call_is_content_to_the_last_character(form: str | None, text: str, hear: Callable[..., Any]):
+    assert hear(text, form) == (text, "", [])
+
+
+def test_blanks_next_to_a_call_are_left_out_and_others_kept(hear: Callable[..., Any]):
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    assert hear(f" a \n{call}\n b \n") == (" a\n b \n", "", [("now", "{}")])
+    assert hear(f"\n{call}\n\n{call}\n") == ("", "", [("now", "{}"), ("now", "{}")])
+    assert hear(" \n ") == (" \n ", "", [])
+
+
+def test_quotes_and_brackets_in_arguments_end_nothing(hear: Callable[..., Any]):
+    arguments = r'{"city": "a}\"]{</tool_call>", "n": [[1], {"x": {}}]}'
+    assert hear(f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>') == ("", "", [("now", arguments)])
+
+
+def test_values_between_tags_have_the_type_of_their_parameter(hear: Callable[..., Any]):
+    def heard(value: str, parameter: str = "days") -> Any:
+        tag = f"<parameter={parameter}>\n{value}\n</parameter>"
+        return json.loads(
+            hear(f"<tool_call><function=get_weather>{tag}</function></tool_call>", "qwen3_coder")[2][0][1]
+        )
+
+    assert heard("3") == {"days": 3} and heard("3", "city") == {"city": "3"}
+    assert heard("True", "other") == {"other": True} and heard('[1, "a"]', "other") == {"other": [1, "a"]}
+    assert heard('say "é"\n<b>', "city") == {"city": 'say "é"\n<b>'} and heard("soon") == {"days": "soon"}
+
+
+def test_literals_of_python_become_json(hear: Callable[..., Any]):
+    text = r"""[now(a=True, b=[None, -1.5], c={'d': "it's"}, e='a "q" \' \n', f=word)]"""
+    assert json.loads(hear(text, "pythonic")[2][0][1]) == {
+        "a": True,
+        "b": [None, -1.5],
+        "c": {"d": "it's"},
+        "e": 'a "q" \' \n',
+        "f": "word",
+    }
+
+
+@given(st.text())
+def test_texts_of_python_come_back(hear: Callable[..., Any], text: str):
+    ((_, arguments),) = hear(f"[now(a={json.dumps(text)}, b=1)]", "pythonic")[2]
+    assert json.loads(arguments) == {"a": text, "b": 1}
+    if text.isprintable():
+        ((_, arguments),) = hear(f"[now(a={text!r})]", "pythonic")[2]
+        assert json.loads(arguments) == {"a": text}
+
+
+def test_types_of_schemas_that_branch_without_end_are_found():
+    branches = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 8} for i in range(90)}
+    definitions = {**branches, "d90": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
+    assert types_of({"$ref": "#/$defs/d0", "$defs": definitions}) == {"string"}
+    assert "object" in types_of({"$ref": "#/$defs/loop", "$defs": definitions})
+
+
+# ---------------------------------------------------------------------------------------------------------- reasoning
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "heard"),
+    [
+        ("<think>\na\n\nb\n</think>\n\nc", False, ("c", "a\n\nb")),
+        ("\n<think>a</think>c", False, ("c", "a")),
+        ("a\n</think>\n\nc", True, ("c", "a")),
+        ("a", True, ("", "a")),
+        ("<think>a", False, ("", "a")),
+        ("<think>\n\n</think>\n\nc", False, ("c", "")),
+        (" a <think>b</think>", False, (" a <think>b</think>", "")),
+        ("a</think>c", False, ("a</think>c", "")),
+        ("a<tool_call>b</think><tool_call>c", True, ("<tool_call>c", "a<tool_call>b")),
+    ],
+)
+def test_reasoning_is_split_off(text: str, thinking: bool, heard: tuple[str, str], hear: Callable[..., Any]):
+    assert hear(text, thinking=thinking) == (*heard, [])
