@@ -34,6 +34,7 @@ from llmc.bundle import (
     Target,
     read_bundle,
     read_export,
+    version,
     write_chunks,
     write_manifest,
 )
@@ -125,6 +126,20 @@ class _Order:
         if self.engine is None:
             return self.target.name
         return "tensorrt-primitives" if self.form == "primitives" else "tensorrt"
+
+    @property
+    def folds_lone_steps(self) -> bool:
+        """True if the graph of decode is one of its own, and the engine that is installed folds what it computes."""
+        wanted = self.target.folds_lone_steps
+        if not wanted or self.recipe.phases != "split":
+            return False
+        return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(wanted)
+
+    @property
+    def minimum(self) -> str:
+        """The oldest engine that the graphs run on."""
+        cache = self.target.caches[self.recipe.cache]
+        return max(cache, self.target.folds_lone_steps, key=version) if self.folds_lone_steps else cache
 
 
 def build(
@@ -273,6 +288,7 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
                 order.recipe.cache,
                 order.recipe.compute,
                 done,
+                folds_lone_steps=order.folds_lone_steps,
             )
             lower(model, order.lowering, plan, order.dump)
             _declare(model, order)
@@ -317,8 +333,8 @@ def _manifest(
 ) -> Manifest:
     """The manifest before the bundle has run: no quality and no self-test."""
     export, target, recipe = order.export, order.target, order.recipe
-    minimum = target.caches[recipe.cache]
-    version = order.engine.version if order.engine else import_onnxruntime(minimum).__version__
+    minimum = order.minimum
+    installed = order.engine.version if order.engine else import_onnxruntime(minimum).__version__
     tokenizer = (folder / TOKENIZER_FILE).stat().st_size
     plan = host_plan(export.geometry, tokenizer) if target.has_gpu else None
     device = device_plan(export.geometry, order.limits, recipe, order.form) if target.has_gpu else None
@@ -331,7 +347,7 @@ def _manifest(
         source=export.source,
         generation=export.generation,
         notes=(*export.notes, *_chosen_anew(export.geometry, recipe)),
-        target=Target(target.name, target.engine, version, minimum),
+        target=Target(target.name, target.engine, installed, minimum),
         recipe=recipe,
         limits=order.limits,
         memory=plan or memory_plan(export.geometry, order.limits, recipe, tokenizer),

@@ -105,6 +105,7 @@ class LoweringContext:
         cache: type of the KV cache, see :class:`llmc.bundle.Recipe`.
         compute: type of activations: float32, float16 or bfloat16.
         linear_done: called after each linear, for progress.
+        folds_lone_steps: whether the engine's attention takes queries without new keys.
     """
 
     phase: str
@@ -117,6 +118,7 @@ class LoweringContext:
     compute: str = "float32"
     linear_done: Callable[[], None] = lambda: None
     contract: int = GRAPH_CONTRACT_VERSION
+    folds_lone_steps: bool = False
 
     @property
     def array_type(self) -> np.dtype[np.generic]:
