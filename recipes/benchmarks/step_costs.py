@@ -1,8 +1,8 @@
 """Measure where the time of one call goes: products, head, attention, norms, the rest, by rows and context.
 
-Each graph of the bundle runs steps of one token per row. A call's time is the median of plain runs; a second session,
-with ONNX Runtime's profiler, says how its nodes share it, and what is left is between nodes. Beside them stand the bytes
-that a call reads and the operations that it does, over the machine's own limits, measured in the same run.
+Each graph of the bundle runs steps of one token per row, and prefill's also chunks of a prompt, under ONNX Runtime's
+profiler: nodes by what they are for, and what is left of a call is between them. Beside them stand the bytes that a
+call reads and the operations that it does, over the machine's own limits, measured in the same run.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import json
 import statistics
 import tempfile
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from engine_measures import FIRST_TOKEN, LAST_TOKEN, Found, run
 from onnx import TensorProto, helper
 
 from llmc.bundle import Manifest, read_bundle
+from llmc.inventory import HEAD
 from llmc.runtime.sessions import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime import compiled
 from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
@@ -34,32 +36,31 @@ from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 PRODUCTS = ("MatMulNBits", "MatMulIntegerToFloat", "FusedMatMul", "MatMul", "Gemm")
 PARTS = ("body", "head", "attention", "norms", "rest", "between nodes")
 ROWS, CONTEXTS = (1, 2, 4, 8, 16), (128, 2048, 8192)
-CALLS = 3  # timed calls of a shape in a round, after one that is not
+CALLS = 2  # timed calls of a shape in a round, after one that is not
 READ_BYTES = 1 << 30  # far more than any cache
 CHAIN = 400  # nodes with next to nothing to do
 WIDE = 1 << 16  # values of a node that two threads share
 PEAK_SHAPE = 512, 2048, 8192  # rows, inputs and outputs of a product that is bound by arithmetic
 
-Shape = tuple[Phase, int, int]  # graph, rows, valid positions of each
+CHUNKS = ((128, 0), (256, 0), (256, 1792), (256, 7936), (1024, 7168))  # tokens of a prompt, after so many
+
+Shape = tuple[Phase, int, int, int]  # graph, rows, tokens of each, valid positions of each before
 
 
-def steps(session: Session, shape: Shape) -> float:
-    """Seconds of a call: one token for each row after so many positions; the median of a few."""
-    phase, rows, context = shape
-    ids = np.random.default_rng(rows).integers(FIRST_TOKEN, LAST_TOKEN, (rows, 1))
-    call = Batch(phase, ids, np.full(rows, context, np.int64), np.zeros((rows, 1), np.int64))
-    seconds = []
+def calls(session: Session, shape: Shape) -> None:
+    """A few calls of a shape, with logits after each row's last token."""
+    phase, rows, tokens, context = shape
+    ids = np.random.default_rng(rows).integers(FIRST_TOKEN, LAST_TOKEN, (rows, tokens))
+    call = Batch(phase, ids, np.full(rows, context, np.int64), np.full((rows, 1), tokens - 1, np.int64))
     for _ in range(CALLS + 1):
-        started = time.perf_counter()
         session.run(call)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
 
 
-def opened(args: argparse.Namespace, manifest: Manifest) -> OnnxRuntimeSession:
-    """The bundle's graphs, with a cache for the largest shape whose pages are all there."""
+def opened(args: argparse.Namespace, manifest: Manifest, shapes: Sequence[Shape]) -> OnnxRuntimeSession:
+    """The bundle's graphs, with a cache for these shapes whose pages are all there."""
     session = OnnxRuntimeSession(args.bundle, manifest, args.threads)
-    session.cache.grow(max(args.row_counts), max(args.contexts) + 1, manifest.limits.max_context)
+    positions = max(context + tokens for _, _, tokens, context in shapes)
+    session.cache.grow(max(rows for _, rows, *_ in shapes), positions, manifest.limits.max_context)
     for array in session.cache.arrays:  # zeros that were never written all lie in one page
         array[:] = 0.01 if array.dtype == np.float32 else 1
     return session
@@ -85,46 +86,45 @@ def node_times(folder: Path, vocab_size: int) -> list[Counter[str]]:
     for path in folder.iterdir():
         events = sorted(json.loads(path.read_text()), key=lambda event: event["ts"])
         nodes = [event for event in events if event["cat"] == "Node" and event["name"].endswith("_kernel_time")]
-        for run_ in (event for event in events if event["name"] == "model_run"):
-            own = [node for node in nodes if 0 <= node["ts"] - run_["ts"] <= run_["dur"]]
-            parts: Counter[str] = Counter(nodes=len(own))
+        starts = [node["ts"] for node in nodes]
+        for whole in (event for event in events if event["name"] == "model_run"):
+            own = nodes[bisect_left(starts, whole["ts"]) : bisect_right(starts, whole["ts"] + whole["dur"])]
+            parts: Counter[str] = Counter(nodes=len(own), call=whole["dur"])
             for node in own:
-                parts[part_of(node["args"], vocab_size)] += node["dur"]
+                if node["args"]["op_name"] != "If":  # whose nodes are there themselves
+                    parts[part_of(node, vocab_size)] += node["dur"]
+            parts["between nodes"] = whole["dur"] - sum(parts[part] for part in PARTS[:-1])
             found.append(parts)
     return found
 
 
 def part_of(node: dict[str, Any], vocab_size: int) -> str:
-    """The part of a call that a node belongs to."""
-    operator = node["op_name"]
+    """The part of a call that a node belongs to; attention's are named after it."""
+    operator = node["args"]["op_name"]
     if operator in PRODUCTS:
-        widths = [shape[-1] for output in node["output_type_shape"] for shape in output.values()]
+        widths = [shape[-1] for output in node["args"]["output_type_shape"] for shape in output.values()]
         return "head" if vocab_size in widths else "body"
-    if operator in ("GroupQueryAttention", "RotaryEmbedding"):
+    if operator in ("GroupQueryAttention", "RotaryEmbedding") or ".self_attn.lone." in node["name"]:
         return "attention"
     return "norms" if operator.endswith("LayerNormalization") else "rest"
 
 
-def profile(args: argparse.Namespace, manifest: Manifest, shapes: Sequence[Shape]) -> dict[Shape, Counter[str]]:
-    """The median call's microseconds by part, from ONNX Runtime's profiler."""
+def profile(args: argparse.Namespace, manifest: Manifest, shapes: Sequence[Shape]) -> dict[Shape, list[Counter[str]]]:
+    """Microseconds by part of each timed call, from ONNX Runtime's profiler."""
     found: defaultdict[Shape, list[Counter[str]]] = defaultdict(list)
-    for phase in Phase:
+    for phase in Phase:  # each graph has a profile of its own
         own = [shape for shape in shapes if shape[0] is phase]
         with tempfile.TemporaryDirectory() as name:
             with profiled(Path(name)):
-                session = opened(args, manifest)
+                session = opened(args, manifest, own)
             for _, shape in product(range(args.rounds), own):
-                steps(session, shape)
+                calls(session, shape)
             session.close()
             del session
-            calls = iter(node_times(Path(name), manifest.geometry.vocab_size))
+            made = iter(node_times(Path(name), manifest.geometry.vocab_size))
             for _, shape in product(range(args.rounds), own):
-                found[shape] += [next(calls) for _ in range(CALLS + 1)][1:]
-    keys = ("nodes", *PARTS[:-1])
-    return {
-        shape: Counter({key: statistics.median(c[key] for c in calls) for key in keys})
-        for shape, calls in found.items()
-    }
+                found[shape] += [next(made) for _ in range(CALLS + 1)][1:]
+    return found
 
 
 # ------------------------------------------------------------------------------------------ the machine's limits
@@ -198,17 +198,18 @@ def best(work: Callable[[], object], times: int = 7) -> float:
 
 def bytes_read(manifest: Manifest, shape: Shape) -> int:
     """Bytes of weights and of valid keys and values that a call must read."""
-    phase, rows, context = shape
-    return manifest.graphs[phase.value].step_weight_bytes + rows * (context + 1) * manifest.memory.cache_per_token
+    phase, rows, tokens, context = shape
+    return manifest.graphs[phase.value].step_weight_bytes + rows * (context + tokens) * manifest.memory.cache_per_token
 
 
 def operations(manifest: Manifest, shape: Shape) -> tuple[int, int]:
     """Multiplications and additions of a call: of its products with weights, and of attention."""
-    _, rows, context = shape
+    _, rows, tokens, context = shape
     geometry = manifest.geometry
-    weights = sum(linear.inputs * linear.outputs for linear in geometry.linears)
+    body = sum(linear.inputs * linear.outputs for linear in geometry.linears if linear.name != HEAD)
+    seen = tokens * context + tokens * (tokens + 1) // 2
     heads = sum(attention.heads * attention.head_dim for attention in geometry.attentions)
-    return 2 * rows * weights, 4 * rows * (context + 1) * heads
+    return 2 * rows * (tokens * body + geometry.hidden_size * geometry.vocab_size), 4 * rows * seen * heads
 
 
 def measure(args: argparse.Namespace) -> Found:
@@ -216,9 +217,9 @@ def measure(args: argparse.Namespace) -> Found:
     manifest = read_bundle(args.bundle)
     limits = replace(manifest.limits, max_batch=max(manifest.limits.max_batch, *ROWS))
     manifest = replace(manifest, limits=limits)  # a cache of more rows is no question of the graphs
-    args.row_counts = [int(item) for item in args.row_counts or ROWS]
-    args.contexts = [int(item) for item in args.contexts or CONTEXTS]
-    shapes = list(product(Phase, args.row_counts, args.contexts))
+    rows_, contexts = ([int(item) for item in items] for items in (args.row_counts or ROWS, args.contexts or CONTEXTS))
+    shapes: list[Shape] = [(phase, rows, 1, context) for phase, rows, context in product(Phase, rows_, contexts)]
+    shapes += [(Phase.PREFILL, 1, tokens, context) for tokens, context in CHUNKS if context <= max(contexts)]
     machine = {
         "read_bytes_per_s": read_bandwidth(args.threads),
         "integer_operations_per_s": peak(args.threads, integer=True),
@@ -226,47 +227,30 @@ def measure(args: argparse.Namespace) -> Found:
         "node_s": node_seconds(args.threads, 1),
         "shared_node_s": node_seconds(args.threads, WIDE),
     }
-    session = opened(args, manifest)
-    seconds: defaultdict[Shape, list[float]] = defaultdict(list)
-    for _, shape in product(range(args.rounds), shapes):
-        seconds[shape].append(steps(session, shape))
-    session.close()
-    del session
-    parts = profile(args, manifest, shapes)
-    rows, details = [], []
-    for shape in shapes:
-        phase, count_, context = shape
-        took, own = statistics.median(seconds[shape]), parts[shape]
-        own["between nodes"] = max(0.0, took * 1e6 - sum(own[part] for part in PARTS[:-1]))
+    table, details = [], []
+    for shape, made in profile(args, manifest, shapes).items():
+        own = {key: statistics.median(call[key] for call in made) for key in ("call", *PARTS, "nodes")}
         read, (products, attended) = bytes_read(manifest, shape), operations(manifest, shape)
-        shares = read / machine["read_bytes_per_s"] / took, products / machine["integer_operations_per_s"] / took
-        rows.append(
+        bounds = {
+            "of bandwidth": read / machine["read_bytes_per_s"],
+            "of peak": products / machine["integer_operations_per_s"] + attended / machine["float32_operations_per_s"],
+        }
+        graph, *sizes = shape
+        table.append(
             (
-                *(phase.value, f"{count_}", f"{context}", f"{took * 1e3:.1f}"),
-                *(f"{own[part] / 1e3:.1f}" for part in PARTS),
+                *(graph.value, *map(str, sizes), *(f"{own[part] / 1e3:.1f}" for part in ("call", *PARTS))),
                 *(f"{own['nodes']:.0f}", f"{read / 1e6:.0f}", f"{products / 1e9:.1f}", f"{attended / 1e9:.2f}"),
-                *(f"{share:.0%}" for share in shares),
+                *(f"{bound * 1e6 / own['call']:.0%}" for bound in bounds.values()),
             )
         )
-        spread = min(seconds[shape]), max(seconds[shape])
-        named = {"graph": phase.value, "rows": count_, "context": context, "seconds": took, "spread": spread}
+        spread = min(call["call"] for call in made), max(call["call"] for call in made)
         work = {"bytes": read, "operations": products, "attention_operations": attended}
-        details.append({**named, **work, "microseconds": dict(own)})
-    head = (
-        "graph",
-        "rows",
-        "context",
-        "call ms",
-        *PARTS,
-        "nodes",
-        "MB",
-        "GOP",
-        "attention GOP",
-        "of bandwidth",
-        "of peak",
-    )
+        details.append(
+            {"graph": graph.value, "rows_tokens_context": sizes, "microseconds": own, "spread": spread, **work}
+        )
+    head = ("graph", "rows", "tokens", "after", "ms", *PARTS, "nodes", "MB", "GOP", "attention GOP", *bounds)
     figures = [("limit", "measured"), *((name, f"{value:.3g}") for name, value in machine.items())]
-    return Found([], {"limits": machine, "calls": details}, (figures, (head, *rows)))
+    return Found([], {"limits": machine, "calls": details}, (figures, (head, *table)))
 
 
 def main() -> None:

@@ -54,6 +54,11 @@ class Sequence(Slot, ABC):
         return self.group.request
 
     @property
+    def owner(self) -> object:
+        """The same, for whoever knows no requests."""
+        return self.group.request
+
+    @property
     def holds_prompt(self) -> bool:
         """True while its row begins with the whole prompt."""
         length = len(self.request.prompt)

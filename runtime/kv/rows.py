@@ -30,6 +30,11 @@ class Slot:
     drafts: list[int] = field(default_factory=list)
     needs: int = 0
 
+    @property
+    def owner(self) -> object:
+        """The request that it is a part of; where there is none, itself."""
+        return self
+
 
 _S = TypeVar("_S", bound=Slot)
 

@@ -20,12 +20,14 @@ from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
+from llmc.runtime.runner.graph_choice import GraphChoice
 from llmc.runtime.runner.prefill import Floats, prefill
 from llmc.runtime.sampling.masses import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
-# From so many tokens in a call the W8A8 graph of prefill is faster than the weight-only graph of decode, by the bits of
-# the latter. Fixed, not timed, so that the same requests give the same tokens tomorrow.
+# From so many tokens in a call the W8A8 graph of prefill is assumed to be faster than the weight-only graph of decode,
+# by the bits of the latter, until steps that several requests share show which one is. A request alone always goes by
+# these figures, so that it gives the same tokens tomorrow.
 PREFILL_GRAPH_FROM = {"int8": 5, "int4": 10}
 NEVER = 1 << 30
 # Tokens of a call that verifies drafts, usually: the one before them, and 3 to 7 of them.
@@ -105,8 +107,10 @@ class ModelRunner:
         self._chunk = prefill_chunk
         self._metrics = metrics
         self._policy = Policy.of(level, session, manifest, max_rows)
+        self._choice = GraphChoice(self._policy.prefill_graph_from)
         self._strict = level is Determinism.STRICT
         self._candidates = 0 if manifest.engine is None else manifest.engine.candidates
+        self._seconds = 0.0  # of the last call
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make room for so many rows and positions, and for the dummies that the policy adds.
@@ -142,7 +146,11 @@ class ModelRunner:
         few = all(0 < sequence.needs < self._candidates for sequence in call)
         ids, lengths, indices = np.array(new, np.int64), np.array(past, np.int64), np.zeros((len(new), 1), np.int64)
         wanted = self._candidates if few else 0
-        logits = self._run(Batch(self.phase(len(call)), ids, lengths, indices, call[0].row, wanted))
+        shared = self._chooses and len({id(sequence.owner) for sequence in call}) > 1
+        phase = self._choice.next(len(call)) if shared else self.phase(len(call))
+        logits = self._run(Batch(phase, ids, lengths, indices, call[0].row, wanted))
+        if shared:
+            self._choice.observe(phase, len(call), self._seconds)
         if few and not all(suffice(row, sequence.needs) for row, sequence in zip(logits[:, 0], call, strict=False)):
             logits = self.session.full_logits()
         hidden = self.session.hidden
@@ -154,15 +162,21 @@ class ModelRunner:
         return self.phase(TYPICAL_VERIFICATION)
 
     def phase(self, tokens: int) -> Phase:
-        """The graph for a step of so many tokens."""
-        return Phase.PREFILL if tokens >= self._policy.prefill_graph_from else Phase.DECODE
+        """The graph for so many tokens of one request."""
+        return self._choice.assumed(tokens)
 
     def step_seconds(self, rows: int) -> float | None:
         """Seconds of a step of so many rows without drafts, as far as that is known."""
         if self._policy.row_by_row:
             one = self.costs.predict(Phase.DECODE, 1, 2 if self._policy.even else 1)
             return None if one is None else rows * one
-        return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
+        phase = self._choice.best(rows) if self._chooses else self.phase(rows)
+        return self.costs.predict(phase, rows + (rows % 2 if self._policy.in_pairs else 0), 1)
+
+    @property
+    def _chooses(self) -> bool:
+        """True if there are two graphs to choose from."""
+        return self._policy.prefill_graph_from < NEVER
 
     def _one_by_one(self, call: Sequence[Slot]) -> tuple[Floats, Floats | None]:
         logits, states = [], []
@@ -184,9 +198,9 @@ class ModelRunner:
         rows, tokens = call.input_ids.shape
         start = time.perf_counter()
         logits: Floats = self.session.run(call)
-        seconds = time.perf_counter() - start
-        self.costs.observe(call.phase, rows, tokens, seconds)
-        self._metrics.step(call.phase.value, seconds, rows)
+        self._seconds = time.perf_counter() - start
+        self.costs.observe(call.phase, rows, tokens, self._seconds)
+        self._metrics.step(call.phase.value, self._seconds, rows)
         return logits
 
 

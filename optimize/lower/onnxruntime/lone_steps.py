@@ -153,6 +153,5 @@ def _folded(emit: Emitter, attention: Attention, shared: _Shared) -> list[ir.Val
         rotary_interleaved=node.attributes["rotary_interleaved"].as_int(),
     )
     apart = emit("Reshape", attended, vector(graph, [1, group, kv_heads, width]))
-    output = emit(
-        "Reshape", emit("Transpose", apart, perm=[0, 2, 1, 3]), vector(graph, [1, 1, attention.heads * width])
-    )
+    together = emit("Transpose", apart, perm=[0, 2, 1, 3])
+    return [emit("Reshape", together, vector(graph, [1, 1, attention.heads * width])), *present]

@@ -1,9 +1,7 @@
-"""A token alone after many is computed with folded heads: the same numbers, the same cache, and nothing else touched."""
+"""A token alone after many is computed with folded heads: the same numbers, the same cache, nothing else touched."""
 
 from dataclasses import replace
 
-import numpy as np
-import onnx_ir as ir
 import pytest
 from doubles.lowerings import difference
 
