@@ -36,6 +36,7 @@ from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 PRODUCTS = ("MatMulNBits", "MatMulIntegerToFloat", "FusedMatMul", "MatMul", "Gemm")
 PARTS = ("body", "head", "attention", "norms", "rest", "between nodes")
 ROWS, CONTEXTS = (1, 2, 4, 8, 16), (128, 2048, 8192)
+MOST_POSITIONS = 1 << 16  # of all rows: 1.6 GB of keys and values for the 0.5B geometry
 CALLS = 2  # timed calls of a shape in a round, after one that is not
 READ_BYTES = 1 << 30  # far more than any cache
 CHAIN = 400  # nodes with next to nothing to do
@@ -218,7 +219,8 @@ def measure(args: argparse.Namespace) -> Found:
     limits = replace(manifest.limits, max_batch=max(manifest.limits.max_batch, *ROWS))
     manifest = replace(manifest, limits=limits)  # a cache of more rows is no question of the graphs
     rows_, contexts = ([int(item) for item in items] for items in (args.row_counts or ROWS, args.contexts or CONTEXTS))
-    shapes: list[Shape] = [(phase, rows, 1, context) for phase, rows, context in product(Phase, rows_, contexts)]
+    steps = ((rows, context) for rows, context in product(rows_, contexts) if rows * context <= MOST_POSITIONS)
+    shapes: list[Shape] = [(phase, rows, 1, context) for phase, (rows, context) in product(Phase, list(steps))]
     shapes += [(Phase.PREFILL, 1, tokens, context) for tokens, context in CHUNKS if context <= max(contexts)]
     machine = {
         "read_bytes_per_s": read_bandwidth(args.threads),
