@@ -26,6 +26,7 @@ ROUTERS = (
     completions.router,
     responses.router,
     messages.router,
+    messages.sockets,
     embeddings.router,
     tokens.router,
     health.router,
