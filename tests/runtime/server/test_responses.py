@@ -356,7 +356,7 @@ class TestSocket:
     def test_tells_errors_and_goes_on(self, able_openai: openai.OpenAI):
         with able_openai.responses.connect() as socket:
             for message, said in [
-                ("{}", "type does not fit"),
+                ('{"input": "a"}', "type does not fit"),
                 ("no JSON", "JSON"),
                 (b'{"type": "response.create", "input": "a", "stream_id": "x"}', "stream_id is not a parameter"),
                 ('{"type": "response.create", "input": "a", "previous_response_id": "resp_x"}', "no response"),

@@ -62,4 +62,6 @@ def test_axe_finds_nothing(page, server: ChatServer):
     page.keyboard.press("Alt+h")
     page.keyboard.press("Alt+h")
     check("the history")
+    page.get_by_role("button", name="Rename").click()
+    check("the dialog for a title")
     assert {state: found for state, found in states.items() if found} == {}
