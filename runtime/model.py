@@ -449,8 +449,7 @@ class Model:
         Args:
             messages, tools, documents, chat_template_kwargs, continue_final_message, parse_special: as for
                 :meth:`chat`.
-            add_generation_prompt: end with the beginning of the assistant's answer, unless the last message is one to go
-                on with.
+            add_generation_prompt: end with the beginning of the assistant's answer, unless the last message is one.
             on_overflow: as among the sampling values; where it drops text, not all tokens are made.
 
         Raises:

@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen at once, and say ready when the models that are loaded at the start are; at the end close all of them."""
+        """Listen at once, and say ready when what is loaded at the start is; at the end close all models."""
         self._task(self._warm())
         self._task(self._watch())
         try:

@@ -200,8 +200,8 @@ def _rate(where: str, name: str, table: Mapping[str, Any]) -> int | None:
 class Keys:
     """Ask for a key on every route but those that are open; without a file, on none.
 
-    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``key_name`` and ``has_admin`` (some key is one's); what was presented is removed from the
-    headers, so that nothing behind can log it.
+    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``key_name`` and ``has_admin`` (True if some key is an
+    admin's); what was presented is removed from the headers, so that nothing behind can log it.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring | None) -> None:

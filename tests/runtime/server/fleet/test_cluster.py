@@ -236,9 +236,9 @@ def test_a_stream_comes_as_it_is_made(http: httpx.Client) -> None:
 
 
 def test_requests_that_begin_alike_meet_at_one_replica(http: httpx.Client) -> None:
-    before, group = served(http), 0
-    for route, (body, cached) in DIALECTS.items():
-        for group in range(group + 1, group + 1 + GROUPS):  # prompts that no other dialect has
+    before = served(http)
+    for number, (route, (body, cached)) in enumerate(DIALECTS.items()):
+        for group in range(number * GROUPS, (number + 1) * GROUPS):  # prompts that no other dialect has
             asked = {"json": body(words(group)), "headers": {"anthropic-version": "2026-10-21"}}
             answers = [http.post(route, **asked).json() for _ in range(2)]
             assert cached(answers[1]) > 64, route
