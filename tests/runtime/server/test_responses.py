@@ -211,7 +211,7 @@ def test_errors_are_those_of_the_client(able_openai: openai.OpenAI, able_http: h
         able_openai.responses.create(model="none", input="a")
     with pytest.raises(openai.BadRequestError, match="embeds texts"):
         able_openai.responses.create(model="embed", input="a")
-    assert able_http.get("/v1/responses/resp-1?stream=true").status_code == 400
+    assert able_http.get("/v1/responses/resp-1?stream=true&include=all").status_code == 400
 
 
 def test_a_failure_amid_a_stream_is_its_last_event(able_openai: openai.OpenAI):

@@ -221,11 +221,11 @@ def under_load(url: str) -> Iterator[Load]:
         one.result()
 
 
-def test_a_fleet_for_others_needs_keys(tiny_bundle: Path) -> None:
+def test_a_fleet_for_others_needs_keys(tmp_path: Path) -> None:
     from llmc.runtime.server.fleet.cluster import build
 
     with pytest.raises(UsageError, match="no key would be asked for"):
-        build({"models": {"tiny": str(tiny_bundle)}})
+        build({"models": {"tiny": str(tmp_path)}})
 
 
 def test_a_stream_comes_as_it_is_made(http: httpx.Client) -> None:
