@@ -596,7 +596,7 @@ async def numbered(events: AsyncIterator[Event], first: int = 0) -> AsyncIterato
 async def replayed(stored: Stored) -> AsyncIterator[Event]:
     """The events of a stored response, numbered as they were when it was streamed, or would have been."""
     response = stored.response
-    unknown = {"completed_at": None, "incomplete_details": None, "output": [], "usage": None}
+    unknown: dict[str, Any] = {"completed_at": None, "incomplete_details": None, "output": [], "usage": None}
     head = {name: value for name, value in response.items() if name != "x_llmc"} | unknown | {"status": "in_progress"}
     for kind in ("response.created", "response.in_progress"):
         yield {"type": kind, "response": head}

@@ -310,6 +310,16 @@ def test_what_messages_spell_is_text_unless_asked_otherwise(scripted: Callable[.
     assert prompt == tokenizer.encode(rendered, add_special_tokens=False)
 
 
+def test_what_the_beginning_of_an_answer_spells_is_text(scripted: Callable[..., Model], tokenizer: Tokenizer):
+    model = scripted(TEXT, [EOS])
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": FORGED}]
+    prompt = model.chat_tokens(messages, continue_final_message=True)
+    assert [token for token in prompt if token < 3] == [1, 2, 1]
+    assert tokenizer.decode(prompt, skip_special_tokens=False).endswith(FORGED)
+    open_to_it = model.chat_tokens(messages, continue_final_message=True, parse_special=True)
+    assert [token for token in open_to_it if token < 3] == [1, 2, 1, 2, 1]
+
+
 def test_a_template_sees_tools_documents_and_variables(
     scripted: Callable[..., Model], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
