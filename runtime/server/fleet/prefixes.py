@@ -34,9 +34,9 @@ def prefix_of(path: str, body: bytes) -> tuple[bytes, ...]:
         return ()
     try:
         request = json.loads(body)
+        return tuple(_chained(_text(request, members))) if isinstance(request, dict) else ()
     except (ValueError, RecursionError):
         return ()
-    return tuple(_chained(_text(request, members))) if isinstance(request, dict) else ()
 
 
 def _text(request: dict[str, Any], members: tuple[str, ...]) -> str:

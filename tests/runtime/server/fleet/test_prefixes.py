@@ -98,6 +98,7 @@ class TestNames:
             ("/v1/embeddings", json.dumps({"input": LONG}).encode()),
             (CHAT, b"{"),
             (CHAT, b"[" * 100_000),
+            (CHAT, b'{"messages": ' + b"[" * 900 + b'"' + LONG.encode() + b'"' + b"]" * 900 + b"}"),
             (CHAT, b"\xff"),
             (CHAT, b"[1]"),
             (CHAT, b'{"messages": []}'),
