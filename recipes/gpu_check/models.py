@@ -19,8 +19,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_check.steps import NotHereError, Options
-from llmc.errors import GpuError, LlmcError, require
+from gpu_check.steps import NotHereError, Options, place
+from llmc.errors import BuildError, GpuError, LlmcError, require
 from llmc.runtime import load
 from llmc.runtime.host import cuda
 from llmc.runtime.sessions.onnxruntime import cuda_provider
@@ -77,8 +77,8 @@ def built(target: str, geometry: str, precision: str, options: Options) -> Path:
 
 
 def _places(target: str, geometry: str, precision: str, options: Options) -> tuple[Path, Path]:
-    name = f"{target}-{geometry}-{precision}"
-    return options.work / name, options.work / f"{name}.trouble"
+    folder = place(f"{target}/{geometry}/{precision}", options.work)
+    return folder, folder.with_name(f"{folder.name}.trouble")
 
 
 @contextlib.contextmanager
@@ -144,9 +144,13 @@ def make(geometry: str, output: Path) -> None:
 
 
 def prepare(geometry: str, folder: Path) -> None:
-    """Write an export that can be carried along: of random weights the header alone."""
+    """Write an export that can be carried along, of random weights the header alone, and what it should compute."""
+    from gpu_check.correctness import reference_of
+
     target = folder / geometry
     make(geometry, target)
+    if problems := reference_of(target, folder / f"{geometry}.npz")["problems"]:
+        raise BuildError(f"{geometry}: {'; '.join(problems)}")
     for path in sorted(target.glob(f"*{WEIGHTS}")) if geometry != TINY else ():
         path.with_suffix(HEADER).write_bytes(_head(path))
         path.unlink()
