@@ -76,6 +76,8 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
 def check(asked: argparse.Namespace) -> int:
     """Run the steps that are wanted; 1 if one of them failed, crashed or ran out of time.
 
+    What is known of a step is not given up because it could not be run again, for want of time or of a library.
+
     Raises:
         RefusedError: a file or folder cannot be used as what it is named for; before any step, but for a full disk.
     """
@@ -88,10 +90,10 @@ def check(asked: argparse.Namespace) -> int:
     wanted = ordered(asked, steps)
     for number, step in enumerate(wanted, 1):
         left = start + 60 * asked.minutes - time.monotonic()
-        if left > 0 or step.name not in steps:
-            steps[step.name] = {**attempt(step, asked, left), "ended": now(), "commit": commit}
+        found, known = attempt(step, asked, left), steps.get(step.name)
+        if known is None or found["state"] != NOT_RUN or (known["state"] == NOT_RUN and left > 0):
+            steps[step.name] = {**found, "ended": now(), "commit": commit}
             write(document, out)
-        found = steps[step.name]
         end = f"{found['state']}: {found['message']}" if found["message"] else found["state"]
         print(f"[{number}/{len(wanted)}] {step.name}: {end}", file=sys.stderr)
     print(markdown(document))

@@ -205,17 +205,45 @@ def test_without_a_gpu_steps_that_need_one_are_not_run(part: Part, monkeypatch: 
 # --------------------------------------------------------------------------------------------------------- a whole run
 
 
+# All but the steps about one bundle and about one that does not build, and what needs no bundle.
+LEFT_OUT = ["*/tensorrt/*", "*/1b/*", "*/tiny/int?", "*/0.5b/fp16", "*/0.5b/int4", "reference/*", "refusal/*"]
+LEFT_OUT += ["baseline/[!1]*", *(f"{kind}/*/0.5b/*" for kind in ("verify", "determinism", "buckets", "kernels"))]
+FEW_MINUTES = 0.2
+
+
 @pytest.fixture(scope="module")
-def finished(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A run of every step about one bundle, of which one does not build, and of what needs no bundle."""
+def runs(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path, Any]:
+    """The file after each of two runs, of which the first ends somewhere in the middle; the file, and the second run."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "models").mkdir()
     (folder / "models" / "tiny").symlink_to(tiny_export)
     (folder / "models" / "0.5b").mkdir()
     (folder / "models" / "0.5b" / "export.json").write_text("{}")
-    steps = ["driver", "*/cuda/tiny/fp16", "baseline/1b", "build/cuda/0.5b/int8", "measure/cuda/0.5b/int8"]
-    command = [sys.executable, str(SCRIPT), "--out", "x.json", "--models", "models", *steps]
-    return folder / "x.json", subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    command = [sys.executable, str(SCRIPT), "--out", "x.json", "--models", "models"]
+    command += [f"--skip={pattern}" for pattern in LEFT_OUT]
+    files = []
+    for minutes in ([f"--minutes={FEW_MINUTES}"], []):
+        done = subprocess.run([*command, *minutes], capture_output=True, text=True, cwd=folder)
+        files.append(json.loads((folder / "x.json").read_text()))
+    return files, folder / "x.json", done
+
+
+@pytest.fixture(scope="module")
+def finished(runs: tuple[list[Any], Path, Any]) -> tuple[Path, Any]:
+    """The file and the run that came to the end."""
+    return runs[1:]
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_in_the_middle_is_gone_on_with(runs: tuple[list[Any], Path, Any]):
+    before, after = (document["steps"] for document in runs[0])
+    assert before.keys() == after.keys()
+    left = [name for name, step in before.items() if step["state"] == "not run"]
+    assert left and any("time was" in before[name]["message"] for name in left)
+    assert {name: step for name, step in before.items() if step["state"] == "done"}.items() <= after.items()
+    assert [name for name in left if "time was" in after[name]["message"]] == []
+    wrong = {name: after[name]["state"] for name in ("hang", "die", "rubbish")}
+    assert wrong == {"hang": "timed out", "die": "crashed", "rubbish": "failed"}
 
 
 @pytest.mark.slow
