@@ -213,7 +213,7 @@ FEW_MINUTES = 0.2
 
 @pytest.fixture(scope="module")
 def runs(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path, Any]:
-    """The file after each of two runs, of which the first ends somewhere in the middle; the file, and the second run."""
+    """The file after each of two runs, of which the first ends in the middle; its path; how the second one ended."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "models").mkdir()
     (folder / "models" / "tiny").symlink_to(tiny_export)
