@@ -41,7 +41,7 @@ class Step:
 
 BUILD, MEASURE = ("models:build", 150.0), ("measure:measure", 100.0)
 STEPS = [
-    Step("machine", "machine:machine", 100),
+    Step("machine", "machine:machine", 150),  # longer than the probe waits for a library
     Step("driver", "machine:driver", 60),
     *(step for name in BUNDLES for step in (Step(f"build/{name}", *BUILD), Step(f"measure/{name}", *MEASURE))),
     *(Step(f"baseline/{name}", "baseline:baseline", 150) for name in GEOMETRIES),
