@@ -39,7 +39,7 @@ class Step:
     limit_s: float
 
 
-BUILD, MEASURE = ("models:build", 150.0), ("measure:measure", 100.0)
+BUILD, MEASURE = ("models:build", 180.0), ("measure:measure", 100.0)
 STEPS = [
     Step("machine", "machine:machine", 150),  # longer than the probe waits for a library
     Step("driver", "machine:driver", 60),
