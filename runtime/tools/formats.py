@@ -42,6 +42,9 @@ class CallFormat(Protocol):
     def bare_grammar(self) -> str:
         """A regular expression of what only calls without an opening mark begin with."""
 
+    def may_be_bare(self, text: str) -> bool:
+        """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""
+
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
         """Read calls from one of ``begins`` on; False if none follows, and then nothing was handed on."""
 

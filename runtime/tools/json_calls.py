@@ -68,6 +68,11 @@ class JsonCalls:
         """A regular expression of what only calls begin with."""
         return rf'\{{[ \n\t]*"{self.keys[0]}"'
 
+    def may_be_bare(self, text: str) -> bool:
+        """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""
+        head, written = f'{{"{self.keys[0]}"', "".join(text.split())
+        return head.startswith(written) or written.startswith(head)
+
     def _object(self, tool: Tool) -> str:
         name, arguments = self.keys
         head = f'"{name}": "{tool.name}", "{arguments}": '

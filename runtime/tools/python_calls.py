@@ -58,6 +58,10 @@ class PythonCalls:
         """A regular expression of what only calls begin with."""
         return r"\[[A-Za-z0-9_.-]+\("
 
+    def may_be_bare(self, text: str) -> bool:
+        """True: what the reader waits for after the bracket is a name."""
+        return True
+
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:

@@ -97,6 +97,21 @@ def test_every_cut_of_a_call_is_read_without_an_error(form: str, hear: Callable[
         assert content or calls or not SPOKEN[form][:end]
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_of_a_call_that_the_length_cut_off_no_markup_is_content(form: str, hear: Callable[..., Any]):
+    for end in range(2, len(SPOKEN[form])):
+        content, _, calls = hear(SPOKEN[form][:end], form, cut=True)
+        # The first character of a mark may be any text's.
+        assert len(content.removeprefix("ok").strip()) <= 1, SPOKEN[form][:end]
+        assert {name for name, _ in calls} <= {"get_weather", "now"}
+
+
+@pytest.mark.parametrize("text", ['{"total": {"a": [1, 2', "a < b", "<tool_call> no call", "[1, 2"])
+@pytest.mark.parametrize("form", ["hermes", "llama3", "pythonic"])
+def test_any_other_text_that_the_length_cut_off_is_whole(form: str, text: str, hear: Callable[..., Any]):
+    assert hear(text, form, cut=True) == (text, "", [])
+
+
 def test_a_name_comes_before_its_arguments_and_these_as_they_are_written(hear: Callable[..., Any]):
     head = '<tool_call>\n{"name": "get_weather", "arguments": {"ci'
     assert hear(head) == ("", "", [("get_weather", '{"ci')])
