@@ -47,6 +47,17 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+def check_stream(stream: bool | None, options: Body | None) -> None:
+    """Refuse settings of a stream that is none.
+
+    Raises:
+        ApiError: they are given.
+    """
+    if options is not None and not stream:
+        said = "stream_options is given without stream; leave it out, or set stream to true"
+        raise ApiError(400, said, param="stream_options")
+
+
 class Wanted(Body):
     """Facts that the answer tells beside itself, under ``x_llmc``."""
 

@@ -15,9 +15,9 @@ from typing_extensions import NotRequired, TypedDict
 from llmc.errors import LlmcError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
-from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, biases, told
-from llmc.runtime.server.chat import EFFORTS
-from llmc.runtime.server.errors import ApiError, from_llmc
+from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, biases, check_stream, told
+from llmc.runtime.server.chat import EFFORTS, reasoned
+from llmc.runtime.server.errors import ApiError, from_llmc, named
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.response_events import Event, Output
@@ -235,6 +235,9 @@ class ResponseRequest(Sampled):
             ApiError: parameters contradict each other.
         """
         effort = self.reasoning.effort if self.reasoning else None
+        check_stream(self.stream, self.stream_options)
+        if self.tool_format is not None and not self.tools:
+            raise ApiError(400, "tool_format is given without tools; leave it out, or give them", param="tool_format")
         return {
             **self.sampling(
                 max_tokens=self.max_output_tokens,
@@ -249,8 +252,13 @@ class ResponseRequest(Sampled):
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning_budget": EFFORTS.get(effort or ""),
-            "chat_template_kwargs": {"enable_thinking": effort != "none"} if effort else None,
         }
+
+    @property
+    def thinks(self) -> bool | None:
+        """True or False where the request asks for reasoning or for none."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return None if effort is None else effort != "none"
 
     @property
     def wants_logprobs(self) -> bool:
@@ -269,6 +277,15 @@ class ResponseRequest(Sampled):
         return self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
 
 
+# This dialect's names of llmc's parameters.
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "json_schema": "text.format.schema",
+    "reasoning": "reasoning.effort",
+    "reasoning_budget": "reasoning.effort",
+}
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -498,7 +515,11 @@ class Turn:
     async def opened(self, held: AsyncExitStack) -> tuple[Model, ChatHandle]:
         """Submit the request; model and request are held until ``held`` is closed."""
         model = await held.enter_async_context(self._service.generator(self.body.model))
-        handle = await submitted(partial(model.stream_chat, self.messages, **self.arguments))
+        with named(NAMES):
+            variables = reasoned(model, None, self.body.thinks)
+            handle = await submitted(
+                partial(model.stream_chat, self.messages, chat_template_kwargs=variables, **self.arguments)
+            )
         held.callback(handle.cancel)
         return model, handle
 
@@ -563,16 +584,6 @@ async def owner_of(request: Request) -> str | None:
     return found
 
 
-async def no_query(request: Request) -> None:
-    """Refuse parameters in the address.
-
-    Raises:
-        ApiError: there is one.
-    """
-    if name := next(iter(request.query_params), None):
-        raise ApiError(400, f"{name[:40]} is not a parameter of this route; leave it out", param=name[:40])
-
-
 Owner = Annotated[str | None, Depends(owner_of)]
 Served = Annotated[Service, Depends(service_of)]
 
@@ -588,13 +599,13 @@ async def responses(body: ResponseRequest, request: Request, owner: Owner, servi
         return JSONResponse(await unless_gone(request, turn.whole(model, handle)))
 
 
-@router.get("/v1/responses/{response_id}", response_model=Answer, dependencies=[Depends(no_query)])
+@router.get("/v1/responses/{response_id}", response_model=Answer)
 async def stored_response(response_id: str, owner: Owner, service: Served) -> Response:
     """A stored response, as it was sent."""
     return JSONResponse(service.responses.get(owner, response_id).response)
 
 
-@router.delete("/v1/responses/{response_id}", dependencies=[Depends(no_query)])
+@router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, owner: Owner, service: Served) -> Deleted:
     """Forget a response. Conversations cannot go on from it, nor from those after it."""
     service.responses.delete(owner, response_id)

@@ -113,6 +113,12 @@ def cost(handle: Handle) -> int:
     return usage.prompt_tokens + usage.completion_tokens
 
 
+def allowed(model: str) -> bool:
+    """True if the present client's key is for a model."""
+    client = CLIENT.get()
+    return client is None or client.key is None or client.key.allows(model)
+
+
 def check_model(name: str) -> None:
     """Refuse a model that the present client's key is not for.
 
@@ -120,7 +126,7 @@ def check_model(name: str) -> None:
         ApiError: 403, with the models that it is for.
     """
     client = CLIENT.get()
-    if client and client.key and not client.key.allows(name):
+    if client and client.key and not allowed(name):
         known = ", ".join(sorted(client.key.models or ()))
         message = f"the key {client.key.name!r} is not for the model {name!r}, expected {known}"
         raise ApiError(403, message, param="model", code="model_not_allowed")

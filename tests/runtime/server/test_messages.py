@@ -181,11 +181,11 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_anthro
         ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens is 4, expected less than"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1, "display": "omitted"}}, "display"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
-        ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools.0"),
+        ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools[0]"),
         ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "the last message is the assistant's"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
-            "messages.0.user.content.0 does not fit: input tag 'image'",
+            "messages[0].content[0] has the type 'image', expected one of",
         ),
         ({"mcp_servers": []}, "mcp_servers"),
     ],

@@ -190,7 +190,7 @@ class TestAddresses:
             listener.setblocking(False)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
             filled = json.loads(json.dumps(content).replace("URL", url))
-            assert "messages.0.content" in message_of(alice.post(CHAT, json=chat([filled])))
+            assert "messages[0].content[0]" in message_of(alice.post(CHAT, json=chat([filled])))
             with pytest.raises(BlockingIOError):
                 listener.accept()
 
