@@ -56,11 +56,15 @@ def named(bundles: tuple[str, ...]) -> dict[str, Path] | None:
     """Models by name: ``NAME=FOLDER``, or a folder that gives its own name.
 
     Raises:
-        UsageError: two have the same name.
+        UsageError: two have the same name, or one is an empty text.
     """
     found: dict[str, Path] = {}
     for given in bundles:
         name, sign, folder = given.partition("=")
+        if not (folder if sign else given):
+            raise UsageError(
+                f"the bundle {given!r} names no folder; expected one that llmc build wrote, or NAME=FOLDER"
+            )
         path = Path(folder if sign else given)
         name = name if sign else path.resolve().name
         if name in found:

@@ -21,7 +21,7 @@ KINDS: dict[str, Any] = {
     "texts": list[str],
     "tokens": list[int],
     "names": list[str],
-    "sequences": list[tuple[list[int], float]],
+    "sequences": list[Annotated[tuple[list[int], float], Field(strict=False)]],  # JSON has lists alone
     "schema": dict[str, Any] | str,
 }
 

@@ -189,7 +189,9 @@ class ServerConfig:
     drain_s: float = _setting(
         OPERATION, 30.0, "Time that running requests get to end after SIGTERM.", unit="seconds", low=0, high=86_400
     )
-    log_format: Literal["json", "text"] = _setting(OPERATION, "json", "Form of a line of the log.")
+    log_format: Literal["json", "text"] | None = _setting(
+        OPERATION, None, "Form of a line of the log; default: text where stderr is a terminal, else json."
+    )
     log_prompts: bool = _setting(OPERATION, False, "Log what clients send and get: prompts, messages and outputs.")
     response_store_entries: int = _setting(
         OPERATION, 1000, "Responses that are kept for previous_response_id; 0: none.", low=0, high=1_000_000
@@ -335,6 +337,8 @@ def _checked(setting: Setting, value: Any) -> Any:
         return None
     taken = _TAKEN[setting.kind](value)
     low, high = setting.low, setting.high
+    if setting.kind == "models" and isinstance(value, Mapping):
+        _check_names(value)
     wrong = taken is None or (setting.choices and value not in setting.choices)
     if wrong or (low is not None and taken < low) or (high is not None and not taken <= high):
         raise UsageError(f"{setting.name} is {written(value)}, expected {expected(setting)}")
@@ -353,6 +357,18 @@ def expected(setting: Setting) -> str:
 
 def _plain(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
+
+
+def _check_names(models: Mapping[Any, Any]) -> None:
+    """Refuse a name that no client could ask for.
+
+    Raises:
+        UsageError: naming it.
+    """
+    for name in models:
+        if type(name) is not str or not _MODEL.fullmatch(name):
+            said = f"models has the name {written(name)}, expected letters, digits and . _ : / + @ -"
+            raise UsageError(f"{said}, a letter or digit first; give it another name")
 
 
 def _path(value: Any) -> Path | None:

@@ -67,11 +67,10 @@ def _said(fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: 
     if kind == "missing":
         return "is missing; give it"
     if kind == "union_tag_not_found":
-        return f"names no {str(about['discriminator']).strip(chr(39))}, by which its kind is known; give it"
+        return f"names no {_discriminator(about)}, by which its kind is known; give it"
     if kind == "union_tag_invalid":
-        name = str(about["discriminator"]).strip("'")
         tags = str(about["expected_tags"])
-        return f"has the {name} {_shown(about['tag'])}, expected {'one of ' * (',' in tags)}{tags}"
+        return f"has the {_discriminator(about)} {_shown(about['tag'])}, expected {'one of ' * (',' in tags)}{tags}"
     if kind in ("too_short", "too_long"):
         bound = f"{about['min_length']} or more" if kind == "too_short" else f"at most {about['max_length']}"
         count = about.get("actual_length")
@@ -85,6 +84,12 @@ def _said(fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: 
     if kinds:
         return f"is {_shown(value)}, expected {' or '.join(dict.fromkeys(kinds))}"
     return f"does not fit: {fault['msg'][:1].lower()}{fault['msg'][1:]}"
+
+
+def _discriminator(about: Mapping[str, Any]) -> str:
+    """The field that tells kinds of values apart; where a function does, it reads ``type``."""
+    name = str(about["discriminator"])
+    return "type" if name.endswith("()") else name.strip("'")
 
 
 def _shown(value: Any) -> str:
@@ -139,7 +144,11 @@ async def no_query(connection: HTTPConnection) -> None:
     known = {parameter.name for parameter in route.dependant.query_params} if isinstance(route, APIRoute) else set()
     allowed = {*known, *_ALLOWED.get(connection.scope["path"], ())}
     if (name := next((name for name in connection.query_params if name not in allowed), None)) is not None:
-        where = "of this address; write it into the body" if connection.scope.get("method") == "POST" else "of this route; leave it out"
+        where = (
+            "of this address; write it into the body"
+            if connection.scope.get("method") == "POST"
+            else "of this route; leave it out"
+        )
         raise ApiError(400, f"{name[:40]} is not a parameter {where}", param=name[:40] or None)
 
 

@@ -105,11 +105,12 @@ CLIENT: ContextVar[Client | None] = ContextVar("llmc_client", default=None)
 
 
 def cost(handle: Handle) -> int:
-    """Tokens of the prompt and of all outputs; of a request that was cancelled or failed, those that were read."""
+    """Tokens of the prompt and of all outputs; of a request that was cancelled or failed, those of its prompt and those
+    that were read."""
     try:
         usage = handle.result(0).usage
     except (LlmcError, TimeoutError):
-        return len(handle.token_ids)
+        return handle.prompt_tokens + len(handle.token_ids)
     return usage.prompt_tokens + usage.completion_tokens
 
 

@@ -178,12 +178,16 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
         ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "foo": 1}]}]},
-         "messages[0].content[0].foo"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "foo": 1}]}]},
+            "messages[0].content[0].foo",
+        ),
         ({"reasoning_effort": "xhigh"}, "reasoning_effort"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "a"}}}},
-         "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "a"}}}},
+            "response_format",
+        ),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )

@@ -57,11 +57,18 @@ def test_no_sentence_speaks_of_python(http: httpx.Client):
 
 
 def test_a_word_of_python_would_be_noticed():
-    assert PYTHON.search("top_p is None") and PYTHON.search("expected a valid dictionary") and not PYTHON.search("nonetheless")
+    assert (
+        PYTHON.search("top_p is None")
+        and PYTHON.search("expected a valid dictionary")
+        and not PYTHON.search("nonetheless")
+    )
 
 
 def test_what_stands_in_quotes_stays():
-    assert in_json("speculate is True, but 'True' is None, or a NoneType") == "speculate is true, but 'True' is null, or null"
+    assert (
+        in_json("speculate is True, but 'True' is None, or a NoneType")
+        == "speculate is true, but 'True' is null, or null"
+    )
 
 
 @pytest.mark.parametrize(
