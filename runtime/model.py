@@ -388,8 +388,8 @@ class Model:
 
         Args:
             messages: what was said.
-            tools: functions that the model may call, which its template shows to it, ``{"type": "function", "function": {"name": ..., "description":
-                ..., "parameters": JSON schema}}``. Calls hold to the schemas.
+            tools: functions that the model may call, ``{"type": "function", "function": {"name": ..., "description":
+                ..., "parameters": JSON schema}}``, which its template shows to it. Calls hold to the schemas.
             tool_choice: ``auto`` lets the model answer or call, ``required`` makes it call, a tool's name makes it call
                 that one, and ``none`` shows the tools to the template and reads no calls.
             parallel_tool_calls: False for one call at most.

@@ -69,8 +69,8 @@ class Clock:
         if self._deadline_s is not None and self._deadline_s < WAIT_SECONDS:
             return DeadlineError(f"the deadline of {self._deadline_s:g} s passed while {kind} was compiled")
         return ResourceError(
-            f"{kind} could not be compiled within {WAIT_SECONDS:g} s, for other requests take the processors; try again "
-            "later"
+            f"{kind} could not be compiled within {WAIT_SECONDS:g} s, for other requests take the processors; try "
+            "again later"
         )
 
 

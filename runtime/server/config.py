@@ -108,7 +108,7 @@ class ServerConfig:
         MODELS, "fast", "What tokens may depend on beside the request: see Determinism in the reference."
     )
     draft: str | None = _setting(
-        MODELS, None, "Speculation: 'lookup', or the folder of a bundle with the same tokenizer; default: none."
+        MODELS, None, "Who guesses tokens ahead: 'lookup', or the folder of a smaller bundle with the same tokenizer; default: nobody."
     )
     prefix_cache_bytes: int | None = _setting(
         MODELS,
@@ -121,7 +121,7 @@ class ServerConfig:
         MODELS, None, "Folder that keeps prefixes of prompts across restarts; default: none."
     )
     prefix_cache_disk_bytes: int | None = _setting(
-        MODELS, None, "What that folder may hold; default: 4 GiB.", unit="bytes", low=0
+        MODELS, None, "Most that this folder may hold; default: 4 GiB.", unit="bytes", low=0
     )
 
     host: str = _setting(LISTEN, "127.0.0.1", "Address to listen on; others than this machine's own need keys.")
@@ -147,10 +147,10 @@ class ServerConfig:
         LIMITS, 8 << 20, "Longest body of a request, and message of a WebSocket.", unit="bytes", low=1024, high=1 << 30
     )
     max_header_bytes: int = _setting(
-        LIMITS, 32 << 10, "All headers of a request with its first line.", unit="bytes", low=1024, high=1 << 20
+        LIMITS, 32 << 10, "Most that a request's headers may take, its first line included.", unit="bytes", low=1024, high=1 << 20
     )
-    max_headers: int = _setting(LIMITS, 100, "Headers of a request.", low=8, high=10_000)
-    max_json_depth: int = _setting(LIMITS, 64, "Arrays and objects inside one another in a body.", low=4, high=256)
+    max_headers: int = _setting(LIMITS, 100, "Most headers of a request.", low=8, high=10_000)
+    max_json_depth: int = _setting(LIMITS, 64, "Most arrays and objects inside one another in a body.", low=4, high=256)
     header_timeout_s: float = _setting(
         LIMITS, 10.0, "Time for the headers of a request.", unit="seconds", low=0.1, high=3600
     )
@@ -177,10 +177,10 @@ class ServerConfig:
     )
 
     requests_per_minute: int | None = _setting(
-        RATES, None, "Requests of a key that names no rate, or of all clients without keys; default: any.", low=1
+        RATES, None, "Requests of each key whose entry names no rate, or of all clients together without keys; default: any number.", low=1
     )
     tokens_per_minute: int | None = _setting(
-        RATES, None, "Tokens, of prompts and outputs, in the same way; default: any.", unit="tokens", low=1
+        RATES, None, "Tokens of prompts and answers, counted in the same way; default: any number.", unit="tokens", low=1
     )
 
     heartbeat_s: float = _setting(
@@ -197,7 +197,7 @@ class ServerConfig:
         OPERATION, 1000, "Responses that are kept for previous_response_id; 0: none.", low=0, high=1_000_000
     )
     response_store_bytes: int = _setting(
-        OPERATION, 64 << 20, "What those may hold together.", unit="bytes", low=0, high=1 << 40
+        OPERATION, 64 << 20, "Most that all kept responses may take together.", unit="bytes", low=0, high=1 << 40
     )
 
     ray: bool = _setting(

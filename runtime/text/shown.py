@@ -44,7 +44,8 @@ def rendered(
         own = sorted(known - {"messages", "tools", "documents", "add_generation_prompt"})
         expected = f"expected some of {', '.join(own)}" if own else "which reads none; leave it out"
         raise UsageError(
-            f"chat_template_kwargs holds {written(unknown[0])}, which the model's chat template does not read, {expected}"
+            f"chat_template_kwargs holds {written(unknown[0])}, which the model's chat template does not read, "
+            f"{expected}"
         )
 
     def render(given: Messages) -> str:

@@ -15,11 +15,13 @@ PAGES = [
     "export/README.md",
     "optimize/README.md",
     "runtime/README.md",
+    "runtime/server/README.md",
     "recipes/README.md",
     "recipes/benchmarks/README.md",
     "recipes/benchmarks/RESULTS.md",
     "recipes/gpu.md",
     "recipes/jetson.md",
+    "recipes/serve/README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
 ]

@@ -201,13 +201,13 @@ class TestTime:
         assert tiny.reads(tiny.start(tiny.grammars(), json_schema=FEW_COMBINATIONS), "7")
         [worker] = trial._IDLE
         assert tiny.reads(tiny.start(tiny.grammars(), json_schema=FEW_COMBINATIONS), "7")
-        assert trial._IDLE == [worker]  # which was there already
+        assert [worker] == trial._IDLE  # which was there already
         worker.kill()
 
     def test_spent_on_others_grammars_is_not_held_against_it(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(trial, "WAIT_SECONDS", 0.01)
         monkeypatch.setattr(trial, "_MOST_AT_ONCE", threading.BoundedSemaphore(1))
-        with trial._MOST_AT_ONCE, pytest.raises(ResourceError, match="for other requests .* try again later"):
+        with trial._MOST_AT_ONCE, pytest.raises(ResourceError, match=r"for other requests .* try again later"):
             tiny.ask(tiny.grammars(), json_schema=FEW_COMBINATIONS)
 
     @pytest.mark.parametrize(

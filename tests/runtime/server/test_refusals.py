@@ -31,11 +31,13 @@ CORPUS = [
         "num_beams", "penalty_alpha", "consensus", "mirostat", "speculate", "on_overflow",
     ) for value in ODD),
     *((CHAT, {"messages": value}) for value in ODD),
-    *((CHAT, {"messages": [{**USER, name: value}]}) for name in ("role", "content", "name", "tool_calls") for value in ODD),
+    *((CHAT, {"messages": [{**USER, name: value}]})
+      for name in ("role", "content", "name", "tool_calls") for value in ODD),
     *((COMPLETIONS, {"prompt": value}) for value in ODD),
     *((RESPONSES, {"input": value}) for value in ODD),
     *((RESPONSES, {"input": "a", name: value}) for name in ("text", "tools", "include", "metadata") for value in ODD),
-    *((MESSAGES, {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": value}]}) for value in ODD),
+    *((MESSAGES, {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": value}]})
+      for value in ODD),
     *((MESSAGES, {"model": "tiny", "max_tokens": 1, "messages": [USER], name: value})
       for name in ("system", "tools", "tool_choice", "thinking", "output_config", "metadata") for value in ODD),
     *(("/tokenize", {name: value}) for name in ("prompt", "messages") for value in ODD),
