@@ -12,7 +12,7 @@
     |   |-- DeadlineError        its deadline passed
     |   |-- QueueFullError       as many requests wait as may wait
     |   |-- EngineClosedError    the engine was closed before the request ended
-    |   |-- ContextError         prompt and answer are longer than the context
+    |   |-- ContextError        prompt and answer are longer than the context
     |   |-- ProcessorError       a function that came with the request raised, or returned nonsense
     |   |-- GrammarError         its grammar cannot be compiled, or allows no token
     |   `-- DraftError           a draft model has another tokenizer than the model

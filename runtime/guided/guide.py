@@ -150,7 +150,7 @@ class _DeepWork:
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)
 
     def result(self) -> tuple[Any, float]:
-        """What came of it, and the processor's time that it took."""
+        """The function's result, and the processor's time that it took."""
         return self._future.result()
 
     def leave(self) -> None:

@@ -41,6 +41,7 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
     """
     # docs_url: the interactive pages of FastAPI fetch scripts from elsewhere.
     app = FastAPI(title="llmc", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.router.redirect_slashes = False  # a redirect would name whatever host the client did
     app.state.service = Service(config, pool)
     app.state.metrics = HttpMetrics()
     for router in ROUTERS:
@@ -70,7 +71,7 @@ async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"][:200]
     said = {
-        400: "the body cannot be read, expected a JSON object in UTF-8",
+        400: "the body cannot be read, expected a JSON object in UTF-8, without integers of thousands of digits",
         404: f"there is no route {path!r}; GET /openapi.json lists those there are",
         405: f"{request.method} is not a method of {path!r}; GET /openapi.json lists what is",
     }.get(error.status_code, str(error.detail))

@@ -108,7 +108,9 @@ class ServerConfig:
         MODELS, "fast", "What tokens may depend on beside the request: see Determinism in the reference."
     )
     draft: str | None = _setting(
-        MODELS, None, "Who guesses tokens ahead: 'lookup', or the folder of a smaller bundle with the same tokenizer; default: nobody."
+        MODELS,
+        None,
+        "Who guesses tokens ahead: 'lookup', or the folder of a bundle with the same tokenizer; default: nobody.",
     )
     prefix_cache_bytes: int | None = _setting(
         MODELS,
@@ -147,7 +149,12 @@ class ServerConfig:
         LIMITS, 8 << 20, "Longest body of a request, and message of a WebSocket.", unit="bytes", low=1024, high=1 << 30
     )
     max_header_bytes: int = _setting(
-        LIMITS, 32 << 10, "Most that a request's headers may take, its first line included.", unit="bytes", low=1024, high=1 << 20
+        LIMITS,
+        32 << 10,
+        "Most that a request's headers may take, its first line included.",
+        unit="bytes",
+        low=1024,
+        high=1 << 20,
     )
     max_headers: int = _setting(LIMITS, 100, "Most headers of a request.", low=8, high=10_000)
     max_json_depth: int = _setting(LIMITS, 64, "Most arrays and objects inside one another in a body.", low=4, high=256)
@@ -177,10 +184,17 @@ class ServerConfig:
     )
 
     requests_per_minute: int | None = _setting(
-        RATES, None, "Requests of each key whose entry names no rate, or of all clients together without keys; default: any number.", low=1
+        RATES,
+        None,
+        "Requests of each key whose entry names no rate, or of all clients together without keys; default: any number.",
+        low=1,
     )
     tokens_per_minute: int | None = _setting(
-        RATES, None, "Tokens of prompts and answers, counted in the same way; default: any number.", unit="tokens", low=1
+        RATES,
+        None,
+        "Tokens of prompts and answers, counted in the same way; default: any number.",
+        unit="tokens",
+        low=1,
     )
 
     heartbeat_s: float = _setting(

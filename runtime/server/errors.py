@@ -134,6 +134,8 @@ def from_llmc(error: LlmcError, names: Mapping[str, str] = MappingProxyType({}))
     if isinstance(error, UsageError | GrammarError) and (named := _NAMED.match(said)):
         param = names.get(named[1], named[1]) + named[2]
         said = param + said[named.end(2) :]
+    elif said.startswith("the prompt ") and isinstance(error, UsageError | RequestError):
+        param = names.get("prompt")
     return ApiError(status, said, param=param, code="queue_full" if status == 429 else None, retry_after_s=retry)
 
 
@@ -142,11 +144,11 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
     """Refusals of what the block does say a dialect's own names of parameters; see :func:`from_llmc`.
 
     Raises:
-        ApiError: the block raises an LlmcError that is about the request; others are left as they are.
+        ApiError: the block raises a UsageError or a RequestError; others are left as they are.
     """
     try:
         yield
-    except (UsageError, GrammarError, ContextError) as error:
+    except (UsageError, RequestError) as error:
         raise from_llmc(error, names) from error
 
 

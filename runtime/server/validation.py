@@ -46,7 +46,12 @@ def api_error(found: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
     """The refusal of a body, by the deepest of the faults that pydantic found; of a value that may be of several kinds
     this is the fault of the kind that it is."""
     places = [_place(fault, body) for fault in found]
-    deepest = max(range(len(found)), key=lambda number: (len(places[number]), len(found[number]["loc"])))
+
+    def depth(number: int) -> tuple[int, bool, int]:
+        one = found[number]  # that a value is of another kind says less than what is wrong with its own
+        return len(places[number]), not one["type"].endswith("_type"), len(one["loc"])
+
+    deepest = max(range(len(found)), key=depth)
     fault, param = found[deepest], _spelt(places[deepest])
     kind = fault["type"]
     if kind == "json_invalid":
@@ -98,7 +103,7 @@ def _shown(value: Any) -> str:
         return "a list"
     if isinstance(value, Mapping):
         return "an object"
-    return json.dumps(value) if value is None or isinstance(value, bool) else written(value)
+    return json.dumps(value) if value is None or isinstance(value, bool | float) else written(value)
 
 
 def _spelt(place: Place) -> str | None:
@@ -140,6 +145,8 @@ async def no_query(connection: HTTPConnection) -> None:
     Raises:
         ApiError: there is one.
     """
+    if connection.scope.get("method") == "GET" and not connection.url.path.startswith("/v1/responses/"):
+        return  # questions, of which each can be asked with more than is heard
     route = connection.scope.get("route")
     known = {parameter.name for parameter in route.dependant.query_params} if isinstance(route, APIRoute) else set()
     allowed = {*known, *_ALLOWED.get(connection.scope["path"], ())}

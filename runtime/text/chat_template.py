@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime.text.control_tokens import Disguise
@@ -62,9 +63,8 @@ class ChatTemplate:
         """Names that the template for messages with tools, or without, may read of what it is given."""
         name = self._name(tools)
         if name not in self._variables:
-            names = self._sandbox.parse(self._sources[name]).find_all(jinja2.nodes.Name)
-            own = self._sandbox.globals.keys() | self._special_tokens.keys()
-            self._variables[name] = frozenset(each.name for each in names if each.ctx == "load") - own
+            names = jinja2.meta.find_undeclared_variables(self._sandbox.parse(self._sources[name]))
+            self._variables[name] = frozenset(names) - self._sandbox.globals.keys() - self._special_tokens.keys()
         return self._variables[name]
 
     def _name(self, tools: bool) -> str:

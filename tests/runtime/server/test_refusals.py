@@ -86,6 +86,8 @@ def test_what_stands_in_quotes_stays():
         (RESPONSES, {"input": "a", "stream_options": {}}, "stream_options"),
         (RESPONSES, {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
+        (CHAT, {"messages": [USER], "logit_bias": {"5": 101}}, "logit_bias"),
+        (CHAT, {"messages": [USER], "chat_template_kwargs": {"message": 1}}, "chat_template_kwargs"),
         ("/apply-template", {"messages": [USER], "documents": [{}]}, "documents"),
         (f"{CHAT}?temperature=0", {"messages": [USER]}, "temperature"),
         ("/v1/responses?store=false", {"input": "a"}, "store"),
@@ -133,6 +135,21 @@ def test_a_name_that_an_object_has_twice_is_refused():
 def test_what_exceeds_the_context_has_its_code(http: httpx.Client, path: str, body: dict[str, Any], param: str):
     error = http.post(path, json=body).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+def test_an_empty_list_of_blocks_is_told_as_such(http: httpx.Client):
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": []}]}
+    answer = http.post(MESSAGES, json=body, headers=VERSION)
+    assert answer.json()["error"]["message"] == "messages[0].content is empty, expected 1 or more items"
+
+
+def test_another_spelling_of_a_route_leads_nowhere_else(http: httpx.Client):
+    assert http.post(f"{CHAT}/", json={}, follow_redirects=False).status_code == 404
+
+
+def test_biases_of_sequences_are_taken(http: httpx.Client):
+    body = {"messages": [USER], "max_tokens": 1, "sequence_bias": [[[5], 0.5]], "x_llmc": {"resolved": True}}
+    assert http.post(CHAT, json=body).json()["x_llmc"]["resolved"]["sequence_bias"] == [[[5], 0.5]]
 
 
 def test_clients_of_anthropics_beta_resources_go_on_working(http: httpx.Client):
