@@ -84,8 +84,8 @@ class InputProcessor:
         prompt, cut = fit_prompt(ids, params, self.max_context)
         if width(params) > self.max_rows:
             raise RequestError(
-                f"{width(params)} rows are needed at once (beams or candidates), the engine has {self.max_rows}; "
-                "ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
+                f"{written(width(params))} rows are needed at once (beams or candidates), the engine has "
+                f"{self.max_rows}; ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
             )
         guided = any(getattr(params, name) is not None for name in GUIDES)
         grammar = self._grammars.compiled(params, request.deadline_s) if guided else None

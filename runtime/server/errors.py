@@ -34,7 +34,11 @@ STATUSES: tuple[tuple[type[LlmcError], int], ...] = (
     (RequestError, 400),
 )
 # Sentences about a parameter begin with it: "top_p is 2, expected ...", "messages[1] has the role ...".
-_NAMED = re.compile(r"([a-z][a-z0-9_]*)((?:\[\d+\]|\.\w+)*) (?:is|has|holds|asks|cannot|takes)\b")
+_NAMED = re.compile(
+    r"([a-z][a-z0-9_]*)((?:\[\d+\]|\.\w+)*)(?=:|(?:=\S+)? (?:is|are|has|holds|asks|and|cannot|needs|takes)\b)"
+)
+# Those about several begin with what one of them makes of the request: "beam search cannot be combined with n=2".
+_AMONG = re.compile(r"(?<=combined with )([a-z][a-z0-9_]*)(?==)|(?<=, so )([a-z][a-z0-9_]*)(?==)")
 _QUOTED = re.compile(r"""((?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?!\w))""")
 _TUPLE = re.compile(r"^([\w.\[\]]+ (?:is|holds) )\((.*)\)(, expected)")
 _JSON = {
@@ -131,7 +135,10 @@ def from_llmc(error: LlmcError, names: Mapping[str, str] = MappingProxyType({}))
     said, param = in_json(str(error)), None
     if isinstance(error, ContextError):
         return ApiError(status, said, param=names.get("prompt"), code="context_length_exceeded")
-    if isinstance(error, UsageError | GrammarError) and (named := _NAMED.match(said)):
+    about = isinstance(error, UsageError | GrammarError)
+    if about and (among := _AMONG.search(said)):
+        param = among[1] or among[2]
+    elif about and (named := _NAMED.match(said)):
         param = names.get(named[1], named[1]) + named[2]
         said = param + said[named.end(2) :]
     elif said.startswith("the prompt ") and isinstance(error, UsageError | RequestError):

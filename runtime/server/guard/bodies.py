@@ -137,7 +137,7 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
     Raises:
         ApiError: 400, naming it.
     """
-    if len({name for name, _ in pairs}) < len(pairs):
+    if len(dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         twice = printable(next(name for name in names if names.count(name) > 1)[:40])
         raise ApiError(400, f"{twice} is given twice in one object; leave one of them out", param=twice)
