@@ -39,6 +39,7 @@ from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.text.trial import tried_tokenizer
 from llmc.runtime.tools.calls import read_tools
+from llmc.runtime.tools.formats import writer
 from llmc.runtime.tools.plan import plan_chat
 from llmc.runtime.tools.thinking import marks_of
 
@@ -198,7 +199,7 @@ def _default_threads(measured: int | None) -> int:
 
 def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Variables of a chat template: those that arguments of their own give are not among them."""
-    own = {"messages", "tools", "documents", "add_generation_prompt", "disguise", "self", "template", "shows_tools"}
+    own = {"messages", "tools", "documents", "add_generation_prompt", "disguise", "self", "template", "write"}
     if given is None:
         return {}
     if not isinstance(given, Mapping) or any(type(name) is not str or name in own for name in given):
@@ -394,7 +395,8 @@ class Model:
                 that one, and ``none`` shows the tools to the template and reads no calls.
             parallel_tool_calls: False for one call at most.
             tool_format: a name of :data:`llmc.runtime.tools.formats.FORMATS`, also where the messages tell the model
-                of the tools and the template does not; default: what the template teaches.
+                of the tools and the template does not: earlier calls are then written so, too, as part of the content;
+                default: what the template teaches.
             reasoning_budget: tokens of reasoning at most, after which the answer begins; default: no bound.
             documents: texts to answer from, for templates that show them.
             chat_template_kwargs: whatever else the template reads, such as ``enable_thinking``.
@@ -410,7 +412,7 @@ class Model:
         """
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
         prompt, ids = self._chat_prompt(
-            messages, parse_special, sampling.get("on_overflow"), shows_tools=tool_format is None, **variables
+            messages, parse_special, sampling.get("on_overflow"), write=writer(tool_format), **variables
         )
         plan = plan_chat(
             self.chat_template.source(tools is not None),
@@ -450,7 +452,7 @@ class Model:
             UsageError: the messages are malformed.
         """
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
-        told = {"shows_tools": tool_format is None, **variables}
+        told = {"write": writer(tool_format), **variables}
         return self._chat_prompt(messages, parse_special, on_overflow, add_generation_prompt, **told)[1]
 
     def _chat_prompt(

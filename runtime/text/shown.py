@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmc.errors import RequestError, UsageError, written
-from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.chat_template import ChatTemplate, with_calls_as_mappings
 from llmc.runtime.text.control_tokens import Disguise
 
 Messages = Sequence[Mapping[str, Any]]
+Write = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]
 _ADVICE = "which the model's chat template does not show to the model"
 
 
@@ -19,14 +20,14 @@ def rendered(
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     disguise: Disguise | None = None,
-    shows_tools: bool = True,
+    write: Write | None = None,
     **variables: Any,
 ) -> str:
     """The prompt for ``messages``, as :meth:`ChatTemplate.render` writes it.
 
     Args:
-        shows_tools: False where the client knows that the template does not show tools, and tells the model of them in
-            another way.
+        write: spells calls, names with arguments, where the client knows that the template shows neither tools nor
+            calls, and tells the model of tools in another way; calls are then part of the content.
         template, messages, add_generation_prompt, tools, documents, disguise, variables: as there.
 
     Raises:
@@ -34,7 +35,7 @@ def rendered(
         RequestError, UsageError: as there.
     """
     known = template.variables(tools is not None)
-    if tools and shows_tools and "tools" not in known:
+    if tools and write is None and "tools" not in known:
         raise UsageError(
             f"tools is given, {_ADVICE}; leave it out, or tell the model of them in a message and name its tool_format"
         )
@@ -57,7 +58,12 @@ def rendered(
     for said, less in _LESS:
         fewer = [found for message in messages if (found := less(message)) is not None]
         if fewer != list(messages) and _same(render, fewer, prompt):
-            raise UsageError(f"messages holds {said}, {_ADVICE}; write it into the content")
+            if less is _without_calls and write is not None:
+                messages = [_spelt(message, write) for message in with_calls_as_mappings(messages)]
+                prompt = render(messages)
+                continue
+            format_too = " or name the model's tool_format" if less is _without_calls else ""
+            raise UsageError(f"messages holds {said}, {_ADVICE}; write it into the content{format_too}")
     return prompt
 
 
@@ -67,6 +73,24 @@ def _same(render: Callable[[Messages], str], messages: Messages, prompt: str) ->
         return bool(messages) and render(messages) == prompt
     except (RequestError, UsageError):
         return False
+
+
+def _spelt(message: Any, write: Write) -> Any:
+    """A message with its calls in its content.
+
+    Raises:
+        UsageError: arguments are no object, as those of an answer that was cut.
+    """
+    if not (_is(message, "assistant") and message.get("tool_calls")):
+        return message
+    calls = [(call["function"]["name"], call["function"].get("arguments") or {}) for call in message["tool_calls"]]
+    if not all(isinstance(given, Mapping) for _, given in calls):
+        raise UsageError(
+            "messages holds a call whose arguments are no JSON object, which cannot be written; leave it out"
+        )
+    content = message.get("content") or ""
+    text = content + ("\n" if content else "") + write(calls)
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
 
 
 def _is(message: object, role: str) -> bool:
@@ -91,7 +115,7 @@ def _without_result(message: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 # Messages without a part that they may have, and what that part is called.
 _LESS: tuple[tuple[str, Callable[[Mapping[str, Any]], Mapping[str, Any] | None]], ...] = (
-    ("tool_calls", _without_calls),
+    ("tool_calls", _without_calls),  # or else in the format that the client names
     ("a name", _without_name),
     ("the result of a tool", _without_result),
 )

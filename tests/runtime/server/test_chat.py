@@ -150,6 +150,8 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
     messages = [*MESSAGES, asked.model_dump(exclude_none=True), result]
     with pytest.raises(openai.BadRequestError, match="messages holds tool_calls, which the model's chat template does"):
         client.chat.completions.create(**{**GREEDY, "messages": messages})
+    # Where the client names their format they are written so.
+    assert client.chat.completions.create(**{**CALLED, "messages": messages, "tool_choice": "none"}).choices
 
 
 @pytest.mark.parametrize(

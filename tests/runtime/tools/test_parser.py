@@ -68,6 +68,19 @@ def test_other_spellings_of_a_format_are_read(form: str, text: str, hear: Callab
     assert hear(text, form) == ("", "", [("now", "{}")])
 
 
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": 'São "P"', "days": 3}),
+    ("now", {"a": [1, {"b": None}], "c": True}),
+]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("calls", [CALLS[:1], CALLS])
+def test_what_a_format_writes_it_reads(form: str, calls: list[tuple[str, dict[str, Any]]], hear: Callable[..., Any]):
+    content, _, heard = hear(FORMATS[form].write(calls), form)
+    assert (content, [(name, json.loads(arguments)) for name, arguments in heard]) == ("", calls)
+
+
 # ------------------------------------------------------------------------------------------------------------- pieces
 
 MARKS = ["<think>", "</think>", "\n", " ", "{", "}", "[", "]", '"', "\\", ",", ":", "now", "(", ")", "=", "'", "1", "é"]
