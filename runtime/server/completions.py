@@ -13,8 +13,8 @@ from typing_extensions import NotRequired, TypedDict
 
 from llmc.runtime import GenerationResult, Handle, Model
 from llmc.runtime.api.results import Delta
-from llmc.runtime.server.bodies import Logged, Sampled, StreamOptions, Usage, biases, told, usage_of
-from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.bodies import Logged, Sampled, StreamOptions, Usage, biases, check_stream, told, usage_of
+from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.logprobs import completion_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
@@ -65,6 +65,7 @@ class CompletionRequest(Sampled):
         Raises:
             ApiError: parameters contradict each other.
         """
+        check_stream(self.stream, self.stream_options)
         if self.echo and self.stream:
             raise ApiError(400, "echo repeats the prompt in whole answers only; leave stream or echo out", param="echo")
         return self.sampling(
@@ -187,7 +188,8 @@ async def _opened(body: CompletionRequest, held: AsyncExitStack, service: Servic
     model = await held.enter_async_context(service.generator(body.model))
     handles = []
     for prompt in prompts:
-        handle = await submitted(partial(model.stream, prompt, **arguments))
+        with named({"prompt": "prompt"}):
+            handle = await submitted(partial(model.stream, prompt, **arguments))
         held.callback(handle.cancel)
         handles.append(handle)
     return model, handles

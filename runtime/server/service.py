@@ -12,6 +12,7 @@ from anyio.lowlevel import RunVar
 from starlette.requests import HTTPConnection
 
 from llmc.bundle import Manifest
+from llmc.errors import written
 from llmc.runtime import Handle, Model
 from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.guard.accounts import charge, check_model
@@ -130,11 +131,11 @@ class Service:
         if most is not None:
             outputs = max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
             if outputs > most:
-                said = f"{outputs} outputs are asked for, of which this server allows {most} tokens; ask for fewer"
-                raise ApiError(400, said, param="n")
+                said = f"{written(outputs)} outputs are asked for, of which this server allows {most} tokens"
+                raise ApiError(400, f"{said}; ask for fewer", param="n")
             asked = sampling.get("max_tokens", most // outputs)
             if asked * outputs > most:
-                said = f"{asked} tokens of {outputs} outputs" if outputs > 1 else f"{asked}"
+                said = f"{written(asked)} tokens of {outputs} outputs" if outputs > 1 else written(asked)
                 raise ApiError(
                     400, f"max_tokens is {said}, this server allows {most}; ask for less", param="max_tokens"
                 )

@@ -23,7 +23,8 @@ class ChatParser:
     in which the text comes.
 
     Line ends around reasoning, and blanks around calls, belong to the format and are left out. What begins like a call
-    and is none is content; what breaks off after its name is a call with what was written of its arguments.
+    and is none is content; what breaks off after its name is a call with what was written of its arguments, and what
+    the length cut off before that is left out.
 
     Args:
         calls: the format of calls; None reads none.
@@ -48,6 +49,7 @@ class ChatParser:
         self._source = Source()
         self._reader = self._read(thinking)
         self._calls = 0
+        self._cut = False
 
     def push(self, text: str) -> Parsed:
         """Take the next piece of the output."""
@@ -59,9 +61,9 @@ class ChatParser:
             events.append(event)
         return self._parsed(events)
 
-    def finish(self) -> Parsed:
-        """The rest: nothing more comes."""
-        self._source.ended = True
+    def finish(self, cut: bool = False) -> Parsed:
+        """The rest: nothing more comes; ``cut`` where the output had not come to its end."""
+        self._source.ended, self._cut = True, cut
         return self.push("")
 
     def _parsed(self, events: Sequence[Event]) -> Parsed:
@@ -121,8 +123,11 @@ class ChatParser:
             if found:
                 source.at += min(found)
                 return rest[: min(found)], True
-            held = 0 if source.ended else max((overlap(rest, mark) for mark in marks), default=0)
-            if len(rest) > held or source.ended:
+            held = max((overlap(rest, mark) for mark in marks), default=0)
+            if source.ended:
+                source.at += len(rest)
+                return rest[: len(rest) - (held if self._cut and held > 1 else 0)], False
+            if len(rest) > held:
                 source.at += len(rest) - held
                 return rest[: len(rest) - held], False
             source.forget()
@@ -143,7 +148,7 @@ class ChatParser:
                 yield Content(text[: len(text) - len(held)])
             if at_mark and form is not None:
                 start = source.at
-                if (yield from form.read(source, self._tools)):
+                if (yield from self._read_call(form)):
                     held, called = "", True
                 else:
                     source.at = start + 1
@@ -157,7 +162,24 @@ class ChatParser:
         """Read an answer that is a call from its first character on; False if it is none."""
         source, start = self._source, self._source.at
         yield from source.skip_blanks()
-        if (yield from source.peek()) in form.bare_starts and (yield from form.read(source, self._tools)):
+        if (yield from source.peek()) in form.bare_starts and (yield from self._read_call(form, bare=True)):
             return True
         source.at = start
         return False
+
+    def _read_call(self, form: CallFormat, bare: bool = False) -> Reading[bool]:
+        """Read calls; True also where the output was cut off while one could have followed, which is left out."""
+        source, start, waited = self._source, self._source.at, False
+        reading = form.read(source, self._tools)
+        while True:
+            try:
+                event = next(reading)
+            except StopIteration as ended:
+                found = bool(ended.value)
+                break
+            yield event
+            waited = waited or (event is None and source.ended)
+        if not waited or not self._cut or (bare and not found and not form.may_be_bare(source.text[start:])):
+            return found
+        source.at = len(source.text)
+        return True
