@@ -22,7 +22,8 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+# What is encoded was made here and holds no circle; looking for one takes longer than all the rest.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
 
 
 def encoded(value: Any) -> str:
@@ -34,6 +35,21 @@ def event(value: Any, name: str | None = None) -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {encoded(value)}\n\n".encode()
+
+
+class Chunks:
+    """JSON of the chunks of one stream, of which the members that all begin with are encoded once.
+
+    Args:
+        head: these members, at least one.
+    """
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._head = encoded(head)[:-1]
+
+    def __call__(self, **rest: Any) -> str:
+        """The chunk with ``rest``, at least one member, after its head."""
+        return f"{self._head},{encoded(rest)[1:]}"
 
 
 class EventStream(Response):
@@ -127,19 +143,19 @@ async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
         await asyncio.gather(waiting, gone, return_exceptions=True)
 
 
-async def guarded(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Events of OpenAI's dialects: encoded, an error as the last one of them, or ``[DONE]``."""
+async def guarded(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
+    """Chunks of OpenAI's dialects as events, and an error as the last one of them, or ``[DONE]``."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         try:
             async for piece in pieces:
-                yield event(piece)
+                yield f"data: {piece}\n\n".encode()
         except (ApiError, LlmcError) as error:
             yield event((error if isinstance(error, ApiError) else from_llmc(error)).body)
         else:
             yield DONE
 
 
-Opened = Callable[[Any, AsyncExitStack], Awaitable[AsyncIterator[dict[str, Any]]]]
+Opened = Callable[[Any, AsyncExitStack], Awaitable[AsyncIterator[str]]]
 
 
 async def converse(socket: WebSocket, read: Callable[[str], Any], opened: Opened) -> None:
@@ -150,7 +166,7 @@ async def converse(socket: WebSocket, read: Callable[[str], Any], opened: Opened
 
     Args:
         read: makes a request of a message.
-        opened: submits it, and gives its events.
+        opened: submits it, and gives its events as JSON.
     """
     await socket.accept()
     with suppress(WebSocketDisconnect):
@@ -164,7 +180,7 @@ async def converse(socket: WebSocket, read: Callable[[str], Any], opened: Opened
                 await socket.send_text(encoded(body))
 
 
-async def _answer(socket: WebSocket, events: AsyncIterator[dict[str, Any]]) -> None:
+async def _answer(socket: WebSocket, events: AsyncIterator[str]) -> None:
     """Send the events; a message of the client ends them."""
     sending = asyncio.ensure_future(_send_all(socket, events))
     heard = asyncio.ensure_future(socket.receive())
@@ -182,8 +198,8 @@ async def _answer(socket: WebSocket, events: AsyncIterator[dict[str, Any]]) -> N
         await asyncio.gather(sending, heard, return_exceptions=True)
 
 
-async def _send_all(socket: WebSocket, events: AsyncIterator[dict[str, Any]]) -> None:
+async def _send_all(socket: WebSocket, events: AsyncIterator[str]) -> None:
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         async for piece in pieces:
-            await socket.send_text(encoded(piece))
+            await socket.send_text(piece)
     await socket.send_text("[DONE]")
