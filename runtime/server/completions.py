@@ -154,9 +154,7 @@ async def merged(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]]:
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def chunks(
-    body: CompletionRequest, service: Service, model: Model, handles: list[Handle]
-) -> AsyncIterator[str]:
+async def chunks(body: CompletionRequest, service: Service, model: Model, handles: list[Handle]) -> AsyncIterator[str]:
     """The pieces of the answer as JSON, reasons of the end, and the usage unless the client wants none."""
     chunk_of, outputs = Chunks(service.head("cmpl", "text_completion", body.model)), handles[0].outputs
     lengths = [0] * (outputs * len(handles))

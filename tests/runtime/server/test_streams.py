@@ -17,7 +17,7 @@ VALUES: Any = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=8,
 )
-HEADS = st.dictionaries(st.sampled_from(["id", "object", "created", "a\"}"]), VALUES, min_size=1)
+HEADS = st.dictionaries(st.sampled_from(["id", "object", "created", 'a"}']), VALUES, min_size=1)
 RESTS = st.dictionaries(st.sampled_from(["choices", "usage", "x_llmc"]), VALUES, min_size=1)
 
 
