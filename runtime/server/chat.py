@@ -309,7 +309,7 @@ def _call_piece(call: Any) -> dict[str, Any]:
 async def chunks(
     body: ChatRequest, service: Service, model: Model, handle: ChatHandle, outputs: int
 ) -> AsyncIterator[str]:
-    """The pieces of the answer as JSON: roles, deltas, reasons of the end, and the usage unless the client wants none."""
+    """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage unless the client wants none."""
     chunk_of = Chunks(head_of("chat.completion.chunk", body, service))
 
     def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
