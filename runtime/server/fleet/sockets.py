@@ -13,7 +13,7 @@ from starlette.websockets import WebSocket
 from llmc.runtime.server.errors import OPENAI_TYPES, ApiError
 from llmc.runtime.server.fleet.answers import Answer
 from llmc.runtime.server.fleet.calls import Call, called
-from llmc.runtime.server.streams import converse
+from llmc.runtime.server.streams import converse, encoded
 
 Relay = Callable[[Call, Answer], Coroutine[Any, Any, None]]
 
@@ -25,7 +25,7 @@ async def converse_with(relay: Relay, socket: WebSocket) -> None:
         relay: has a call answered.
     """
 
-    async def opened(body: dict[str, Any], held: AsyncExitStack) -> AsyncIterator[dict[str, Any]]:
+    async def opened(body: dict[str, Any], held: AsyncExitStack) -> AsyncIterator[str]:
         # The headers of the handshake speak of a WebSocket, but for who sends them.
         scope = {**socket.scope, "headers": [(b"content-type", b"application/json")]}
         call = called(scope, json.dumps({**body, "stream": True}).encode())
@@ -44,10 +44,8 @@ def _read(message: str) -> dict[str, Any]:
     return body
 
 
-async def _events(
-    relay: Callable[[Answer], Coroutine[Any, Any, None]], scope: Scope
-) -> AsyncGenerator[dict[str, Any], None]:
-    """The events of a stream; an error raises."""
+async def _events(relay: Callable[[Answer], Coroutine[Any, Any, None]], scope: Scope) -> AsyncGenerator[str, None]:
+    """The events of a stream as JSON; an error raises."""
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
 
     async def relayed() -> None:
@@ -62,7 +60,7 @@ async def _events(
             for event in _decoded(message.get("body", b"")):
                 if set(event) == {"error"}:
                     raise _error(event["error"])
-                yield event
+                yield encoded(event)
         await relaying
     finally:
         relaying.cancel()
