@@ -79,6 +79,9 @@ def _sampling() -> dict[str, Any]:
     return found
 
 
+# Of the fields that are arguments under the same name.
+NAMES = (*(field.name for field in fields(SamplingParams) if field.name not in SPOKEN), "priority", "deadline_s")
+
 if TYPE_CHECKING:
     _Sampling = Body
 else:
@@ -102,12 +105,7 @@ class Sampled(_Sampling):
         Raises:
             ApiError: a parameter is given under two names.
         """
-        names = [
-            *(field.name for field in fields(SamplingParams) if field.name not in SPOKEN),
-            "priority",
-            "deadline_s",
-        ]
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
         own = {name: value for name, value in own.items() if value is not None}
         if twice := sorted(given.keys() & own.keys()):
             raise ApiError(400, f"{twice[0]} is given twice, once by another parameter; leave one out", param=twice[0])

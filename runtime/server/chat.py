@@ -29,7 +29,7 @@ from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
 from llmc.runtime.server.sockets import CHUNKS, converse
-from llmc.runtime.server.streams import EventStream, guarded, unless_gone
+from llmc.runtime.server.streams import Chunks, EventStream, guarded, unless_gone
 from llmc.runtime.server.validation import read_json
 
 router = APIRouter(tags=["OpenAI"])
@@ -393,13 +393,12 @@ def _call_piece(call: Any) -> dict[str, Any]:
 
 async def chunks(
     body: ChatRequest, service: Service, model: Model, handle: ChatHandle, outputs: int
-) -> AsyncIterator[dict[str, Any]]:
-    """The pieces of the answer: roles, deltas, reasons of the end, and the usage unless the client wants none."""
-    head = head_of("chat.completion.chunk", body, service)
+) -> AsyncIterator[str]:
+    """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage unless the client wants none."""
+    chunk_of = Chunks(head_of("chat.completion.chunk", body, service))
 
-    def chunk(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
-        return {**head, "choices": [choice]}
+    def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
+        return chunk_of(choices=[{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}])
 
     for index in range(outputs):
         yield chunk(index, {"role": "assistant", "content": ""})
@@ -411,7 +410,7 @@ async def chunks(
         yield chunk(index, {}, finish_reason=message.finish_reason)
     told_of = told(body.x_llmc, model, result)
     if told_of or not (body.stream_options and body.stream_options.include_usage is False):
-        yield {**head, "choices": [], "usage": usage_of([result]), **told_of}
+        yield chunk_of(choices=[], usage=usage_of([result]), **told_of)
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -430,7 +429,7 @@ async def _opened(body: ChatRequest, held: AsyncExitStack, service: Service) -> 
     return model, handle
 
 
-async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[dict[str, Any]]:
+async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[str]:
     model, handle = await _opened(body, held, service)
     return chunks(body, service, model, handle, handle.outputs)
 

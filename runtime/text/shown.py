@@ -29,7 +29,8 @@ def rendered(
     Args:
         write: spells calls, names with arguments, where the client knows that the template shows neither tools nor
             calls, and tells the model of tools in another way; calls are then part of the content.
-        template, messages, add_generation_prompt, tools, documents, continue_final_message, disguise, variables: as there.
+        template, messages, add_generation_prompt, tools, documents, continue_final_message, disguise, variables: as
+            there.
 
     Raises:
         UsageError: the template does not read what is given, or shows nothing of names, calls or results in messages.

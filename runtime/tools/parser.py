@@ -47,12 +47,15 @@ class ChatParser:
         self._marks = marks
         self._new_id = new_id
         self._source = Source()
+        self._is_plain = False  # all that comes is content
         self._reader = self._read(thinking)
         self._calls = 0
         self._cut = False
 
     def push(self, text: str) -> Parsed:
         """Take the next piece of the output."""
+        if self._is_plain:
+            return Parsed(text)
         self._source.text += text
         events = []
         for event in self._reader:
@@ -87,7 +90,11 @@ class ChatParser:
         """The order of an output: reasoning, if any, then the answer and its calls."""
         if self._marks is not None:
             yield from self._read_reasoning(self._marks, thinking)
-        yield from self._read_answer()
+        if self._format is not None:
+            yield from self._read_answer(self._format)
+            return
+        self._is_plain = True
+        yield Content(self._source.rest)
 
     def _read_reasoning(self, marks: ThinkingMarks, thinking: bool) -> Reading[None]:
         source, start = self._source, self._source.at
@@ -133,20 +140,19 @@ class ChatParser:
             source.forget()
             yield None
 
-    def _read_answer(self) -> Reading[None]:
+    def _read_answer(self, form: CallFormat) -> Reading[None]:
         """Content, and calls in it. Blanks are held until it is known whether they are next to a call."""
-        source, form = self._source, self._format
-        marks = () if form is None else form.begins
-        called = form is not None and bool(form.bare_starts) and (yield from self._read_bare(form))
+        source = self._source
+        called = bool(form.bare_starts) and (yield from self._read_bare(form))
         held = ""
         while True:
-            piece, at_mark = yield from self._until(marks)
+            piece, at_mark = yield from self._until(form.begins)
             text = held + piece
             held = text[len(text.rstrip(BLANKS)) :]
             if len(text) > len(held):
                 called = False
                 yield Content(text[: len(text) - len(held)])
-            if at_mark and form is not None:
+            if at_mark:
                 start = source.at
                 if (yield from self._read_call(form)):
                     held, called = "", True

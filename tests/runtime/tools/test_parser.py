@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.runtime.tools.formats import FORMATS
+from llmc.runtime.tools.parser import ChatParser, Parsed
+from llmc.runtime.tools.thinking import ThinkingMarks
 from llmc.runtime.tools.xml_calls import types_of
 
 NOW = '{"name": "now", "arguments": {}}'
@@ -225,3 +227,12 @@ def test_types_of_schemas_that_branch_without_end_are_found():
 )
 def test_reasoning_is_split_off(text: str, thinking: bool, heard: tuple[str, str], hear: Callable[..., Any]):
     assert hear(text, thinking=thinking) == (*heard, [])
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
+def test_text_that_can_hold_no_call_is_handed_on_as_it_comes(thought: str):
+    parser = ChatParser(None, {}, ThinkingMarks("<think>", "</think>"), False, str)
+    heard = [parser.push(thought), parser.push("a")]
+    assert "".join(parsed.content for parsed in heard) == "a"
+    assert [parser.push(text).content for text in (" \n", "<tool_call>", "{")] == [" \n", "<tool_call>", "{"]
+    assert parser.finish() == Parsed()
