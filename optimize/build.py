@@ -71,6 +71,7 @@ from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
 from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
+from llmc.runtime.sessions.tensorrt.library import lists_gpu
 from llmc.runtime.text.trial import try_tokenizer
 
 if TYPE_CHECKING:
@@ -122,9 +123,7 @@ class _Order:
         """The list of passes."""
         if self.export.geometry.encoder:
             return f"{self.target.name}-encoder"
-        if self.engine is None:
-            return self.target.name
-        return "tensorrt-primitives" if self.form == "primitives" else "tensorrt"
+        return f"{self.target.name}-primitives" if self.form == "primitives" else self.target.name
 
 
 def build(
@@ -289,7 +288,7 @@ def _declare(model: ir.Model, order: _Order) -> None:
     """The lowered graph uses no operator newer than the target's opset, so that older engines load it too."""
     model.functions.clear()
     model.opset_imports.clear()
-    model.opset_imports[""], model.ir_version = NATIVE if order.lowering == "tensorrt" else OLD
+    model.opset_imports[""], model.ir_version = NATIVE if order.engine and order.form == "native" else OLD
     if not order.target.makes_engine:
         model.opset_imports["com.microsoft"] = 1
 
@@ -473,9 +472,10 @@ def _opened(
 
 
 def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:
-    """True if there is an engine, and a GPU that it has code for."""
-    gpu = spec.gpu if spec is not None else None
-    return gpu is not None and plan.fits_gpu(gpu.compute_capability)
+    """True if there is an engine, and a GPU that it has code for and that its library lists."""
+    if spec is None or spec.gpu is None or not plan.fits_gpu(spec.gpu.compute_capability):
+        return False
+    return lists_gpu(spec.library, spec.gpu.compute_capability)
 
 
 def _in_float32(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Path:
