@@ -299,8 +299,9 @@ def log_and(result: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_shared(graph: Any) -> None:
-    """Products that share an input are merged, and on Thor wrongly."""
-    readers = Counter(node.input[0] for node in graph.node if node.op_type == "MatMul")
+    """Products of float weights that share an input are merged, and on Thor wrongly."""
+    weights = {tensor.name for tensor in graph.initializer}
+    readers = Counter(node.input[0] for node in graph.node if node.op_type == "MatMul" and node.input[1] in weights)
     shared = [name for name, count in readers.items() if count > 1]
     assert not shared, f"several products read {shared[0]}: they would be merged wrongly"
 

@@ -175,7 +175,8 @@ class Steps:
             else:
                 step.graph = self._record(step)
         if step.graph:
-            self._prepare(step, self._shared(step))  # what was recorded is the context's, as it was set then
+            if self._last.get(step.call.profile) is not step:  # what was recorded is its context's, as it was set then
+                self._prepare(step, self._shared(step))
             self._driver.launch(step.graph, self._stream)
         else:
             self._queue(step)
@@ -194,11 +195,8 @@ class Steps:
         step.download(self._stream)
 
     def _prepare(self, step: Step, contexts: Pair) -> None:
-        """Set shapes and addresses, unless this call was the last one that they were set for."""
-        if contexts is not step.own:
-            if self._last.get(step.call.profile) is step:
-                return
-            self._last.pop(step.call.profile, None)  # until all are set, they are nobody's
+        """Set the shapes and addresses of a step."""
+        self._last.pop(step.call.profile, None)  # until all are set, they are nobody's
         contexts.decoder.prepare(step.shapes, step.addresses)
         if step.call.candidates and contexts.select is not None:
             contexts.select.prepare(step.select_shapes, step.select_addresses)

@@ -69,13 +69,14 @@ def test_the_workspace_is_the_librarys_unless_it_is_given(basic: Path, primitive
     assert library.arguments("IBuilderConfig", "set_memory_pool_limit") == []
 
 
-def test_on_thor_products_that_share_an_input_are_packed_and_flags_are_set(
-    decoder: Path, config: EngineConfig, basic: Path, primitive: EngineConfig
-):
+def test_on_thor_products_are_not_merged(basic: Path, primitive: EngineConfig):
     told = replace(primitive, flags=compiler_flags("10.13", "11.0"))
     build_decoder(RecordedLibrary("10.13", gpu="11.0"), basic, told)
     with pytest.raises(AssertionError, match="products of one row that share an input would be merged wrongly"):
         build_decoder(RecordedLibrary("10.13", gpu="11.0"), basic, primitive)
+
+
+def test_on_thor_products_that_share_an_input_must_be_packed(decoder: Path, config: EngineConfig):
     apart = replace(config, flags=compiler_flags("11.4", "11.0"))
     with pytest.raises(AssertionError, match="several products read normed: they would be merged wrongly"):
         build_decoder(RecordedLibrary("11.4", gpu="11.0"), decoder, apart)

@@ -85,9 +85,7 @@ def test_a_session_whose_kernels_change_says_so(bundle: Callable[..., Any]):
 def test_a_gpu_that_the_library_does_not_list_is_refused_before_the_engine_is_read(bundle: Callable[..., Any]):
     setup = compiling(bundle())
     setup.driver.device = replace(SERVER, name="NVIDIA H200", compute_capability="9.0")
-    with pytest.raises(
-        GpuError, match=r"runs on compute capability 7\.5, 8\.0, .*, 12\.1 and newer, NVIDIA H200 has 9\.0"
-    ):
+    with pytest.raises(GpuError, match=r"runs on compute capability 7\.5, 8\.0, .* and newer, NVIDIA H200 has 9\.0"):
         setup.plan(compute_capabilities=()).open()
     assert setup.library.runtimes == []
 
