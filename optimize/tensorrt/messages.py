@@ -45,6 +45,10 @@ def transcript(messages: Sequence[Message]) -> str:
     return "".join(f"{message.severity}: {message.text}\n" for message in messages)
 
 
+class RefusedError(BuildError):
+    """The parser or the builder makes no engine of a graph."""
+
+
 def failure(what: str, messages: Sequence[Message]) -> LlmcError:
     """The error for a build that the library gave up, told from what it logged.
 
@@ -63,4 +67,4 @@ def failure(what: str, messages: Sequence[Message]) -> LlmcError:
         return GpuError(
             f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, or leave out stripped"
         )
-    return BuildError(f"{what} failed: {said}")
+    return RefusedError(f"{what} failed: {said}")

@@ -14,7 +14,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from llmc.errors import BuildError
-from llmc.optimize.tensorrt.messages import dropped
+from llmc.optimize.tensorrt.messages import RefusedError, dropped
 from llmc.runtime.sessions.tensorrt.library import logger
 
 CAPACITY = "capacity"
@@ -74,7 +74,7 @@ class Network:
             else:  # external data is looked up beside the path
                 parsed = self._parser.parse(model.SerializeToString(), str(path))
         if not parsed:
-            raise BuildError(f"{path.name} is refused by the parser: {'; '.join(self._errors())}")
+            raise RefusedError(f"{path.name} is refused by the parser: {'; '.join(self._errors())}")
         refused = [*dropped(messages), *self._left_out()]
         if refused:
             raise BuildError(

@@ -20,6 +20,7 @@ from llmc.bundle import (
 )
 from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import BuildReport, runs_here
+from llmc.optimize.judge.rows import check_rows
 from llmc.optimize.plan.device import with_engine
 from llmc.optimize.plan.memory import plan_rebuild
 from llmc.optimize.progress import Progress, silent
@@ -137,6 +138,8 @@ def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -
     try:
         with load(folder, self_test=False, emulate=not here) as model:
             replay(model, progress)
+            if here:
+                check_rows(model.runner.session, made)
     except (GpuError, MissingExtraError, ResourceError) as error:
         if here:
             raise

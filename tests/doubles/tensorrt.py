@@ -141,6 +141,7 @@ class FakeTensorRT:
         refuses: with which error no engine is loaded; empty loads them.
         fails_at: number of the run that fails, the first is 1; 0 for none.
         starts: whether the runtime can start.
+        mixes_rows: logits of a batch's rows are all those of its first one.
         contexts: all that were made, of all engines.
         runtimes: all that were made.
     """
@@ -176,6 +177,7 @@ class FakeTensorRT:
         self.refuses = ""
         self.fails_at = 0
         self.starts = True
+        self.mixes_rows = False
         self.runs = 0
         self.contexts: list[Context] = []
         self.runtimes: list[Runtime] = []
@@ -499,6 +501,8 @@ class Context:
             for name, found in zip(engine.outputs, io.get_outputs(), strict=True):
                 if name not in engine.aliases:
                     values = found.numpy()
+                    if engine.library.mixes_rows and name == "logits":
+                        values = np.broadcast_to(values[:1], values.shape)
                     values = values * np.asarray(factor, values.dtype) if factor != 1.0 else values
                     self._at(addresses[name], values.shape, engine.outputs[name].type)[:] = values
 

@@ -177,8 +177,8 @@ def test_names_tell_the_layer(exported, form, lowering):
 # --------------------------------------------------------------------------------------------------------------- packs
 
 
-@pytest.mark.parametrize("weights", [name for name in WEIGHTS if name != "float"])
-def test_quantized_linears_that_read_the_same_activation_become_one(exported, form, lowering, weights):
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_linears_that_read_the_same_activation_become_one(exported, form, lowering, weights):
     lowered = lowering(exported(NORMS).export, form, WEIGHTS[weights])
     assert lowered.apply("pack linears") == 2 * 2
     attention, mlp = (lowered.node(f"{LAYER}.{name}") for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
@@ -186,10 +186,11 @@ def test_quantized_linears_that_read_the_same_activation_become_one(exported, fo
     assert len(lowered.nodes("Split")) == len(lowered.nodes("Linear")) - 5 == 4
 
 
-def test_linears_stored_as_floats_stay_apart(case, form, lowering):
-    lowered = lowering(case.export, form, Computed(), INT8)
-    assert lowered.apply("pack linears") == 0
-    assert len(lowered.nodes("Linear")) == len(lowered.geometry.linears)
+@pytest.mark.parametrize(("weights", "packs"), [("float", 0), ("int8", 4)])
+def test_tensorrt_rtx_which_stores_packed_floats_twice_gets_integers_packed_alone(exported, lowering, weights, packs):
+    lowered = lowering(exported(NORMS).export, "native", WEIGHTS[weights]).before("pack linears")
+    steps = {step.name: step.run for step in passes.PASSES["tensorrt-rtx"]}
+    assert steps["pack linears"](lowered.graph, lowered.context) == packs
 
 
 def test_linears_in_different_forms_stay_apart(exported, form, lowering, decoder, portable, ids):
@@ -236,6 +237,9 @@ def test_lower_attention_updates_the_cache_in_place_and_reads_what_is_asked_for(
     assert (found["TensorScatter"], found["Slice"], found["RotaryEmbedding"], found["Attention"]) == (4, 4, 4, 2)
     for layer in range(2):
         attention = lowered.node(f"model.layers.{layer}.self_attn")
+        assert attention.attributes["scale"].as_float() == 1.0
+        times = attention.inputs[0].producer()
+        assert (times.op_type, float(times.inputs[1].const_value.numpy())) == ("Mul", 0.25), "the query alone is scaled"
         for value, part in zip(attention.inputs[1:3], ("key", "value"), strict=True):
             update = value.producer().inputs[0].producer()
             assert update.op_type == "TensorScatter" and update.outputs[0].is_graph_output()
