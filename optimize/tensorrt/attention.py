@@ -1,4 +1,4 @@
-"""Which calls have a fused kernel for attention: the library is asked by building the attention alone.
+"""Fused kernels of attention: the library is asked for them by building the attention alone.
 
 Without one the scores are written to memory and read again, which takes memory and time with the square of what is
 attended to; the engine is right and slow, and says nothing. Kernels are found by GPU, type, width of the heads and
