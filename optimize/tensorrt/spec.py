@@ -3,6 +3,7 @@
 The library is found once and handed on, so every version of TensorRT and TensorRT-RTX takes one path.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from llmc.runtime.host.probe import probe_driver
 from llmc.runtime.host.probe_steps import Device
 from llmc.runtime.host.targets import absent
 from llmc.runtime.sessions.tensorrt.engine import platform_name
-from llmc.runtime.sessions.tensorrt.library import library_version, load_library, made, nameable_gpus
+from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, load_library, made, nameable_gpus
+
+log = logging.getLogger(__name__)
 
 # The first bucket, and the largest of what follows: each doubles, so at most half of what attention looks at is empty.
 FIRST_BUCKET = 256
@@ -87,7 +90,13 @@ def resolve_engine(
         with compiled_with(flags):
             made(library, library.Builder)  # so without one it refuses now, and not after hours of calibration
         wanted = (gpu.compute_capability,) if gpu is not None else ()
-    elif library is not None and request.stripped and gpu is None:
+    elif gpu is not None and not lists_gpu(library, gpu.compute_capability):
+        log.warning(
+            "%s lists compute capability %s and newer, %s has %s: the engine does not run here, its graph is judged "
+            "on the CPU",
+            *(target.engine, ", ".join(nameable_gpus(library)), gpu.name, gpu.compute_capability),
+        )
+    if library is not None and nameable_gpus(library) and request.stripped and gpu is None:
         raise GpuError(f"{target.engine} leaves weights out of engines only beside a GPU; leave --stripped out")
     effort, memory = request.optimization_level, request.workspace
     config = EngineConfig(

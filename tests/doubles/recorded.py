@@ -59,7 +59,7 @@ class RecordedLibrary:
         gpu: compute capability of the GPU that it builds on; on Thor it merges products wrongly, unless it is told not
             to.
         fuses: whether there is a fused kernel for attention; without one it must be allowed to take it apart.
-        refuses: types of weights that the builder finds no kernel for, as ("INT8",).
+        refuses: what the builder says of a graph that it finds no kernels for; nothing of others.
     """
 
     def __init__(

@@ -55,6 +55,7 @@ def no_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
         patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
+        patch.setattr("llmc.optimize.build.open_driver", no_driver)
         patch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
         yield
 
@@ -391,7 +392,7 @@ def test_stripped_and_other_options_reach_the_builder_and_the_manifest(
     assert (plan.workspace, plan.optimization_level) == (None, None), "recorded, for a rebuild to ask for them again"
     flags = [arguments[0].name for arguments in library.arguments("IBuilderConfig", "set_flag")]
     assert "STRIP_PLAN" in flags
-    assert flags.count("VERSION_COMPATIBLE") == 2, "of the engine, and of the one that selects candidates"
+    assert flags.count("VERSION_COMPATIBLE") == 4, "of the engine, of the one that selects, and of attention alone"
     assert flags.count("STRIP_PLAN") == 1
 
 
@@ -511,7 +512,7 @@ def test_attention_without_a_kernel_is_in_the_manifest(
 
 
 def test_a_gpu_that_tensorrt_rtx_does_not_list_is_judged_on_the_cpu(
-    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
     monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: H200.driver)
@@ -520,6 +521,7 @@ def test_a_gpu_that_tensorrt_rtx_does_not_list_is_judged_on_the_cpu(
     report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt-rtx", precision="fp16", **SMALL)
     assert (engine_of(report.manifest).verified, engine_of(report.manifest).decomposed) == ("cpu", ())
     assert opened == []
+    assert "12.1 and newer, NVIDIA H200 has 9.0: the engine does not run here" in caplog.text
 
 
 def test_a_builder_that_drops_an_input_publishes_nothing(
