@@ -14,6 +14,7 @@ from typing import Any
 
 import onnx
 import pytest
+from doubles.cuda import FakeDriver
 from doubles.machines import H200, NO_GPU, ORIN, THOR
 from doubles.recorded import PLAN, RecordedLibrary
 
@@ -24,6 +25,7 @@ from llmc.optimize.build import BuildReport, build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.plan.device import device_plan
 from llmc.optimize.recipe import Request
+from llmc.optimize.tensorrt.products import Compared
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime import load
 from llmc.runtime.host import disk_cache
@@ -425,6 +427,26 @@ def test_on_its_gpu_a_bundle_is_verified_by_running_it(
     assert engine_of(report.manifest).verified == "device"
     known = dataclasses.asdict(report.manifest.graphs["decode"].invariance)
     assert any(known.values()), "which calls compute the same bits is measured where it will run"
+
+
+def test_on_its_gpu_int8_is_timed_beside_floats_and_rows_are_compared(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    installed("11.4", H200)
+    compared: list[Any] = []
+    monkeypatch.setattr("llmc.optimize.build.load", lambda folder, **_: load(folder, self_test=False, emulate=True))
+    monkeypatch.setattr("llmc.optimize.build.open_driver", FakeDriver)
+    monkeypatch.setattr("llmc.optimize.build.check_rows", lambda *given: compared.append(given))
+    monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", lambda *_: Compared(int8=3e-6, floats=1e-6))
+    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="int8", **SMALL)
+    [note] = [note for note in report.manifest.notes if "slower" in note]
+    assert note.startswith("on NVIDIA H200: int8 is the slower one, by a factor of 3.00")
+    assert "; build with --fp16, or --int4" in caplog.text
+    assert len(compared) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
