@@ -7,8 +7,8 @@ slower than float16 weights. Not run on a GPU yet.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from llmc.optimize.lower.context import ARRAY_TYPES
 from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.spec import EngineSpec
 from llmc.runtime.host.cuda import Driver
-from llmc.runtime.sessions.tensorrt.engine import Context, Engine
+from llmc.runtime.sessions.tensorrt.engine import ALIGNMENT, Context, Engine
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels
 
 OPSET, IR_VERSION = 21, 10
@@ -110,31 +110,35 @@ def products(inputs: int, outputs: int, compute: str, *, integers: bool) -> onnx
 def _timed(spec: EngineSpec, paths: Sequence[Path], driver: Driver, clock: Callable[[], float]) -> list[float]:
     """Seconds of a step of each engine, the median of rounds that take turns."""
     driver.activate()
-    stream, undo = driver.stream(), []
-    undo.append(partial(driver.destroy_stream, stream))
-    try:
-        contexts = []
-        for path in paths:
-            engine = Engine(spec.library, path, path.parent)
-            undo.append(engine.close)
-            if compiles_kernels(spec.library):
-                engine.keep_kernels(path.with_suffix(".kernels"))
-            if size := engine.memory():
-                undo.append(partial(driver.free, memory := driver.alloc(size)))
-            context = Context(engine, 0, stream, memory if size else 0, size)
-            undo.append(context.close)
-            shape = engine.largest("given", 0)
-            block = driver.alloc(bytes_of := 4 * int(np.prod(shape)) * 2)
-            undo.append(partial(driver.free, block))
-            driver.fill(block, bytes_of, stream)
-            context.prepare({"given": shape}, {"given": block, "y": block + bytes_of // 2})
-            contexts.append(context)
-        rounds = [[_step(context, driver, stream, clock, WARM_UP) for context in contexts]]
+    with ExitStack() as undo:
+        stream = driver.stream()
+        undo.callback(driver.destroy_stream, stream)
+        contexts = [_context(spec, path, driver, stream, undo) for path in paths]
+        for context in contexts:
+            _step(context, driver, stream, clock, WARM_UP)
         rounds = [[_step(context, driver, stream, clock, STEPS) for context in contexts] for _ in range(ROUNDS)]
         return [statistics.median(found) for found in zip(*rounds, strict=True)]
-    finally:
-        for each in reversed(undo):
-            each()
+
+
+def _context(spec: EngineSpec, path: Path, driver: Driver, stream: int, undo: ExitStack) -> Context:
+    """The engine in ``path``, ready to run on zeros; ``undo`` frees all that it takes."""
+    engine = Engine(spec.library, path, path.parent)
+    undo.callback(engine.close)
+    if compiles_kernels(spec.library):
+        engine.keep_kernels(path.with_suffix(".kernels"))
+    size, memory = engine.memory(), 0
+    if size:
+        memory = driver.alloc(size)
+        undo.callback(driver.free, memory)
+    context = Context(engine, 0, stream, memory, size)
+    undo.callback(context.close)
+    shape = engine.largest("given", 0)
+    length = -(-4 * int(np.prod(shape)) // ALIGNMENT) * ALIGNMENT
+    block = driver.alloc(2 * length)
+    undo.callback(driver.free, block)
+    driver.fill(block, 2 * length, stream)
+    context.prepare({"given": shape}, {"given": block, "y": block + length})
+    return context
 
 
 def _step(context: Context, driver: Driver, stream: int, clock: Callable[[], float], times: int) -> float:

@@ -57,8 +57,11 @@ def _weight(emit: Emitter, linear: Linear, config: QuantConfig, context: Lowerin
 
 def _dequantized(emit: Emitter, linear: Linear, grid: Grid, context: LoweringContext) -> ir.Value:
     stored, scales = (initializer(emit.graph, tensor) for tensor in weights.integer_columns(linear, grid, context))
-    block = {"axis": 0, "block_size": grid.block} if grid.block else {"axis": 1}
-    found = emit("DequantizeLinear", stored, scales, **block)  # in the type of the scales
+    if grid.block:
+        found = emit("DequantizeLinear", stored, scales, axis=0, block_size=grid.block)
+    else:
+        found = emit("DequantizeLinear", stored, scales, axis=1)
+    # It is in the type of the scales.
     return converted(emit, found, ir.DataType.FLOAT, context.type) if context.wide_scales else found
 
 

@@ -18,7 +18,7 @@ from llmc.optimize.tensorrt import products as module
 from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.products import Compared, compare, products
 
-GEOMETRY = uniform("llama", 2, 64, 96, 4, 2, 16, 97, 64, False, (0, 0))
+GEOMETRY = uniform("llama", 2, 72, 104, 4, 2, 16, 97, 64, False, (0, 0))
 
 
 def plan(spec: Any, graph: Path, output: Path, profiles: Sequence[Any]) -> None:
