@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 ENGINE_FILE = "engine.plan"
 SELECT_FILE = "select.plan"
 INSPECTOR_FILE = "engine.json"
-LOG_FILE = "build.log"
+LOG_FILE = "build-log.json"
 # More candidates than top-k is usually asked for; the device sorts these few, and a row of them is 512 bytes.
 CANDIDATES = 64
 # An integrated GPU takes its scratch memory from the machine's: room for the scores of attention in float32 and for

@@ -4,6 +4,7 @@ Only the parser leaves out parts of a graph. What the builder calls unused or un
 platforms, and its work may have taken an hour: its warnings are kept, and fail nothing.
 """
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -41,8 +42,9 @@ def remarks(messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def transcript(messages: Sequence[Message]) -> str:
-    """All messages in the library's own words, a line for each that it wrote."""
-    return "".join(f"{message.severity}: {message.text}\n" for message in messages)
+    """All messages in the library's own words: a list in JSON of severities and texts, a line for each message."""
+    lines = [json.dumps([message.severity, message.text]) for message in messages]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 class RefusedError(BuildError):

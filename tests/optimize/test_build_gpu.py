@@ -530,7 +530,7 @@ def test_attention_without_a_kernel_is_in_the_manifest(
     installed("11.4", H200, fuses=False, log=(("WARNING", "something odd"),))
     report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
     assert engine_of(report.manifest).decomposed == ("decode", "prefill")
-    assert (report.output / "build.log").read_text() == "WARNING: something odd\n" * 2
+    assert json.loads((report.output / "build-log.json").read_text()) == [["WARNING", "something odd"]] * 2
 
 
 def test_a_gpu_that_tensorrt_rtx_does_not_list_is_judged_on_the_cpu(

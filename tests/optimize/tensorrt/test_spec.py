@@ -366,7 +366,7 @@ def test_a_name_of_a_gpu_cannot_lead_out_of_the_cache(here: Callable[..., Any]):
 # ----------------------------------------------------------------------------------------------------------- compiling
 
 
-INSPECTION = ("engine.json", "build.log")
+INSPECTION = ("engine.json", "build-log.json")
 
 
 class Builder:
@@ -421,7 +421,8 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
     assert (config.hardware_compatibility, config.workspace) == ("ampere", None)
     assert (select["vocab_size"], select["candidates"]) == (320, 64)
     assert (plan.file, plan.select, plan.inspector, plan.log) == ("engine.plan", "select.plan", *INSPECTION)
-    assert (tmp_path / plan.log).read_text() == "WARNING: the first engine's\nWARNING: the second engine's\n"
+    said = json.loads((tmp_path / plan.log).read_text())
+    assert said == [["WARNING", "the first engine's"], ["WARNING", "the second engine's"]]
     assert (plan.compute, plan.compute_capabilities, plan.verified) == ("float16", ("9.0",), "no")
     assert (plan.workspace, plan.optimization_level) == (None, 2), "to be asked for again by a rebuild"
     assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
