@@ -300,7 +300,7 @@ class EngineConfig:
         decode, prefill = Profile(max_batch, 1, 1), (self.prefill.batch, self.prefill.sequence)
         profiles = self.decode == decode and prefill == (1, prefill_chunk) and 0 < self.prefill.outputs <= prefill_chunk
         gpus = all(re.fullmatch(r"\d+\.\d+", gpu, re.ASCII) for gpu in self.compute_capabilities)
-        return self.capacity == capacity and selects and profiles and gpus
+        return self.capacity == capacity and selects and profiles and gpus and self.workspace != 0
 
 
 @dataclass(frozen=True)

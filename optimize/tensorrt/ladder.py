@@ -1,4 +1,4 @@
-"""The ladder: what is built in turn where the builder finds no kernels for integer weights.
+"""The ladder of builds that are tried in turn where the builder finds no kernels for integer weights.
 
 A product of float16 with weights of 8 bits is documented for none of TensorRT's versions and refused by some ("Could
 not infer output types for operation: dequantize", TensorRT issue 4832, on Orin), and which of the forms below a version
@@ -31,7 +31,7 @@ class Step:
 
 
 def ladder(recipe: Recipe) -> tuple[Step, ...]:
-    """What to build, the first step as asked for, the last one in floats; one step where no weights are integers."""
+    """Steps to try in turn, the first as asked for and the last in floats; one where no weights are integers."""
     steps = [Step("", recipe)]
     if INTEGERS.isdisjoint(recipe.precisions()):
         return tuple(steps)
