@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from llmc.bundle import Geometry
 from llmc.errors import BuildError
-from llmc.optimize.lower import raising, types
+from llmc.optimize.lower import packing, raising, types
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime import (
     attention,
@@ -27,7 +27,7 @@ from llmc.optimize.lower.onnxruntime import (
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.lower.tensorrt import embedding as tensorrt_embedding
 from llmc.optimize.lower.tensorrt import linears as tensorrt_linears
-from llmc.optimize.lower.tensorrt import native, packing, primitives
+from llmc.optimize.lower.tensorrt import native, primitives
 
 log = logging.getLogger(__name__)
 
