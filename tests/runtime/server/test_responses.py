@@ -313,7 +313,7 @@ class TestStored:
         for query, said in [
             ("starting_after=1", "starting_after is given without stream"),
             ("stream=true&starting_after=-1", "starting_after"),
-            ("stream=true&include_obfuscation=true", "'include_obfuscation' is not a parameter"),
+            ("stream=true&include_obfuscation=true", "include_obfuscation is not a parameter"),
         ]:
             answer = able_http.get(f"/v1/responses/{name}?{query}")
             assert answer.status_code == 400 and said in answer.json()["error"]["message"]
@@ -356,7 +356,7 @@ class TestSocket:
     def test_tells_errors_and_goes_on(self, able_openai: openai.OpenAI):
         with able_openai.responses.connect() as socket:
             for message, said in [
-                ('{"input": "a"}', "type does not fit"),
+                ('{"input": "a"}', "type is missing"),
                 ("no JSON", "JSON"),
                 (b'{"type": "response.create", "input": "a", "stream_id": "x"}', "stream_id is not a parameter"),
                 ('{"type": "response.create", "input": "a", "previous_response_id": "resp_x"}', "no response"),
