@@ -107,7 +107,7 @@ class OutputCollector:
 
     @contextmanager
     def heard(self, pieces: bool) -> Iterator[Waiter]:
-        """What the running event loop's task can wait with while the block runs, for the end, or for ``pieces`` too.
+        """A wait for the running event loop's task while the block runs: for the end, or for ``pieces`` too.
 
         Raises:
             EngineClosedError: the engine stayed in another process.
