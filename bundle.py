@@ -613,6 +613,10 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
 
 
 def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
+    if not os.path.lexists(folder):
+        raise BundleError(
+            f"{folder}: there is no such folder, expected a bundle; build one with: {build_command(folder)}"
+        )
     if kind := unbuilt(folder):
         raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
     _refuse_to_leave(folder, BUNDLE_MANIFEST)

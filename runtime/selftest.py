@@ -102,6 +102,7 @@ def check_once(model: Loaded, wanted: bool | None) -> None:
     if wanted is None and entry.exists():
         return
     start = time.perf_counter()
+    log.info("checking %s on this machine%s", model.folder, ", once" if wanted is None else "")
     report = replayed(model, limit=QUICK_TOKENS, prompts=QUICK_PROMPTS if wanted is None else None)
     log.info("%s passed its self-test in %.2f s", model.folder, time.perf_counter() - start)
     try:
