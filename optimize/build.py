@@ -206,9 +206,7 @@ def build(
     if dump is not None and dump.exists() and not dump.is_dir():
         raise UsageError(f"{dump} is no folder; choose another one for the dumps")
     judged = judged or text is not None or bool(chosen.budget)
-    order = _Order(
-        Path(source), export, abilities, chosen, limits, text, judged, asked.compiled is not False, dump, progress
-    )
+    order = _Order(Path(source), export, abilities, chosen, limits, text, judged, bool(asked.compiled), dump, progress)
     _check_memory(order, calibration, memory)
     try_tokenizer(Path(source))
     if abilities.makes_engine:
@@ -229,7 +227,16 @@ def _check_memory(order: _Order, calibration: CalibrationRequest | None, memory:
     windows = calibration.windows if calibration is not None else (0, 0)
     geometry, recipe = order.export.geometry, order.recipe
     device = device_plan(geometry, order.limits, recipe) if order.target.has_gpu else None
-    plan = plan_build(geometry, recipe, order.limits, tokenizer, *windows, judged=order.judged, device=device)
+    plan = plan_build(
+        geometry,
+        recipe,
+        order.limits,
+        tokenizer,
+        *windows,
+        judged=order.judged,
+        compiled=order.compiled,
+        device=device,
+    )
     plan.check(order.source, usable_memory(plan.parts["engine"], memory))
 
 
