@@ -6,24 +6,38 @@ from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi import APIRouter, Depends, Header, Request, Response, WebSocket
 from pydantic import ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from typing_extensions import NotRequired, TypedDict
 
-from llmc.errors import LlmcError, RequestError
+from llmc.errors import ContextError, LlmcError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, told
-from llmc.runtime.server.chat import EFFORTS
-from llmc.runtime.server.errors import ANTHROPIC_ERRORS, ApiError, from_llmc
+from llmc.runtime.server.chat import EFFORTS, reasoned
+from llmc.runtime.server.errors import ANTHROPIC_ERRORS, ApiError, from_llmc, named
+from llmc.runtime.server.guard.refusal import refuse
 from llmc.runtime.server.logs import note
-from llmc.runtime.server.service import Service, new_id, service_of, submitted
+from llmc.runtime.server.service import Service, new_id, service_at, service_of, submitted
+from llmc.runtime.server.sockets import converse, manner_of
 from llmc.runtime.server.streams import EventStream, event, unless_gone
+from llmc.runtime.server.validation import read_json
 
+# This dialect's names of llmc's parameters.
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "json_schema": "output_config.format.schema",
+    "reasoning": "thinking",
+    "reasoning_budget": "thinking.budget_tokens",
+}
 PING = event({"type": "ping"}, "ping")
 FAILED = "Error: "  # before the result of a tool that failed, for templates have no other place to say so
+
+
+VERSIONS = ("2023-06-01", "2026-10-21")
 
 
 async def versioned(
@@ -34,6 +48,7 @@ async def versioned(
 
 
 router = APIRouter(tags=["Anthropic"], dependencies=[Depends(versioned)], responses=ANTHROPIC_ERRORS)
+sockets = APIRouter()  # browsers send no header of a page's choice with a WebSocket
 
 
 # ------------------------------------------------------------------------------------------------------------ request
@@ -103,7 +118,7 @@ class UserMessage(Body):
     """Texts of the user, and results of tools."""
 
     role: Literal["user"]
-    content: str | list[UserBlock]
+    content: str | Annotated[list[UserBlock], Field(min_length=1)]
 
     def plain(self) -> Iterator[dict[str, Any]]:
         """The messages as chat templates read them: every result is one of its own."""
@@ -143,7 +158,7 @@ class SystemMessage(Body):
     """Words of the system amid a conversation."""
 
     role: Literal["system"]
-    content: str | list[TextBlock]
+    content: str | Annotated[list[TextBlock], Field(min_length=1)]
 
     def plain(self) -> Iterator[dict[str, Any]]:
         """The message as chat templates read it."""
@@ -248,15 +263,19 @@ class Prompted(Body):
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
 
+    @property
+    def is_prefilled(self) -> bool:
+        """True if the last message is the assistant's, of which the answer is the rest."""
+        return isinstance(self.messages[-1], AssistantMessage)
+
     def plain(self) -> list[dict[str, Any]]:
         """The conversation as chat templates read it; turns of the user that follow each other are one.
 
         Raises:
-            ApiError: the last message is the assistant's, of which an answer would be the rest.
+            ApiError: the last message is the assistant's, and cannot be gone on with.
         """
-        if isinstance(self.messages[-1], AssistantMessage):
-            said = "the last message is the assistant's, which this server cannot go on with; expected one of the user"
-            raise ApiError(400, said, param=f"messages.{len(self.messages) - 1}")
+        if self.is_prefilled:
+            self._check_prefill(f"messages[{len(self.messages) - 1}]")
         found = [{"role": "system", "content": text_of(self.system)}] if self.system else []
         for message in (plain for each in self.messages for plain in each.plain()):
             if found and message["role"] == found[-1]["role"] == "user":
@@ -265,14 +284,29 @@ class Prompted(Body):
                 found.append(message)
         return found
 
-    def shown(self) -> dict[str, Any]:
-        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages."""
-        variables: dict[str, Any] = {}
-        if self.thinking is not None:
-            variables["enable_thinking"] = self.thinking.type != "disabled"
+    def _check_prefill(self, place: str) -> None:
+        content = self.messages[-1].content
+        if not isinstance(content, str) and (not content or not isinstance(content[-1], TextBlock)):
+            said = f"{place} is the assistant's and ends with no text; expected text for the answer to go on with"
+            raise ApiError(400, said, param=place)
+        if isinstance(self.thinking, ThinkingOn):
+            said = f"{place} is the beginning of the answer, before which thoughts would come; leave out thinking or it"
+            raise ApiError(400, said, param=place)
+
+    def shown(self, model: Model) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
+
+        Raises:
+            UsageError: the chat template cannot do as ``thinking`` says.
+        """
+        kind = None if self.thinking is None else self.thinking.type
+        thinks = None if kind in (None, "adaptive") else kind == "enabled"
+        if kind == "adaptive" and "enable_thinking" in model.chat_template.variables(False):
+            thinks = True
         return {
             "tools": [tool.plain() for tool in self.tools] if self.tools else None,
-            "chat_template_kwargs": variables or None,
+            "chat_template_kwargs": reasoned(model, None, thinks),
+            "continue_final_message": self.is_prefilled,
         }
 
 
@@ -294,13 +328,14 @@ class MessageRequest(Sampled, Prompted):
         """
         wanted = self.output_config.format if self.output_config else None
         choice = self.tool_choice
+        if self.tool_format is not None and not self.tools:
+            raise ApiError(400, "tool_format is given without tools; leave it out, or give them", param="tool_format")
         return {
             **self.sampling(
                 max_tokens=self.max_tokens,
                 stop=self.stop_sequences or None,
                 json_schema=wanted.schema_ if wanted else None,
             ),
-            **self.shown(),
             "tool_choice": self._tool_choice(),
             "tool_format": self.tool_format,
             "parallel_tool_calls": isinstance(choice, NoChoice | None) or not choice.disable_parallel_tool_use,
@@ -321,7 +356,9 @@ class MessageRequest(Sampled, Prompted):
                 said = f"thinking.budget_tokens is {budget}, expected less than max_tokens, {self.max_tokens}"
                 raise ApiError(400, said, param="thinking.budget_tokens")
             return budget
-        return EFFORTS.get(self.output_config.effort or "") if self.output_config else None
+        if self.is_prefilled or self.output_config is None:  # no thoughts precede what has begun
+            return None
+        return EFFORTS.get(self.output_config.effort or "")
 
 
 def text_of(content: str | Sequence[TextBlock]) -> str:
@@ -503,8 +540,9 @@ def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, A
     """Submit the request, for as many tokens as the context has room for."""
     try:
         return model.stream_chat(messages, **arguments)
-    except RequestError:
-        shown = {name: arguments[name] for name in ("tools", "chat_template_kwargs", "parse_special")}
+    except ContextError:
+        names = ("tools", "tool_format", "chat_template_kwargs", "continue_final_message", "parse_special")
+        shown = {name: arguments[name] for name in names}
         room = model.max_context - len(model.chat_tokens(messages, **shown))
         if not 0 < room < arguments["max_tokens"]:
             raise
@@ -517,7 +555,8 @@ async def _opened(body: MessageRequest, held: AsyncExitStack, service: Service) 
     note(user=body.metadata and body.metadata.user_id)
     arguments = service.bounded(body.arguments()) | {"parse_special": service.parses_special(body.parse_special)}
     model = await held.enter_async_context(service.generator(body.model))
-    handle = await submitted(partial(_submit, model, messages, arguments))
+    with named(NAMES):
+        handle = await submitted(partial(_submit, model, messages, arguments | body.shown(model)))
     held.callback(handle.cancel)
     return model, handle
 
@@ -548,6 +587,22 @@ async def messages(body: MessageRequest, request: Request, service: Service = De
         return JSONResponse(answer, headers=headers)
 
 
+@sockets.websocket("/v1/messages")
+async def message_socket(socket: WebSocket) -> None:
+    """The same over a WebSocket: a body as text in, the stream's events as texts out. The API's version may be left out
+    there."""
+    version = socket.headers.get("anthropic-version", VERSIONS[-1])
+    if version not in VERSIONS:
+        said = f"anthropic-version is {version[:40]!r}, expected one of {', '.join(VERSIONS)}"
+        return await refuse(socket.scope, socket.receive, socket.send, ApiError(400, said, param="anthropic-version"))
+    service = service_at(socket)
+
+    async def opened(body: MessageRequest, held: AsyncExitStack) -> AsyncIterator[dict[str, Any]]:
+        return events_of(body, service, *await _opened(body, held, service))
+
+    return await converse(socket, manner_of("/v1/messages"), partial(read_json, MessageRequest), opened)
+
+
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(
     body: Prompted, request: Request, response: Response, service: Annotated[Service, Depends(service_of)]
@@ -556,5 +611,6 @@ async def count_tokens(
     response.headers.update(_request_id(request)[1])
     conversation = body.plain()
     async with service.generator(body.model) as model:
-        tokens = await run_in_threadpool(partial(model.chat_tokens, conversation, **body.shown()))
+        with named(NAMES):
+            tokens = await run_in_threadpool(partial(model.chat_tokens, conversation, **body.shown(model)))
     return {"input_tokens": len(tokens)}

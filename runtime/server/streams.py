@@ -1,16 +1,15 @@
-"""Answers that come in pieces: server-sent events with heartbeats, and a WebSocket, until the client is gone."""
+"""Answers that come in pieces: server-sent events with heartbeats, until the client is gone."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import AsyncExitStack, aclosing
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.errors import ApiError, from_llmc
@@ -22,7 +21,8 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+# What is encoded was made here and holds no circle; looking for one takes longer than all the rest.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
 
 
 def encoded(value: Any) -> str:
@@ -34,6 +34,21 @@ def event(value: Any, name: str | None = None) -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {encoded(value)}\n\n".encode()
+
+
+class Chunks:
+    """JSON of the chunks of one stream, of which the members that all begin with are encoded once.
+
+    Args:
+        head: these members, at least one.
+    """
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._head = encoded(head)[:-1]
+
+    def __call__(self, **rest: Any) -> str:
+        """The chunk with ``rest``, at least one member, after its head."""
+        return f"{self._head},{encoded(rest)[1:]}"
 
 
 class EventStream(Response):
@@ -127,63 +142,13 @@ async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
         await asyncio.gather(waiting, gone, return_exceptions=True)
 
 
-async def guarded(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Events of OpenAI's dialects: encoded, an error as the last one of them, or ``[DONE]``."""
+async def guarded(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
+    """Chunks of OpenAI's dialects as events, and an error as the last one of them, or ``[DONE]``."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         try:
             async for piece in pieces:
-                yield event(piece)
+                yield f"data: {piece}\n\n".encode()
         except (ApiError, LlmcError) as error:
             yield event((error if isinstance(error, ApiError) else from_llmc(error)).body)
         else:
             yield DONE
-
-
-Opened = Callable[[Any, AsyncExitStack], Awaitable[AsyncIterator[dict[str, Any]]]]
-
-
-async def converse(socket: WebSocket, read: Callable[[str], Any], opened: Opened) -> None:
-    """Answer requests on a WebSocket, one after another, until it is closed.
-
-    A text message is the body of a request. Its events come back as text messages, the last is ``[DONE]``, or an error,
-    after which the next request may come. Any message before that cancels the request.
-
-    Args:
-        read: makes a request of a message.
-        opened: submits it, and gives its events.
-    """
-    await socket.accept()
-    with suppress(WebSocketDisconnect):
-        while True:
-            message = await socket.receive_text()
-            try:
-                async with AsyncExitStack() as held:
-                    await _answer(socket, await opened(read(message), held))
-            except (ApiError, LlmcError) as error:
-                body = (error if isinstance(error, ApiError) else from_llmc(error)).body
-                await socket.send_text(encoded(body))
-
-
-async def _answer(socket: WebSocket, events: AsyncIterator[dict[str, Any]]) -> None:
-    """Send the events; a message of the client ends them."""
-    sending = asyncio.ensure_future(_send_all(socket, events))
-    heard = asyncio.ensure_future(socket.receive())
-    try:
-        await asyncio.wait((sending, heard), return_when=asyncio.FIRST_COMPLETED)
-        if sending.done():
-            sending.result()
-            return
-        if heard.result()["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect
-        raise ApiError(499, "the request was cancelled by a message of its client")
-    finally:
-        for task in (sending, heard):
-            task.cancel()
-        await asyncio.gather(sending, heard, return_exceptions=True)
-
-
-async def _send_all(socket: WebSocket, events: AsyncIterator[dict[str, Any]]) -> None:
-    async with aclosing(events) as pieces:  # type: ignore[type-var]
-        async for piece in pieces:
-            await socket.send_text(encoded(piece))
-    await socket.send_text("[DONE]")
