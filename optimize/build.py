@@ -56,6 +56,7 @@ from llmc.optimize.lower.context import (
     check_patterns,
     quant_configs,
 )
+from llmc.optimize.lower.onnxruntime import lone_steps
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.passes import lower
@@ -132,9 +133,11 @@ class _Order:
 
     @property
     def folds_lone_steps(self) -> bool:
-        """True if the graph of decode is one of its own, and the engine that is installed folds what it computes."""
-        wanted = self.target.folds_lone_steps
-        if not wanted or self.recipe.phases != "split":
+        """True if the graph of decode is one of its own that has what can be folded, and the installed engine can."""
+        wanted, geometry, cache = self.target.folds_lone_steps, self.export.geometry, self.recipe.cache
+        if not wanted or geometry.encoder or self.recipe.phases != "split":
+            return False
+        if not any(lone_steps.foldable(attention, cache) for attention in geometry.attentions):
             return False
         return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(wanted)
 

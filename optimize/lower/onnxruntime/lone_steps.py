@@ -53,9 +53,9 @@ def fold_lone_steps(graph: ir.Graph, context: LoweringContext) -> int:
     if not context.folds_lone_steps or context.phase != "decode":
         return 0
     attentions = [(node, context.geometry.attention[node.name or ""]) for node in nodes_of(graph, GQA, MICROSOFT)]
-    foldable = [(node, attention) for node, attention in attentions if _foldable(node, attention)]
-    shared = _Shared(foldable[0][0]) if foldable else None
-    for node, attention in foldable:
+    folded = [(node, attention) for node, attention in attentions if foldable(attention, context.cache)]
+    shared = _Shared(folded[0][0]) if folded else None
+    for node, attention in folded:
         assert shared is not None
         emit = _Branch(node)
         lone = _graph(f"{node.name}.lone", emit.nodes, _folded(emit, attention, shared))
@@ -66,13 +66,13 @@ def fold_lone_steps(graph: ir.Graph, context: LoweringContext) -> int:
         otherwise = _graph(several.name, [several], list(several.outputs))
         choose = Emitter(node, main="If")
         replace(node, *choose.many("If", [shared.lone], 3, then_branch=lone, else_branch=otherwise))
-    return len(foldable)
+    return len(folded)
 
 
-def _foldable(node: ir.Node, attention: Attention) -> bool:
+def foldable(attention: Attention, cache: str) -> bool:
     """True for heads in groups, no larger than what calls have behind them, without a window or a quantized cache."""
     group = attention.heads // attention.kv_heads
-    return 1 < group <= FROM_POSITIONS and not attention.window and "kv_cache_bit_width" not in node.attributes
+    return cache == "float32" and 1 < group <= FROM_POSITIONS and not attention.window
 
 
 def _graph(name: str, nodes: list[ir.Node], outputs: list[ir.Value]) -> ir.Graph:

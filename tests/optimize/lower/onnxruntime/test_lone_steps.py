@@ -8,6 +8,7 @@ import pytest
 from doubles.lowerings import difference
 
 from llmc.bundle import DECODER_FILE
+from llmc.optimize.build import build
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.onnxruntime import lone_steps
 
@@ -106,3 +107,9 @@ def test_graphs_that_gain_nothing_stay_as_they_are(exported, folding, options):
 def test_attention_with_a_window_stays_as_it_is(exported, folding):
     lowered = folding(exported("mistral-window-wide-heads").export)
     assert lowered.apply("fold lone steps") == groups(lowered) < lowered.geometry.layers
+
+
+@pytest.mark.parametrize(("precision", "minimum"), [("int8", "1.31"), ("fp32", "1.23")], ids=["folded", "one graph"])
+def test_a_bundle_says_which_engine_it_needs(exported, tmp_path, precision, minimum):
+    manifest = build(exported("llama-biases").export, tmp_path / "bundle", precision=precision, max_context=64).manifest
+    assert manifest.target.engine_minimum == minimum
