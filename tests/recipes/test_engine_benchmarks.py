@@ -131,6 +131,36 @@ def test_concurrency_runs_and_divides_serial_by_together(run_script, tiny_bundle
     assert episode["beside"]["count"] > 2  # chunks took turns with decoding
 
 
+def row_of(script: Script, name: str, runner: str, *rounds: dict[int, float]) -> Any:
+    peers = script("peers")
+    found = [{"results": [{"requests": n, "tok_s": rate} for n, rate in each.items()]} for each in rounds]
+    return peers.Row(peers.Entry(name, "4 bits", runner, "model"), "", found)
+
+
+def test_ratios_to_peers_are_taken_within_each_round(script):
+    ours = row_of(script, "llmc", "llmc", {1: 10.0, 8: 100.0}, {1: 20.0, 8: 50.0}, {1: 30.0, 8: 90.0})
+    peer = row_of(script, "OpenVINO", "openvino", {1: 10.0, 8: 50.0}, {1: 10.0, 8: 50.0}, {1: 10.0, 8: 60.0})
+    broken = row_of(script, "llama.cpp", "llamacpp")
+    broken.trouble = "runners.py failed"
+    checks, lines = script("engine_concurrency").beside_peers([ours, peer, broken], [1, 8])
+    assert lines[1:] == [
+        ("llmc", "20", "90"),
+        ("OpenVINO", "10 (2.00x; 1.00 to 3.00)", "50 (1.50x; 1.00 to 2.00)"),
+        ("llama.cpp", "runners.py failed", "runners.py failed"),
+    ]
+    assert [(check.figure, check.target) for check in checks] == [(1.5, 1.3)]
+
+
+def test_requests_at_once_are_measured_in_a_process_of_their_own(run_script, tiny_bundle, tmp_path):
+    systems = tmp_path / "systems.toml"
+    systems.write_text('[[system]]\nname = "other"\ngroup = "g"\nrunner = "openvino"\nmodel = "none"\n')
+    sizes = ["--together", "1", "2", "--prompt", "8", "--new-tokens", "4"]
+    report = run_script("engine_concurrency", tiny_bundle, "--peers", str(systems), *sizes)
+    ours, other = report["details"]["rows"]
+    assert [(found["requests"], found["tok_s"] > 0) for found in ours["rounds"][0]["results"]] == [(1, True), (2, True)]
+    assert other["trouble"].startswith("not run")
+
+
 # --------------------------------------------------------------------------------------------------------- overhead
 
 
