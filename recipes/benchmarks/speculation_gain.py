@@ -7,6 +7,8 @@
 * Prompt lookup, end to end and held to nothing: greedy after a passage that occurs again and again in the prompt, so
   that the model repeats it or itself; the acceptance says how much it did.
 * Free text: sampled at temperature 1, with prompt lookup, and with drafts that are always wrong.
+* With --answers, instead: greedy answers of an instruct model to questions that it answers by copying (a code edit,
+  JSON, a summary, a quotation), with prompt lookup; and answers at temperature 1 where there is nothing to copy.
 
 Runs with and without drafts take turns in one engine; rates are tokens per second after the first token. Of drafts that
 are each right with probability a, those behind a wrong one are not accepted: a share of (a + ... + a^k) / k is.
@@ -25,6 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from answers import COPYING, FREE
 from engine_measures import LONGEST_WAIT, Check, Found, median_ratio, opened, run, tokens
 
 from llmc.runtime import Engine, GenerationResult, Model, Request, SamplingParams
@@ -35,6 +38,7 @@ from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 MIN_GAIN = {"int4": 1.5, "int8": 2.0}  # with the oracle, by precision
 MIN_ON_FREE_TEXT = 0.97
 MIN_LOOKUP_GAIN = 1.0  # on text that repeats itself
+MIN_COPYING_GAIN, MIN_ANSWERING_GAIN = 2.0, 0.98  # by prompt lookup, where an answer copies and where it cannot
 PASSAGE = 48  # tokens that are repeated
 FORCED = 1e4  # above every logit
 TIMED_CALLS = 9  # of each length and graph, of which the median counts
@@ -168,6 +172,31 @@ def without_oracle(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield compare(engine, name, make, args.rounds)
 
 
+def with_answers(args: argparse.Namespace) -> Found:
+    """Prompt lookup on an instruct model's answers."""
+    checks, pairs = [], []
+    with opened(args, draft="lookup", max_draft_tokens=args.max_draft_tokens, determinism=args.determinism) as model:
+        for questions, temperature, target in ((COPYING, 0.0, MIN_COPYING_GAIN), (FREE, 1.0, MIN_ANSWERING_GAIN)):
+            for name, question in questions.items():
+                prompt = model.chat_tokens([{"role": "user", "content": question}])
+                params = replace(greedy(args.new_tokens, True), temperature=temperature, seed=0)
+
+                def make(i: int, speculates: bool, prompt: Any = prompt, params: SamplingParams = params) -> Request:
+                    return Request(prompt, replace(params, speculate=speculates))
+
+                pairs.append(compare(model.engine, name, make, args.rounds))
+                checks.append(Check(f"{name}: tokens per second, ratio", pairs[-1]["gain"], target))
+    head = ("tokens per second", "without drafts", "with", "drafted", "accepted", "ratio, least to most")
+    lines = [(*row(pair), spread(pair)) for pair in pairs]
+    return Found(checks, {"max_draft_tokens": args.max_draft_tokens, "pairs": pairs}, [(head, *lines)])
+
+
+def spread(pair: dict[str, Any]) -> str:
+    """The least and the most of a pair's ratios, round by round."""
+    ratios = [drafts / plain for drafts, plain in zip(pair["drafts"], pair["plain"], strict=True)]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
 def verifications(model: Model, prompt: int, right: float) -> list[dict[str, float]]:
     """Milliseconds of calls of every draft length on either graph, and the best gain that they allow; 0 comes first."""
     session = model.runner.session
@@ -192,7 +221,9 @@ def verifications(model: Model, prompt: int, right: float) -> list[dict[str, flo
 
 
 def measure(args: argparse.Namespace) -> Found:
-    """All four comparisons, and the calls behind them."""
+    """All four comparisons, and the calls behind them; or the answers."""
+    if args.answers:
+        return with_answers(args)
     with opened(args) as model:
         calls = verifications(model, args.prompt, 1 - args.wrong)
         oracle = OracleDraft(args.wrong, model.manifest.geometry.vocab_size)
@@ -219,7 +250,8 @@ def main() -> None:
         new_tokens=(256, "tokens to generate"),
         free_tokens=(512, "tokens to generate of free text"),
         wrong=(0.2, "probability that a token of the oracle is wrong"),
-        max_draft_tokens=(7, "the engine's option"),
+        max_draft_tokens=(31, "the engine's option"),
+        answers=(False, "ask questions instead; the bundle is of an instruct model"),
         determinism=("fast", "level: fast or strict"),
     )
 

@@ -31,8 +31,8 @@ class PromptLookup:
     """Proposes what followed the last few tokens when they occurred before, in the prompt or in the output.
 
     The longest match counts, and of several the most recent. Where what is known to have followed ends, the text is
-    taken to go on repeating itself. An index over n-grams grows with the sequence, so a step costs the same however long
-    it is. The index takes roughly 150 bytes per token and n.
+    taken to go on repeating itself. An index over n-grams grows with the sequence, so a step costs the same however
+    long it is. The index takes roughly 150 bytes per token and n.
 
     Saxena, Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding; the bound by the length
     of the match is SuffixDecoding's, https://arxiv.org/abs/2411.04975.

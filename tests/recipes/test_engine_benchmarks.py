@@ -267,7 +267,21 @@ def test_speculation_runs_and_the_oracle_is_held_to_what_it_recorded(run_script,
     assert oracle["accepted"] == oracle["drafted"] > 0  # an oracle that is never wrong, and nothing but its tokens
     assert figures(report)[0] == pytest.approx(oracle["drafts"][0] / oracle["plain"][0], rel=CLOSE)
     assert [check["target"] for check in report["checks"]] == [2.0, 1.0, 0.97, 0.97]
-    assert [item["drafts"] for item in report["details"]["verifications"]] == [0, 1, 3, 5, 7, 11, 15]
+    assert [item["drafts"] for item in report["details"]["verifications"]] == [0, 1, 3, 5, 7, 11, 15, 23, 31]
+
+
+def test_answers_are_compared_with_and_without_drafts(run_script, script, tiny_bundle, monkeypatch):
+    even_costs(monkeypatch)
+    report = run_script("speculation_gain", tiny_bundle, "--answers", "--new-tokens", "8")
+    answers = script("answers")
+    assert [pair["name"] for pair in report["details"]["pairs"]] == [*answers.COPYING, *answers.FREE]
+    assert figures(report) == [pair["gain"] for pair in report["details"]["pairs"]]
+    assert [check["target"] for check in report["checks"]] == [2.0] * len(answers.COPYING) + [0.98] * len(answers.FREE)
+
+
+def test_the_spread_of_a_gain_is_that_of_its_rounds(script):
+    pair = {"drafts": [20.0, 90.0], "plain": [10.0, 30.0]}
+    assert script("speculation_gain").spread(pair) == "2.00 to 3.00"
 
 
 # ------------------------------------------------------------------------------------------------------------- soak

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 # Bindings that are kept beside that of the last long call. A binding takes 0.4 ms to make for 24 layers, 2 % of a step
 # of a 0.5B model: worth keeping for every number of rows of a step and of drafted tokens, and not for a chunk's 90 ms.
 KEPT_BINDINGS = 32
-# Bindings of calls with at most this many tokens (a chunk has more), or as many as the cache has rows, are kept and share
-# memory for their logits: steps, and drafts with the token before them.
+# Bindings of calls with at most this many tokens (a chunk has more), or as many as the cache has rows, are kept, and
+# share memory for their logits: steps, and drafts with the token before them.
 SHARED_OUTPUTS = 32
 
 
