@@ -1,4 +1,4 @@
-"""Questions to an instruct model: some whose answers copy from the question, others whose answers cannot."""
+"""Questions to an instruct model: some with answers that copy from the question, others that give nothing to copy."""
 
 import json
 
@@ -37,13 +37,30 @@ Cars have to take the motorway bridge in the north, which is four kilometres awa
 they will lose customers, and they ask the council for help. The repair will cost eleven million euros, of which the
 state pays one half.""".replace("\n", " ")
 
+_SUMMARY = """\
+The city council decided to close the old bridge over the river for two years, for engineers had found cracks in three
+of its seven arches. A temporary bridge for pedestrians and bicycles will be built next to it, and cars have to take the
+motorway bridge in the north. The repair will cost eleven million euros, of which the state pays one half."""
+
+# Questions, and answers to them as a good model writes them.
 COPYING = {
-    "code edit": f"Here is a Python file:\n\n```python\n{_CODE}```\n\nRename the function best to top_names. Repeat "
-    "the whole file with this change and nothing else.",
-    "JSON": f"Here are records:\n\n```json\n{json.dumps(_RECORDS, indent=1)}\n```\n\nRepeat all records as JSON.",
-    "summary": f"Text:\n\n{_ARTICLE}\n\nSummarise the text in three sentences, using its own words.",
-    "quotation": f"Text:\n\n{_ARTICLE}\n\nRepeat the text above word by word.",
+    "code edit": (
+        f"Here is a Python file:\n\n```python\n{_CODE}```\n\nRename the function best to top_names. Repeat the whole "
+        "file with this change and nothing else.",
+        f"```python\n{_CODE.replace('def best', 'def top_names')}```",
+    ),
+    "JSON": (
+        f"Here are records:\n\n```json\n{json.dumps(_RECORDS, indent=1)}\n```\n\nCarol has moved to Lisbon. Give all "
+        "records as JSON.",
+        f"```json\n{json.dumps(_RECORDS, indent=1).replace('Madrid', 'Lisbon')}\n```",
+    ),
+    "summary": (
+        f"Text:\n\n{_ARTICLE}\n\nSummarise the text in three sentences, using its own words.",
+        _SUMMARY.replace("\n", " "),
+    ),
+    "quotation": (f"Text:\n\n{_ARTICLE}\n\nRepeat the text above word by word.", _ARTICLE),
 }
+# Questions whose answers are the model's own.
 FREE = {
     "story": "Write a long story about a lighthouse keeper and her cat.",
     "explanation": "Explain how a bicycle stays upright when it moves.",

@@ -7,8 +7,9 @@
 * Prompt lookup, end to end and held to nothing: greedy after a passage that occurs again and again in the prompt, so
   that the model repeats it or itself; the acceptance says how much it did.
 * Free text: sampled at temperature 1, with prompt lookup, and with drafts that are always wrong.
-* With --answers, instead: greedy answers of an instruct model to questions that it answers by copying (a code edit,
-  JSON, a summary, a quotation), with prompt lookup; and answers at temperature 1 where there is nothing to copy.
+* With --answers, instead, prompt lookup on real text, with an instruct model's tokenizer and template: answers that copy
+  from the question (a code edit, JSON, a summary, a quotation), which the model is held to, so that a small one copies
+  as a good one would; and its own answers, at temperature 1, to questions that give nothing to copy.
 
 Runs with and without drafts take turns in one engine; rates are tokens per second after the first token. Of drafts that
 are each right with probability a, those behind a wrong one are not accepted: a share of (a + ... + a^k) / k is.
@@ -173,21 +174,32 @@ def without_oracle(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def with_answers(args: argparse.Namespace) -> Found:
-    """Prompt lookup on an instruct model's answers."""
-    checks, pairs = [], []
+    """Prompt lookup on answers that copy, which the model is held to, and on answers of its own."""
+
+    def pair(name: str, question: str, params: SamplingParams, answer: list[int] | None = None) -> dict[str, Any]:
+        prompt = model.chat_tokens([{"role": "user", "content": question}])
+        processors = () if answer is None else (held_to(prompt, answer),)
+
+        def make(i: int, speculates: bool) -> Request:
+            return Request(prompt, replace(params, speculate=speculates), logits_processors=processors)
+
+        return compare(model.engine, name, make, args.rounds)
+
     with opened(args, draft="lookup", max_draft_tokens=args.max_draft_tokens, determinism=args.determinism) as model:
-        for questions, temperature, target in ((COPYING, 0.0, MIN_COPYING_GAIN), (FREE, 1.0, MIN_ANSWERING_GAIN)):
-            for name, question in questions.items():
-                prompt = model.chat_tokens([{"role": "user", "content": question}])
-                params = replace(greedy(args.new_tokens, True), temperature=temperature, seed=0)
-
-                def make(i: int, speculates: bool, prompt: Any = prompt, params: SamplingParams = params) -> Request:
-                    return Request(prompt, replace(params, speculate=speculates))
-
-                pairs.append(compare(model.engine, name, make, args.rounds))
-                checks.append(Check(f"{name}: tokens per second, ratio", pairs[-1]["gain"], target))
+        copied = []
+        for name, (question, text) in COPYING.items():
+            answer = model.tokenizer.encode(text, add_special_tokens=False)
+            copied.append(pair(name, question, greedy(len(answer), True), answer))
+        free = replace(greedy(args.free_tokens, True), temperature=1.0, seed=0)
+        pairs = [*copied, *(pair(name, question, free) for name, question in FREE.items())]
+    checks = [
+        Check(
+            f"{p['name']}: tokens per second, ratio", p["gain"], MIN_COPYING_GAIN if p in copied else MIN_ANSWERING_GAIN
+        )
+        for p in pairs
+    ]
     head = ("tokens per second", "without drafts", "with", "drafted", "accepted", "ratio, least to most")
-    lines = [(*row(pair), spread(pair)) for pair in pairs]
+    lines = [(*row(p), spread(p)) for p in pairs]
     return Found(checks, {"max_draft_tokens": args.max_draft_tokens, "pairs": pairs}, [(head, *lines)])
 
 

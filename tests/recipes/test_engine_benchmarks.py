@@ -272,7 +272,7 @@ def test_speculation_runs_and_the_oracle_is_held_to_what_it_recorded(run_script,
 
 def test_answers_are_compared_with_and_without_drafts(run_script, script, tiny_bundle, monkeypatch):
     even_costs(monkeypatch)
-    report = run_script("speculation_gain", tiny_bundle, "--answers", "--new-tokens", "8")
+    report = run_script("speculation_gain", tiny_bundle, "--answers", "--free-tokens", "8")
     answers = script("answers")
     assert [pair["name"] for pair in report["details"]["pairs"]] == [*answers.COPYING, *answers.FREE]
     assert figures(report) == [pair["gain"] for pair in report["details"]["pairs"]]
