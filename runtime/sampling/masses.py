@@ -10,9 +10,6 @@ from llmc.runtime.sampling.draws import pick
 
 Logits = npt.NDArray[np.float32]
 
-# Blocks have at most so many tokens, whose peaks are looked at first; and up to one block in so many is looked into.
-_MOST_ROWS, _FEW_BLOCKS = 256, 4
-
 
 def inverse(temperature: float) -> float:
     """1 / temperature, within what float32 can multiply differences of logits by without making NaN."""
@@ -34,31 +31,18 @@ def check_peak(peak: float) -> None:
 
 def largest(logits: Logits, k: int) -> npt.NDArray[np.intp]:
     """Possible tokens whose logit is at least the k-th largest, by id."""
-    rows = max(1, min(_MOST_ROWS, logits.size // (2 * k)))
+    rows = max(1, min(128, logits.size // (2 * k)))
     columns = logits.size // rows
     blocked = logits[: rows * columns].reshape(rows, columns)  # block c: tokens c, c + columns, ...
-    maxima = np.maximum.reduce(blocked, axis=0)
-    rest = logits[rows * columns :]  # fewer than there are blocks
-    peaks = np.concatenate([maxima, rest])
-    check_peak(float(peaks.max()))
+    maxima = np.concatenate([np.maximum.reduce(blocked, axis=0), logits[rows * columns :]])
+    check_peak(float(maxima.max()))
     # Where many tokens are impossible, they are no candidates: selecting among that many equals takes 30 ms.
-    peaks = peaks.compress(peaks > -np.inf)
-    if peaks.size < k:
-        return _at_least(logits, np.flatnonzero(logits > -np.inf), k)
-    bound = np.partition(peaks, peaks.size - k)[peaks.size - k]
-    near = np.flatnonzero(maxima >= bound)
-    if near.size * _FEW_BLOCKS > columns:  # many equals
-        return _at_least(logits, np.flatnonzero(logits >= bound), k)
-    row, place = np.nonzero(blocked.take(near, axis=1) >= bound)
-    inside = row * columns + near.take(place)
-    return _at_least(logits, np.concatenate([inside, rows * columns + np.flatnonzero(rest >= bound)]), k)
-
-
-def _at_least(logits: Logits, candidates: npt.NDArray[np.intp], k: int) -> npt.NDArray[np.intp]:
-    """Of the candidates those whose logit is at least the k-th largest of theirs."""
+    maxima = maxima.compress(maxima > -np.inf)
+    bound = np.partition(maxima, maxima.size - k)[maxima.size - k] if maxima.size >= k else -np.inf
+    candidates: npt.NDArray[np.intp] = np.flatnonzero(logits >= bound if bound > -np.inf else logits > bound)
     if candidates.size <= k:
         return candidates
-    values = logits.take(candidates)
+    values = logits[candidates]
     smallest = np.partition(values, values.size - k)[values.size - k]
     return np.compress(values >= smallest, candidates)
 
@@ -113,7 +97,6 @@ class Masses:
     _EXPONENTIAL, _LOG_BASE = EXPONENTIAL, LOG_BASE
     # Weights need no common factor if their total lies between these: float32 then holds all that matters.
     _TOTALS = (2.0**-60, 2.0**120)
-    _LOOKED_AT = 601  # one token in so many, for each is a line of a cold cache
     # Natural logarithms outside of which vector exponentials fall back to slow code, or overflow.
     _LOGARITHMS = (-87.0, 83.0)
 
@@ -158,7 +141,7 @@ class Masses:
     def _look_moderate(self, logits: Logits, scale: float) -> bool:
         """Guess cheaply whether no common factor is needed; a wrong guess costs time and nothing else."""
         lowest, highest = self._LOGARITHMS
-        if not float(logits[:: self._LOOKED_AT].min()) * scale > lowest:
+        if not float(logits[::61].min()) * scale > lowest:
             return False
         return scale < 2.0 or float(logits.max()) * scale < highest
 

@@ -30,7 +30,6 @@ _ROWS = 64  # of the grid whose columns' peaks say where candidates begin
 _NEAR = 90  # about one token in so many lies closer to the peak than half of the columns' peaks do
 # Up to one token in so many is kept by writing it anew; more, by subtracting infinity from the others.
 _KEPT_APART = 16
-_SAMPLED, _MARGIN = 31, 24  # one token in so many guesses where an edge lies, up to one in so many of those
 _BINS_PER_NAT = 32.0  # a power of two, so that a bin's ends are exact
 _PIECE = 16_000  # tokens
 _PLUS_INFINITY = np.int32(0x7F800000)  # float32 +inf as bits
@@ -259,31 +258,7 @@ def _edge(weighed: Distribution, centre: float, needed: float) -> np.float32:
         deviations, near_weights = deviations.take(known), weights.take(near.take(known))
         if float(np.add.reduce(near_weights, dtype=np.float64)) >= needed:
             return _edge_in_bins(deviations, near_weights, needed)
-    deviations = _deviations(distances, centre)
-    if deviations.size > _SORTED * _SAMPLED:
-        bracket = _bracket(deviations, weights, needed, needed / weighed.total)
-        if bracket is not None:
-            return _edge_in_bins(*bracket)
-    return _edge_in_bins(deviations, weights, needed)
-
-
-def _bracket(deviations: Logits, weights: Logits, needed: float, share: float) -> tuple[Logits, Logits, float] | None:
-    """Of deviations and weights those around the edge that a sample of the tokens guesses, and the mass that is needed
-    of them; None where the guess was wrong, which two sums over all tokens tell. ``share`` is that of ``needed``."""
-    some, masses = deviations[::_SAMPLED], weights[::_SAMPLED]
-    order = np.argsort(some)
-    cumulative = masses.take(order).astype(np.float64).cumsum()
-    place, margin = _crossing(cumulative, share * float(cumulative[-1])), some.size // _MARGIN
-    if place < margin or place + margin >= some.size:
-        return None
-    low, high = some[order[place - margin]], some[order[place + margin]]
-    nearer = deviations < low
-    rest = needed - float(np.add.reduce(weights * nearer, dtype=np.float64))
-    inside = np.flatnonzero((deviations <= high) ^ nearer)
-    found = weights.take(inside)
-    if not 0 < rest <= float(np.add.reduce(found, dtype=np.float64)):
-        return None
-    return deviations.take(inside), found, rest
+    return _edge_in_bins(_deviations(distances, centre), weights, needed)
 
 
 def _edge_in_bins(deviations: Logits, weights: Logits, needed: float) -> np.float32:

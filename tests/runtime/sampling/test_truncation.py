@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.errors import RequestError
-from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.truncation import (
     distribution,
     epsilon_cutoff,
@@ -280,23 +279,3 @@ class TestDistribution:
         p = probabilities64(np.append(logits, np.float32(0)))
         assert distribution(logits).total != pytest.approx(1 / p.max(), rel=SUM_TOLERANCE)
         assert distribution(logits).entropy() != pytest.approx(entropy64(p), rel=SUM_TOLERANCE, abs=SUM_TOLERANCE)
-
-
-class TestBracket:
-    """A sample of the tokens says where the edge of a mass lies; sums over all of them say whether it is right."""
-
-    @pytest.mark.parametrize("share", [0.5, 0.9, 0.95])
-    @pytest.mark.parametrize("deviation", [0.6, 1.5])
-    def test_has_the_edge_of_all_tokens(self, share: float, deviation: float) -> None:
-        logits = np.random.default_rng(7).normal(0, deviation, 151_936).astype(np.float32)
-        _, distances, weights, total = distribution(logits)
-        bracket = truncation._bracket(distances, weights, share * total, share)
-        assert bracket is not None and bracket[0].size * 8 < logits.size
-        edge = truncation._edge_in_bins(distances, weights, share * total)
-        assert truncation._edge_in_bins(*bracket) == pytest.approx(edge, rel=EDGE_TOLERANCE)
-
-    @pytest.mark.parametrize("wrong", [0.8, 0.95])
-    def test_notices_a_wrong_guess(self, wrong: float) -> None:
-        logits = np.random.default_rng(7).normal(0, 0.6, 151_936).astype(np.float32)
-        _, distances, weights, total = distribution(logits)
-        assert truncation._bracket(distances, weights, 0.9 * total, wrong) is None
