@@ -4,10 +4,11 @@
     python recipes/gpu_check.py --out gpu_check.json driver '*/cuda/1b/*' # these, done or not
     python recipes/gpu_check.py --out gpu_check.json --markdown           # runs nothing: the file as a table
 
-A step is a process of its own with a time limit: what is refused, crashes or hangs is recorded, with all that libraries
-said, and the rest goes on. No step needs another one: exports and bundles lie in --work, and a step that misses one
-makes it. The file is written anew after each step. The steps are listed in gpu_check/steps.py; those of tensorrt-rtx,
-of the small model and of the target cpu, which needs no GPU, run when they are named.
+A step is a process of its own with a time limit, which is for a server (--patience 10 for a Jetson): what is refused,
+crashes or hangs is recorded, with all that libraries said, and the rest goes on. No step needs another one: exports and
+bundles lie in --work, and a step that misses one makes it. The file is written anew after each step. The steps are
+listed in gpu_check/steps.py; those of tensorrt-rtx, of the small model and of the target cpu, which needs no GPU, run
+when they are named.
 
 What to install, in this order, on Linux with Python 3.10 ... 3.13; steps whose part is missing are recorded as not run:
 
@@ -18,11 +19,11 @@ What to install, in this order, on Linux with Python 3.10 ... 3.13; steps whose 
    package ``tensorrt`` (JetPack has it), tensorrt. Without torch ``build`` takes the place of ``export``, and where
    onnxruntime-gpu has no wheel (aarch64) ``cpu`` that of ``gpu``: builds run the graph with onnxruntime in any case.
 
-No step needs a network. Where the machine has none, carry wheels along, and exports where it has no torch either; with
-random weights they are a few megabytes, for the weights are made from a seed where they are used::
+No step needs a network. What to carry to a machine that has none, and what to run where one has minutes only, is in
+gpu_check/README.md::
 
-    python recipes/gpu_check.py --prepare models                          # where torch is installed
-    python recipes/gpu_check.py --models models --out gpu_check.json --commit REVISION
+    python recipes/gpu_check.py --prepare carry                           # where torch is installed
+    python recipes/gpu_check.py --models carry --out gpu_check.json --commit REVISION --minutes 9 --skip '*/tensorrt/*'
 
 None of the GPU steps has run on a GPU yet; tests run them on doubles.
 """

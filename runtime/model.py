@@ -197,7 +197,7 @@ def _default_threads(measured: int | None) -> int:
 
 def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Variables of a chat template: those that arguments of their own give are not among them."""
-    own = {"messages", "tools", "documents", "add_generation_prompt", "disguise", "self"}
+    own = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "disguise", "self"}
     if given is None:
         return {}
     if not isinstance(given, Mapping) or any(type(name) is not str or name in own for name in given):
@@ -380,6 +380,7 @@ class Model:
         reasoning_budget: int | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         parse_special: bool = False,
         **sampling: Any,
     ) -> ChatHandle:
@@ -396,6 +397,8 @@ class Model:
             reasoning_budget: tokens of reasoning at most, after which the answer begins; default: no bound.
             documents: texts to answer from, for templates that show them.
             chat_template_kwargs: whatever else the template reads, such as ``enable_thinking``.
+            continue_final_message: go on with the text of the last message, which is the assistant's, instead of
+                answering it; the result has what is new. No reasoning comes before it.
             parse_special: take special tokens that messages spell, such as ``<|im_end|>``, for special tokens; then
                 whoever writes a message can end it, and speak in any role. By default they are text.
             sampling: as for :meth:`generate`.
@@ -406,7 +409,14 @@ class Model:
             UsageError: the messages are malformed, or a value is, or the template teaches no format of calls.
         """
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
-        rendered, ids = self._chat_prompt(messages, parse_special, sampling.get("on_overflow"), **variables)
+        rendered, ids = self._chat_prompt(
+            messages,
+            parse_special,
+            sampling.get("on_overflow"),
+            not continue_final_message,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
         plan = plan_chat(
             self.chat_template.source(tools is not None),
             rendered,
@@ -415,6 +425,7 @@ class Model:
             parallel=parallel_tool_calls,
             tool_format=tool_format,
             reasoning_budget=reasoning_budget,
+            goes_on=continue_final_message,
         )
         request = self.request(ids, **plan.sampling(self.tokenizer, sampling))
         handle = self.engine.submit(request, partial(ChatHandle, parser=plan.parser))
@@ -429,14 +440,16 @@ class Model:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         parse_special: bool = False,
         on_overflow: str | None = None,
     ) -> list[int]:
         """The prompt that :meth:`chat` makes of ``messages``, as token ids.
 
         Args:
-            messages, tools, documents, chat_template_kwargs, parse_special: as for :meth:`chat`.
-            add_generation_prompt: end with the beginning of the assistant's answer.
+            messages, tools, documents, chat_template_kwargs, continue_final_message, parse_special: as for
+                :meth:`chat`.
+            add_generation_prompt: end with the beginning of the assistant's answer, unless the last message is one.
             on_overflow: as among the sampling values; where it drops text, not all tokens are made.
 
         Raises:
@@ -444,7 +457,9 @@ class Model:
             UsageError: the messages are malformed.
         """
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
-        return self._chat_prompt(messages, parse_special, on_overflow, add_generation_prompt, **variables)[1]
+        begins = add_generation_prompt and not continue_final_message
+        variables |= {"continue_final_message": continue_final_message}
+        return self._chat_prompt(messages, parse_special, on_overflow, begins, **variables)[1]
 
     def _chat_prompt(
         self,

@@ -13,9 +13,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gpu_check.process import DONE, NOT_RUN, run
+from gpu_check.process import DONE, NOT_RUN, TIMED_OUT, run
 from gpu_check.report import markdown
-from gpu_check.steps import GEOMETRIES, Options, Step, chosen, work
+from gpu_check.steps import GEOMETRIES, Options, Step, allowed, chosen, work
 
 SCHEMA = 2
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], description: str | None) -> int:
         return work(asked.step[0], Path(asked.step[1]), Options(asked.work, asked.models))
     try:
         if asked.prepare:
-            return prepare(asked.prepare)
+            return prepare(asked.prepare, asked.wheel)
         if not asked.markdown:
             return check(asked)
         print(markdown(read(asked.out)))
@@ -48,16 +48,26 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file (gpu_check.json)")
     parser.add_argument("--work", type=Path, help="folder for what steps make, up to 25 GB; default: OUT.work")
     parser.add_argument("--models", type=Path, help="folder that --prepare wrote; default: made here, with torch")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no step after so many")
+    parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="leave out; may be repeated")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many, whatever runs then")
+    parser.add_argument("--patience", type=float, default=1.0, help="multiplies the limits of steps (1, for a server)")
     parser.add_argument("--commit", help="revision of this tree, where it has no git")
-    parser.add_argument("--prepare", type=Path, help="write exports that can be carried along here, and nothing else")
+    parser.add_argument(
+        "--prepare", type=Path, help="write what can be carried along into this folder, and run nothing"
+    )
+    parser.add_argument(
+        "--wheel", nargs=2, metavar=("WHEEL", "CC"), help="with --prepare: onnxruntime-gpu's, made small"
+    )
     parser.add_argument("--markdown", action="store_true", help="run nothing; print --out as a table")
     parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)  # what our processes are told: name, file
     asked = parser.parse_args(arguments)
     if not asked.minutes >= 0:  # which NaN is not either
         parser.error("--minutes must be 0 or more")
-    if not chosen(asked.steps):
-        parser.error(f"no step is called {' or '.join(asked.steps)}; gpu_check/steps.py lists them")
+    if not 0 < asked.patience < math.inf:
+        parser.error("--patience must be above 0")
+    if not chosen(asked.steps, asked.skip):
+        called = f"called {' or '.join(asked.steps)}" if asked.steps else f"left without {' and '.join(asked.skip)}"
+        parser.error(f"no step is {called}; gpu_check/steps.py lists them")
     asked.work = (asked.work or Path(f"{asked.out}.work")).resolve()
     asked.models = asked.models and asked.models.resolve()
     return asked
@@ -65,6 +75,8 @@ def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespa
 
 def check(asked: argparse.Namespace) -> int:
     """Run the steps that are wanted; 1 if one of them failed, crashed or ran out of time.
+
+    What is known of a step is not given up because it could not be run again, for want of time or of a library.
 
     Raises:
         RefusedError: a file or folder cannot be used as what it is named for; before any step, but for a full disk.
@@ -75,34 +87,68 @@ def check(asked: argparse.Namespace) -> int:
     make_folder(asked.work)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     steps, commit, start = document["steps"], asked.commit or revision(), time.monotonic()
-    wanted = [step for step in chosen(asked.steps) if asked.steps or steps.get(step.name, {}).get("state") != DONE]
+    wanted = ordered(asked, steps)
     for number, step in enumerate(wanted, 1):
-        found = attempt(step, asked, start + 60 * asked.minutes - time.monotonic())
-        steps[step.name] = {**found, "ended": now(), "commit": commit}
-        write(document, out)
+        left = start + 60 * asked.minutes - time.monotonic()
+        found, known = attempt(step, asked, left), steps.get(step.name)
+        if known is None or found["state"] != NOT_RUN or (known["state"] == NOT_RUN and left > 0):
+            steps[step.name] = {**found, "ended": now(), "commit": commit}
+            write(document, out)
         end = f"{found['state']}: {found['message']}" if found["message"] else found["state"]
         print(f"[{number}/{len(wanted)}] {step.name}: {end}", file=sys.stderr)
     print(markdown(document))
     return int(any(steps[step.name]["state"] not in (DONE, NOT_RUN) for step in wanted))
 
 
-def attempt(step: Step, asked: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Run one step, if time is left."""
-    if seconds <= 0:
-        return {"state": NOT_RUN, "message": "no time was left", "result": None}
+def ordered(asked: argparse.Namespace, known: dict[str, Any]) -> list[Step]:
+    """The steps that are named, or those that are not done: what went wrong comes last, for it may hang again."""
+    steps = chosen(asked.steps, asked.skip)
+    if asked.steps:
+        return steps
+    states = {step: known.get(step.name, {}).get("state", NOT_RUN) for step in steps}
+    return sorted((step for step in steps if states[step] != DONE), key=lambda step: states[step] != NOT_RUN)
+
+
+def attempt(step: Step, asked: argparse.Namespace, left: float) -> dict[str, Any]:
+    """Run one step for as long as it may take and as seconds are left; a step that is cut off by that was not run."""
+    if left <= 0:
+        return {
+            "state": NOT_RUN,
+            "message": "no time was left",
+            "exit": None,
+            "seconds": 0.0,
+            "output": "",
+            "result": None,
+        }
     models = ["--models", str(asked.models)] if asked.models else []
     script = [sys.executable, os.path.abspath(sys.argv[0]), "--work", str(asked.work), *models]
-    return run([*script, "--step", step.name], min(step.limit_s, seconds), asked.work / "cache")
+    limit = asked.patience * allowed(step, asked.work)
+    found = run([*script, "--step", step.name], min(limit, left), asked.work / "cache")
+    if found["state"] == TIMED_OUT and left < limit:
+        found |= {"state": NOT_RUN, "message": f"the run's time was up: {found['message']}"}
+    return found
 
 
-def prepare(folder: Path) -> int:
-    """Write the exports that can be carried along."""
+def prepare(folder: Path, wheel: Sequence[str] | None) -> int:
+    """Write what can be carried along: exports, what they should compute, and the wheel with code for one GPU.
+
+    Raises:
+        RefusedError: there is no place for it, or something cannot be made.
+    """
     from gpu_check.models import prepare as write_export
+    from gpu_check.slim import SlimError, slim
+    from llmc.errors import LlmcError
 
     make_folder(folder)
-    for geometry in GEOMETRIES:
-        print(f"exporting {geometry}", file=sys.stderr)
-        write_export(geometry, folder)
+    try:
+        if wheel is not None:
+            made = slim(Path(wheel[0]), folder, round(10 * float(wheel[1])))
+            print(f"{made.name}: {made.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
+        for geometry in GEOMETRIES:
+            print(f"exporting {geometry}", file=sys.stderr)
+            write_export(geometry, folder)
+    except (SlimError, LlmcError, ValueError) as error:
+        raise RefusedError(str(error)) from error
     return 0
 
 

@@ -1,7 +1,8 @@
 """Exports of models with random weights and real shapes, how they travel without their weights, and their bundles.
 
-A file of random weights is named by its header alone (``model.safetensors.header``): where it is used, the weights are
-made from a seed. They are the same on every machine, so results of different machines can be compared.
+A file of weights is named by its header alone (``model.safetensors.header``): where it is used, random weights are made
+from a seed, and those of the small model lie in the repository. They are the same on every machine, so results of
+different machines can be compared.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_check.steps import NotHereError, Options
-from llmc.errors import GpuError, LlmcError, require
+from gpu_check.steps import NotHereError, Options, place
+from llmc.errors import BuildError, GpuError, LlmcError, require
 from llmc.runtime import load
 from llmc.runtime.host import cuda
 from llmc.runtime.sessions.onnxruntime import cuda_provider
@@ -28,7 +29,7 @@ from llmc.runtime.sessions.tensorrt import library
 
 RECIPES = Path(__file__).resolve().parents[1]
 # The small model that is trained and lies in the repository, and geometries of make_model.py.
-TINY = "tiny"
+TINY, CHECKPOINT = "tiny", RECIPES / "tiny" / "checkpoint"
 GEOMETRIES = {"0.5b": "qwen2.5-0.5b", "1b": "llama-3.2-1b"}
 # Prompts of 2,048 tokens and 128 new ones, with room. The small model ends at 2,048.
 CONTEXTS = {TINY: 2048, "0.5b": 4096, "1b": 4096}
@@ -77,8 +78,8 @@ def built(target: str, geometry: str, precision: str, options: Options) -> Path:
 
 
 def _places(target: str, geometry: str, precision: str, options: Options) -> tuple[Path, Path]:
-    name = f"{target}-{geometry}-{precision}"
-    return options.work / name, options.work / f"{name}.trouble"
+    folder = place(f"{target}/{geometry}/{precision}", options.work)
+    return folder, folder.with_name(f"{folder.name}.trouble")
 
 
 @contextlib.contextmanager
@@ -122,7 +123,12 @@ def export(geometry: str, options: Options) -> Path:
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         made = Path(shutil.copytree(source, Path(folder) / geometry))
         for path in sorted(made.glob(f"*{HEADER}")):
-            randomize(path.rename(path.with_suffix("")))
+            given = CHECKPOINT / path.with_suffix("").name
+            if geometry == TINY:
+                shutil.copyfile(given, path.with_suffix(""))
+                path.unlink()
+            else:
+                randomize(path.rename(path.with_suffix("")))
         made.rename(output)
     return output
 
@@ -133,7 +139,7 @@ def make(geometry: str, output: Path) -> None:
     from llmc.export import export as export_checkpoint
 
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:  # near: the export has links to its weights
-        checkpoint = RECIPES / "tiny" / "checkpoint"
+        checkpoint = CHECKPOINT
         if geometry != TINY:
             checkpoint = Path(folder) / GEOMETRIES[geometry]
             script = RECIPES / "benchmarks" / "make_model.py"
@@ -144,10 +150,14 @@ def make(geometry: str, output: Path) -> None:
 
 
 def prepare(geometry: str, folder: Path) -> None:
-    """Write an export that can be carried along: of random weights the header alone."""
+    """Write an export that can be carried along, of the weights the header alone, and what it should compute."""
+    from gpu_check.correctness import reference_of
+
     target = folder / geometry
     make(geometry, target)
-    for path in sorted(target.glob(f"*{WEIGHTS}")) if geometry != TINY else ():
+    if problems := reference_of(target, folder / f"{geometry}.npz")["problems"]:
+        raise BuildError(f"{geometry}: {'; '.join(problems)}")
+    for path in sorted(target.glob(f"*{WEIGHTS}")):
         path.with_suffix(HEADER).write_bytes(_head(path))
         path.unlink()
 

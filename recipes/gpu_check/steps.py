@@ -28,26 +28,30 @@ UNASKED = {"tensorrt-rtx", "cpu", "tiny"}
 
 @dataclass(frozen=True)
 class Step:
-    """A process: ``function`` (module:name) is given what follows the first slash of ``name``, and the options."""
+    """A process: ``function`` (module:name) is given what follows the first slash of ``name``, and the options.
+
+    ``limit_s`` is for a server, and small enough that a step which hangs leaves most of nine minutes to the others;
+    ``--patience`` multiplies it.
+    """
 
     name: str
     function: str
     limit_s: float
 
 
-BUILD, MEASURE = ("models:build", 1200.0), ("measure:measure", 600.0)
+BUILD, MEASURE = ("models:build", 180.0), ("measure:measure", 100.0)
 STEPS = [
-    Step("machine", "machine:machine", 180),
-    Step("driver", "machine:driver", 120),
+    Step("machine", "machine:machine", 150),  # longer than the probe waits for a library
+    Step("driver", "machine:driver", 60),
     *(step for name in BUNDLES for step in (Step(f"build/{name}", *BUILD), Step(f"measure/{name}", *MEASURE))),
-    *(Step(f"baseline/{name}", "baseline:baseline", 600) for name in GEOMETRIES),
-    *(Step(f"reference/{name}", "correctness:reference", 900) for name in GEOMETRIES),
-    *(Step(f"verify/{name}", "correctness:verify", 900) for name in BUNDLES),
-    *(Step(f"determinism/{name}", "correctness:determinism", 300) for name in BUNDLES),
-    *(Step(f"buckets/{name}", "measure:buckets", 300) for name in BUNDLES),
-    *(Step(f"kernels/{name}", "kernels:kernels", 300) for name in BUNDLES if name.startswith("cuda/")),
-    *(Step(f"layers/{name}", "kernels:layers", 300) for name in BUNDLES if name.startswith("tensorrt")),
-    Step(REFUSAL, "kernels:refusal", 600),
+    *(Step(f"baseline/{name}", "baseline:baseline", 150) for name in GEOMETRIES),
+    *(Step(f"reference/{name}", "correctness:reference", 150) for name in GEOMETRIES),
+    *(Step(f"verify/{name}", "correctness:verify", 150) for name in BUNDLES),
+    *(Step(f"determinism/{name}", "correctness:determinism", 100) for name in BUNDLES),
+    *(Step(f"buckets/{name}", "measure:buckets", 100) for name in BUNDLES),
+    *(Step(f"kernels/{name}", "kernels:kernels", 100) for name in BUNDLES if name.startswith("cuda/")),
+    *(Step(f"layers/{name}", "kernels:layers", 100) for name in BUNDLES if name.startswith("tensorrt")),
+    Step(REFUSAL, "kernels:refusal", 150),
 ]
 
 
@@ -67,11 +71,30 @@ class NotHereError(Exception):
 NOT_HERE = 3
 
 
-def chosen(patterns: Sequence[str]) -> list[Step]:
-    """The steps that match a pattern; without patterns all but those that must be named."""
-    if patterns:
-        return [step for step in STEPS if any(fnmatchcase(step.name, pattern) for pattern in patterns)]
-    return [step for step in STEPS if step.name == REFUSAL or UNASKED.isdisjoint(step.name.split("/"))]
+def chosen(patterns: Sequence[str], skipped: Sequence[str] = ()) -> list[Step]:
+    """The steps that match a pattern, without patterns all but those that must be named; and none that is skipped."""
+
+    def matches(step: Step, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(step.name, pattern) for pattern in patterns)
+
+    def is_asked(step: Step) -> bool:
+        if patterns:
+            return matches(step, patterns)
+        return step.name == REFUSAL or UNASKED.isdisjoint(step.name.split("/"))
+
+    return [step for step in STEPS if is_asked(step) and not matches(step, skipped)]
+
+
+def place(bundle: str, work: Path) -> Path:
+    """The folder of a bundle."""
+    return work / bundle.replace("/", "-")
+
+
+def allowed(step: Step, work: Path) -> float:
+    """Seconds that a step may take, building the bundle included that it would have to build."""
+    kind, _, bundle = step.name.partition("/")
+    lacks = kind != "build" and bundle in BUNDLES and not (place(bundle, work) / "llmc.json").is_file()
+    return step.limit_s + lacks * BUILD[1]
 
 
 def work(name: str, result: Path, options: Options) -> int:

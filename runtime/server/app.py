@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from llmc import __version__
 from llmc.errors import LlmcError
-from llmc.runtime.server import chat, completions, embeddings, health, messages, page, responses, tokens
+from llmc.runtime.server import admin, chat, completions, embeddings, health, messages, page, responses, tokens
 from llmc.runtime.server.errors import OPENAI_ERRORS, ApiError, from_llmc, response
 from llmc.runtime.server.metrics import HttpMetrics
 from llmc.runtime.server.service import Service
@@ -26,6 +26,7 @@ ROUTERS = (
     completions.router,
     responses.router,
     messages.router,
+    messages.sockets,
     embeddings.router,
     tokens.router,
     health.router,
@@ -43,7 +44,7 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
     app = FastAPI(title="llmc", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.state.service = Service(config, pool)
     app.state.metrics = HttpMetrics()
-    for router in ROUTERS:
+    for router in (*ROUTERS, *([admin.router] if config.keys_file else [])):
         app.include_router(router, responses=OPENAI_ERRORS)
     if config.page:
         page.mount(app)

@@ -17,7 +17,8 @@ from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
-from llmc.runtime.server.streams import EventStream, converse, guarded, unless_gone
+from llmc.runtime.server.sockets import CHUNKS, converse
+from llmc.runtime.server.streams import EventStream, guarded, unless_gone
 from llmc.runtime.server.validation import read_json
 
 router = APIRouter(tags=["OpenAI"])
@@ -168,6 +169,9 @@ class ChatRequest(Sampled):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     reasoning_budget: Annotated[int | None, Field(ge=0, description="tokens of thought; extension of llmc")] = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="go on with the last message, the assistant's; extension of llmc")
+    ] = None
     documents: list[dict[str, Any]] | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -198,6 +202,7 @@ class ChatRequest(Sampled):
             "reasoning_budget": budget,
             "documents": self.documents,
             "chat_template_kwargs": variables or None,
+            "continue_final_message": self.continue_final_message is True,
         }
 
     def _logprobs(self) -> int | None:
@@ -363,4 +368,4 @@ async def chat_completions(body: ChatRequest, request: Request, service: Service
 @router.websocket("/v1/chat/completions")
 async def chat_socket(socket: WebSocket) -> None:
     """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, partial(read_json, ChatRequest), partial(_events, service_at(socket)))
+    await converse(socket, CHUNKS, partial(read_json, ChatRequest), partial(_events, service_at(socket)))

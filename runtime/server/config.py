@@ -89,6 +89,9 @@ class ServerConfig:
     """
 
     models: Mapping[str, Path] = _setting(MODELS, {}, "Names that clients use, each with the folder of its bundle.")
+    warm: tuple[str, ...] = _setting(
+        MODELS, (), "Names of models that are loaded at the start; default: the first, and the others when asked for."
+    )
     threads: int | None = _setting(
         MODELS, None, "Threads that each model computes with; default: as many as are usable.", low=1, high=1024
     )
@@ -213,6 +216,12 @@ class ServerConfig:
         None,
         "Requests for each replica beyond which another one is started; default: the rows of its largest batch.",
         low=0.1,
+    )
+    ray_scale_up_s: float = _setting(
+        FLEET, 30.0, "Time of more requests than that, before another replica is started.", unit="seconds", low=0
+    )
+    ray_scale_down_s: float = _setting(
+        FLEET, 600.0, "Time of fewer requests, before a replica is ended.", unit="seconds", low=0
     )
     ray_cpus: float | None = _setting(
         FLEET,
@@ -405,6 +414,9 @@ def is_local(host: str) -> bool:
 
 
 def _check_together(config: ServerConfig) -> None:
+    unknown = [name for name in config.warm if name not in config.models]
+    if unknown and config.models:
+        raise UsageError(f"warm holds {written(unknown[0])}, expected names of models: {', '.join(config.models)}")
     if (config.tls_cert is None) != (config.tls_key is None):
         given, other = ("tls_key", "tls_cert") if config.tls_cert is None else ("tls_cert", "tls_key")
         raise UsageError(f"{given} is given without {other}: expected both for HTTPS, or neither")

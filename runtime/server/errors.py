@@ -93,6 +93,14 @@ def from_llmc(error: LlmcError) -> ApiError:
     return ApiError(status, str(error), param=named and named[1], code=code, retry_after_s=retry)
 
 
+def as_message(scope: Mapping[str, Any], error: ApiError) -> dict[str, Any]:
+    """The error as a message of a WebSocket, in the format of the dialect whose route it is."""
+    path = scope.get("path", "")
+    if path.startswith("/v1/messages"):
+        return error.anthropic_body(scope.get("state", {}).get("request_id"))
+    return {"type": "error", "status": error.status, **error.body} if path == "/v1/responses" else error.body
+
+
 def response(scope: Mapping[str, Any], error: ApiError) -> JSONResponse:
     """The error in the format of the dialect whose route was asked."""
     if scope.get("path", "").startswith("/v1/messages"):

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi import APIRouter, Depends, Header, Request, Response, WebSocket
 from pydantic import ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
@@ -18,12 +18,18 @@ from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta,
 from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, told
 from llmc.runtime.server.chat import EFFORTS
 from llmc.runtime.server.errors import ANTHROPIC_ERRORS, ApiError, from_llmc
+from llmc.runtime.server.guard.refusal import refuse
 from llmc.runtime.server.logs import note
-from llmc.runtime.server.service import Service, new_id, service_of, submitted
+from llmc.runtime.server.service import Service, new_id, service_at, service_of, submitted
+from llmc.runtime.server.sockets import converse, manner_of
 from llmc.runtime.server.streams import EventStream, event, unless_gone
+from llmc.runtime.server.validation import read_json
 
 PING = event({"type": "ping"}, "ping")
 FAILED = "Error: "  # before the result of a tool that failed, for templates have no other place to say so
+
+
+VERSIONS = ("2023-06-01", "2026-10-21")
 
 
 async def versioned(
@@ -34,6 +40,7 @@ async def versioned(
 
 
 router = APIRouter(tags=["Anthropic"], dependencies=[Depends(versioned)], responses=ANTHROPIC_ERRORS)
+sockets = APIRouter()  # browsers send no header of a page's choice with a WebSocket
 
 
 # ------------------------------------------------------------------------------------------------------------ request
@@ -248,15 +255,19 @@ class Prompted(Body):
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
 
+    @property
+    def is_prefilled(self) -> bool:
+        """True if the last message is the assistant's, of which the answer is the rest."""
+        return isinstance(self.messages[-1], AssistantMessage)
+
     def plain(self) -> list[dict[str, Any]]:
         """The conversation as chat templates read it; turns of the user that follow each other are one.
 
         Raises:
-            ApiError: the last message is the assistant's, of which an answer would be the rest.
+            ApiError: the last message is the assistant's, and cannot be gone on with.
         """
-        if isinstance(self.messages[-1], AssistantMessage):
-            said = "the last message is the assistant's, which this server cannot go on with; expected one of the user"
-            raise ApiError(400, said, param=f"messages.{len(self.messages) - 1}")
+        if self.is_prefilled:
+            self._check_prefill(f"messages.{len(self.messages) - 1}")
         found = [{"role": "system", "content": text_of(self.system)}] if self.system else []
         for message in (plain for each in self.messages for plain in each.plain()):
             if found and message["role"] == found[-1]["role"] == "user":
@@ -264,6 +275,15 @@ class Prompted(Body):
             else:
                 found.append(message)
         return found
+
+    def _check_prefill(self, place: str) -> None:
+        content = self.messages[-1].content
+        if not isinstance(content, str) and (not content or not isinstance(content[-1], TextBlock)):
+            said = f"{place} is the assistant's and ends with no text; expected text for the answer to go on with"
+            raise ApiError(400, said, param=place)
+        if isinstance(self.thinking, ThinkingOn):
+            said = f"{place} is the beginning of the answer, before which thoughts would come; leave out thinking or it"
+            raise ApiError(400, said, param=place)
 
     def shown(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages."""
@@ -273,6 +293,7 @@ class Prompted(Body):
         return {
             "tools": [tool.plain() for tool in self.tools] if self.tools else None,
             "chat_template_kwargs": variables or None,
+            "continue_final_message": self.is_prefilled,
         }
 
 
@@ -321,7 +342,9 @@ class MessageRequest(Sampled, Prompted):
                 said = f"thinking.budget_tokens is {budget}, expected less than max_tokens, {self.max_tokens}"
                 raise ApiError(400, said, param="thinking.budget_tokens")
             return budget
-        return EFFORTS.get(self.output_config.effort or "") if self.output_config else None
+        if self.is_prefilled or self.output_config is None:  # no thoughts precede what has begun
+            return None
+        return EFFORTS.get(self.output_config.effort or "")
 
 
 def text_of(content: str | Sequence[TextBlock]) -> str:
@@ -504,7 +527,8 @@ def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, A
     try:
         return model.stream_chat(messages, **arguments)
     except RequestError:
-        shown = {name: arguments[name] for name in ("tools", "chat_template_kwargs", "parse_special")}
+        names = ("tools", "chat_template_kwargs", "continue_final_message", "parse_special")
+        shown = {name: arguments[name] for name in names}
         room = model.max_context - len(model.chat_tokens(messages, **shown))
         if not 0 < room < arguments["max_tokens"]:
             raise
@@ -546,6 +570,22 @@ async def messages(body: MessageRequest, request: Request, service: Service = De
             **told(body.x_llmc, model, result),
         }
         return JSONResponse(answer, headers=headers)
+
+
+@sockets.websocket("/v1/messages")
+async def message_socket(socket: WebSocket) -> None:
+    """The same over a WebSocket: a body as text in, the stream's events as texts out. The API's version may be left out
+    there."""
+    version = socket.headers.get("anthropic-version", VERSIONS[-1])
+    if version not in VERSIONS:
+        said = f"anthropic-version is {version[:40]!r}, expected one of {', '.join(VERSIONS)}"
+        return await refuse(socket.scope, socket.receive, socket.send, ApiError(400, said, param="anthropic-version"))
+    service = service_at(socket)
+
+    async def opened(body: MessageRequest, held: AsyncExitStack) -> AsyncIterator[dict[str, Any]]:
+        return events_of(body, service, *await _opened(body, held, service))
+
+    return await converse(socket, manner_of("/v1/messages"), partial(read_json, MessageRequest), opened)
 
 
 @router.post("/v1/messages/count_tokens")

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -224,11 +224,12 @@ class ModelPool:
         """Load models before anybody asks for them; the first one if none is named.
 
         Raises:
+            ResourceError: they do not fit together.
             LlmcError: as :meth:`lease` does.
         """
-        for name in names or self.names[:1]:
-            async with self.lease(name):
-                pass
+        async with AsyncExitStack() as held:  # all at once, so that none makes room for another
+            for name in names or self.names[:1]:
+                await held.enter_async_context(self.lease(name))
         self._warmed = True
 
     async def _held(self, place: _Place) -> _Loaded:
@@ -454,6 +455,21 @@ class ModelPool:
             except Exception as error:  # noqa: BLE001 - logged; the old one serves, and the others have their turn
                 results[name] = error
         return results
+
+    async def unload(self, name: str) -> None:
+        """Let a model go: its requests finish, new ones load it again.
+
+        Raises:
+            UsageError: there is no such name.
+            EngineClosedError: the pool was closed.
+        """
+        place = self._place(name)
+        async with place.swapping:
+            self._refuse_closed()
+            loaded, place.current = place.current, None
+            if loaded is not None:
+                self._retire(place, loaded)
+                event(log, "model unloaded", model=name, memory=loaded.memory)
 
     async def _replace(self, place: _Place, folder: Path, drain: bool) -> None:
         if place.loading is not None:

@@ -2,13 +2,15 @@
 
 import json
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.streams import encoded
 
 Item = dict[str, Any]
+# A delta of an output: how many characters it had, and how many tokens' log-probabilities came with it.
+Piece = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,13 @@ class Stored:
         previous: the id of the response that it goes on from.
         items: what was new in its input.
         response: as it was sent.
+        pieces: the pieces in which its output came, see :class:`llmc.runtime.server.response_events.Output`.
     """
 
     previous: str | None
     items: list[Item]
     response: dict[str, Any]
+    pieces: list[list[Piece]] = field(default_factory=list)
 
 
 class ResponseStore:
@@ -50,7 +54,7 @@ class ResponseStore:
 
     def put(self, owner: str | None, stored: Stored) -> None:
         """Keep a response; those that its room takes are gone."""
-        text = encoded([stored.previous, stored.items, stored.response]).encode()
+        text = encoded([stored.previous, stored.items, stored.response, stored.pieces]).encode()
         if not self.keeps or len(text) > self._most_bytes:
             return
         name = (owner, stored.response["id"])
@@ -70,8 +74,7 @@ class ResponseStore:
             said = f"no response {name[:80]!r} is stored; it was deleted, had to make room for later ones, or never was"
             raise ApiError(404, said, code="response_not_found")
         self._texts.move_to_end((owner, name))
-        previous, items, response = json.loads(self._texts[owner, name])
-        return Stored(previous, items, response)
+        return Stored(*json.loads(self._texts[owner, name]))
 
     def delete(self, owner: str | None, name: str) -> None:
         """Forget a response; conversations that go on from it end with it.

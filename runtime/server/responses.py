@@ -6,9 +6,10 @@ from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response, WebSocket
 from pydantic import Discriminator, Field, Tag
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from typing_extensions import NotRequired, TypedDict
 
@@ -20,10 +21,12 @@ from llmc.runtime.server.chat import EFFORTS
 from llmc.runtime.server.errors import ApiError, from_llmc
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
-from llmc.runtime.server.response_events import Event, Output
+from llmc.runtime.server.response_events import Event, Output, replay
 from llmc.runtime.server.response_store import Item, Stored
-from llmc.runtime.server.service import Service, new_id, service_of, submitted
+from llmc.runtime.server.service import Service, new_id, service_at, service_of, submitted
+from llmc.runtime.server.sockets import converse, manner_of
 from llmc.runtime.server.streams import EventStream, event, unless_gone
+from llmc.runtime.server.validation import read_json
 
 router = APIRouter(tags=["OpenAI"])
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -183,23 +186,58 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponseRequest(Sampled):
-    """The body of POST /v1/responses."""
+class Prompted(Body):
+    """The members that make the prompt."""
 
     model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: Annotated[bool | None, Field(description="keep it for previous_response_id; true by default")] = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    def items(self) -> list[Item]:
+        """The new items of the conversation, as they are kept.
+
+        Raises:
+            ApiError: nothing is.
+        """
+        if isinstance(self.input, str):
+            return [_named(MessageItem(role="user", content=self.input))]
+        if not self.input and self.previous_response_id is None:
+            raise ApiError(400, "input holds no items, expected one at least", param="input")
+        return [_named(item) for item in self.input]
+
+    def messages(self, before: Sequence[Item], items: Sequence[Item]) -> list[dict[str, Any]]:
+        """The conversation as chat templates read it.
+
+        Args:
+            before: items of the responses that it goes on from.
+            items: those of :meth:`items`.
+        """
+        told_first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*told_first, *plain([*before, *items])]
+
+    def shown(self) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return {
+            "tools": [tool.plain() for tool in self.tools] if self.tools else None,
+            "chat_template_kwargs": {"enable_thinking": effort != "none"} if effort else None,
+        }
+
+
+class ResponseRequest(Sampled, Prompted):
+    """The body of POST /v1/responses."""
+
+    store: Annotated[bool | None, Field(description="keep it for previous_response_id; true by default")] = None
     max_output_tokens: int | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -215,18 +253,6 @@ class ResponseRequest(Sampled):
     tool_format: ToolFormat = None
     stop: Annotated[str | list[str] | None, Field(description="extension of llmc")] = None
     logit_bias: Annotated[dict[str, float] | None, Field(description="extension of llmc")] = None
-
-    def items(self) -> list[Item]:
-        """The new items of the conversation, as they are kept.
-
-        Raises:
-            ApiError: nothing is.
-        """
-        if isinstance(self.input, str):
-            return [_named(MessageItem(role="user", content=self.input))]
-        if not self.input and self.previous_response_id is None:
-            raise ApiError(400, "input holds no items, expected one at least", param="input")
-        return [_named(item) for item in self.input]
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
@@ -244,12 +270,11 @@ class ResponseRequest(Sampled):
                 on_overflow="truncate_left" if self.truncation == "auto" else None,
                 json_schema=self._schema(),
             ),
-            "tools": [tool.plain() for tool in self.tools] if self.tools else None,
+            **self.shown(),
             "tool_choice": self._tool_choice(),
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning_budget": EFFORTS.get(effort or ""),
-            "chat_template_kwargs": {"enable_thinking": effort != "none"} if effort else None,
         }
 
     @property
@@ -267,6 +292,12 @@ class ResponseRequest(Sampled):
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
         return self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
+
+
+class ResponseCreate(ResponseRequest):
+    """A message of a WebSocket: the body, with a word for what is wanted."""
+
+    type: Literal["response.create"]
 
 
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -374,6 +405,13 @@ class Answer(TypedDict):
     usage: ResponseUsage | None
     user: str | None
     x_llmc: NotRequired[dict[str, Any]]
+
+
+class InputTokens(TypedDict):
+    """Tokens of a prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class Deleted(TypedDict):
@@ -488,8 +526,7 @@ class Turn:
         self.body, self._service, self._owner = body, service, owner
         self._items = body.items()
         before = service.responses.conversation(owner, body.previous_response_id)
-        told_first = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        self.messages = [*told_first, *plain([*before, *self._items])]
+        self.messages = body.messages(before, self._items)
         note(user=body.user)
         self.arguments = service.bounded(body.arguments()) | {
             "parse_special": service.parses_special(body.parse_special)
@@ -522,7 +559,8 @@ class Turn:
             yield found
         response = await run_in_threadpool(ended, self.body, model, head, output, result)
         if response["store"]:
-            self._service.responses.put(self._owner, Stored(self.body.previous_response_id, self._items, response))
+            stored = Stored(self.body.previous_response_id, self._items, response, output.pieces)
+            self._service.responses.put(self._owner, stored)
         yield {"type": f"response.{response['status']}", "response": response}
 
     async def whole(self, model: Model, handle: ChatHandle) -> dict[str, Any]:
@@ -545,19 +583,39 @@ def _entries(model: Model, logprobs: Any) -> list[dict[str, Any]]:
     return found["content"] if found else []
 
 
-async def numbered(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    """Events of this dialect, encoded, each with its number."""
+async def numbered(events: AsyncIterator[Event], first: int = 0) -> AsyncIterator[Event]:
+    """Events of this dialect, each with its number, from the one with the number ``first`` on."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         number = 0
         async for piece in pieces:
-            yield event({**piece, "sequence_number": number}, piece["type"])
+            if number >= first:
+                yield {**piece, "sequence_number": number}
             number += 1
+
+
+async def replayed(stored: Stored) -> AsyncIterator[Event]:
+    """The events of a stored response, numbered as they were when it was streamed, or would have been."""
+    response = stored.response
+    unknown: dict[str, Any] = {"completed_at": None, "incomplete_details": None, "output": [], "usage": None}
+    head = {name: value for name, value in response.items() if name != "x_llmc"} | unknown | {"status": "in_progress"}
+    for kind in ("response.created", "response.in_progress"):
+        yield {"type": kind, "response": head}
+    for found in replay(response["output"], stored.pieces):
+        yield found
+    yield {"type": f"response.{response['status']}", "response": response}
+
+
+async def written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    """Events, encoded."""
+    async with aclosing(events) as pieces:  # type: ignore[type-var]
+        async for piece in pieces:
+            yield event(piece, piece["type"])
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-async def owner_of(request: Request) -> str | None:
+async def owner_of(request: HTTPConnection) -> str | None:
     """The name of the key that asks, None where none is asked for."""
     found: str | None = request.scope.get("state", {}).get("key_name")
     return found
@@ -569,8 +627,17 @@ async def no_query(request: Request) -> None:
     Raises:
         ApiError: there is one.
     """
-    if name := next(iter(request.query_params), None):
-        raise ApiError(400, f"{name[:40]} is not a parameter of this route; leave it out", param=name[:40])
+    only(request)
+
+
+def only(request: Request, *known: str) -> None:
+    """Refuse parameters in the address but those that are known.
+
+    Raises:
+        ApiError: there is another one.
+    """
+    if (name := next((name for name in request.query_params if name not in known), None)) is not None:
+        raise ApiError(400, f"{name[:40]!r} is not a parameter of this route; leave it out", param=name[:40])
 
 
 Owner = Annotated[str | None, Depends(owner_of)]
@@ -584,14 +651,54 @@ async def responses(body: ResponseRequest, request: Request, owner: Owner, servi
     async with AsyncExitStack() as held:
         model, handle = await turn.opened(held)
         if body.stream:
-            return EventStream(numbered(turn.events(model, handle)), held.pop_all(), service.config.heartbeat_s)
+            events = written(numbered(turn.events(model, handle)))
+            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         return JSONResponse(await unless_gone(request, turn.whole(model, handle)))
 
 
-@router.get("/v1/responses/{response_id}", response_model=Answer, dependencies=[Depends(no_query)])
-async def stored_response(response_id: str, owner: Owner, service: Served) -> Response:
-    """A stored response, as it was sent."""
-    return JSONResponse(service.responses.get(owner, response_id).response)
+@router.websocket("/v1/responses")
+async def response_socket(socket: WebSocket) -> None:
+    """The same over a WebSocket, as OpenAI's client speaks there: ``response.create`` with a body as text in, the
+    stream's events as texts out. Requests that come amid an answer wait for their turn."""
+    service, owner = service_at(socket), await owner_of(socket)
+
+    async def opened(body: ResponseCreate, held: AsyncExitStack) -> AsyncIterator[Event]:
+        turn = Turn(body, service, owner)
+        return numbered(turn.events(*await turn.opened(held)))
+
+    await converse(socket, manner_of("/v1/responses"), partial(read_json, ResponseCreate), opened)
+
+
+@router.post("/v1/responses/input_tokens")
+async def input_tokens(body: Prompted, owner: Owner, service: Served) -> InputTokens:
+    """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
+    before = service.responses.conversation(owner, body.previous_response_id)
+    messages = body.messages(before, body.items())
+    async with service.generator(body.model) as model:
+        tokens = await run_in_threadpool(partial(model.chat_tokens, messages, **body.shown()))
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+
+
+@router.get("/v1/responses/{response_id}", response_model=Answer)
+async def stored_response(
+    response_id: str,
+    request: Request,
+    owner: Owner,
+    service: Served,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0, description="number of the last event that is known")] = None,
+) -> Response:
+    """A stored response, as it was sent. With ``stream`` its events come, as they came or might have come."""
+    only(request, "stream", "starting_after")
+    if starting_after is not None and not stream:
+        said = "starting_after is given without stream; set stream to true"
+        raise ApiError(400, said, param="starting_after")
+    stored = service.responses.get(owner, response_id)
+    if not stream:
+        return JSONResponse(stored.response)
+    first = 0 if starting_after is None else starting_after + 1
+    events = written(numbered(replayed(stored), first))
+    return EventStream(events, AsyncExitStack(), service.config.heartbeat_s)
 
 
 @router.delete("/v1/responses/{response_id}", dependencies=[Depends(no_query)])

@@ -58,8 +58,8 @@ class Models(Protocol):
     def names(self) -> tuple[str, ...]:
         """Names of all models."""
 
-    async def warm(self) -> None:
-        """Load what is to be loaded before anybody asks."""
+    async def warm(self, *names: str) -> None:
+        """Load what is to be loaded before anybody asks: these models, or the first."""
 
     async def refresh(self) -> dict[str, Exception | None]:
         """Swap what was published anew."""
@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen at once, and say ready when the first model is; at the end close all of them."""
+        """Listen at once, and say ready when what is loaded at the start is; at the end close all models."""
         self._task(self._warm())
         self._task(self._watch())
         try:
@@ -143,13 +143,13 @@ class Server(uvicorn.Server):
 
     async def _warm(self) -> None:
         try:
-            await self._pool.warm()
+            await self._pool.warm(*self._settings.warm)
         except LlmcError as error:
             self._fail(error)
             return
         if not self.should_exit:
             notify("READY=1")
-            event(log, "ready", model=self._pool.names[0])
+            event(log, "ready", model=", ".join(self._settings.warm or self._pool.names[:1]))
 
     async def _watch(self) -> None:
         """Tell the supervisor that we are alive, as long as the models are."""

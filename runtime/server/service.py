@@ -52,9 +52,11 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """True if requests may come: the first model was loaded, the GPU is there, and the server stays."""
-        first = self.pool.states()[self.pool.names[0]]
-        return not self.draining and self.pool.lost is None and first.loads > 0 and first.phase != "failed"
+        """True if requests may come: what is loaded at the start was, the GPU is there, and the server stays."""
+        states = self.pool.states()
+        warm = [states[name] for name in self.config.warm or self.pool.names[:1]]
+        loaded = all(state.loads > 0 and state.phase != "failed" for state in warm)
+        return not self.draining and self.pool.lost is None and loaded
 
     def name(self, asked: str | None) -> str:
         """The name of the model asked for; the first one where none was.

@@ -1,16 +1,15 @@
-"""Answers that come in pieces: server-sent events with heartbeats, and a WebSocket, until the client is gone."""
+"""Answers that come in pieces: server-sent events with heartbeats, until the client is gone."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import AsyncExitStack, aclosing
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.errors import ApiError, from_llmc
@@ -137,53 +136,3 @@ async def guarded(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
             yield event((error if isinstance(error, ApiError) else from_llmc(error)).body)
         else:
             yield DONE
-
-
-Opened = Callable[[Any, AsyncExitStack], Awaitable[AsyncIterator[dict[str, Any]]]]
-
-
-async def converse(socket: WebSocket, read: Callable[[str], Any], opened: Opened) -> None:
-    """Answer requests on a WebSocket, one after another, until it is closed.
-
-    A text message is the body of a request. Its events come back as text messages, the last is ``[DONE]``, or an error,
-    after which the next request may come. Any message before that cancels the request.
-
-    Args:
-        read: makes a request of a message.
-        opened: submits it, and gives its events.
-    """
-    await socket.accept()
-    with suppress(WebSocketDisconnect):
-        while True:
-            message = await socket.receive_text()
-            try:
-                async with AsyncExitStack() as held:
-                    await _answer(socket, await opened(read(message), held))
-            except (ApiError, LlmcError) as error:
-                body = (error if isinstance(error, ApiError) else from_llmc(error)).body
-                await socket.send_text(encoded(body))
-
-
-async def _answer(socket: WebSocket, events: AsyncIterator[dict[str, Any]]) -> None:
-    """Send the events; a message of the client ends them."""
-    sending = asyncio.ensure_future(_send_all(socket, events))
-    heard = asyncio.ensure_future(socket.receive())
-    try:
-        await asyncio.wait((sending, heard), return_when=asyncio.FIRST_COMPLETED)
-        if sending.done():
-            sending.result()
-            return
-        if heard.result()["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect
-        raise ApiError(499, "the request was cancelled by a message of its client")
-    finally:
-        for task in (sending, heard):
-            task.cancel()
-        await asyncio.gather(sending, heard, return_exceptions=True)
-
-
-async def _send_all(socket: WebSocket, events: AsyncIterator[dict[str, Any]]) -> None:
-    async with aclosing(events) as pieces:  # type: ignore[type-var]
-        async for piece in pieces:
-            await socket.send_text(encoded(piece))
-    await socket.send_text("[DONE]")

@@ -74,6 +74,7 @@ class TokenizeRequest(Body):
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = True
 
 
@@ -102,6 +103,7 @@ class TemplateRequest(Body):
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class Text(TypedDict):
@@ -115,7 +117,8 @@ def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
         "messages": [message.plain() for message in body.messages or []],
         "tools": [tool.plain() for tool in body.tools] if body.tools else None,
         "chat_template_kwargs": body.chat_template_kwargs,
-        "add_generation_prompt": body.add_generation_prompt,
+        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
+        "continue_final_message": body.continue_final_message,
     }
 
 

@@ -5,6 +5,7 @@ They run in a sandbox with bounds (:mod:`llmc.runtime.text.sandbox`), and render
 """
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         disguise: Disguise | None = None,
         **variables: Any,
     ) -> str:
@@ -77,17 +79,24 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of the assistant's answer.
             tools: JSON schemas of functions the model may call.
             documents: texts to answer from.
+            continue_final_message: end where the text of the last message does, the assistant's, so that the model goes
+                on with it. Where the template trims messages, so is the end of that text.
             disguise: what hides the control tokens that any of these texts spell; default: they are not hidden.
             variables: whatever else the template reads, such as ``enable_thinking``.
 
         Raises:
             UsageError: the messages are malformed, or hold something else than text, numbers, lists and mappings.
             RequestError: the template refuses the messages, fails, or works longer than a template may; or they have
-                more than :data:`LARGEST_INPUT` characters.
+                more than :data:`LARGEST_INPUT` characters; or it leaves out the text that is to be gone on with.
         """
         name = self._name(tools is not None)
         copies = _Copies(disguise.hide if disguise else lambda text: text)
         checked = with_calls_as_mappings(_checked(messages))
+        mark = secrets.token_hex(16) if continue_final_message else None
+        if mark is not None:
+            if add_generation_prompt:
+                raise UsageError("continue_final_message is True and add_generation_prompt too; set one of them")
+            checked[-1] = _marked(checked[-1], f"{mark} ")
         values = {
             **self._special_tokens,
             "messages": [copies.message(message, f"messages[{i}]") for i, message in enumerate(checked)],
@@ -97,7 +106,8 @@ class ChatTemplate:
             **{key: copies.plain(value, key) for key, value in variables.items()},
         }
         rendered: str = _guarded(lambda given: self._sandbox.render(self._templates[name], given, copies.size), values)
-        return disguise.unescaped(rendered) if disguise else rendered
+        rendered = disguise.unescaped(rendered) if disguise else rendered
+        return rendered if mark is None else _until(rendered, mark)
 
 
 def _read_templates(folder: Path) -> dict[str, str]:
@@ -152,6 +162,38 @@ def with_calls_as_mappings(messages: Sequence[Any]) -> list[Any]:
             message = message if name is None else {**message, "name": name}
         found.append(message)
     return found
+
+
+def _marked(message: Any, mark: str) -> Any:
+    """The last message with a mark at the end of its text, as transformers finds the place (``apply_chat_template``).
+
+    Raises:
+        UsageError: it is not the assistant's, calls tools, or has no text.
+    """
+    wrong = "expected one of the assistant with text, and without calls, for the answer to go on with"
+    if not isinstance(message, Mapping) or message.get("role") != "assistant" or message.get("tool_calls"):
+        raise UsageError(f"continue_final_message is True, but the last message is another one; {wrong}")
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    parts = list(content) if isinstance(content, list | tuple) else []
+    for at in reversed(range(len(parts))):
+        if isinstance(parts[at], Mapping) and isinstance(parts[at].get("text"), str):
+            parts[at] = {**parts[at], "text": parts[at]["text"] + mark}
+            return {**message, "content": parts}
+    raise UsageError(f"continue_final_message is True, but the last message has no text; {wrong}")
+
+
+def _until(rendered: str, mark: str) -> str:
+    """The prompt up to the mark; the blank after it tells whether the template keeps blanks at the end of texts.
+
+    Raises:
+        RequestError: the template has left the text out.
+    """
+    place = rendered.rfind(mark)
+    if place < 0:
+        raise RequestError("the model's chat template leaves out the last message, with which the answer is to go on")
+    return rendered[:place] if rendered.startswith(f"{mark} ", place) else rendered[:place].rstrip()
 
 
 def _is_call(call: Any) -> bool:

@@ -121,6 +121,7 @@ def plan_chat(
     parallel: bool,
     tool_format: str | None,
     reasoning_budget: int | None,
+    goes_on: bool = False,
 ) -> ChatPlan:
     """The plan of a conversation.
 
@@ -128,6 +129,7 @@ def plan_chat(
         template: source of the chat template.
         prompt: what it wrote.
         tools, tool_choice, parallel, tool_format, reasoning_budget: as in :meth:`llmc.runtime.model.Model.stream_chat`.
+        goes_on: the prompt ends amid an answer, which has neither reasoning nor calls before it.
 
     Raises:
         UsageError: an argument is out of its range, or asks for what the template does not teach.
@@ -141,7 +143,23 @@ def plan_chat(
     if marks is not None and prompt.rstrip().endswith(marks.end):  # the template has left the reasoning out
         marks = None
     required = tool_choice not in ("auto", "none")
+    if goes_on:
+        _refuse_beside_a_beginning(required, reasoning_budget)
+        marks = None
     return ChatPlan(calls, callable_tools, required, parallel, marks, opened(prompt, marks), reasoning_budget)
+
+
+def _refuse_beside_a_beginning(required: bool, reasoning_budget: int | None) -> None:
+    """Refuse what would have to stand before the beginning that an answer has already.
+
+    Raises:
+        UsageError: it is asked for.
+    """
+    if required or reasoning_budget is not None:
+        asked = "tool_choice wants a call" if required else "reasoning_budget is given"
+        raise UsageError(
+            f"{asked}, but the answer has begun (continue_final_message), and that would come before it; leave one out"
+        )
 
 
 def _calls(template: str, name: str | None) -> CallFormat:

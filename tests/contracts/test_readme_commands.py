@@ -20,6 +20,7 @@ PAGES = [
     "recipes/benchmarks/RESULTS.md",
     "recipes/gpu.md",
     "recipes/jetson.md",
+    "recipes/gpu_check/README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
 ]

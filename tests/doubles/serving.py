@@ -56,7 +56,7 @@ def serving(
     async def run() -> None:
         pool = ModelPool(config.models, memory=config.memory, load_options=config.load_options)
         try:
-            await pool.warm()
+            await pool.warm(*config.warm)
             app = around(make_app(config, pool), config)
             server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
             serve = asyncio.create_task(server.serve())

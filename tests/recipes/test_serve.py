@@ -101,13 +101,20 @@ def test_the_containers_health_is_asked_where_it_listens(stages: list[list[tuple
     assert instruction(stages[-1], "EXPOSE") == str(settings.port)
 
 
+def secret_file(compose: Any) -> str:
+    """The file of keys, from the folder that the image is built in."""
+    return str(Path("recipes") / "serve" / compose["secrets"]["llmc_keys"]["file"])
+
+
 def test_compose_gives_what_the_settings_name_and_no_more():
     yaml = pytest.importorskip("yaml")
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())
     service, settings = compose["services"]["llmc"], read_config(FOLDER / "container.toml")
     assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
     assert service["ports"] == [f"127.0.0.1:8000:{settings.port}"]
-    assert service["volumes"][0].endswith(f":{settings.models['default']}:ro")
+    # The folder around the bundle, or a bundle that is built anew would not be seen.
+    assert service["volumes"][0].endswith(f":{settings.models['default'].parent}:ro")
+    assert secret_file(compose) in (FOLDER / "Containerfile.dockerignore").read_text().split()
     assert str(settings.keys_file) == f"/run/secrets/{service['secrets'][0]}"
     context = (FOLDER / service["build"]["context"]).resolve()
     assert (context / service["build"]["dockerfile"]).is_file()

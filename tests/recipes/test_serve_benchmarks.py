@@ -106,3 +106,40 @@ def test_processes_that_belong_to_the_measurement_do_not_disturb_it(script, monk
     disturbance = machine.Disturbance(0, [17])
     (tmp_path / "stat").write_text("cpu 1600 0 0 9000 0 0 0 0 0 0\n")  # 6 s busy at 100 ticks a second, 5 s our own
     assert disturbance.cpus() == pytest.approx(0.1)
+
+
+def test_scaling_counts_the_replicas_that_have_their_model(script):
+    pytest.importorskip("ray.serve", reason="is of use with Ray alone")
+    lines = [
+        f'llmc_model_state{{model_name="{model}",replica="{replica}",state="{state}"}} 1.0'
+        for model, replica, state in [("a", "x1", "ready"), ("b", "x1", "ready"), ("a", "y2", "loading")]
+    ]
+    count = script("fleet_scaling").replicas_in
+    assert count("\n".join(lines)) == 1
+    assert (
+        count("\n".join([*lines, lines[0].replace("x1", "z3"), lines[0].replace("x1", "w").replace("1.0", "0.0")])) == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (429, '{"error": {}}'),
+        (200, 'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"error": {"code": "replica_lost"}}\n\n'),
+        (200, ""),
+    ],
+)
+def test_scaling_notices_planted_mistakes(script, status: int, body: str):
+    answers = script("fleet_scaling").Answers()
+    answers.take(0, status, body)
+    assert (len(answers.mistakes), answers.count) == (1, 0)
+
+
+def test_scaling_takes_streams_and_whole_answers_for_the_same_and_notices_others(script):
+    answers = script("fleet_scaling").Answers()
+    pieces = [{"choices": [{"delta": {"content": text}}]} for text in ("a", "", "b")] + [{"choices": []}]
+    answers.take(0, 200, "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n")
+    answers.take(0, 200, json.dumps({"choices": [{"message": {"content": "ab"}}]}))
+    assert (answers.mistakes, answers.count, answers.wrong) == ([], 2, 0)
+    answers.take(0, 200, json.dumps({"choices": [{"message": {"content": "abc"}}]}))
+    assert answers.wrong == 1

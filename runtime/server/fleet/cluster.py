@@ -90,6 +90,8 @@ def replicas_of(config: ServerConfig) -> serve.Application:
             min_replicas=least,
             max_replicas=most,
             target_ongoing_requests=config.ray_target_requests or rows,
+            upscale_delay_s=config.ray_scale_up_s,
+            downscale_delay_s=config.ray_scale_down_s,
         ),
         ray_actor_options={"num_cpus": cpus, "num_gpus": config.ray_gpus},
         health_check_period_s=HEALTH_PERIOD_S,

@@ -12,6 +12,8 @@ PROMPTS: dict[str, tuple[str, ...]] = {
     "/v1/messages": ("tools", "system", "messages"),
     "/v1/responses": ("tools", "instructions", "input"),
 }
+TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
+MARKS = ("cache_control", "id", "status")  # members of messages and parts that no template writes
 # Characters; about the 32 tokens of a block of the prefix cache.
 BLOCK = 128
 # Of a longer prompt only the beginning counts: 131,072 characters.
@@ -32,9 +34,9 @@ def prefix_of(path: str, body: bytes) -> tuple[bytes, ...]:
         return ()
     try:
         request = json.loads(body)
+        return tuple(_chained(_text(request, members))) if isinstance(request, dict) else ()
     except (ValueError, RecursionError):
         return ()
-    return tuple(_chained(_text(request, members))) if isinstance(request, dict) else ()
 
 
 def _text(request: dict[str, Any], members: tuple[str, ...]) -> str:
@@ -42,12 +44,31 @@ def _text(request: dict[str, Any], members: tuple[str, ...]) -> str:
     pieces = [str(request.get("model"))]
     for member in members:
         value = request.get(member)
-        pieces += [value] if isinstance(value, str) else map(_written, value if isinstance(value, list) else [value])
+        if member == "input" and isinstance(value, str):  # short for a message of the user's
+            value = [{"role": "user", "content": value}]
+        plain = _plain(value)
+        pieces += [plain] if isinstance(plain, str) else map(_written, plain if isinstance(plain, list) else [plain])
     return "\n".join(pieces)
 
 
+def _plain(value: Any) -> Any:
+    """A value without what says the same in other words: parts of text are their texts, however they are marked.
+
+    Clients move the marks of caches from turn to turn, and send answers back with names and states.
+    """
+    if isinstance(value, list):
+        found = [_plain(item) for item in value]
+        return "".join(found) if found and all(isinstance(item, str) for item in found) else found
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") in TEXTS and isinstance(value.get("text"), str):
+        return value["text"]
+    kept = {name: _plain(item) for name, item in value.items() if name not in MARKS}
+    return kept if kept.get("type") != "message" else {name: item for name, item in kept.items() if name != "type"}
+
+
 def _written(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def _chained(text: str) -> Iterator[bytes]:

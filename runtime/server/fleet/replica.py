@@ -51,7 +51,7 @@ class Replica:
         if self._pool is None:
             self._pool = ModelPool(bundles, memory=self._config.memory, load_options=self._config.load_options)
             self._app = make_app(replace(self._config, models=bundles), self._pool)
-            await self._pool.warm()
+            await self._pool.warm(*self._config.warm)
         else:
             await self._swap(self._pool, bundles)
         self._bundles = bundles

@@ -84,7 +84,7 @@ class Fleet:
         self._application = replicas_of(config)
         self._deployed: asyncio.Future[RayReplicas] | None = None
 
-    async def warm(self) -> None:
+    async def warm(self, *names: str) -> None:
         """Deploy, and wait until as many replicas are there as always shall be.
 
         Raises:

@@ -10,37 +10,42 @@ from typing import Any
 from starlette.types import Message, Scope
 from starlette.websockets import WebSocket
 
-from llmc.runtime.server.errors import OPENAI_TYPES, ApiError
+from llmc.runtime.server.errors import ANTHROPIC_TYPES, ApiError
 from llmc.runtime.server.fleet.answers import Answer
 from llmc.runtime.server.fleet.calls import Call, called
-from llmc.runtime.server.streams import converse
+from llmc.runtime.server.messages import VERSIONS
+from llmc.runtime.server.sockets import converse, manner_of
 
 Relay = Callable[[Call, Answer], Coroutine[Any, Any, None]]
 
 
 async def converse_with(relay: Relay, socket: WebSocket) -> None:
-    """Answer requests on a WebSocket as a single server does, see :func:`llmc.runtime.server.streams.converse`.
+    """Answer requests on a WebSocket as a single server does, see :func:`llmc.runtime.server.sockets.converse`.
 
     Args:
         relay: has a call answered.
     """
+    manner = manner_of(socket.scope["path"])
 
     async def opened(body: dict[str, Any], held: AsyncExitStack) -> AsyncIterator[dict[str, Any]]:
         # The headers of the handshake speak of a WebSocket, but for who sends them.
-        scope = {**socket.scope, "headers": [(b"content-type", b"application/json")]}
-        call = called(scope, json.dumps({**body, "stream": True}).encode())
+        version = socket.headers.get("anthropic-version", VERSIONS[-1]).encode()
+        headers = [(b"content-type", b"application/json"), (b"anthropic-version", version)]
+        call = called({**socket.scope, "headers": headers}, json.dumps({**body, "stream": True}).encode())
         return await held.enter_async_context(aclosing(_events(partial(relay, call), call.scope)))
 
-    await converse(socket, _read, opened)
+    await converse(socket, manner, partial(_read, manner.kind), opened)
 
 
-def _read(message: str) -> dict[str, Any]:
+def _read(kind: str | None, message: str) -> dict[str, Any]:
     try:
         body = json.loads(message)
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
         raise ApiError(400, "the message is no JSON object, expected the body of a request")
+    if kind is not None and body.pop("type", None) != kind:
+        raise ApiError(400, f"type does not fit: input should be '{kind}'", param="type")
     return body
 
 
@@ -60,8 +65,8 @@ async def _events(
     try:
         while (message := await sent.get()) is not None:
             for event in _decoded(message.get("body", b"")):
-                if set(event) == {"error"}:
-                    raise _error(event["error"])
+                if event.get("type", "error") == "error" and (event.keys() & {"error", "message"}):
+                    raise _error(event.get("error", event))
                 yield event
         await relaying
     finally:
@@ -70,12 +75,15 @@ async def _events(
 
 
 def _decoded(body: bytes) -> list[dict[str, Any]]:
-    if body.startswith(b"{"):  # a refusal, which comes whole
+    """Events, without those that only say that the stream lives; a refusal comes whole, and is one."""
+    if body.startswith(b"{"):
         return [json.loads(body)]
     lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
-    return [json.loads(line) for line in lines if line != b"[DONE]"]
+    events = [json.loads(line) for line in lines if line != b"[DONE]"]
+    return [event for event in events if event.get("type") != "ping"]
 
 
 def _error(error: dict[str, Any]) -> ApiError:
-    status = next((status for status, kind in OPENAI_TYPES.items() if kind == error["type"]), 500)
-    return ApiError(status, error["message"], param=error["param"], code=error["code"])
+    """The error that a replica told of, in whichever dialect."""
+    status = next((status for status, kind in ANTHROPIC_TYPES.items() if kind == error["type"]), 500)
+    return ApiError(status, error["message"], param=error.get("param"), code=error.get("code"))

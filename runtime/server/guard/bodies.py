@@ -33,7 +33,7 @@ class Bodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # the size of a message is limited by uvicorn (ws_max_size)
-            return await self.app(scope, heard(receive, send, self._check_text), send)
+            return await self.app(scope, heard(scope, receive, send, self._check_text), send)
         if scope["type"] != "http" or not _has_body(scope):
             return await self.app(scope, receive, send)
         try:

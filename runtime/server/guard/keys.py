@@ -45,6 +45,7 @@ class Key:
         digest: SHA-256 of the key; the key itself is not kept.
         models: names that it may use; None: all.
         requests_per_minute, tokens_per_minute: None: as the settings say.
+        admin: it may load and unload models.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Key:
     models: frozenset[str] | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    admin: bool = False
 
     def __repr__(self) -> str:
         return f"Key({self.name!r})"
@@ -79,6 +81,11 @@ class Keyring:
             UsageError: as :func:`read_keys`.
         """
         self._keys = read_keys(self._path)
+
+    @property
+    def has_admin(self) -> bool:
+        """True if one of the keys is an admin's."""
+        return any(key.admin for key in self._keys)
 
     def find(self, presented: str) -> Key | None:
         """The key that was presented, in a time that tells nothing of those that were not."""
@@ -143,17 +150,20 @@ def _key(path: Path, name: str, table: Any) -> Key:
         raise UsageError(f"{where}: expected a name of letters, digits and . _ -, at most 64")
     if not isinstance(table, dict):
         raise UsageError(f"{where}: expected a table with key or sha256")
-    if unknown := table.keys() - {"key", "sha256", "models", "requests_per_minute", "tokens_per_minute"}:
+    if unknown := table.keys() - {"key", "sha256", "models", "requests_per_minute", "tokens_per_minute", "admin"}:
         raise UsageError(
-            f"{where}: unknown entry {min(unknown)!r:.60}, expected key or sha256, and models, requests_per_minute or "
-            "tokens_per_minute"
+            f"{where}: unknown entry {min(unknown)!r:.60}, expected key or sha256, and models, requests_per_minute, "
+            "tokens_per_minute or admin"
         )
+    if type(admin := table.get("admin", False)) is not bool:
+        raise UsageError(f"{where}: admin is {written(admin)}, expected true or false")
     return Key(
         name,
         _digest(where, table),
         _models(where, table.get("models")),
         _rate(where, "requests_per_minute", table),
         _rate(where, "tokens_per_minute", table),
+        admin,
     )
 
 
@@ -190,8 +200,8 @@ def _rate(where: str, name: str, table: Mapping[str, Any]) -> int | None:
 class Keys:
     """Ask for a key on every route but those that are open; without a file, on none.
 
-    ``scope["state"]`` gets ``key`` (:class:`Key` or None) and ``key_name``; what was presented is removed from the
-    headers, so that nothing behind can log it.
+    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``key_name`` and ``has_admin`` (True if some key is an
+    admin's); what was presented is removed from the headers, so that nothing behind can log it.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring | None) -> None:
@@ -209,7 +219,8 @@ class Keys:
             message = f"{found}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             return await refuse(scope, receive, send, error)
-        scope.setdefault("state", {}).update(key=key, key_name=key and key.name)
+        has_admin = self._keyring is not None and self._keyring.has_admin
+        scope.setdefault("state", {}).update(key=key, key_name=key and key.name, has_admin=has_admin)
         return await self.app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:

@@ -42,7 +42,7 @@ class Rates:
             client.account.admit()
 
         if scope["type"] == "websocket":  # each message is a request
-            return await self.app(scope, heard(receive, send, admit), send)
+            return await self.app(scope, heard(scope, receive, send, admit), send)
         if scope["method"] != "POST":
             return await self.app(scope, receive, send)
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from llmc.runtime.server.errors import ApiError, response
+from llmc.runtime.server.errors import ApiError, as_message, response
 
 POLICY = 1008  # the code with which a WebSocket is closed for what its client may not do
 
@@ -21,7 +21,7 @@ async def refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) ->
     return await send({"type": "websocket.close", "code": POLICY, "reason": error.message[:120]})
 
 
-def heard(receive: Receive, send: Send, check: Callable[[str], None]) -> Receive:
+def heard(scope: Scope, receive: Receive, send: Send, check: Callable[[str], None]) -> Receive:
     """``receive`` of a WebSocket whose messages pass ``check``; those that do not are answered with its ApiError."""
 
     async def receiving() -> Message:
@@ -32,7 +32,7 @@ def heard(receive: Receive, send: Send, check: Callable[[str], None]) -> Receive
             try:
                 check(message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace"))
             except ApiError as error:
-                await send({"type": "websocket.send", "text": json.dumps(error.body)})
+                await send({"type": "websocket.send", "text": json.dumps(as_message(scope, error))})
             else:
                 return message
 

@@ -2,11 +2,12 @@
 import { follow, newAnswer } from "./answer.js";
 import { ApiError, readKey, readModels, streamChat, writeKey } from "./api.js";
 import {
-  addMessage, newConversation, readPath, readVersions, removeLeaf, showVersion, toRequest,
+  addMessage, newConversation, newId, readPath, readVersions, removeLeaf, showVersion, toRequest,
 } from "./conversation.js";
 import { iconButton, make } from "./dom.js";
 import { makeNumbers, NO_SETTINGS, readSettings, showSettings, toParameters } from "./settings.js";
 import { openStore } from "./store.js";
+import { fromText, toKey, toText } from "./transfer.js";
 import { MessageView } from "./view.js";
 
 const get = (id) => document.getElementById(id);
@@ -112,7 +113,9 @@ function showHistory() {
     const open = make("button", { type: "button", class: "open", click: () => openConversation(conversation) }, conversation.title || "Untitled");
     if (conversation === current) open.setAttribute("aria-current", "true");
     const busy = running?.conversation === conversation;
-    return make("li", { class: busy ? "busy" : null }, open,
+    const rename = iconButton("edit", `Rename “${conversation.title}”`, () => renameConversation(conversation));
+    rename.dataset.rename = conversation.id;
+    return make("li", { class: busy ? "busy" : null }, open, rename,
       iconButton("delete", `Delete “${conversation.title}”`, () => removeConversation(conversation)));
   });
   get("conversations").replaceChildren(...entries);
@@ -162,9 +165,45 @@ async function drop(dropped) {
   else showHistory();
 }
 
+async function renameConversation(conversation) {
+  get("title").value = conversation.title;
+  const named = await asked(get("rename-dialog"));
+  const title = get("title").value.trim();
+  if (!named || !title || conversation.isRemoved) return;
+  conversation.title = title;
+  await save(conversation);
+  showHistory();
+  get("conversations").querySelector(`[data-rename="${CSS.escape(conversation.id)}"]`)?.focus();
+}
+
+/** Add the conversations of a file. What is there already is not added again, and nothing that is there is changed. */
+async function importFile() {
+  const [file] = get("import-file").files;
+  get("imported").textContent = "";
+  if (!file) return;
+  let read;
+  try {
+    read = fromText(await file.text());
+  } catch (error) {
+    notify(`${file.name} cannot be imported: ${error.message}.`);
+    return;
+  } finally {
+    get("import-file").value = ""; // or the same file could not be chosen again
+  }
+  const known = new Map(conversations.map((conversation) => [conversation.id, toKey(conversation)]));
+  const added = read.filter((conversation) => known.get(conversation.id) !== toKey(conversation));
+  for (const conversation of added) {
+    if (known.has(conversation.id)) conversation.id = newId();
+    known.set(conversation.id, "");
+    await save(conversation);
+  }
+  showHistory();
+  const rest = added.length < read.length ? "; the others were there already" : "";
+  get("imported").textContent = `${added.length} of ${read.length} conversations were added${rest}.`;
+}
+
 function exportAll() {
-  const text = JSON.stringify({ format: "llmc conversations", version: 1, conversations: listNewest() }, null, 2);
-  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  const url = URL.createObjectURL(new Blob([toText(listNewest())], { type: "application/json" }));
   make("a", { href: url, download: "llmc-conversations.json" }).click();
   setTimeout(() => URL.revokeObjectURL(url), 60_000);
 }
@@ -341,8 +380,12 @@ function notify(text, retry = null) {
 }
 
 function confirm(question) {
-  const dialog = get("confirm-dialog");
   get("confirm-title").textContent = question;
+  return asked(get("confirm-dialog"));
+}
+
+/** Open a dialog; true once it is left by its main button. */
+function asked(dialog) {
   openDialog(dialog);
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "ok"), { once: true });
@@ -447,6 +490,7 @@ function listen() {
     new: startConversation,
     theme: nextTheme,
     export: exportAll,
+    import: () => get("import-file").click(),
     "delete-all": removeAll,
     stop,
     shade: closeCover,
@@ -462,6 +506,7 @@ function listen() {
     cancel.addEventListener("click", () => cancel.closest("dialog").close());
   }
   get("composer").addEventListener("submit", send);
+  get("import-file").addEventListener("change", importFile);
   get("key-dialog").addEventListener("close", useKey);
   parameters.addEventListener("submit", (event) => event.preventDefault());
   parameters.addEventListener("change", keepSettings);

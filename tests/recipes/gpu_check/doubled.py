@@ -1,14 +1,34 @@
-"""``recipes/gpu_check.py`` in processes whose GPU and libraries are doubles, and where nothing takes long."""
+"""``recipes/gpu_check.py`` in processes whose GPU and libraries are doubles, where nothing takes long, and with three
+steps among the others that hang, die and print rubbish."""
 
+import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 
-from gpu_check import main
+from gpu_check import main, steps
+
+
+def hang(options: steps.Options) -> None:
+    time.sleep(600)
+
+
+def die(options: steps.Options) -> None:
+    os.kill(os.getpid(), 11)
+
+
+def rubbish(options: steps.Options) -> list[str]:
+    sys.stdout.buffer.write(b'\xff\x00{"result": {}}\n')
+    return ["no object"]
+
 
 if __name__ == "__main__":
+    sys.modules["gpu_check.doubled"] = sys.modules["__main__"]
+    steps.STEPS[1:1] = [steps.Step(name, f"doubled:{name}", 4.0) for name in ("hang", "die", "rubbish")]
+    steps.UNASKED.remove("tiny")
     if "--step" in sys.argv:
         from doubles import gpu
         from gpu_check import correctness, kernels, machine, measure, models

@@ -94,6 +94,7 @@ def test_an_engine_is_timed_alone_in_a_batch_and_without_graphs(
     *_, with_graphs, _, without = drivers
     assert with_graphs.calls["launch"] > 0 and without.calls["launch"] == without.calls["begin_capture"] == 0
     assert found["step_without_graphs"]["p50_s"] > 0
+    assert found["load_again_s"] > 0 and found["calls_again_s"].keys() == found["first_calls_s"].keys()
     assert all(driver.closed and driver.leaks == [] for driver in drivers)
 
 
@@ -205,17 +206,45 @@ def test_without_a_gpu_steps_that_need_one_are_not_run(part: Part, monkeypatch: 
 # --------------------------------------------------------------------------------------------------------- a whole run
 
 
+# All but the steps about one bundle and about one that does not build, and what needs no bundle.
+LEFT_OUT = ["*/tensorrt/*", "*/1b/*", "*/tiny/int?", "*/0.5b/fp16", "*/0.5b/int4", "reference/*", "refusal/*"]
+LEFT_OUT += ["baseline/[!1]*", *(f"{kind}/*/0.5b/*" for kind in ("verify", "determinism", "buckets", "kernels"))]
+FEW_MINUTES = 0.2
+
+
 @pytest.fixture(scope="module")
-def finished(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A run of every step about one bundle, of which one does not build, and of what needs no bundle."""
+def runs(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path, Any]:
+    """The file after each of two runs, of which the first ends in the middle; its path; how the second one ended."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "models").mkdir()
     (folder / "models" / "tiny").symlink_to(tiny_export)
     (folder / "models" / "0.5b").mkdir()
     (folder / "models" / "0.5b" / "export.json").write_text("{}")
-    steps = ["driver", "*/cuda/tiny/fp16", "baseline/1b", "build/cuda/0.5b/int8", "measure/cuda/0.5b/int8"]
-    command = [sys.executable, str(SCRIPT), "--out", "x.json", "--models", "models", *steps]
-    return folder / "x.json", subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    command = [sys.executable, str(SCRIPT), "--out", "x.json", "--models", "models"]
+    command += [f"--skip={pattern}" for pattern in LEFT_OUT]
+    files = []
+    for minutes in ([f"--minutes={FEW_MINUTES}"], []):
+        done = subprocess.run([*command, *minutes], capture_output=True, text=True, cwd=folder)
+        files.append(json.loads((folder / "x.json").read_text()))
+    return files, folder / "x.json", done
+
+
+@pytest.fixture(scope="module")
+def finished(runs: tuple[list[Any], Path, Any]) -> tuple[Path, Any]:
+    """The file and the run that came to the end."""
+    return runs[1:]
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_in_the_middle_is_gone_on_with(runs: tuple[list[Any], Path, Any]):
+    before, after = (document["steps"] for document in runs[0])
+    assert before.keys() == after.keys()
+    left = [name for name, step in before.items() if step["state"] == "not run"]
+    assert left and any("time was" in before[name]["message"] for name in left)
+    assert {name: step for name, step in before.items() if step["state"] == "done"}.items() <= after.items()
+    assert [name for name in left if "time was" in after[name]["message"]] == []
+    wrong = {name: after[name]["state"] for name in ("hang", "die", "rubbish")}
+    assert wrong == {"hang": "timed out", "die": "crashed", "rubbish": "failed"}
 
 
 @pytest.mark.slow
@@ -245,10 +274,14 @@ def test_what_fails_leaves_the_rest_of_a_whole_run_alone(finished: tuple[Path, A
 
 
 @pytest.mark.slow
-def test_the_table_of_a_whole_run_follows_from_its_steps(finished: tuple[Path, Any], part: Part):
+def test_the_table_of_a_whole_run_follows_from_its_steps(
+    finished: tuple[Path, Any], part: Part, monkeypatch: pytest.MonkeyPatch
+):
+    report = part("report")
+    monkeypatch.setattr(report, "UNASKED", report.UNASKED - {"tiny"})  # as in that run
     document = json.loads(finished[0].read_text())
     lines = finished[1].stdout.splitlines()
-    assert lines == part("report").markdown(document).splitlines() and lines[0].startswith("NVIDIA L4 ")
+    assert lines == report.markdown(document).splitlines() and lines[0].startswith("NVIDIA L4 ")
     row = next(line for line in lines if line.startswith("| cuda/tiny/fp16 | yes |"))
     step = document["steps"]["measure/cuda/tiny/fp16"]["result"]["step"]["p50_s"]
     assert f"| {step * 1e3:.2f} ms |" in row

@@ -1,6 +1,7 @@
 """What single steps of the check of GPU targets compute, and that planted mistakes are found."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,15 +82,49 @@ def test_an_export_travels_as_a_header_and_becomes_what_it_was(part, tmp_path, m
         safetensors(output / "model.safetensors", {"x.weight": ("F32", [1000], 4000)})
         models.randomize(output / "model.safetensors")
 
+    referred: list[tuple[int, Path]] = []
+
+    def reference_of(folder: Path, file: Path) -> dict[str, Any]:
+        referred.append(((folder / "model.safetensors").stat().st_size, file))  # while the weights are there
+        return {"problems": []}
+
     monkeypatch.setattr(models, "make", make)
+    monkeypatch.setattr(part("correctness"), "reference_of", reference_of)
     make("0.5b", tmp_path / "original")
     models.prepare("0.5b", options.models)
     assert sum(path.stat().st_size for path in (options.models / "0.5b").iterdir()) < 200
+    assert referred[0][0] > 4000 and referred[0][1] == options.models / "0.5b.npz"
     here = models.export("0.5b", options)
     assert (here / "model.safetensors").read_bytes() == (tmp_path / "original" / "model.safetensors").read_bytes()
     assert sorted(path.name for path in here.iterdir()) == ["export.json", "model.safetensors"]
-    models.prepare("tiny", options.models)  # is trained: its weights go along
-    assert (options.models / "tiny" / "model.safetensors").exists()
+
+
+def test_the_small_models_weights_come_from_the_repository(part, monkeypatch, options):
+    models = part("models")
+
+    def make(geometry: str, output: Path) -> None:
+        output.mkdir(parents=True)
+        (output / "export.json").write_text("{}")
+        os.link(models.CHECKPOINT / "model.safetensors", output / "model.safetensors")
+
+    monkeypatch.setattr(models, "make", make)
+    monkeypatch.setattr(part("correctness"), "reference_of", lambda folder, file: {"problems": []})
+    before = (models.CHECKPOINT / "model.safetensors").read_bytes()
+    models.prepare("tiny", options.models)
+    assert sorted(path.name for path in (options.models / "tiny").iterdir()) == [
+        "export.json",
+        "model.safetensors.header",
+    ]
+    assert (models.export("tiny", options) / "model.safetensors").read_bytes() == before
+    assert (models.CHECKPOINT / "model.safetensors").read_bytes() == before
+
+
+def test_references_that_differ_are_not_carried_along(part, monkeypatch, options):
+    models = part("models")
+    monkeypatch.setattr(models, "make", lambda geometry, output: None)
+    monkeypatch.setattr(part("correctness"), "reference_of", lambda folder, file: {"problems": ["0.1 from"]})
+    with pytest.raises(BuildError, match=r"1b: 0\.1 from"):
+        models.prepare("1b", options.models)
 
 
 def test_what_is_carried_along_is_not_changed_by_what_is_made_of_it(part, options):
@@ -166,6 +201,16 @@ def test_distances_are_relative_and_leave_constants_out(part):
     assert worst(logits * [[1.1], [1.0], [1.3]], logits) == pytest.approx(0.3, rel=CLOSE)
 
 
+def test_a_sample_of_the_vocabulary_shows_planted_mistakes_as_large_as_they_are(part):
+    reference, random = part("correctness"), np.random.default_rng(0)
+    logits = random.standard_normal((5, 100_000))
+    apart = logits + 0.3 * random.standard_normal(logits.shape)
+    few = reference.sampled(logits)
+    assert few.shape == (5, reference.SAMPLE) and np.array_equal(few, reference.sampled(logits.copy()))
+    assert len(np.unique(few[0])) == reference.SAMPLE
+    assert reference.worst(reference.sampled(apart), few) == pytest.approx(reference.worst(apart, logits), rel=0.05)
+
+
 def test_what_is_no_number_is_the_largest_distance(part):
     assert part("correctness").largest([0.1, 0.3, 0.2]) == 0.3
     assert np.isnan(part("correctness").largest([0.1, float("nan"), 0.2]))
@@ -181,7 +226,7 @@ def test_what_differs_from_the_reference_is_a_problem(part):
 
 def test_cases_of_the_reference_are_read_as_they_were_written(part, tmp_path):
     reference = part("correctness")
-    cases = [([1, 2], np.ones((2, 3))), ([3], np.zeros((1, 3)))]
+    cases = [([1, 2], np.ones((2, 3))), ([3], np.zeros((1, 3)))]  # a vocabulary that is kept whole
     reference.save(cases, tmp_path / "x.npz")
     for (ids, logits), (wanted_ids, wanted) in zip(reference.read(tmp_path / "x.npz"), cases, strict=True):
         assert ids == wanted_ids and np.array_equal(logits, wanted)

@@ -84,6 +84,7 @@ class TestTogether:
             ({"tls_cert": Path("c")}, "tls_cert is given without tls_key"),
             ({"tls_key": Path("k")}, "tls_key is given without tls_cert"),
             ({"tls_key": Path("k"), "tls_cert": Path("c"), "unix_socket": Path("s")}, "tls_cert and unix_socket"),
+            ({"models": {"a": Path("a")}, "warm": ("a", "b")}, "warm holds 'b', expected names of models: a"),
             ({"cors_origins": ("*",)}, "cors_origins holds '\\*'"),
             ({"cors_origins": ("https://a.example/",)}, "cors_origins holds"),
             ({"cors_origins": ("https://A.example",)}, "cors_origins holds"),

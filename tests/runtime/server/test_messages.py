@@ -7,6 +7,8 @@ from typing import Any
 import anthropic
 import httpx2 as httpx
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 USER: dict[str, Any] = {"role": "user", "content": "Write a function."}
 # The package has no sampling parameters any more, the API does.
@@ -161,6 +163,22 @@ def test_an_answer_may_fill_the_context_and_no_more(able_anthropic: anthropic.An
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) + usage.output_tokens == room
 
 
+def test_an_answer_that_has_begun_is_gone_on_with(able_anthropic: anthropic.Anthropic, able_http: httpx.Client):
+    begun = {"role": "assistant", "content": [{"type": "text", "text": "def "}, {"type": "text", "text": "add("}]}
+    answer = able_anthropic.messages.create(**{**GREEDY, "messages": [USER, begun]})
+    turns = [USER, {"role": "assistant", "content": "def add("}]
+    asked = {"model": "able", "messages": turns, "continue_final_message": True}
+    tokens = able_http.post("/tokenize", json=asked).json()["tokens"]
+    prompt = able_http.post("/detokenize", json={"model": "able", "tokens": tokens}).json()["prompt"]
+    assert prompt.endswith("<|im_start|>assistant\ndef add(")
+    raw = {"model": "able", "prompt": tokens, "max_tokens": 12, "temperature": 0}
+    wanted = able_http.post("/v1/completions", json=raw).json()["choices"][0]["text"]
+    assert [block.text for block in answer.content] == [wanted]
+    assert plain(able_http, turns, continue_final_message=True)["choices"][0]["message"]["content"] == wanted
+    counted = able_anthropic.messages.count_tokens(model="able", messages=[USER, begun]).input_tokens
+    assert counted == len(tokens) == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+
+
 async def _texts(url: str) -> tuple[str, str]:
     async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
         whole = await client.messages.create(**GREEDY)
@@ -182,7 +200,25 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_anthro
         ({"thinking": {"type": "enabled", "budget_tokens": 1, "display": "omitted"}}, "display"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
         ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools.0"),
-        ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "the last message is the assistant's"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "So"}]}]},
+            "messages.1 is the assistant's and ends with no text",
+        ),
+        (
+            {
+                "messages": [USER, {"role": "assistant", "content": "So"}],
+                "thinking": {"type": "enabled", "budget_tokens": 1},
+            },
+            "messages.1 is the beginning of the answer, before which thoughts would come",
+        ),
+        (
+            {
+                "messages": [USER, {"role": "assistant", "content": "So"}],
+                "tools": [TOOL],
+                "tool_choice": {"type": "any"},
+            },
+            "tool_choice wants a call, but the answer has begun",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
             "messages.0.user.content.0 does not fit: input tag 'image'",
@@ -219,3 +255,37 @@ def test_an_error_amid_a_stream_is_raised_by_the_client(able_anthropic: anthropi
         for _ in able_anthropic.messages.create(stream=True, **given):
             pass
     assert caught.value.type == "timeout_error"
+
+
+class TestSocket:
+    def test_gives_the_events_of_a_stream(self, able_address: str, able_anthropic: anthropic.Anthropic):
+        streamed = [event.to_dict() for event in able_anthropic.messages.create(stream=True, **GREEDY)]
+        with connect(f"{able_address.replace('http', 'ws')}/v1/messages", additional_headers=VERSION) as socket:
+            for _ in range(2):
+                socket.send(json.dumps({**BODY, "max_tokens": 12, "temperature": 0}))
+                events = [json.loads(socket.recv())]
+                while events[-1]["type"] != "message_stop":
+                    events.append(json.loads(socket.recv()))
+                assert [event["type"] for event in events] == [event["type"] for event in streamed]
+                assert [event.get("delta") for event in events] == [event.get("delta") for event in streamed]
+
+    def test_tells_errors_in_the_form_of_the_api(self, able_address: str):
+        with connect(f"{able_address.replace('http', 'ws')}/v1/messages") as socket:  # as browsers do, without a header
+            socket.send(json.dumps({**BODY, "container": "x"}))
+            error = json.loads(socket.recv())
+            assert error["type"] == "error" and "container is not a parameter" in error["error"]["message"]
+            socket.send(json.dumps({**BODY, "max_tokens": 400, "ignore_eos": True}))
+            socket.recv()
+            socket.send("stop")
+            while (found := json.loads(socket.recv()))["type"] != "error":
+                pass
+            assert "cancelled" in found["error"]["message"]
+
+    def test_of_another_version_is_refused(self, able_address: str):
+        with pytest.raises(InvalidStatus) as caught:
+            connect(
+                f"{able_address.replace('http', 'ws')}/v1/messages",
+                additional_headers={"anthropic-version": "2023-01-01"},
+            )
+        assert caught.value.response.status_code == 400
+        assert "anthropic-version is '2023-01-01'" in json.loads(caught.value.response.body)["error"]["message"]

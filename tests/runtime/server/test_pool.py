@@ -128,6 +128,36 @@ class Held:
         await self._task
 
 
+class TestUnloading:
+    def test_lets_requests_finish_and_the_next_one_loads_anew(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make()
+            held = Held(pool, "a")
+            first = await held.model
+            await pool.unload("a")
+            assert (pool.states()["a"].phase, pool.states()["a"].draining) == ("unloaded", 1)
+            assert not first.closed.is_set() and pool.memory_taken == SIZE
+            await use(pool, "a")
+            assert loader.names == ["a", "a"] and not first.closed.is_set()
+            await held.end()
+            await until(lambda: first.closed.is_set() and pool.memory_taken == SIZE)
+
+        run(work())
+
+    def test_of_what_is_not_loaded_does_nothing_and_of_what_is_not_there_is_refused(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make()
+            await pool.unload("a")
+            assert loader.names == [] and pool.states()["a"].phase == "unloaded"
+            with pytest.raises(UsageError, match="there is no model 'x'"):
+                await pool.unload("x")
+            await pool.close()
+            with pytest.raises(EngineClosedError):
+                await pool.unload("a")
+
+        run(work())
+
+
 class TestLoading:
     def test_is_done_once_for_all_who_ask_meanwhile(self, make: Make, loader: Loader):
         async def work() -> None:
@@ -156,6 +186,15 @@ class TestLoading:
             await make().warm()
             await make().warm("c", "b")
             assert loader.names == ["a", "c", "b"]
+
+        run(work())
+
+    def test_warms_several_only_where_they_fit_together(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make(patience_s=0.01)
+            with pytest.raises(ResourceError, match=r"c: .* others are in use \(a, b"):
+                await pool.warm("a", "b", "c")
+            assert not pool.ready
 
         run(work())
 

@@ -13,6 +13,7 @@ from doubles.serving import serving
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.response_store import ResponseStore, Stored
+from llmc.runtime.server.sockets import manner_of
 
 GREEDY: dict[str, Any] = {
     "model": "able",
@@ -35,6 +36,9 @@ CALLED: dict[str, Any] = {
     "parallel_tool_calls": False,
     "max_output_tokens": 100,
 }
+
+
+COUNTED = {"model", "input", "instructions", "tools", "reasoning", "previous_response_id"}
 
 
 def plain(able_http: httpx.Client, messages: list[dict[str, Any]], **given: Any) -> Any:
@@ -207,7 +211,7 @@ def test_errors_are_those_of_the_client(able_openai: openai.OpenAI, able_http: h
         able_openai.responses.create(model="none", input="a")
     with pytest.raises(openai.BadRequestError, match="embeds texts"):
         able_openai.responses.create(model="embed", input="a")
-    assert able_http.get("/v1/responses/resp-1?stream=true").status_code == 400
+    assert able_http.get("/v1/responses/resp-1?stream=true&include=all").status_code == 400
 
 
 def test_a_failure_amid_a_stream_is_its_last_event(able_openai: openai.OpenAI):
@@ -278,3 +282,111 @@ def test_bytes_are_bounded_too():
     while len(store):
         store.delete(None, str(50 - len(store)))
     assert store.bytes == 0
+
+
+class TestStored:
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+            {"reasoning": {"effort": "minimal"}, "max_output_tokens": 160},
+            {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 100},
+        ],
+        ids=["text", "reasoning", "calls"],
+    )
+    def test_streams_the_events_again_from_any_of_them_on(self, able_openai: openai.OpenAI, given: dict[str, Any]):
+        """As they came: each with its number, so that who lost the connection goes on where it was."""
+        first = [event.to_dict() for event in able_openai.responses.create(stream=True, **{**GREEDY, **given})]
+        name = first[0]["response"]["id"]
+        again = [event.to_dict() for event in able_openai.responses.retrieve(name, stream=True)]
+        assert len(again) > 5 and again[2:] == first[2:]
+        for begun, before in zip(again[:2], first[:2], strict=True):
+            resolved = {"temperature", "top_p"}  # told at the end
+            assert begun["type"] == before["type"] and begun["sequence_number"] == before["sequence_number"]
+            assert {**begun["response"], **dict.fromkeys(resolved)} == {**before["response"], **dict.fromkeys(resolved)}
+        for known in (0, 4, len(first) - 1):
+            rest = able_openai.responses.retrieve(name, stream=True, starting_after=known)
+            assert [event.to_dict() for event in rest] == again[known + 1 :]
+
+    def test_refuses_what_is_no_parameter(self, able_http: httpx.Client, able_openai: openai.OpenAI):
+        name = able_openai.responses.create(**GREEDY).id
+        for query, said in [
+            ("starting_after=1", "starting_after is given without stream"),
+            ("stream=true&starting_after=-1", "starting_after"),
+            ("stream=true&include_obfuscation=true", "'include_obfuscation' is not a parameter"),
+        ]:
+            answer = able_http.get(f"/v1/responses/{name}?{query}")
+            assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_input_tokens_are_those_that_the_request_would_have(able_openai: openai.OpenAI):
+    given: dict[str, Any] = {"instructions": "Be brief.", "tools": [TOOL], "reasoning": {"effort": "low"}}
+    first = able_openai.responses.create(**GREEDY, **given)
+    for more in ({}, {"previous_response_id": first.id}):
+        asked = {name: value for name, value in {**GREEDY, **given, **more}.items() if name in COUNTED}
+        count = able_openai.responses.input_tokens.count(**asked)
+        assert count.object == "response.input_tokens"
+        assert count.input_tokens == able_openai.responses.create(**GREEDY, **given, **more).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="personality is not a parameter"):
+        able_openai.responses.input_tokens.count(model="able", input="a", personality="friendly")
+
+
+# OpenAI's client opens it in a way that the library calls old.
+@pytest.mark.filterwarnings("ignore:connect:DeprecationWarning")
+class TestSocket:
+    def test_is_that_of_openais_client_and_goes_on_from_what_it_said(self, able_openai: openai.OpenAI):
+        whole = able_openai.responses.create(**GREEDY)
+        with able_openai.responses.connect() as socket:
+            socket.response.create(**GREEDY)
+            first = ended(socket)
+            socket.response.create(**{**GREEDY, "previous_response_id": first[-1].response.id})
+            second = ended(socket)
+        assert first[-1].response.output_text == whole.output_text
+        assert [event.sequence_number for event in first] == list(range(len(first)))
+        wanted = able_openai.responses.create(**GREEDY, previous_response_id=whole.id)
+        assert second[-1].response.output_text == wanted.output_text
+        assert second[-1].response.usage.input_tokens == wanted.usage.input_tokens
+
+    def test_answers_what_comes_amid_an_answer_after_it(self, able_openai: openai.OpenAI):
+        with able_openai.responses.connect() as socket:
+            for tokens in (60, 3):
+                socket.send_raw(asked(max_output_tokens=tokens, ignore_eos=True))
+            assert [ended(socket)[-1].response.usage.output_tokens for _ in range(2)] == [60, 3]
+
+    def test_tells_errors_and_goes_on(self, able_openai: openai.OpenAI):
+        with able_openai.responses.connect() as socket:
+            for message, said in [
+                ('{"input": "a"}', "type does not fit"),
+                ("no JSON", "JSON"),
+                (b'{"type": "response.create", "input": "a", "stream_id": "x"}', "stream_id is not a parameter"),
+                ('{"type": "response.create", "input": "a", "previous_response_id": "resp_x"}', "no response"),
+            ]:
+                socket.send_raw(message)
+                (error,) = ended(socket)
+                assert error.type == "error" and said in error.error.message
+                assert error.status == (404 if said == "no response" else 400)
+            socket.response.create(**GREEDY)
+            assert ended(socket)[-1].type == "response.incomplete"
+
+    def test_takes_so_many_messages_ahead_and_no_more(self, able_openai: openai.OpenAI):
+        most = manner_of("/v1/responses").waiting
+        with able_openai.responses.connect() as socket:
+            for _ in range(most + 2):
+                socket.send_raw(asked(max_output_tokens=100, ignore_eos=True))
+            events = [socket.recv()]
+            while sum(event.type == "response.incomplete" for event in events) < most + 1:
+                events.append(socket.recv())
+        errors = [event for event in events if event.type == "error"]
+        assert [(error.status, error.error.code) for error in errors] == [(429, "queue_full")]
+
+
+def asked(**given: Any) -> str:
+    return json.dumps({"type": "response.create", **GREEDY, **given})
+
+
+def ended(socket: Any) -> list[Any]:
+    """The events of one answer."""
+    events = [socket.recv()]
+    while events[-1].type not in ("response.completed", "response.incomplete", "response.failed", "error"):
+        events.append(socket.recv())
+    return events

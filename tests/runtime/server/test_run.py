@@ -231,8 +231,10 @@ class TestStop:
             last = json.loads(streamed.text.strip().splitlines()[-1].removeprefix("data: "))
             assert (whole.status_code, last) == (503, whole.json()) and "closed" in last["error"]["message"]
 
-    def test_told_twice_ends_at_once(self, tiny_bundle: Path):
-        with service_process(STEP_S, models={"m": tiny_bundle}) as process:
+    def test_told_twice_ends_at_once_with_all_that_it_had_loaded(self, tiny_bundle: Path):
+        models = {"m": tiny_bundle, "n": tiny_bundle}
+        with service_process(STEP_S, models=models, warm=("n", "m")) as process:
+            assert [line["model"] for line in process.lines("model loaded")] == ["n", "m"]  # before it says ready
             connection = opened(process.address, ENDLESS)
             process.popen.send_signal(signal.SIGTERM)
             process.hear("STOPPING=1")

@@ -194,6 +194,48 @@ class TestParity:
         assert tokenizer.encode(prompt, add_special_tokens=False) == expected
 
 
+class TestGoingOn:
+    @pytest.mark.parametrize("text", ["Hello! 🎉", "It is ", "\nIt is\n", "<think>\nno"])
+    @pytest.mark.parametrize("template", [CHATML, LLAMA, MISTRAL, TOOLS], ids=["chatml", "llama", "mistral", "tools"])
+    def test_ends_the_prompt_where_transformers_ends_it(
+        self, metaspace_folder: Path, tmp_path: Path, template: str, text: str
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        folder = chat_folder(metaspace_folder, tmp_path, template)
+        messages = [*DIALOGUE, {"role": "assistant", "content": text}]
+        theirs = AutoTokenizer.from_pretrained(folder)
+        given: dict[str, Any] = {"continue_final_message": True, "date_string": "26 Jul 2024"}
+        expected = theirs.apply_chat_template(messages, tokenize=False, **given)
+        found = load(folder).render(messages, False, **given)
+        assert found == expected and found.rstrip().endswith(text.strip())
+        assert found != load(folder).render(messages, False, date_string="26 Jul 2024")
+
+    def test_takes_the_last_text_of_several_parts(self) -> None:
+        template = of("{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}")
+        messages = [{"role": "assistant", "content": parts("one", "two")}]
+        assert template.render(messages, False, continue_final_message=True) == "[one][two"
+
+    @pytest.mark.parametrize(
+        ("last", "said"),
+        [
+            ({"role": "user", "content": "x"}, "the last message is another one; expected one of the assistant"),
+            ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "the last message is another one"),
+            ({"role": "assistant", "content": [{"type": "image"}]}, "has no text"),
+        ],
+    )
+    def test_of_another_message_is_refused(self, last: dict[str, Any], said: str) -> None:
+        with pytest.raises(UsageError, match=said):
+            of("{{ messages }}").render([last], False, continue_final_message=True)
+
+    def test_is_refused_beside_the_beginning_of_another_answer_and_where_the_text_is_left_out(self) -> None:
+        last = [{"role": "assistant", "content": "x"}]
+        with pytest.raises(UsageError, match="add_generation_prompt too"):
+            of("{{ messages }}").render(last, continue_final_message=True)
+        with pytest.raises(RequestError, match="leaves out the last message"):
+            of("nothing").render(last, False, continue_final_message=True)
+
+
 class TestMissingTemplates:
     def test_say_how_to_go_on(self, metaspace_folder: Path) -> None:
         with pytest.raises(RequestError, match="no chat template; pass a prompt instead"):

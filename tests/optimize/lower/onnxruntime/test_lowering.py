@@ -12,9 +12,9 @@ from llmc.optimize.quantize.grid import Grid
 # 1.5e-5; a wrong window, position, scale or epsilon costs more than 1e-3.
 FLOAT_TOLERANCE = 1e-4
 # Root mean square of the difference over that of the logits, where activations are rounded to 8 bits: two layers of
-# random weights, whose attention is nearly a choice of one position, turn that into 2 to 5 %. A wrong block, scale or
-# token costs more than 70 %.
-ROUNDING_TOLERANCE = 0.08
+# random weights, whose attention is nearly a choice of one position, turn that into 2 to 5 %, those of gemma, whose
+# norms' weights are one larger, into 5 to 11 % (12 prompts). A wrong block, scale or token costs more than 70 %.
+ROUNDING_TOLERANCE = 0.15
 
 TOKENS = 20
 PIECES = {"one piece": [TOKENS], "chunks": [7, 1, 12], "token by token": [1] * TOKENS}

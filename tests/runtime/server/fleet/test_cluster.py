@@ -36,7 +36,7 @@ NAME = f"test-{os.getpid()}"  # of the application, by which its processes are f
 SETTINGS = {"threads": 1, "ray_cpus": 1.5, "ray_min_replicas": 2, "allow_no_keys": True}
 CHAT = "/v1/chat/completions"
 WAIT_S = 120.0  # for what takes seconds, on a machine that does much else
-GROUPS = 16  # all of them would go to one of two replicas once in 32,768 runs
+GROUPS = 8  # of each dialect; all of them would go to one of two replicas once in 2**31 runs
 STREAMS, PLAIN = 6, 2
 MEMORY = 80 << 20  # of a node's object store, the least that Ray takes; nothing is put there
 
@@ -51,6 +51,8 @@ def url(folder: Path) -> Iterator[str]:
     """Two replicas, one on each of two nodes, and a front on a third."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # processes for work that never comes
+        patch.setenv("RAY_enable_worker_prestart", "0")
         import ray
         from ray import serve
         from ray.cluster_utils import Cluster
@@ -112,15 +114,39 @@ def until(happened: Callable[[], object]) -> None:
 
 def chat(group: int, **given: Any) -> dict[str, Any]:
     """A request whose prompt begins as those of its group do, and as no other one."""
-    text = f"group {group}: " + f"{group} and {group * 7} " * 30
-    return {"messages": [{"role": "user", "content": text}], "temperature": 0, "ignore_eos": True, **given}
+    return {"messages": [{"role": "user", "content": words(group)}], "temperature": 0, "ignore_eos": True, **given}
+
+
+def words(group: int) -> str:
+    return f"group {group}: " + f"{group} and {group * 7} " * 30
+
+
+# Requests of one token by route, and where the answer tells how many of the prompt's were cached.
+DIALECTS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[Any], int]]] = {
+    CHAT: (
+        lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 1},
+        lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+    ),
+    "/v1/completions": (
+        lambda text: {"prompt": text, "max_tokens": 1},
+        lambda answer: answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+    ),
+    "/v1/messages": (
+        lambda text: {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 1},
+        lambda answer: answer["usage"]["cache_read_input_tokens"],
+    ),
+    "/v1/responses": (
+        lambda text: {"input": text, "max_output_tokens": 1, "store": False},
+        lambda answer: answer["usage"]["input_tokens_details"]["cached_tokens"],
+    ),
+}
 
 
 def served(http: httpx.Client) -> dict[str, float]:
-    """Chats that each replica answered."""
+    """Requests of all dialects that each replica answered."""
     found: dict[str, float] = {}
     for line in http.get("/metrics").text.splitlines():
-        if line.startswith("llmc_http_requests_total") and CHAT in line:
+        if line.startswith("llmc_http_requests_total") and any(f'"{route}"' in line for route in DIALECTS):
             name = re.search(r'replica="(\w+)"', line)
             assert name is not None
             found[name[1]] = found.get(name[1], 0) + float(line.rpartition(" ")[2])
@@ -195,11 +221,11 @@ def under_load(url: str) -> Iterator[Load]:
         one.result()
 
 
-def test_a_fleet_for_others_needs_keys(tiny_bundle: Path) -> None:
+def test_a_fleet_for_others_needs_keys(tmp_path: Path) -> None:
     from llmc.runtime.server.fleet.cluster import build
 
     with pytest.raises(UsageError, match="no key would be asked for"):
-        build({"models": {"tiny": str(tiny_bundle)}})
+        build({"models": {"tiny": str(tmp_path)}})
 
 
 def test_a_stream_comes_as_it_is_made(http: httpx.Client) -> None:
@@ -211,11 +237,13 @@ def test_a_stream_comes_as_it_is_made(http: httpx.Client) -> None:
 
 def test_requests_that_begin_alike_meet_at_one_replica(http: httpx.Client) -> None:
     before = served(http)
-    for group in range(GROUPS):
-        answers = [http.post(CHAT, json=chat(group, max_tokens=1, seed=turn)).json() for turn in range(2)]
-        assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+    for number, (route, (body, cached)) in enumerate(DIALECTS.items()):
+        for group in range(number * GROUPS, (number + 1) * GROUPS):  # prompts that no other dialect has
+            asked = {"json": body(words(group)), "headers": {"anthropic-version": "2026-10-21"}}
+            answers = [http.post(route, **asked).json() for _ in range(2)]
+            assert cached(answers[1]) > 64, route
     got = {name: count - before.get(name, 0) for name, count in served(http).items()}
-    assert len(got) == 2 and all(got.values()) and sum(got.values()) == 2 * GROUPS
+    assert len(got) == 2 and all(got.values()) and sum(got.values()) == 2 * GROUPS * len(DIALECTS)
 
 
 def test_a_replica_killed_under_load_takes_nothing_with_it_but_streams_that_had_spoken(url: str) -> None:

@@ -40,6 +40,55 @@ class TestNames:
         ]
         assert len({one[0] for one in several}) == len(several)
 
+    @pytest.mark.parametrize(
+        ("path", "one", "other"),
+        [
+            (
+                "/v1/messages",
+                {"system": LONG, "messages": [{"role": "user", "content": LONG}]},
+                {
+                    "system": [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}],
+                    "messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}],
+                },
+            ),
+            (
+                "/v1/responses",
+                {"input": LONG},
+                {
+                    "input": [
+                        {"role": "user", "content": [{"type": "input_text", "text": LONG}]},
+                        {
+                            "type": "message",
+                            "id": "msg_1",
+                            "role": "assistant",
+                            "status": "completed",
+                            "content": [{"type": "output_text", "text": LONG, "annotations": []}],
+                        },
+                    ]
+                },
+            ),
+            (
+                CHAT,
+                {"messages": [{"role": "user", "content": LONG}]},
+                {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}, {"role": "tool"}]},
+            ),
+        ],
+    )
+    def test_are_those_of_the_prompt_in_whichever_words_its_dialect_has_it(
+        self, path: str, one: dict[str, Any], other: dict[str, Any]
+    ) -> None:
+        first, second = names(path, **one), names(path, **other)
+        assert len(first) > 10 and second[: len(first)] == first
+
+    def test_stay_when_the_mark_of_a_cache_moves_on(self) -> None:
+        def turn(text: str, marked: bool) -> dict[str, Any]:
+            mark = {"cache_control": {"type": "ephemeral"}} if marked else {}
+            return {"role": "user", "content": [{"type": "text", "text": text, **mark}]}
+
+        first = names("/v1/messages", messages=[turn(LONG, True)])
+        second = names("/v1/messages", messages=[turn(LONG, False), turn("more", True)])
+        assert shared(first, second) == len(first) > 10
+
     def test_are_bounded_for_prompts_without_end(self) -> None:
         assert len(names("/v1/completions", prompt="x" * (MOST_BLOCKS + 9) * BLOCK)) == MOST_BLOCKS
 
@@ -49,6 +98,7 @@ class TestNames:
             ("/v1/embeddings", json.dumps({"input": LONG}).encode()),
             (CHAT, b"{"),
             (CHAT, b"[" * 100_000),
+            (CHAT, b'{"messages": ' + b"[" * 900 + b'"' + LONG.encode() + b'"' + b"]" * 900 + b"}"),
             (CHAT, b"\xff"),
             (CHAT, b"[1]"),
             (CHAT, b'{"messages": []}'),

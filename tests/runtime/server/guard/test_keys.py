@@ -20,6 +20,7 @@ key = "{ALICE}"
 sha256 = "{hashlib.sha256(BOB.encode()).hexdigest()}"
 models = ["tiny"]
 requests_per_minute = 7
+admin = true
 """
 
 
@@ -45,6 +46,7 @@ class TestFile:
         alice, bob = read_keys(keys_file(tmp_path))
         assert (alice.name, alice.models, alice.requests_per_minute) == ("alice", None, None)
         assert (bob.name, bob.requests_per_minute) == ("bob", 7)
+        assert bob.admin and not alice.admin
         assert alice.allows("any") and bob.allows("tiny") and not bob.allows("any")
         assert ALICE not in repr(alice)
 
@@ -60,6 +62,7 @@ class TestFile:
             (f'[a]\nkey = "{ALICE}"\nrate = 5', "unknown entry 'rate'"),
             (f'[a]\nkey = "{ALICE}"\nmodels = "tiny"', "models is 'tiny', expected a list"),
             (f'[a]\nkey = "{ALICE}"\ntokens_per_minute = 0', "tokens_per_minute is 0, expected an integer above 0"),
+            (f'[a]\nkey = "{ALICE}"\nadmin = "yes"', "admin is 'yes', expected true or false"),
             (f'["a b"]\nkey = "{ALICE}"', "expected a name of letters"),
             (f'a = "{ALICE}"', "expected a table"),
             (f'[a]\nkey = "{ALICE}"\n[b]\nkey = "{ALICE}"', "one key under two names"),

@@ -59,7 +59,10 @@ def test_axe_finds_nothing(page, server: ChatServer):
     check("the dialog for the key")
     page.keyboard.press("Escape")
     page.keyboard.press("Escape")
-    page.keyboard.press("Alt+h")
-    page.keyboard.press("Alt+h")
+    if page.locator("#history").is_hidden():  # where there is no room for it
+        page.keyboard.press("Alt+h")
+    expect(page.get_by_role("button", name="Rename")).to_be_visible()
     check("the history")
+    page.get_by_role("button", name="Rename").click()
+    check("the dialog for a title")
     assert {state: found for state, found in states.items() if found} == {}

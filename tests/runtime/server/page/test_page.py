@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,20 @@ HEARD = """() => {
     const announcer = document.getElementById("announcer");
     new MutationObserver(() => window.heard.push(announcer.textContent)).observe(announcer, { childList: true });
 }"""
+
+
+def changed(*place: Any) -> Callable[[Any], Any]:
+    """A change of an exported file: in its first conversation, at this place, the last one of ``place``."""
+
+    def change(file: Any) -> Any:
+        *path, name, value = place
+        found = file["conversations"][0]
+        for step in path:
+            found = found[step]
+        found[name] = value
+        return file
+
+    return change
 
 
 @pytest.fixture
@@ -253,6 +268,94 @@ class TestHistory:
         exported = json.loads(download.value.path().read_text(encoding="utf-8"))
         (conversation,) = exported["conversations"]
         assert [message["content"] for message in conversation["messages"]] == ["Hi", "Hello there, you."]
+
+    def test_is_imported_from_what_was_exported_and_once_only(self, page, server: ChatServer, ask, tmp_path: Path):
+        ask("Hi")
+        done(page)
+        ask("And?")
+        done(page)
+        shown = texts(page)
+        with page.expect_download() as download:
+            button(page, "Export as JSON").click()
+        download.value.save_as(tmp_path / "all.json")
+        button(page, "Delete all").click()
+        button(page, "Delete").click()
+        entries = page.locator("#conversations .open")
+        expect(entries).to_have_count(0)
+        for said in (
+            "1 of 1 conversations were added.",
+            "0 of 1 conversations were added; the others were there already.",
+        ):
+            with page.expect_file_chooser() as chooser:
+                button(page, "Import JSON").click()
+            chooser.value.set_files(tmp_path / "all.json")
+            expect(page.locator("#imported")).to_have_text(said)
+        page.reload()
+        expect(entries).to_have_text(["Hi"])
+        entries.click()
+        assert texts(page) == shown
+        exported = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))
+        exported["conversations"][0]["title"] = "Another"
+        (tmp_path / "other.json").write_text(json.dumps(exported), encoding="utf-8")
+        page.locator("#import-file").set_input_files(tmp_path / "other.json")
+        expect(entries).to_have_text(["Hi", "Another"])  # beside the one with the same name, which stays as it is
+        entries.last.click()
+        ask("More")
+        done(page)
+        assert len(server.requests[-1]["messages"]) == 5
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda file: "{", "it is not JSON"),
+            (lambda file: {**file, "version": 2}, "it is something else than what “Export as JSON” writes"),
+            (lambda file: {**file, "conversations": {}}, "conversations is something else than a list"),
+            (
+                changed("messages", 0, "content", 5),
+                "conversations[0].messages[0].content is something else than a string",
+            ),
+            (changed("messages", 0, "role", "system"), "conversations[0].messages[0].role is something else than user"),
+            (
+                changed("messages", 0, "parent", "x"),
+                "conversations[0].messages[0].parent is something else than a message",
+            ),
+            (changed("messages", 1, "toolCalls", [{}]), "conversations[0].messages[1].toolCalls[0].function is"),
+            (changed("leaf", None), "conversations[0].leaf is something else than one of its messages"),
+            (
+                changed("settings", "numbers", None),
+                "conversations[0].settings.numbers is something else than an object",
+            ),
+        ],
+    )
+    def test_refuses_files_that_hold_something_else(
+        self, page, server: ChatServer, ask, tmp_path: Path, change: Callable[[Any], Any], said: str
+    ):
+        ask("Hi")
+        done(page)
+        with page.expect_download() as download:
+            button(page, "Export as JSON").click()
+        file = change(json.loads(download.value.path().read_text(encoding="utf-8")))
+        (tmp_path / "x.json").write_text(file if isinstance(file, str) else json.dumps(file), encoding="utf-8")
+        page.locator("#import-file").set_input_files(tmp_path / "x.json")
+        expect(page.locator("#notice")).to_contain_text(f"x.json cannot be imported: {said}")
+        expect(page.locator("#conversations .open")).to_have_text(["Hi"])
+
+    def test_is_renamed_by_keyboard_and_keeps_its_title(self, page, server: ChatServer, ask):
+        ask("Hi")
+        done(page)
+        rename = button(page, "Rename “Hi”")
+        rename.focus()
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("dialog", name="Rename conversation")).to_be_visible()
+        expect(page.get_by_label("Title")).to_be_focused()
+        page.keyboard.press("Escape")
+        expect(rename).to_be_focused()
+        page.keyboard.press("Enter")
+        page.get_by_label("Title").fill("  Greetings <b>  ")
+        page.keyboard.press("Enter")
+        expect(button(page, "Rename “Greetings <b>”")).to_be_focused()
+        page.reload()
+        expect(page.locator("#conversations .open")).to_have_text(["Greetings <b>"])
 
     def test_keeps_what_came_of_an_answer_that_the_page_was_left_in(self, page, server: ChatServer, ask):
         server.script = [*says("So far")[:-1], WAIT]
