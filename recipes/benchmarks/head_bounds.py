@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from smollm2.fetch import fetch  # noqa: E402
-from smollm2.real import transformers_model  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from smollm2.fetch import fetch
+from smollm2.real import transformers_model
+from transformers import AutoTokenizer
 
-from llmc.optimize.calibrate.text import held_out_text  # noqa: E402
+from llmc.optimize.calibrate.text import held_out_text
 
 WINDOW, TRAINED_ON, JUDGED_ON = 256, 512, 256  # tokens: of a window, for the principal directions, for the counts
 BLOCK = 32
