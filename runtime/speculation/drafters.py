@@ -66,7 +66,7 @@ class PromptLookup:
 
 
 class _Index:
-    """Where each n-gram of a sequence last ended; of the longest ones, where before that, too. Only those of which
+    """Places at which each n-gram of a sequence last ended; of the longest ones those before, too. Only n-grams that
     something follows."""
 
     def __init__(self) -> None:
