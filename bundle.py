@@ -234,7 +234,13 @@ class EngineConfig:
             ``float32`` where that graph was run computing in float32, for CPUs have no bfloat16; ``no`` where nothing
             was.
         inspector: file with the network's layers.
-        workspace, optimization_level: of the builder; None is the library's own level.
+        workspace, optimization_level: that the builder was asked for; None leaves them to the library, and the
+            workspace of an integrated GPU to what its attention needs.
+        log: file with every warning of the library's, in its words; empty in bundles of older versions.
+        flags: for the library's compiler, by the GPU and the library's version; see ``llmc.optimize.tensorrt.flags``.
+        fallback: what was built where the builder refused what was asked for; empty where it did not.
+        decomposed: the profiles (``decode``, ``prefill``) whose attention has no kernel of its own; None where the
+            library was not asked.
     """
 
     file: str
@@ -253,8 +259,12 @@ class EngineConfig:
     stripped: bool
     verified: str
     inspector: str
-    workspace: Annotated[int, range(1, 1 << 60)] = 1 << 30
+    workspace: Annotated[int, range(1, 1 << 60)] | None = None
     optimization_level: Annotated[int, range(6)] | None = None
+    log: str = ""
+    flags: str = ""
+    fallback: str = ""
+    decomposed: tuple[str, ...] | None = None
 
     @property
     def gpus(self) -> str:
@@ -290,7 +300,7 @@ class EngineConfig:
         decode, prefill = Profile(max_batch, 1, 1), (self.prefill.batch, self.prefill.sequence)
         profiles = self.decode == decode and prefill == (1, prefill_chunk) and 0 < self.prefill.outputs <= prefill_chunk
         gpus = all(re.fullmatch(r"\d+\.\d+", gpu, re.ASCII) for gpu in self.compute_capabilities)
-        return self.capacity == capacity and selects and profiles and gpus and self.workspace > 0
+        return self.capacity == capacity and selects and profiles and gpus and self.workspace != 0
 
 
 @dataclass(frozen=True)
@@ -587,8 +597,8 @@ class Manifest:
 
     def engine_files(self) -> list[str]:
         """The engine and what comes with it: what ``llmc build --rebuild`` makes anew."""
-        engine = (self.engine.file, self.engine.select, self.engine.inspector) if self.engine is not None else ()
-        return [name for name in engine if name]
+        e = self.engine
+        return [name for name in (e.file, e.select, e.inspector, e.log) if name] if e is not None else []
 
 
 # ---------------------------------------------------------------------------------------------- reading and writing
@@ -613,6 +623,10 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
 
 
 def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
+    if not os.path.lexists(folder):
+        raise BundleError(
+            f"{folder}: there is no such folder, expected a bundle; build one with: {build_command(folder)}"
+        )
     if kind := unbuilt(folder):
         raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
     _refuse_to_leave(folder, BUNDLE_MANIFEST)

@@ -12,6 +12,7 @@
     |   |-- DeadlineError        its deadline passed
     |   |-- QueueFullError       as many requests wait as may wait
     |   |-- EngineClosedError    the engine was closed before the request ended
+    |   |-- ContextError        prompt and answer are longer than the context
     |   |-- ProcessorError       a function that came with the request raised, or returned nonsense
     |   |-- GrammarError         its grammar cannot be compiled, or allows no token
     |   `-- DraftError           a draft model has another tokenizer than the model
@@ -87,6 +88,10 @@ class QueueFullError(RequestError):
 
 class EngineClosedError(RequestError):
     """The engine was closed before the request ended."""
+
+
+class ContextError(RequestError):
+    """The prompt, with the tokens that are asked for, is longer than the context."""
 
 
 class ProcessorError(RequestError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,10 +57,16 @@ def print_summary(summary: Summary) -> None:
         ("weights", ", ".join(f"{show.size(count)} {dtype}" for dtype, count in summary.weights.items())),
         memory_row("memory", summary.memory, apart),
         *([memory_row("GPU memory", device)] if device else []),
+        ("on disk", disk_row(summary.disk)),
         *((name, show.size(count)) for name, count in summary.files.items()),
         *(("note", note) for note in summary.notes),
     ]
     show.print_rows(rows)
+
+
+def disk_row(parts: Mapping[str, int]) -> str:
+    """All bytes of files, and what they are."""
+    return f"{show.size(sum(parts.values()))} = {' + '.join(f'{show.size(n)} {part}' for part, n in parts.items())}"
 
 
 def memory_row(name: str, memory: Memory, note: str = "") -> tuple[str, str]:

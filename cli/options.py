@@ -171,8 +171,19 @@ class SectionCommand(click.Command):
         try:
             return super().invoke(ctx)
         except (UsageError, RequestError) as error:
+            if is_about_a_file(str(error)):
+                raise
             known = [option.name for option in self.params if isinstance(option, click.Option) and option.name]
             raise type(error)(with_flags(str(error), known)) from error
+
+
+def is_about_a_file(message: str) -> bool:
+    """True of a sentence that begins with the name of a file: what it names are keys in there, and no flags."""
+    name, colon, _ = message.partition(": ")
+    try:
+        return bool(colon) and Path(name).is_file()
+    except (OSError, ValueError):  # too long, or a zero byte
+        return False
 
 
 def with_flags(message: str, parameters: Iterable[str]) -> str:

@@ -56,19 +56,23 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
 
     Exits with 1 if a stage does not fit into what is available, or into --memory and --gpu-memory. Peaks are resident
     memory: of a compiled bundle, weights and embedding are pages of its files, which processes share and the system may
-    drop.
+    drop. Beside them stand the bytes that PATH takes on disk.
     """
+    from llmc.cli.inspect import disk_row
+    from llmc.cli.summary import summarize
     from llmc.runtime.bench.stages import refusal
 
     precision = take_precision(asked)
     with _source(path) as (folder, geometry):
         ahead = _ahead(folder, geometry, precision=precision, **asked)
+    on_disk = summarize(path).disk
     if as_json:
         machine = ahead.memories.machine
         report: dict[str, object] = {"path": path, "available": machine.bytes, "source": machine.source}
         report |= {"gpu": ahead.memories.gpu, "unified_memory": ahead.memories.unified} if ahead.on_gpu else {}
-        show.print_json({**report, "stages": [numbers(stage) for stage in ahead.stages]})
+        show.print_json({**report, "disk": on_disk, "stages": [numbers(stage) for stage in ahead.stages]})
     else:
+        click.echo(f"on disk: {disk_row(on_disk)}\n")
         print_stages(ahead)
     if problem := refusal(ahead.stages):
         raise ResourceError(f"{path}: {problem}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from llmc.cli.options import EXISTING_FILE, Command, SectionCommand, SectionOption, debug_option, size
+from llmc.cli.options import EXISTING_FILE, Command, SectionCommand, SectionOption, debug_option, size, with_flags
 from llmc.errors import UsageError, require
 from llmc.runtime.server.config import Setting, read_config, settings
 
@@ -18,6 +18,7 @@ def amount(text: str) -> int:
     return 0 if text == "0" else size(text)
 
 
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 TYPES: dict[str, Any] = {"integer": int, "number": float, "text": str, "path": click.Path(path_type=Path), "list": str}
 
 
@@ -30,7 +31,8 @@ def setting_options(command: Command) -> Command:
 
 
 def _option(setting: Setting) -> Callable[[Command], Command]:
-    text = f"{setting.help}{_shown(setting)}"
+    names = [each.name for each in settings() if "_" in each.name]
+    text = f"{with_flags(setting.help, names)}{_shown(setting)}"
     given: dict[str, Any] = {"section": setting.section, "help": text, "default": None, "show_default": False}
     name = setting.name.replace("_", "-")
     flag = f"--{name}/--no-{name}" if setting.kind == "flag" else setting.flag  # both, for flags go before the file
@@ -49,18 +51,31 @@ def _shown(setting: Setting) -> str:
         return ""
     if setting.kind == "flag":
         return f"  [default: {'yes' if setting.default else 'no'}]"
-    return f"  [default: {setting.default}{' ' * bool(setting.unit)}{setting.unit}]"
+    if setting.unit == "bytes":
+        return f"  [default: {_in_units(setting.default)}]"
+    number = f"{setting.default:g}" if setting.kind == "number" else str(setting.default)
+    return f"  [default: {number}{' ' * bool(setting.unit)}{setting.unit}]"
+
+
+def _in_units(size: int) -> str:
+    """Bytes as people write them, if that is exact."""
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size and size % UNITS[unit] == 0), "")
+    return f"{size // UNITS[unit]}{unit}" if unit else f"{size} bytes"
 
 
 def named(bundles: tuple[str, ...]) -> dict[str, Path] | None:
     """Models by name: ``NAME=FOLDER``, or a folder that gives its own name.
 
     Raises:
-        UsageError: two have the same name.
+        UsageError: two have the same name, or one is an empty text.
     """
     found: dict[str, Path] = {}
     for given in bundles:
         name, sign, folder = given.partition("=")
+        if not (folder if sign else given):
+            raise UsageError(
+                f"the bundle {given!r} names no folder; expected one that llmc build wrote, or NAME=FOLDER"
+            )
         path = Path(folder if sign else given)
         name = name if sign else path.resolve().name
         if name in found:
@@ -75,10 +90,11 @@ def named(bundles: tuple[str, ...]) -> dict[str, Path] | None:
 @debug_option
 @setting_options
 def serve_command(bundles: tuple[str, ...], config: Path | None, **flags: Any) -> None:
-    """Serve BUNDLEs over HTTP to the clients of OpenAI and Anthropic, and to a browser.
+    """Serve BUNDLEs over HTTP: to the clients of OpenAI (/v1) and Anthropic, and, with a page for chats, to a browser.
 
-    The first one answers requests that name no model and is loaded at once, the others when they are asked for. A key
-    of the file is a flag with underscores.
+    A BUNDLE is a folder that llmc build wrote. The first one is loaded at once and answers requests that name no model,
+    the others are loaded when they are asked for. Without settings only this machine can reach the service, at
+    http://127.0.0.1:8000. Every setting is a flag here, and a key of the --config file, with _ for -.
     """
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     chosen = read_config(config, {**given, "models": named(bundles)})

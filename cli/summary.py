@@ -1,5 +1,7 @@
 """A checkpoint, an export or a bundle, read without an engine: the library half of ``llmc inspect``."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +10,9 @@ from llmc.bundle import CONFIG_FILE, Geometry, Manifest, Source
 from llmc.errors import BundleError, UsageError
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.runtime.kv.budget import plan_load, rounded_up
+
+# Kinds of files by the ends of their names; all others are text: tokenizer, templates, manifest, hashes.
+DISK_KINDS = {"weights": (".bin", ".safetensors", ".gguf"), "graphs": (".onnx",), "engine": (".plan",)}
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Memory:
 class Summary:
     """A folder of any kind; ``weights`` is bytes by dtype, of a bundle by graph; ``bundle`` is its manifest.
 
-    ``device_memory`` is what a bundle for a GPU takes there, ``memory`` what it takes beside that of the machine.
+    ``disk`` is bytes of its files by what they are, largest first. ``device_memory`` is what a bundle for a GPU takes
+    there, ``memory`` what it takes beside that of the machine.
     """
 
     kind: str
@@ -39,6 +45,7 @@ class Summary:
     geometry: Geometry
     source: Source
     files: dict[str, int]
+    disk: dict[str, int]
     weights: dict[str, int]
     memory: Memory
     bundle: Manifest | None
@@ -96,8 +103,26 @@ def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
         positions = rounded_up(manifest.engine, context)
         device = Memory(positions, batch, manifest.device.parts(positions, batch))
     return Summary(
-        "bundle", path, manifest.geometry, manifest.source, files, weights, memory, manifest, manifest.notes, device
+        "bundle",
+        path,
+        manifest.geometry,
+        manifest.source,
+        files,
+        disk_bytes(files),
+        weights,
+        memory,
+        manifest,
+        manifest.notes,
+        device,
     )
+
+
+def disk_bytes(files: Mapping[str, int]) -> dict[str, int]:
+    """Bytes on disk by what they are, largest first, of the sizes of files by name."""
+    found: Counter[str] = Counter()
+    for name, size in files.items():
+        found[next((kind for kind, ends in DISK_KINDS.items() if name.endswith(ends)), "text")] += size
+    return dict(found.most_common())
 
 
 def _unbuilt(
@@ -114,7 +139,8 @@ def _unbuilt(
     files = {file.name: file.stat().st_size for file in here if file.is_file()}
     parts = {"weights": sum(found.weights.values()), "cache": geometry.cache_bytes(context, batch)}
     memory = Memory(context, batch, parts)
-    return Summary(kind, path, geometry, found.source, files, found.weights, memory, None, found.notes)
+    on_disk = disk_bytes(files)
+    return Summary(kind, path, geometry, found.source, files, on_disk, found.weights, memory, None, found.notes)
 
 
 def _at_most(flag: str, value: int, limit: int, what: str) -> int:

@@ -37,7 +37,7 @@ from llmc.bundle import (
     write_chunks,
     write_manifest,
 )
-from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError, printable
+from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, ResourceError, UsageError, printable
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
 from llmc.optimize.calibrate.store import Calibrated
@@ -47,6 +47,7 @@ from llmc.optimize.judge.golden import SPREAD_FACTOR, golden_prompts, prompt_ids
 from llmc.optimize.judge.invariance import measured
 from llmc.optimize.judge.overflow import check_range
 from llmc.optimize.judge.replay import replay_apart
+from llmc.optimize.judge.rows import check_rows
 from llmc.optimize.judge.vectors import golden_vectors
 from llmc.optimize.lower.context import (
     LoweringContext,
@@ -67,10 +68,12 @@ from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, refuse_bytes, staged
 from llmc.runtime import Model, load
 from llmc.runtime.host import disk_cache
+from llmc.runtime.host.cuda import open_driver
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
 from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
+from llmc.runtime.sessions.tensorrt.library import lists_gpu
 from llmc.runtime.text.trial import try_tokenizer
 
 if TYPE_CHECKING:
@@ -111,6 +114,8 @@ class _Order:
     dump: Path | None
     progress: Progress
     engine: "EngineSpec | None" = None
+    wide_scales: bool = False
+    fallback: str = ""
 
     @property
     def form(self) -> str:
@@ -122,9 +127,7 @@ class _Order:
         """The list of passes."""
         if self.export.geometry.encoder:
             return f"{self.target.name}-encoder"
-        if self.engine is None:
-            return self.target.name
-        return "tensorrt-primitives" if self.form == "primitives" else "tensorrt"
+        return f"{self.target.name}-primitives" if self.form == "primitives" else self.target.name
 
 
 def build(
@@ -203,9 +206,7 @@ def build(
     if dump is not None and dump.exists() and not dump.is_dir():
         raise UsageError(f"{dump} is no folder; choose another one for the dumps")
     judged = judged or text is not None or bool(chosen.budget)
-    order = _Order(
-        Path(source), export, abilities, chosen, limits, text, judged, asked.compiled is not False, dump, progress
-    )
+    order = _Order(Path(source), export, abilities, chosen, limits, text, judged, bool(asked.compiled), dump, progress)
     _check_memory(order, calibration, memory)
     try_tokenizer(Path(source))
     if abilities.makes_engine:
@@ -226,7 +227,16 @@ def _check_memory(order: _Order, calibration: CalibrationRequest | None, memory:
     windows = calibration.windows if calibration is not None else (0, 0)
     geometry, recipe = order.export.geometry, order.recipe
     device = device_plan(geometry, order.limits, recipe) if order.target.has_gpu else None
-    plan = plan_build(geometry, recipe, order.limits, tokenizer, *windows, judged=order.judged, device=device)
+    plan = plan_build(
+        geometry,
+        recipe,
+        order.limits,
+        tokenizer,
+        *windows,
+        judged=order.judged,
+        compiled=order.compiled,
+        device=device,
+    )
     plan.check(order.source, usable_memory(plan.parts["engine"], memory))
 
 
@@ -239,21 +249,50 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     copy_tokenizer(order.source, folder)
     weights, used = calibrated_weights(order.source, order.export, order.recipe, calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
-    graphs = _compile(order, folder, weights)
+    order, graphs, engine = _built(order, folder, weights)
     check_unchanged(order.source, order.export)  # the weights have been read now
-    compiled = engine = None
+    compiled = None
     if order.compiled and not order.target.has_gpu:
         order.progress("compiling the graphs for this machine")
         runtime = import_onnxruntime(order.target.caches[order.recipe.cache])
         compiled = compile_bundle(runtime, folder, [graph.file for graph in graphs.values()])
-    if order.engine is not None:
-        from llmc.optimize.tensorrt.engine import compile_engine
-
-        graph = folder / graphs["decode"].file
-        engine = compile_engine(order.engine, graph, geometry, order.progress)
     order.progress("hashing")
     judge = _judge_encoder if geometry.encoder else _judge
     return judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
+
+
+def _built(order: _Order, folder: Path, calibrated: Calibrated) -> tuple[_Order, dict[str, Graph], EngineConfig | None]:
+    """The graphs, and the engine where there is one: as asked for, or else of the first step of the ladder that the
+    builder takes, with the order for that.
+
+    Raises:
+        BuildError: the builder takes none; why it did not take the first.
+    """
+    if order.engine is None:
+        return order, _compile(order, folder, calibrated), None
+    from llmc.optimize.tensorrt.engine import compile_engine
+    from llmc.optimize.tensorrt.ladder import ladder
+    from llmc.optimize.tensorrt.messages import RefusedError
+
+    first: BuildError | None = None
+    for step in ladder(order.recipe):
+        tried = replace(order, recipe=step.recipe, wide_scales=step.wide_scales, fallback=step.name)
+        try:
+            graphs = _compile(tried, folder, calibrated)
+            engine = compile_engine(order.engine, folder / graphs["decode"].file, order.export.geometry, order.progress)
+        except RefusedError as error:
+            first = first or error
+            log.warning("the engine is not built with %s: %s", step.name or order.recipe.precision, error)
+        except BuildError as error:
+            if not step.name:
+                raise
+            log.warning("the engine is not built with %s: %s", step.name, error)
+        else:
+            if step.name:
+                log.warning("the engine was built with %s, for the builder refused what was asked for", step.name)
+            return tried, graphs, replace(engine, fallback=step.name)
+    assert first is not None
+    raise first
 
 
 def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, Graph]:
@@ -273,6 +312,7 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
                 order.recipe.cache,
                 order.recipe.compute,
                 done,
+                wide_scales=order.wide_scales,
             )
             lower(model, order.lowering, plan, order.dump)
             _declare(model, order)
@@ -289,7 +329,7 @@ def _declare(model: ir.Model, order: _Order) -> None:
     """The lowered graph uses no operator newer than the target's opset, so that older engines load it too."""
     model.functions.clear()
     model.opset_imports.clear()
-    model.opset_imports[""], model.ir_version = NATIVE if order.lowering == "tensorrt" else OLD
+    model.opset_imports[""], model.ir_version = NATIVE if order.engine and order.form == "native" else OLD
     if not order.target.makes_engine:
         model.opset_imports["com.microsoft"] = 1
 
@@ -322,6 +362,7 @@ def _manifest(
     tokenizer = (folder / TOKENIZER_FILE).stat().st_size
     plan = host_plan(export.geometry, tokenizer) if target.has_gpu else None
     device = device_plan(export.geometry, order.limits, recipe, order.form) if target.has_gpu else None
+    faster = _compared(order, engine, folder)
     write_chunks(folder, sorted(path.name for path in folder.iterdir()))
     return Manifest(
         schema_version=SCHEMA_VERSION,
@@ -330,7 +371,7 @@ def _manifest(
         geometry=export.geometry,
         source=export.source,
         generation=export.generation,
-        notes=(*export.notes, *_chosen_anew(export.geometry, recipe)),
+        notes=(*export.notes, *_chosen_anew(export.geometry, recipe), *_instead(order), *faster),
         target=Target(target.name, target.engine, version, minimum),
         recipe=recipe,
         limits=order.limits,
@@ -356,6 +397,32 @@ def _chosen_anew(geometry: Geometry, recipe: Recipe) -> list[str]:
         f"the checkpoint stores the weights of {len(geometry.coded)} linears as integers, from which those of "
         f"{recipe.precision} were made: what both roundings lost adds up"
     ]
+
+
+def _instead(order: _Order) -> list[str]:
+    """A sentence about what was built in the place of what was asked for."""
+    asked = "the library's builder refused what the recipe asks for, and took it with"
+    return [f"{asked} {order.fallback}"] if order.fallback else []
+
+
+def _compared(order: _Order, engine: EngineConfig | None, folder: Path) -> list[str]:
+    """A sentence about which of int8 and floats is the slower one, where the GPU is here and weights have 8 bits."""
+    eight = not order.recipe.precisions().isdisjoint(("int8", "source"))
+    if engine is None or order.engine is None or not eight or not runs_here(order.engine, engine):
+        return []
+    from llmc.optimize.tensorrt.products import compare
+
+    order.progress("timing int8 beside floats")
+    try:
+        with closing(open_driver()) as driver:
+            found = compare(order.engine, folder, order.export.geometry, driver)
+    except (BuildError, BundleError, GpuError, MissingExtraError, ResourceError) as error:
+        log.warning("int8 was not compared with floats: %s", error)
+        return []
+    if found.int8 > found.floats:
+        log.warning("%s; build with --fp16, or --int4", found)
+    assert order.engine.gpu is not None
+    return [f"on {order.engine.gpu.name}: {found}"]
 
 
 def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:
@@ -392,6 +459,8 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
         if verified == "device":
             order.progress("comparing calls of different sizes")
             manifest = measured(model.runner.session, manifest)
+            if order.target.has_gpu:
+                check_rows(model.runner.session, manifest)
         if model.runner.session.substitutes:
             manifest = replace(manifest, notes=(*manifest.notes, _stood_in(manifest)))
     finished = replace(
@@ -473,9 +542,10 @@ def _opened(
 
 
 def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:
-    """True if there is an engine, and a GPU that it has code for."""
-    gpu = spec.gpu if spec is not None else None
-    return gpu is not None and plan.fits_gpu(gpu.compute_capability)
+    """True if there is an engine, and a GPU that it has code for and that its library lists."""
+    if spec is None or spec.gpu is None or not plan.fits_gpu(spec.gpu.compute_capability):
+        return False
+    return lists_gpu(spec.library, spec.gpu.compute_capability)
 
 
 def _in_float32(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Path:

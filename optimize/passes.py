@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from llmc.bundle import Geometry
 from llmc.errors import BuildError
-from llmc.optimize.lower import raising, types
+from llmc.optimize.lower import packing, raising, types
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime import (
     attention,
@@ -27,7 +27,7 @@ from llmc.optimize.lower.onnxruntime import (
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.lower.tensorrt import embedding as tensorrt_embedding
 from llmc.optimize.lower.tensorrt import linears as tensorrt_linears
-from llmc.optimize.lower.tensorrt import native, packing, primitives
+from llmc.optimize.lower.tensorrt import native, primitives
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +63,11 @@ TYPE_VALUES = Step("type values", types.type_values)
 REMOVE_DEAD = Step("remove dead nodes", lambda graph, _: remove_dead(graph))
 
 
-def _tensorrt(lower_attention: Pass, lower_norms: Pass) -> tuple[Step, ...]:
+def _tensorrt(pack: Pass, lower_attention: Pass, lower_norms: Pass) -> tuple[Step, ...]:
     return (
         RAISE,
-        # Query, key and value, gate and up, where their weights are quantized.
-        Step("pack linears", packing.pack_linears),
+        # Query, key and value, gate and up.
+        Step("pack linears", pack),
         Step("lower attention", lower_attention, lambda g: len(g.attentions)),
         # After attention, which looks through the norms of qk-norm.
         Step("lower norms", lower_norms, lambda g: len(g.norms)),
@@ -104,13 +104,18 @@ PASSES: dict[str, tuple[Step, ...]] = {
         *LOWER_EMBEDDING,
         REMOVE_DEAD,
     ),
-    # TensorRT from 10.15 on and TensorRT-RTX.
-    "tensorrt": _tensorrt(native.lower_attention, native.lower_norms),
-    # TensorRT 10.3 to 10.13: the same in operators that those have.
-    "tensorrt-primitives": _tensorrt(primitives.lower_attention, primitives.lower_norms),
+    # From 10.15 on.
+    "tensorrt": _tensorrt(packing.pack_linears, native.lower_attention, native.lower_norms),
+    # 10.3 to 10.13: the same in operators that those have.
+    "tensorrt-primitives": _tensorrt(packing.pack_linears, primitives.lower_attention, primitives.lower_norms),
+    "tensorrt-rtx": _tensorrt(packing.pack_integers, native.lower_attention, native.lower_norms),
+    "tensorrt-rtx-primitives": _tensorrt(packing.pack_integers, primitives.lower_attention, primitives.lower_norms),
     "cuda": (
         RAISE,
         PACK_PROJECTIONS,
+        # One product of gate and up: for one row the kernels are far from the memory's bandwidth, the farther the
+        # fewer outputs (onnxruntime issue 32382).
+        Step("pack gate and up", packing.pack_linears),
         Step("lower attention", cuda_attention.lower_attention, lambda g: len(g.attentions)),
         Step("gather logit rows", cuda_attention.gather_logit_rows, lambda _: 1),
         *FUSE,

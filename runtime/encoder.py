@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import RequestError, UsageError, written
+from llmc.errors import ContextError, RequestError, UsageError, written
 from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.prompts import Prompts
@@ -182,8 +182,8 @@ class TextEncoder:
             raise self._too_long(ids)
         return self._tokenizer.encode_cut(text, self.max_context, pair)
 
-    def _too_long(self, ids: Tokens) -> RequestError:
-        return RequestError(
+    def _too_long(self, ids: Tokens) -> ContextError:
+        return ContextError(
             f"a text has {len(ids)} tokens or more, at most {self.max_context} are expected; shorten it, set truncate "
             "to leave its end out, or load with a larger max_context (build with a larger --max-context)"
         )
@@ -203,7 +203,7 @@ class TextEncoder:
             if room < 0:
                 break
             shown = self._tokenizer.decode(alone[:room], skip_special_tokens=False).rstrip("\ufffd")
-        raise RequestError(f"the query leaves no room for a document in {self.max_context} tokens; shorten it")
+        raise ContextError(f"the query leaves no room for a document in {self.max_context} tokens; shorten it")
 
     def _counted(self, ids: list[int]) -> list[int]:
         """The tokens up to the last one that is no padding."""

@@ -39,7 +39,9 @@ from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.text.trial import tried_tokenizer
 from llmc.runtime.tools.calls import read_tools
+from llmc.runtime.tools.formats import writer
 from llmc.runtime.tools.plan import plan_chat
+from llmc.runtime.tools.thinking import marks_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,8 +74,8 @@ def load(
             ``llmc build --auto`` found best on a machine of this size.
         max_context: longest sequence in tokens; default and upper bound: what the bundle was built for.
         prefill_chunk: prompt tokens per call; default and upper bound: what memory was planned for.
-        self_test: replay golden prompts before anything else; default: the first time that this machine loads this
-            bundle with this engine, as far as the cache remembers.
+        self_test: replay golden prompts before anything else; default: the shortest of them, the first time that this
+            machine loads this bundle with this engine, as far as the cache remembers.
         verify: hash every file before it is used; default: 64 MiB of each file, the first time that this machine loads
             these files, unless ``self_test`` is False; False: none.
         memory: bytes that this process may take, in which the whole of ``max_context`` must fit; default: what is
@@ -197,7 +199,8 @@ def _default_threads(measured: int | None) -> int:
 
 def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Variables of a chat template: those that arguments of their own give are not among them."""
-    own = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "disguise", "self"}
+    own = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    own |= {"disguise", "self", "template", "write"}
     if given is None:
         return {}
     if not isinstance(given, Mapping) or any(type(name) is not str or name in own for name in given):
@@ -389,11 +392,13 @@ class Model:
         Args:
             messages: what was said.
             tools: functions that the model may call, ``{"type": "function", "function": {"name": ..., "description":
-                ..., "parameters": JSON schema}}``. Calls hold to the schemas.
+                ..., "parameters": JSON schema}}``, which its template shows to it. Calls hold to the schemas.
             tool_choice: ``auto`` lets the model answer or call, ``required`` makes it call, a tool's name makes it call
                 that one, and ``none`` shows the tools to the template and reads no calls.
             parallel_tool_calls: False for one call at most.
-            tool_format: a name of :data:`llmc.runtime.tools.formats.FORMATS`; default: what the template teaches.
+            tool_format: a name of :data:`llmc.runtime.tools.formats.FORMATS`, also where the messages tell the model
+                of the tools and the template does not: earlier calls are then written so, too, as part of the content;
+                default: what the template teaches.
             reasoning_budget: tokens of reasoning at most, after which the answer begins; default: no bound.
             documents: texts to answer from, for templates that show them.
             chat_template_kwargs: whatever else the template reads, such as ``enable_thinking``.
@@ -406,20 +411,22 @@ class Model:
         Raises:
             RequestError: the template refuses the messages, or they are too long.
             GrammarError: the schema of a tool cannot be enforced.
-            UsageError: the messages are malformed, or a value is, or the template teaches no format of calls.
+            UsageError: the messages are malformed, or a value is, or the template teaches no format of calls, or does
+                not show to the model what is given.
         """
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
-        rendered, ids = self._chat_prompt(
+        prompt, ids = self._chat_prompt(
             messages,
             parse_special,
             sampling.get("on_overflow"),
             not continue_final_message,
             continue_final_message=continue_final_message,
+            write=writer(tool_format),
             **variables,
         )
         plan = plan_chat(
             self.chat_template.source(tools is not None),
-            rendered,
+            prompt,
             read_tools(tools),
             tool_choice,
             parallel=parallel_tool_calls,
@@ -443,11 +450,12 @@ class Model:
         continue_final_message: bool = False,
         parse_special: bool = False,
         on_overflow: str | None = None,
+        tool_format: str | None = None,
     ) -> list[int]:
         """The prompt that :meth:`chat` makes of ``messages``, as token ids.
 
         Args:
-            messages, tools, documents, chat_template_kwargs, continue_final_message, parse_special: as for
+            messages, tools, documents, chat_template_kwargs, continue_final_message, parse_special, tool_format: as for
                 :meth:`chat`.
             add_generation_prompt: end with the beginning of the assistant's answer, unless the last message is one.
             on_overflow: as among the sampling values; where it drops text, not all tokens are made.
@@ -458,8 +466,8 @@ class Model:
         """
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
         begins = add_generation_prompt and not continue_final_message
-        variables |= {"continue_final_message": continue_final_message}
-        return self._chat_prompt(messages, parse_special, on_overflow, begins, **variables)[1]
+        told = {"continue_final_message": continue_final_message, "write": writer(tool_format), **variables}
+        return self._chat_prompt(messages, parse_special, on_overflow, begins, **told)[1]
 
     def _chat_prompt(
         self,
@@ -472,13 +480,30 @@ class Model:
         """The prompt of a conversation as the template writes it, and as token ids."""
         tokenizer = self.tokenizer
         disguise = None if parse_special else Disguise(tokenizer.controls)
-        prompt = self.chat_template.render(messages, add_generation_prompt, disguise=disguise, **variables)
+        from llmc.runtime.text.shown import rendered  # jinja, for those who chat
+
+        prompt = rendered(self.chat_template, messages, add_generation_prompt, disguise=disguise, **variables)
 
         def encode(text: str) -> list[int]:
             # The template writes the special tokens itself.
             return tokenizer.encode_disguised(text, disguise) if disguise else tokenizer.encode(text, False)
 
         return prompt, text_tokens(tokenizer, prompt, encode, self.engine.max_context, on_overflow)
+
+    def reasoning_variables(self, wanted: bool) -> dict[str, Any]:
+        """Variables of the chat template (``chat_template_kwargs``) that ask for reasoning, or for none.
+
+        Raises:
+            UsageError: ``reasoning`` is wanted of a template that knows none, or unwanted of one that always has it.
+            RequestError: the model has no chat template.
+        """
+        template = self.chat_template
+        if "enable_thinking" in template.variables(False):
+            return {"enable_thinking": wanted}
+        if (marks_of(template.source(False)) is not None) != wanted:
+            has = "knows no reasoning" if wanted else "asks for reasoning in any case"
+            raise UsageError(f"reasoning cannot be turned {'on' if wanted else 'off'}: the model's chat template {has}")
+        return {}
 
     def request(self, prompt: str | Sequence[int], **arguments: Any) -> Request:
         """A request with the checkpoint's generation defaults for what ``arguments`` leave out.

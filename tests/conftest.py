@@ -131,3 +131,12 @@ def tiny_bundle(tiny_export: Path) -> Path:
     from llmc.optimize.build import build
 
     return build(tiny_export, tiny_export.parent / "int8").output
+
+
+@pytest.fixture(scope="session")
+def compiled_bundle(tiny_export: Path) -> Path:
+    """The same with compiled graphs for this machine."""
+    from llmc.optimize.build import build
+    from llmc.optimize.recipe import Request
+
+    return build(tiny_export, tiny_export.parent / "compiled", recipe=Request(compiled=True)).output

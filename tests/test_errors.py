@@ -16,6 +16,7 @@ LEAVES = [
     errors.DeadlineError,
     errors.QueueFullError,
     errors.EngineClosedError,
+    errors.ContextError,
     errors.ProcessorError,
     errors.GrammarError,
     errors.DraftError,

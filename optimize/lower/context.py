@@ -104,6 +104,7 @@ class LoweringContext:
         calibrated: float weights as calibration left them, and the integers and scales that it chose.
         cache: type of the KV cache, see :class:`llmc.bundle.Recipe`.
         compute: type of activations: float32, float16 or bfloat16.
+        wide_scales: scales of TensorRT's integer weights are float32 whatever ``compute`` is.
         linear_done: called after each linear, for progress.
     """
 
@@ -117,6 +118,7 @@ class LoweringContext:
     compute: str = "float32"
     linear_done: Callable[[], None] = lambda: None
     contract: int = GRAPH_CONTRACT_VERSION
+    wide_scales: bool = False
 
     @property
     def array_type(self) -> np.dtype[np.generic]:

@@ -128,6 +128,7 @@ def plan_build(
     samples: int = 0,
     length: int = 0,
     judged: bool = False,
+    compiled: bool = False,
     device: DeviceMemory | None = None,
     one_memory: bool = False,
 ) -> MemoryEstimate:
@@ -139,6 +140,7 @@ def plan_build(
         tokenizer_bytes: size of tokenizer.json.
         samples, length: of the calibration text, if the recipe calibrates.
         judged: whether quality is judged on a text.
+        compiled: whether the bundle is to carry compiled graphs.
         device: of a bundle for a GPU, which is judged on the CPU only where that fits as well.
         one_memory: whether the GPU that an engine is built on has no memory of its own.
     """
@@ -146,7 +148,7 @@ def plan_build(
         steps = [_quantizing(geometry), _engine(device, recipe, one_memory)]
     else:
         judging = _judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
-        steps = [_quantizing(geometry), _compiling(geometry, recipe), judging]
+        steps = [_quantizing(geometry), judging, *([_compiling(geometry, recipe)] if compiled else [])]
     if needs_calibration(recipe):
         steps.append(_calibrating(geometry, recipe, samples, length))
     parts = max(steps, key=lambda step: sum(step.values()))

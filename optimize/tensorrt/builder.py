@@ -21,8 +21,9 @@ from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.tensorrt import timing_cache
 from llmc.optimize.tensorrt.abilities import Abilities, abilities
+from llmc.optimize.tensorrt.flags import compiled_with
 from llmc.optimize.tensorrt.inspector import inspect_engine, write_inspector
-from llmc.optimize.tensorrt.messages import dropped, failure, remarks
+from llmc.optimize.tensorrt.messages import failure, remarks
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
 from llmc.optimize.tensorrt.network import Layer, Network, Ranges, profile_shapes, read_graph
 from llmc.optimize.tensorrt.spec import HARDWARE_COMPATIBILITY, EngineSpec
@@ -38,12 +39,17 @@ class EngineReport:
     Attributes:
         layers: of the parsed network that compute on tensors; constants and index arithmetic are left out.
         aliases: outputs that are an input updated in place, as output -> input.
-        warnings: what the library warned of, without what is known to be harmless.
+        messages: all warnings and errors of the library, in its words and in order.
     """
 
     layers: tuple[Layer, ...]
     aliases: dict[str, str]
-    warnings: tuple[str, ...]
+    messages: tuple[Message, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The warnings that are not known to be harmless, each once."""
+        return remarks(self.messages)
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ def build_engine(
     profiles: Sequence[Ranges],
     *,
     inspector: Path | None = None,
+    decomposable: bool = True,
     progress: Progress = silent,
 ) -> EngineReport:
     """Build an engine with one profile for each of ``profiles`` and write it, or write nothing.
@@ -75,6 +82,7 @@ def build_engine(
         output: the engine's file; its folder must be there.
         profiles: sizes of the graph's named dimensions.
         inspector: file for the summary of the layers; None writes none.
+        decomposable: let attention without a fused kernel be several; else it is refused.
         progress: called with how far the build is.
 
     Raises:
@@ -86,13 +94,14 @@ def build_engine(
     library = spec.library
     progress(PARSING)
     model = read_graph(graph, spec.config.capacity)
-    builder, can = made(library, library.Builder), abilities(library)
-    network = Network(library, builder, graph, model, by_address=can.initializer_streaming)
-    network.allow_decomposition()
-    messages = _build(_Work(spec, can, builder, network, output, profiles), progress)
+    with compiled_with(spec.config.flags):
+        builder, can = made(library, library.Builder), abilities(library)
+        network = Network(library, builder, graph, model, by_address=can.initializer_streaming)
+        network.refine(decomposable=decomposable)
+        messages = _build(_Work(spec, can, builder, network, output, profiles), progress)
     if inspector is not None:
-        write_inspector(inspector, library, network, profiles, inspect_engine(library, output))
-    return EngineReport(network.summary(), network.aliases(), remarks(messages))
+        write_inspector(inspector, spec.config, library, network, profiles, inspect_engine(library, output))
+    return EngineReport(network.summary(), network.aliases(), (*network.messages, *messages))
 
 
 def _build(work: _Work, progress: Progress) -> list[Message]:
@@ -107,8 +116,6 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
             built = monitor.watch(partial(_serialize, work, config, staged))
         if not built or any(message.severity == "INTERNAL_ERROR" for message in messages):
             raise failure(f"building {work.output.name}", messages)
-        if lost := dropped(messages):
-            raise BuildError(f"building {work.output.name} left out part of the graph: {'; '.join(lost)}")
         staged.replace(work.output)
     except OSError as error:
         raise ResourceError(f"{work.output} cannot be written ({error.strerror})") from error
@@ -146,7 +153,8 @@ def _config(work: _Work, monitor: Monitor, times: Path | None) -> Any:
     for flag in _flags(asked, work.can):
         config.set_flag(_member(library, "BuilderFlag", flag))
     config.clear_flag(library.BuilderFlag.TF32)  # on by default; who asks for float32 does not want 10 bits of it
-    config.set_memory_pool_limit(library.MemoryPoolType.WORKSPACE, asked.workspace)
+    if asked.workspace is not None:
+        config.set_memory_pool_limit(library.MemoryPoolType.WORKSPACE, asked.workspace)
     if asked.optimization_level is not None:
         config.builder_optimization_level = asked.optimization_level
     level = HARDWARE_COMPATIBILITY[asked.hardware_compatibility]

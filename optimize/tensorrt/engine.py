@@ -1,21 +1,30 @@
 """From a lowered graph to the engines in a bundle: the decoder's, and the small one that finds the largest logits."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 from llmc.bundle import EngineConfig, Geometry, Profile
 from llmc.errors import BuildError
 from llmc.optimize.progress import Progress
+from llmc.optimize.tensorrt.attention import decomposed
 from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.messages import transcript
 from llmc.optimize.tensorrt.network import Ranges
 from llmc.optimize.tensorrt.select import build_select
 from llmc.optimize.tensorrt.spec import EngineSpec
 
+log = logging.getLogger(__name__)
+
 ENGINE_FILE = "engine.plan"
 SELECT_FILE = "select.plan"
 INSPECTOR_FILE = "engine.json"
+LOG_FILE = "build-log.json"
 # More candidates than top-k is usually asked for; the device sorts these few, and a row of them is 512 bytes.
 CANDIDATES = 64
+# An integrated GPU takes its scratch memory from the machine's: room for the scores of attention in float32 and for
+# their softmax, where attention has no kernel of its own, and never less than splitting a product wants.
+SCORES, LEAST_WORKSPACE = 2 * 4, 1 << 30
 
 
 def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: Progress) -> EngineConfig:
@@ -29,6 +38,8 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
     config, folder = spec.config, graph.parent
     if spec.library is None:
         return config
+    if config.workspace is None and spec.gpu is not None and spec.gpu.integrated:
+        spec = replace(spec, config=replace(config, workspace=integrated_workspace(config, geometry)))
     report = build_engine(
         spec, graph, folder / ENGINE_FILE, profiles_of(config), inspector=folder / INSPECTOR_FILE, progress=progress
     )
@@ -40,8 +51,28 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
             f"{wanted} are expected; build with form = 'primitives', and report this"
         )
     candidates = min(CANDIDATES, geometry.vocab_size)
-    build_select(spec, folder / SELECT_FILE, vocab_size=geometry.vocab_size, candidates=candidates, progress=progress)
-    return replace(config, file=ENGINE_FILE, select=SELECT_FILE, candidates=candidates, inspector=INSPECTOR_FILE)
+    small = build_select(
+        spec, folder / SELECT_FILE, vocab_size=geometry.vocab_size, candidates=candidates, progress=progress
+    )
+    unfused = decomposed(spec, folder, geometry, report.layers, profiles_of(config), progress)
+    said = (*report.messages, *small.messages)
+    if notable := (*report.warnings, *small.warnings):
+        log.warning("%s warned while it built (%s); all is in %s", spec.library.__name__, notable[0], LOG_FILE)
+    (folder / LOG_FILE).write_text(transcript(said), encoding="utf-8")
+    return replace(
+        config,
+        file=ENGINE_FILE,
+        select=SELECT_FILE,
+        candidates=candidates,
+        inspector=INSPECTOR_FILE,
+        log=LOG_FILE,
+        decomposed=unfused,
+    )
+
+
+def integrated_workspace(config: EngineConfig, geometry: Geometry) -> int:
+    """Bytes of scratch memory for the largest call: chunk x context x heads."""
+    return max(LEAST_WORKSPACE, SCORES * config.prefill.sequence * config.buckets[-1] * geometry.most_heads)
 
 
 def profiles_of(config: EngineConfig) -> tuple[Ranges, Ranges]:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from llmc.bundle import EngineConfig
 from llmc.errors import GpuError
 from llmc.optimize.tensorrt.network import Network, Ranges
 from llmc.runtime.sessions.tensorrt.library import library_version, logger, made
@@ -37,13 +38,21 @@ def _described(library: Any, engine: Any) -> dict[str, Any]:
 
 
 def write_inspector(
-    path: Path, library: Any, network: Network, profiles: Sequence[Ranges], engine: dict[str, Any] | None
+    path: Path,
+    config: EngineConfig,
+    library: Any,
+    network: Network,
+    profiles: Sequence[Ranges],
+    engine: dict[str, Any] | None,
 ) -> None:
-    """Write the summary: library, inputs and outputs, profiles, layers in short, and the engine's own where known."""
+    """Write the summary: library, what its builder was told, inputs and outputs, profiles, layers in short, and the
+    engine's own where known."""
     layers = network.summary()
     summary = {
         "library": library.__name__,
         "version": library_version(library),
+        "workspace": config.workspace,
+        "flags": config.flags,
         "inputs": _tensors(network.inputs()),
         "outputs": _tensors(network.outputs()),
         "aliases": network.aliases(),

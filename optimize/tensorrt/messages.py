@@ -1,5 +1,10 @@
-"""The library's messages while it parses and builds: those that mean that the engine would be wrong, and the others."""
+"""The library's messages while it parses and builds: those that mean that the engine would be wrong, and the others.
 
+Only the parser leaves out parts of a graph. What the builder calls unused or unsupported are kernels, formats and
+platforms, and its work may have taken an hour: its warnings are kept, and fail nothing.
+"""
+
+import json
 import re
 from collections.abc import Sequence
 
@@ -21,7 +26,7 @@ SAID_AT_MOST = 4
 
 
 def dropped(messages: Sequence[Message]) -> list[str]:
-    """Messages that say that something of the graph was left out."""
+    """Messages of the parser that say that something of the graph was left out."""
     return [message.text for message in messages if _says_dropped(message.text)]
 
 
@@ -34,6 +39,16 @@ def remarks(messages: Sequence[Message]) -> tuple[str, ...]:
     """Warnings that are not known to be harmless, each once."""
     texts = (message.text for message in messages if not HARMLESS.search(message.text))
     return tuple(dict.fromkeys(texts))
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    """All messages in the library's own words: a list in JSON of severities and texts, a line for each message."""
+    lines = [json.dumps([message.severity, message.text]) for message in messages]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+class RefusedError(BuildError):
+    """The parser or the builder makes no engine of a graph."""
 
 
 def failure(what: str, messages: Sequence[Message]) -> LlmcError:
@@ -54,4 +69,4 @@ def failure(what: str, messages: Sequence[Message]) -> LlmcError:
         return GpuError(
             f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, or leave out stripped"
         )
-    return BuildError(f"{what} failed: {said}")
+    return RefusedError(f"{what} failed: {said}")

@@ -14,12 +14,13 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from llmc.errors import BuildError
-from llmc.optimize.tensorrt.messages import dropped
+from llmc.optimize.tensorrt.messages import RefusedError, dropped
 from llmc.runtime.sessions.tensorrt.library import logger
 
 CAPACITY = "capacity"
 INTEGERS = {"INT32", "INT64", "BOOL"}
 NAMED_AT_MOST = 4
+QUERY, KEY = 0, 1  # inputs of an attention
 
 # Least, best and largest size of each named dimension in one optimisation profile.
 Ranges = Mapping[str, tuple[int, int, int]]
@@ -67,12 +68,13 @@ class Network:
 
     def _parse(self, path: Path, model: onnx.ModelProto, *, by_address: bool) -> None:
         with logger(self.library).collected() as messages:
+            self.messages = messages
             if by_address:
                 parsed = self._load(path, model)
             else:  # external data is looked up beside the path
                 parsed = self._parser.parse(model.SerializeToString(), str(path))
         if not parsed:
-            raise BuildError(f"{path.name} is refused by the parser: {'; '.join(self._errors())}")
+            raise RefusedError(f"{path.name} is refused by the parser: {'; '.join(self._errors())}")
         refused = [*dropped(messages), *self._left_out()]
         if refused:
             raise BuildError(
@@ -138,12 +140,25 @@ class Network:
 
     # ------------------------------------------------------------------------------------------------- attention
 
-    def allow_decomposition(self) -> None:
-        """Let attention run as several kernels where no fused one fits, as in float32."""
-        for layer in self.layers():
-            if layer.type.name == "ATTENTION_INPUT":
-                layer.__class__ = self.library.IAttentionInputLayer  # the documented way to downcast
-                layer.attention.decomposable = True
+    def refine(self, *, decomposable: bool = True) -> None:
+        """Attention without the parser's scales of 1; ``decomposable`` lets it run as several kernels where no fused
+        one fits, as in float32.
+
+        The parser multiplies query and keys by the root of the scale, even of 1: a pass over all keys at every step.
+        """
+        layers = list(self.layers())
+        makers = {tensor.name: layer for layer in layers for tensor in _outputs(layer)}
+        plain = [node for node in self.graph.node if node.op_type == "Attention" and _scale(node) == 1.0]
+        unscaled = {node.input[index] for node in plain for index in (QUERY, KEY)}
+        for layer in layers:
+            if layer.type.name != "ATTENTION_INPUT":
+                continue
+            layer.__class__ = self.library.IAttentionInputLayer  # the documented way to downcast
+            layer.attention.decomposable = decomposable
+            for index in (QUERY, KEY):
+                maker = makers.get(layer.get_input(index).name)
+                if maker is not None and maker.type.name == "ELEMENTWISE" and maker.get_input(0).name in unscaled:
+                    layer.attention.set_input(index, maker.get_input(0))
 
     # --------------------------------------------------------------------------------------------------- summary
 
@@ -185,6 +200,11 @@ def _describe(layer: Any) -> Layer:
     if not tensors:
         return Layer(layer.name, layer.type.name, "", ())
     return Layer(layer.name, layer.type.name, tensors[0].dtype.name, _shape(tensors[0]))
+
+
+def _scale(node: onnx.NodeProto) -> float | None:
+    """The scale that a node says; None where it leaves it to the operator."""
+    return next((attribute.f for attribute in node.attribute if attribute.name == "scale"), None)
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

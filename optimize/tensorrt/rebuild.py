@@ -20,19 +20,24 @@ from llmc.bundle import (
 )
 from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import BuildReport, runs_here
+from llmc.optimize.judge.rows import check_rows
 from llmc.optimize.plan.device import with_engine
 from llmc.optimize.plan.memory import plan_rebuild
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.engine import compile_engine
 from llmc.optimize.tensorrt.request import EngineRequest
-from llmc.optimize.tensorrt.spec import EngineSpec, nameable_gpus, resolve_engine
+from llmc.optimize.tensorrt.spec import EngineSpec, resolve_engine
 from llmc.publish import file_entries, link, refuse_to_overwrite, staged
 from llmc.runtime import load
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import replay
+from llmc.runtime.sessions.tensorrt.library import nameable_gpus
 
 log = logging.getLogger(__name__)
+
+# What older versions wrote where no workspace was asked for.
+FORMER_WORKSPACE = 1 << 30
 
 
 def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progress = silent) -> BuildReport:
@@ -98,7 +103,8 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
     if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
         plan = replace(plan, verified=old.verified)
     write_chunks(folder, [*kept, plan.file])
-    names = [plan.file, plan.select, plan.inspector, *([CHUNKS_FILE] if (folder / CHUNKS_FILE).exists() else [])]
+    chunks = [CHUNKS_FILE] if (folder / CHUNKS_FILE).exists() else []
+    names = [plan.file, plan.select, plan.inspector, plan.log, *chunks]
     files = kept | file_entries(folder, names)
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
     device = manifest.device and with_engine(manifest.device, folder, plan)
@@ -118,7 +124,7 @@ def _as_asked(old: EngineConfig) -> EngineRequest:
         hardware_compatibility=old.hardware_compatibility,
         version_compatible=old.version_compatible,
         stripped=old.stripped,
-        workspace=old.workspace,
+        workspace=None if old.workspace == FORMER_WORKSPACE and not old.log else old.workspace,
         optimization_level=old.optimization_level,
     )
 
@@ -132,6 +138,8 @@ def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -
     try:
         with load(folder, self_test=False, emulate=not here) as model:
             replay(model, progress)
+            if here:
+                check_rows(model.runner.session, made)
     except (GpuError, MissingExtraError, ResourceError) as error:
         if here:
             raise

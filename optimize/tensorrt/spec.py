@@ -3,30 +3,35 @@
 The library is found once and handed on, so every version of TensorRT and TensorRT-RTX takes one path.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmc.bundle import EngineConfig, Limits, Profile, Recipe, version
 from llmc.errors import BuildError, GpuError, UsageError
-from llmc.optimize.recipe import between, either
+from llmc.optimize.recipe import between
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.abilities import FORMS, abilities
+from llmc.optimize.tensorrt.flags import compiled_with, compiler_flags
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime.host.probe import probe_driver
 from llmc.runtime.host.probe_steps import Device
+from llmc.runtime.host.targets import absent
 from llmc.runtime.sessions.tensorrt.engine import platform_name
-from llmc.runtime.sessions.tensorrt.library import library_version, load_library, made
+from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, load_library, made, nameable_gpus
+
+log = logging.getLogger(__name__)
 
 # The first bucket, and the largest of what follows: each doubles, so at most half of what attention looks at is empty.
 FIRST_BUCKET = 256
 BLOCK = 64
 # Logits of one prefill call: drafts to verify and logits of a prompt come in pieces of this many.
 PREFILL_OUTPUTS = 32
-# The first GPUs with products in float8.
-FLOAT8_FROM = (8, 9)
-# Bytes of the largest temporary that a kernel may want.
-WORKSPACE = 1 << 30
+# Names of the types of activations among precisions.
+COMPUTES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+AMPERE_GPU = "8.0"
+AMPERE = version(AMPERE_GPU)
 # What a bundle calls them, and the library's names.
 HARDWARE_COMPATIBILITY = {"none": "NONE", "ampere": "AMPERE_PLUS", "same": "SAME_COMPUTE_CAPABILITY"}
 
@@ -64,23 +69,36 @@ def resolve_engine(
         UsageError: a value is out of range, or not for this library.
         BuildError: the library does not take the form of the bundle ``lowered``.
     """
-    float8 = "fp8" in recipe.precisions()
+    precisions = _wanted(recipe)
     library = None if request.deferred else load_library(target.engine)
     form = _form(request.form, library, target, lowered)
     level = _hardware_compatibility(request.hardware_compatibility, library, target)
     if level != "none" and request.compute_capabilities is not None:
         raise UsageError(f"hardware_compatibility is {level!r} and GPUs are named; give one of them")
-    if level == "ampere" and float8:
-        raise UsageError("hardware_compatibility is 'ampere', but GPUs before 8.9 know no float8; leave it out")
+    for precision, first in absent(target.name, AMPERE_GPU).items():
+        if level == "ampere" and precision in precisions:
+            raise UsageError(
+                f"hardware_compatibility is 'ampere', but GPUs before {first} know no {precision}; leave it out"
+            )
     buckets = bucket_sizes(limits.max_context)
-    wanted = _compute_capabilities(request.compute_capabilities, library, target, float8)
+    wanted = _compute_capabilities(request.compute_capabilities, library, target, precisions)
     gpu = next(iter(probe_driver().devices), None) if library is not None else None
+    flags = ""
     if library is not None and not nameable_gpus(library):  # TensorRT builds on the GPU that it builds for
-        made(library, library.Builder)  # so without one it refuses now, and not after hours of calibration
+        _refuse_old(target, gpu, precisions)
+        flags = compiler_flags(library_version(library), gpu.compute_capability) if gpu is not None else ""
+        with compiled_with(flags):
+            made(library, library.Builder)  # so without one it refuses now, and not after hours of calibration
         wanted = (gpu.compute_capability,) if gpu is not None else ()
-    elif library is not None and request.stripped and gpu is None:
+    elif gpu is not None and not lists_gpu(library, gpu.compute_capability):
+        log.warning(
+            "%s lists compute capability %s and newer, %s has %s: the engine does not run here, its graph is judged "
+            "on the CPU",
+            *(target.engine, ", ".join(nameable_gpus(library)), gpu.name, gpu.compute_capability),
+        )
+    if library is not None and nameable_gpus(library) and request.stripped and gpu is None:
         raise GpuError(f"{target.engine} leaves weights out of engines only beside a GPU; leave --stripped out")
-    effort = request.optimization_level
+    effort, memory = request.optimization_level, request.workspace
     config = EngineConfig(
         file="",
         form=form,
@@ -98,8 +116,9 @@ def resolve_engine(
         stripped=bool(request.stripped),
         verified="no",
         inspector="",
-        workspace=between("workspace", either(request.workspace, WORKSPACE), 1 << 20, 1 << 50),
+        workspace=memory if memory is None else between("workspace", memory, 1 << 20, 1 << 50),
         optimization_level=effort and between("optimization_level", effort, 0, 5),
+        flags=flags,
     )
     return EngineSpec(library, library_version(library) if library is not None else "none", gpu, config)
 
@@ -144,27 +163,42 @@ def bucket_sizes(max_context: int) -> tuple[int, ...]:
     return (*sizes, -(-max_context // BLOCK) * BLOCK)
 
 
-def nameable_gpus(library: Any) -> tuple[str, ...]:
-    """Compute capabilities that engines can be built for without such a GPU, as 8.6; none where the library is bound to
-    the GPU that it runs on, or where there is no library."""
-    names = dir(library.ComputeCapability) if library is not None and abilities(library).compute_capabilities else []
-    numbers = sorted(int(name[2:]) for name in names if name.startswith("SM"))
-    return tuple(f"{number // 10}.{number % 10}" for number in numbers)
-
-
-def _compute_capabilities(asked: str | None, library: Any, target: Capabilities, float8: bool) -> tuple[str, ...]:
-    possible = tuple(gpu for gpu in nameable_gpus(library) if not float8 or version(gpu) >= FLOAT8_FROM)
+def _compute_capabilities(asked: str | None, library: Any, target: Capabilities, wanted: set[str]) -> tuple[str, ...]:
+    """The GPUs to build for, none for the library's own choice: all from Ampere on."""
+    known = nameable_gpus(library) if library is not None else ()
+    possible = tuple(gpu for gpu in known if wanted.isdisjoint(absent(target.name, gpu)))
     if asked is None:
-        return possible if float8 else ()
+        return () if set(possible) >= {gpu for gpu in known if version(gpu) >= AMPERE} else possible
     if library is None:
         raise UsageError(f"compute_capabilities is {asked!r}, but a deferred engine is for the GPU where it is built")
-    if not possible:
+    if not known:
         raise UsageError(f"compute_capabilities is {asked!r}, but {target.engine} builds for the GPU it runs on")
     found = tuple(dict.fromkeys(part.strip() for part in asked.split(",")))
     for part in found:
         if part not in possible:
-            stored = " with weights in float8" if float8 else ""
             raise UsageError(
-                f"compute_capabilities has {part!r}, {target.engine} builds{stored} for {', '.join(possible)}"
+                f"compute_capabilities has {part!r}, {target.engine} builds {', '.join(sorted(wanted))} for "
+                f"{', '.join(possible)}"
             )
     return found
+
+
+def _wanted(recipe: Recipe) -> set[str]:
+    """The precisions that a GPU must have: those of the weights, and that of the activations."""
+    stored = {"int4" if name == "source" else name for name in recipe.precisions()}
+    return stored | {COMPUTES[recipe.compute]}
+
+
+def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> None:
+    """Refuse a GPU here, which the engine is for, without one of the precisions.
+
+    Raises:
+        UsageError: with the first GPU that has it.
+    """
+    lacking = {} if gpu is None else absent(target.name, gpu.compute_capability)
+    for precision in sorted(wanted & lacking.keys()):
+        assert gpu is not None
+        raise UsageError(
+            f"{target.engine} has {precision} from compute capability {lacking[precision]} on, {gpu.name} has "
+            f"{gpu.compute_capability}; build with another precision"
+        )

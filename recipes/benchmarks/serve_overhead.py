@@ -3,13 +3,16 @@
 In the process threads call ``Model.stream_chat`` and note each token on the engine's thread, which is the least that a
 client can cost. Through HTTP the same prompts come from ``llmc bench serve`` in a process of its own, as clients are.
 Both are closed loops of as many clients. TTFT counts from the call or the request, so it holds template and tokenizer
-on both sides. At last more streams than rows run at once, and each must come to its end.
+on both sides. What a client waits beyond the engine's own TTFT (of the same requests, from the queue to the token) is
+also told by itself: it does not depend on how requests met each other in the queue. At last more streams than rows run
+at once, and each must come to its end.
 """
 
 import argparse
 import asyncio
 import cProfile
 import json
+import logging
 import pstats
 import statistics
 import tempfile
@@ -30,6 +33,7 @@ from llmc.runtime.bench.exchange import Exchange
 from llmc.runtime.bench.prompts import Length, WordCount, drawn
 from llmc.runtime.bench.serve_report import point
 from llmc.runtime.bench.wire import run as run_on_loop
+from llmc.runtime.observe.tracing import fields_of
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.guard.guarded import guarded, uvicorn_options
@@ -39,6 +43,28 @@ from llmc.runtime.server.pool import ModelPool
 MAX_TTFT_MS, MAX_TPOT_MS = 2.0, 0.3  # that HTTP may add
 AT = 8  # the concurrency that the targets are for
 SLOWEST = 30  # functions that --profile lists
+
+
+class EngineTimes(logging.Handler):
+    """The engine's own times to the first token, in seconds, of the requests that end while the block runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ttft: list[float] = []
+        self._log = logging.getLogger("llmc.runtime.engine.output_processor")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the time of a request that has one."""
+        if isinstance(ttft := fields_of(record).get("ttft_s"), float):
+            self.ttft.append(ttft)
+
+    def __enter__(self) -> "EngineTimes":
+        self._log.addHandler(self)
+        self._log.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._log.removeHandler(self)
 
 
 class Service:
@@ -146,6 +172,17 @@ def difference(rounds: Sequence[dict[str, Any]], concurrency: int, name: str) ->
     return statistics.median(each["http"][name]["p50"] - each["process"][name]["p50"] for each in of) * 1e3
 
 
+def outside(rounds: Sequence[dict[str, Any]], concurrency: int) -> float:
+    """Milliseconds that HTTP adds to what a client waits beyond the engine's own TTFT: the median over rounds of the
+    difference within one, of medians."""
+
+    def beyond(found: dict[str, Any]) -> float:
+        return float(found["ttft"]["p50"] - found["engine_ttft_p50_s"])
+
+    of = [each[str(concurrency)] for each in rounds]
+    return statistics.median(beyond(each["http"]) - beyond(each["process"]) for each in of) * 1e3
+
+
 def measure(args: argparse.Namespace) -> Found:
     """Rounds of both ways at each concurrency, in turns; round 0 is untimed; then the many streams."""
     options = {"threads": args.threads, "prefix_cache_bytes": 0, "max_batch": AT}
@@ -166,9 +203,12 @@ def measure(args: argparse.Namespace) -> Found:
                 ways = [("process", in_process, service.model), ("http", over_http, service.url)]
                 for way, ask, where in ways if number % 2 else ways[::-1]:
                     before = service.cpu_s()
-                    answered = ask(where, *work)
+                    with EngineTimes() as own:
+                        answered = ask(where, *work)
+                        service.model.engine.call(lambda: None)  # a client may have its result before the log its line
                     spent = (service.cpu_s() - before) / (len(work[0]) * args.new_tokens)
-                    found.setdefault(str(concurrency), {})[way] = {**answered, "loop_cpu_per_token_s": spent}
+                    of_engine = {"loop_cpu_per_token_s": spent, "engine_ttft_p50_s": statistics.median(own.ttft)}
+                    found.setdefault(str(concurrency), {})[way] = {**answered, **of_engine}
             rounds.append(found)
         many = over_http(service.url, prompts(args.streams), args.streams, args.new_tokens)
         if args.profile:
@@ -187,6 +227,10 @@ def findings(rounds: list[dict[str, Any]], many: dict[str, Any], args: argparse.
         for name, most in (("ttft", MAX_TTFT_MS), ("tpot", MAX_TPOT_MS))
     ]
     checks.append(Check(f"of {args.streams} streams at once, completed", many["completed"], args.streams))
+    checks += [
+        Check(f"of TTFT at concurrency {number} outside the engine, ms", outside(rounds, number), MAX_TTFT_MS, True)
+        for number in (1, AT)
+    ]
     head = ("medians of the last round, ms", "TTFT", "TPOT", "E2E", "CPU of the loop per token", "tok/s")
     rows = [
         (f"concurrency {number}, {way}", *(f"{of[name]['p50'] * 1e3:.3f}" for name in ("ttft", "tpot", "e2e")), *rest)

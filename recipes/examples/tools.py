@@ -51,7 +51,7 @@ def main(bundle: str) -> list[dict[str, Any]]:
         for call in message.tool_calls:
             door = json.loads(call.arguments)["door"]
             messages.append({"role": "tool", "tool_call_id": call.id, "content": DOORS[door]})
-        answer = model.chat(messages, max_tokens=32, temperature=0)
+        answer = model.chat(messages, tool_format="hermes", max_tokens=32, temperature=0)
     print(f"\n{answer.text}")
     return messages
 

@@ -184,8 +184,10 @@ class ChatHandle(Handle):
 
     def _last_deltas(self) -> Iterator[MessageDelta]:
         """Pieces that were held until the end; there once."""
+        result = self._collector.result
+        cut = {output.index for output in result.outputs if output.finish_reason == "length"} if result else set()
         for index, parser in sorted(self._parsers.items()):
-            parsed = parser.finish()
+            parsed = parser.finish(index in cut)
             if parsed.content or parsed.reasoning or parsed.calls:
                 yield MessageDelta(index, parsed.content, parsed.reasoning, parsed.calls)
 
@@ -200,7 +202,7 @@ class ChatHandle(Handle):
 
     def _message(self, output: Output) -> Message:
         parser = self._parser(output.index)
-        pieces = [parser.push(output.text), parser.finish()]
+        pieces = [parser.push(output.text), parser.finish(output.finish_reason == "length")]
         calls: list[ToolCall] = []
         for piece in (delta for parsed in pieces for delta in parsed.calls):
             if piece.id is not None and piece.name is not None:

@@ -7,11 +7,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from typing import Any
 
 from llmc.errors import EngineClosedError, UsageError
 from llmc.runtime.api.results import Delta, GenerationResult
+from llmc.runtime.api.wakeups import Waiter
 
 _SERVING = threading.local()
 
@@ -34,12 +35,17 @@ class OutputCollector:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._changed = threading.Condition()
+        self._make_lock()
         self._deltas: deque[Delta] = deque()
-        self._wakers: list[Callable[[], None]] = []
-        self._end_wakers: list[Callable[[], None]] = []
+        self._readers: list[Waiter] = []  # on event loops; of the pieces, and of the end alone
+        self._waiters: list[Waiter] = []
         self.result: GenerationResult | None = None
         self.error: BaseException | None = None
+
+    def _make_lock(self) -> None:
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._over = threading.Condition(self._lock)  # apart, so that no piece wakes who waits for the end
 
     @property
     def ended(self) -> bool:
@@ -48,16 +54,21 @@ class OutputCollector:
 
     def put(self, delta: Delta) -> None:
         """Add a piece."""
-        with self._changed:
+        with self._lock:
             self._deltas.append(delta)
-            self._wake()
+            self._changed.notify_all()
+            for reader in self._readers:
+                reader.wake()
 
     def end(self, result: GenerationResult | None, error: BaseException | None = None) -> None:
         """Close with a result or an error; the first one counts."""
-        with self._changed:
+        with self._lock:
             if not self.ended:
                 self.result, self.error = result, error
-                self._wake()
+                self._changed.notify_all()
+                self._over.notify_all()
+                for waiter in (*self._readers, *self._waiters):
+                    waiter.wake()
 
     def take(self, timeout: float | None = None) -> Delta | None:
         """The next piece, waited for; None at the end.
@@ -67,8 +78,8 @@ class OutputCollector:
             EngineClosedError: the engine stayed in another process.
         """
         self.refuse_forked()
-        with self._changed:
-            if not self._waited(lambda: bool(self._deltas) or self.ended, timeout):
+        with self._lock:
+            if not self._waited(self._changed, lambda: bool(self._deltas) or self.ended, timeout):
                 raise TimeoutError(f"nothing came within {timeout} s; the request goes on")
             return self._deltas.popleft() if self._deltas else None
 
@@ -79,7 +90,7 @@ class OutputCollector:
             EngineClosedError: the engine stayed in another process.
         """
         self.refuse_forked()
-        with self._changed:
+        with self._lock:
             return self._deltas.popleft() if self._deltas else None
 
     def wait(self, timeout: float | None) -> None:
@@ -90,21 +101,26 @@ class OutputCollector:
             EngineClosedError: the engine stayed in another process.
         """
         self.refuse_forked()
-        with self._changed:
-            if not self._waited(lambda: self.ended, timeout):
+        with self._lock:
+            if not self._waited(self._over, lambda: self.ended, timeout):
                 raise TimeoutError(f"the request did not end within {timeout} s; it goes on")
 
-    def call(self, waker: Callable[[], None], pieces: bool) -> None:
-        """Call ``waker`` once: at the end, or with ``pieces`` at the next change; now if that has been.
+    @contextmanager
+    def heard(self, pieces: bool) -> Iterator[Waiter]:
+        """A wait for the running event loop's task while the block runs: for the end, or for ``pieces`` too.
 
         Raises:
             EngineClosedError: the engine stayed in another process.
         """
         self.refuse_forked()
-        with self._changed:
-            (self._wakers if pieces else self._end_wakers).append(waker)
-            if self.ended or (pieces and self._deltas):
-                self._wake()
+        waiter, those = Waiter(), self._readers if pieces else self._waiters
+        with self._lock:
+            those.append(waiter)
+        try:
+            yield waiter
+        finally:
+            with self._lock:
+                those.remove(waiter)
 
     def refuse_forked(self) -> None:
         """Before the lock is taken: the thread that held it in that moment is not here to let it go.
@@ -118,25 +134,17 @@ class OutputCollector:
             raise EngineClosedError(
                 "the engine's thread stayed in the process that this one was forked from; wait for the request there"
             )
-        self._pid, self._changed = os.getpid(), threading.Condition()
+        self._pid = os.getpid()
+        self._make_lock()
 
-    def _waited(self, holds: Callable[[], bool], timeout: float | None) -> bool:
+    def _waited(self, changed: threading.Condition, holds: Callable[[], bool], timeout: float | None) -> bool:
         if is_serving() and not holds():
             raise UsageError(
                 "a function that came with a request waits for a request, on the engine's own thread, where it would "
                 "wait for ever; wait in another thread"
             )
         endless = timeout is not None and timeout > threading.TIMEOUT_MAX
-        return self._changed.wait_for(holds, None if endless else timeout)
-
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        wakers, self._wakers = self._wakers, []
-        if self.ended:
-            wakers += self._end_wakers
-            self._end_wakers = []
-        for waker in wakers:
-            waker()
+        return changed.wait_for(holds, None if endless else timeout)
 
 
 class Handle:
@@ -225,13 +233,14 @@ class Handle:
 
     async def events_async(self) -> AsyncIterator[Delta]:
         """:meth:`events` for an event loop."""
-        ended = False
-        while not ended:
-            ended = self._collector.ended  # asked first, for nothing is put in after the end
-            while (delta := self._collector.poll()) is not None:
-                yield self._noted(delta)
-            if not ended:
-                await self._changed(pieces=True)
+        with self._collector.heard(pieces=True) as waiter:
+            while True:
+                ended = self._collector.ended  # asked first, for nothing is put in after the end
+                while (delta := self._collector.poll()) is not None:
+                    yield self._noted(delta)
+                if ended:
+                    break
+                await self._waited(waiter)
         self._ended()
 
     async def __aiter__(self) -> AsyncIterator[str]:
@@ -244,26 +253,16 @@ class Handle:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> GenerationResult:
-        while not self._collector.ended:
-            await self._changed(pieces=False)
+        if not self._collector.ended:
+            with self._collector.heard(pieces=False) as waiter:
+                while not self._collector.ended:
+                    await self._waited(waiter)
         return self._ended()
 
-    async def _changed(self, pieces: bool) -> None:
+    async def _waited(self, waiter: Waiter) -> None:
         """Wait for the collector to change; a cancelled task cancels the request."""
-        loop = asyncio.get_running_loop()
-        changed = loop.create_future()
-
-        def wake() -> None:
-            def resolve() -> None:
-                if not changed.done():
-                    changed.set_result(None)
-
-            with suppress(RuntimeError):  # the loop was closed, maybe just now, and nobody waits any more
-                loop.call_soon_threadsafe(resolve)
-
-        self._collector.call(wake, pieces)
         try:
-            await changed
+            await waiter.wait()
         except asyncio.CancelledError:
             self.cancel()
             raise

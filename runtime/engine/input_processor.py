@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmc.bundle import Manifest
-from llmc.errors import RequestError, UsageError, written
+from llmc.errors import ContextError, RequestError, UsageError, written
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Output
@@ -84,8 +84,8 @@ class InputProcessor:
         prompt, cut = fit_prompt(ids, params, self.max_context)
         if width(params) > self.max_rows:
             raise RequestError(
-                f"{width(params)} rows are needed at once (beams or candidates), the engine has {self.max_rows}; "
-                "ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
+                f"{written(width(params))} rows are needed at once (beams or candidates), the engine has "
+                f"{self.max_rows}; ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
             )
         guided = any(getattr(params, name) is not None for name in GUIDES)
         grammar = self._grammars.compiled(params, request.deadline_s) if guided else None
@@ -237,20 +237,20 @@ def text_tokens(
         on_overflow: of the request's parameters.
 
     Raises:
-        RequestError: the text has more tokens than the context, and nothing may be left out.
+        ContextError: the text has more tokens than the context, and nothing may be left out.
     """
     advice = "shorten it, or set on_overflow to truncate_left or sink"
     # Less than this is read anyway, and the longest token need not be known.
     most = max_context * (tokenizer.longest_token if len(text) > PLAIN_CHARACTERS * max_context else len(text))
     if on_overflow not in ("truncate_left", "sink"):
         if len(text) > most:
-            raise RequestError(
+            raise ContextError(
                 f"the prompt has {len(text)} characters, a context of {max_context} tokens holds at most {most}; "
                 f"{advice}"
             )
         ids, read = tokenizer.encode_within(text, max_context, encode)
         if read < len(text):
-            raise RequestError(
+            raise ContextError(
                 f"the prompt has {len(text)} characters, of which the first {read} are some {len(ids)} tokens already, "
                 f"which leaves no room in a context of {max_context}; {advice}"
             )
@@ -265,7 +265,7 @@ def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tupl
     """The prompt as it will be fed, and how many tokens were left out, by ``params.on_overflow``.
 
     Raises:
-        RequestError: prompt and new tokens exceed the context, and nothing may be left out.
+        ContextError: prompt and new tokens exceed the context, and nothing may be left out.
     """
     room = max_context - params.max_tokens
     if len(ids) <= room:
@@ -279,11 +279,11 @@ def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tupl
         return [*ids[:SINK_TOKENS], *ids[len(ids) - kept + SINK_TOKENS :]], len(ids) - kept
     rest = max_context - len(ids)
     if rest <= 0:
-        raise RequestError(
+        raise ContextError(
             f"the prompt has {len(ids)} tokens, which leaves no room in a context of {max_context}; shorten it, set "
             "on_overflow to truncate_left or sink, or build with a larger --max-context if the model allows it"
         )
-    raise RequestError(
+    raise ContextError(
         f"the prompt has {len(ids)} tokens and {written(params.max_tokens)} new ones are asked for, but the context "
         f"holds {max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with a "
         "larger --max-context if the model allows it"

@@ -211,16 +211,19 @@ class SampleGroup(SequenceGroup[Sample]):
             sample = output.sequence
             if output.choices:
                 sample.note_drafts(output)
-                done = self._commit(scheduler, sample, output.choices)
+                done = self._commit(scheduler, sample, output.choices, hand_on=True)
             # Drafts may have been verified beyond the end of the sample, where a guide has no token left.
             if output.error is not None and sample.finish_reason is None:
                 raise output.error
         return done
 
-    def _commit(self, scheduler: Scheduler, sample: Sample, choices: List[Choice]) -> bool:
+    def _commit(self, scheduler: Scheduler, sample: Sample, choices: List[Choice], hand_on: bool = False) -> bool:
+        """Append tokens. With ``hand_on`` the row of a sample that ends may go to the next one, which begins in the
+        next step."""
         sample.commit(choices)
         if sample.finish_reason is not None:
-            scheduler.release(sample, remember=not sample.slid)
+            if not (hand_on and not sample.slid and scheduler.hand_on(sample)):
+                scheduler.release(sample, remember=not sample.slid)
             self._finished.append(sample.output())
         return len(self._finished) == self.draws
 

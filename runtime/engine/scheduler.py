@@ -133,6 +133,7 @@ class Scheduler:
         # Elsewhere no request may depend on what shared batches and verified drafts computed.
         self._remembers = options.determinism is Determinism.FAST
         self._cache_per_token = cache_per_token
+        self._heirs: list[Sequence] = []  # of rows that hold their prompt; they begin in the next step
         self._begun = 0.0
         self._first_chunk = False
 
@@ -163,6 +164,10 @@ class Scheduler:
         Gives those whose prompt is computed already, and which can begin: no more than there are rows, for of those
         that end at once, and give their rows back, a request may have a thousand.
         """
+        heirs, self._heirs = self._heirs, []
+        for heir in heirs:
+            if heir.row >= 0:  # its request did not fail meanwhile
+                yield heir
         begun = 0
         while begun < self.max_rows and (waiting := self._queue.peek()) is not None:
             group, index = waiting
@@ -293,6 +298,24 @@ class Scheduler:
             self._rows.release(sequence)
         sequence.group.sequences.remove(sequence)
         sequence.close()
+
+    def hand_on(self, sequence: Sequence) -> bool:
+        """Leave the row of a sequence that ends to the one of its group that waits, if nobody waits before it, and if
+        the row can go back to the prompt: without any row that holds it, the prompt would have to be fed anew."""
+        group, length = sequence.group, len(sequence.request.prompt)
+        waiting = self._queue.peek()
+        if waiting is None or waiting[0] is not group or not sequence.holds_prompt:
+            return False
+        if not self._rows.can_fork(sequence, length):
+            return False
+        if self._remembers:
+            self.keep_prefix(sequence, sequence.cached)
+        heir = group.sequence(self._queue.pop()[1])
+        self._rows.hand_on(sequence, heir, length)
+        group.sequences.append(heir)
+        self._heirs.append(heir)
+        self.release(sequence)
+        return True
 
     def keep_prefix(self, sequence: Sequence, length: int) -> None:
         """Put the first ``length`` positions of a sequence into the prefix cache."""

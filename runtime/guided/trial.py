@@ -1,41 +1,56 @@
 """Grammars that may take long to compile, tried in a process first, which can be ended, as a thread cannot."""
 
+import atexit
 import json
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from typing import IO
 
-from llmc.errors import DeadlineError, GrammarError
+from llmc.errors import DeadlineError, GrammarError, ResourceError
 
 COMPILE_SECONDS = 5.0
-"""A grammar that takes longer to compile is refused."""
+"""A grammar that takes more of a processor's time to compile is refused."""
+WAIT_SECONDS = 60.0
+"""A request waits so long for its turn, and for a processor that others take, before it is told to come again."""
 _MEMORY_BYTES = 2 * 1024**3
 # So that requests with such grammars at the same time cannot take all processors.
 _MOST_AT_ONCE = threading.BoundedSemaphore(2)
+# Of one trial after the other, until one ends it; what a grammar needs is what its own compilation takes, for starting
+# an interpreter may take seconds on a machine that does much else. SIGPROF comes by the processor's time, and ends it.
 _CODE = """
-import json, sys, threading
-paths, memory, stack, states, fuel = json.loads(sys.argv[1])
-sys.path[:] = paths
+import json, signal, sys, threading
+sys.path[:] = json.loads(sys.argv[1])
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-except (ImportError, OSError, ValueError):  # another system, which has the limit of time only
-    pass
+except ImportError:  # another system, which has the limit of time only
+    resource = None
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-grammar = sys.stdin.buffer.read().decode("utf-8")
-limits = LLParserLimits(max_lexer_states=states, step_lexer_fuel=fuel)
-threading.stack_size(stack)
-def compile():
+timed = getattr(signal, "setitimer", lambda which, seconds: None)
+clock = getattr(signal, "ITIMER_PROF", None)
+def compile(grammar, limits):
     LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits).compute_bitmask()
-thread = threading.Thread(target=compile)
-thread.start()
-thread.join()
+for line in sys.stdin.buffer:
+    grammar, seconds, memory, stack, states, fuel = json.loads(line)
+    if resource:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    limits = LLParserLimits(max_lexer_states=states, step_lexer_fuel=fuel)
+    threading.stack_size(stack)
+    thread = threading.Thread(target=compile, args=(grammar, limits))
+    timed(clock, seconds)
+    thread.start()
+    thread.join()
+    timed(clock, 0)
+    print("tried", flush=True)
 """
+_OVERTIME = -getattr(signal, "SIGPROF", 0)  # the status of a process that used up its time
 
 
 class Clock:
-    """The time that is left to compile a grammar: :data:`COMPILE_SECONDS`, or less by the request's own deadline.
+    """The time that is left to a request while its grammar is compiled.
 
     Args:
         deadline_s: seconds until the request's deadline; None without one.
@@ -46,14 +61,98 @@ class Clock:
         self._start = time.monotonic()
 
     def seconds_left(self) -> float:
-        most = COMPILE_SECONDS if self._deadline_s is None else min(COMPILE_SECONDS, self._deadline_s)
+        most = WAIT_SECONDS if self._deadline_s is None else min(WAIT_SECONDS, self._deadline_s)
         return max(0.0, self._start + most - time.monotonic())
 
-    def over(self, kind: str) -> DeadlineError | GrammarError:
-        """The error of a request that took too long."""
-        if self._deadline_s is not None and self._deadline_s < COMPILE_SECONDS:
+    def over(self, kind: str) -> DeadlineError | ResourceError:
+        """The error of a request that waited too long, for which its grammar is not to blame."""
+        if self._deadline_s is not None and self._deadline_s < WAIT_SECONDS:
             return DeadlineError(f"the deadline of {self._deadline_s:g} s passed while {kind} was compiled")
-        return GrammarError(f"{kind} takes longer than {COMPILE_SECONDS:g} s to compile; make it smaller")
+        return ResourceError(
+            f"{kind} could not be compiled within {WAIT_SECONDS:g} s, for other requests take the processors; try "
+            "again later"
+        )
+
+
+def too_slow(kind: str) -> GrammarError:
+    """The error of a grammar that takes too much of a processor's time."""
+    return GrammarError(f"{kind} takes longer than {COMPILE_SECONDS:g} s to compile; make it smaller")
+
+
+class _Worker:
+    """A process that tries grammars, one after the other."""
+
+    def __init__(self) -> None:
+        path = json.dumps([entry for entry in sys.path if entry])
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _CODE, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C ends requests in their own way
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._pipes: tuple[IO[bytes], IO[bytes]] = self._process.stdin, self._process.stdout
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def passes(self, trial: bytes, seconds: float) -> bool:
+        """True once it has tried a grammar, False if that ended it.
+
+        Raises:
+            TimeoutError: neither within ``seconds``.
+        """
+        told: list[bytes] = []
+        thread = threading.Thread(target=lambda: told.append(self._answer(trial)), daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            raise TimeoutError
+        return told[0] != b""
+
+    def _answer(self, trial: bytes) -> bytes:
+        given, told = self._pipes
+        try:
+            given.write(trial)
+            given.flush()
+            return told.readline()
+        except OSError:  # it has ended
+            return b""
+
+    def status(self) -> int:
+        """The exit status of a process that ends."""
+        status = self._process.wait()
+        for pipe in self._pipes:
+            with suppress(OSError):  # what was not written any more
+                pipe.close()
+        return status
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
+        self.status()
+
+
+_IDLE: list[_Worker] = []
+
+
+@atexit.register
+def _end_idle() -> None:
+    while _IDLE:
+        _IDLE.pop().kill()
+
+
+def _worker() -> _Worker:
+    """A process that waits for a grammar, started if there is none."""
+    while _IDLE:
+        worker = _IDLE.pop()
+        if worker.lives:
+            return worker
+        worker.status()
+    return _Worker()
 
 
 def try_out(kind: str, grammar: str, clock: Clock, stack_bytes: int, lexer_states: int, lexer_fuel: int) -> None:
@@ -62,30 +161,37 @@ def try_out(kind: str, grammar: str, clock: Clock, stack_bytes: int, lexer_state
     What is wrong with a grammar is left to be found when it is compiled here.
 
     Raises:
-        GrammarError: it takes too long or too much memory; DeadlineError: it takes until the request's deadline.
+        GrammarError: it takes too long or too much memory.
+        DeadlineError: the request's deadline passed.
+        ResourceError: others' grammars, or whatever else this machine does, left no time for it.
     """
     if not _MOST_AT_ONCE.acquire(timeout=clock.seconds_left()):
         raise clock.over(kind)
     try:
-        limits = json.dumps([[path for path in sys.path if path], _MEMORY_BYTES, stack_bytes, lexer_states, lexer_fuel])
-        subprocess.run(
-            [sys.executable, "-I", "-c", _CODE, limits],
-            input=grammar.encode(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=clock.seconds_left(),
-            check=True,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise clock.over(kind) from error
-    except subprocess.CalledProcessError as error:
-        raise GrammarError(
-            f"{kind} takes more than {_MEMORY_BYTES // 1024**3} GiB to compile, or ends the process that tries to "
-            f"(exit code {error.returncode}); make it smaller"
-        ) from error
+        limits = [COMPILE_SECONDS, _MEMORY_BYTES, stack_bytes, lexer_states, lexer_fuel]
+        _try(kind, json.dumps([grammar, *limits]).encode() + b"\n", clock)
     except OSError as error:
         raise GrammarError(
             f"{kind} is large, and no process can be started to try it: {error}; make it smaller"
         ) from error
     finally:
         _MOST_AT_ONCE.release()
+
+
+def _try(kind: str, trial: bytes, clock: Clock) -> None:
+    worker = _worker()
+    try:
+        passed = worker.passes(trial, clock.seconds_left())
+    except TimeoutError as error:
+        worker.kill()
+        raise clock.over(kind) from error
+    if passed:
+        _IDLE.append(worker)
+        return
+    status = worker.status()
+    if status == _OVERTIME:
+        raise too_slow(kind)
+    raise GrammarError(
+        f"{kind} takes more than {_MEMORY_BYTES // 1024**3} GiB to compile, or ends the process that tries to "
+        f"(exit code {status}); make it smaller"
+    )

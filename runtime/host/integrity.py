@@ -62,6 +62,7 @@ def check_files(folder: Path, manifest: Manifest, wanted: bool | None) -> None:
     hashes = "\n".join(entry.sha256 for entry in manifest.files.values())
 
     def check() -> None:
+        log.info("checking the files of %s%s", folder, "" if wanted else " on this machine, once")
         for _ in verify_files(folder, manifest) if wanted else verify_samples(folder, manifest, _places(hashes)):
             pass
 

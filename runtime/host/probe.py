@@ -25,10 +25,9 @@ from llmc.runtime.host.jetson import ROOT, Jetson, read_jetson
 from llmc.runtime.host.probe_steps import Driver, Library
 from llmc.strict import decode
 
-# A first use of a GPU takes seconds on a small machine: libraries of hundreds of megabytes are read.
-TIMEOUT_S = 20.0
-# Reading a library from a slow disk for the first time is not to be taken for hanging.
-IMPORT_TIMEOUT_S = 60.0
+# A first use of a GPU reads libraries of hundreds of megabytes: a builder took 7 s to make on a server with a T4, and a
+# small board with a cold disk is not to be taken for hanging.
+TIMEOUT_S = 90.0
 # A process in an uninterruptible call of a driver cannot be ended; nobody waits longer for it.
 GRACE_S = 1.0
 STEPS_FILE = Path(__file__).with_name("probe_steps.py")
@@ -104,7 +103,7 @@ def probe_driver(timeout_s: float = TIMEOUT_S) -> Driver:
     return _finding(Driver, run_steps({"driver": step_commands()["driver"]}, timeout_s)["driver"])
 
 
-def try_import(module: str, timeout_s: float = IMPORT_TIMEOUT_S) -> Library:
+def try_import(module: str, timeout_s: float = TIMEOUT_S) -> Library:
     """Import a module in a process of its own, with this one's ``sys.path``, and say what became of it.
 
     Takes about as long as the import. ``state`` is failed too where no process can be started.

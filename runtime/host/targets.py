@@ -19,7 +19,13 @@ REBUILD = "llmc build --rebuild"
 OLDEST_DRIVER = {"12": "525", "13": "580"}
 # What TensorRT-RTX lists; "and later" beyond them: https://docs.nvidia.com/deeplearning/tensorrt-rtx
 RTX_GPUS = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
-OLDEST_FP8_GPU = "8.9"
+# The first compute capability that has a precision, by target. Sources: the support matrices of TensorRT and of
+# TensorRT-RTX 1.5 (https://docs.nvidia.com/deeplearning), for int4 of TensorRT that of NVIDIA's Model Optimizer.
+PRECISIONS = {
+    "cuda": {"fp32": "7.5", "fp16": "7.5", "int8": "7.5", "int4": "7.5"},
+    "tensorrt": {"fp32": "7.5", "fp16": "7.5", "bf16": "8.0", "int8": "7.5", "int4": "8.0", "fp8": "8.9"},
+    "tensorrt-rtx": {"fp32": "7.5", "fp16": "7.5", "bf16": "8.0", "int8": "8.0", "int4": "8.0", "fp8": "8.9"},
+}
 # The oldest ONNX Runtime that runs the exported graph, which a build is judged by; Python 3.10 has no such version.
 JUDGE_MINIMUM = "1.28"
 OLD_PYTHON = "3.10"
@@ -142,6 +148,12 @@ ALL, CUDA, ENGINES = tuple(NEEDS), ("cuda",), ("tensorrt", "tensorrt-rtx")
 GPUS = (*CUDA, *ENGINES)
 
 
+def absent(target: str, capability: str) -> dict[str, str]:
+    """The precisions that a GPU of this compute capability does not have on a target, and the first one that has."""
+    known = PRECISIONS.get(target, {}) if capability else {}
+    return {precision: first for precision, first in known.items() if version(capability) < version(first)}
+
+
 class Facts:
     """A probe as one target sees it: what the checks ask, and the words that they need."""
 
@@ -157,6 +169,9 @@ class Facts:
         )
         self.device = next(iter(probe.driver.devices), None)  # the first GPU is the one that is used
         self.capability = "" if self.device is None else self.device.compute_capability
+        self.absent = ", ".join(
+            f"{precision} (from {first} on)" for precision, first in absent(target, self.capability).items()
+        )
         self.python = ".".join(probe.python.split(".")[:2])
         self.lacking = ", ".join(name for name in BUILD_PACKAGES if name not in probe.packages)
         self.judges = self.judge.state == "ok" and version(self.judge.version) >= version(JUDGE_MINIMUM)
@@ -288,7 +303,7 @@ LIBRARY, PROVIDER = Subject("library", ALL, BOTH), Subject("library", CUDA, (RUN
 DRIVER, DEVICE, BINDINGS = Subject("driver", GPUS, GPU), Subject("GPU", GPUS, GPU), Subject("bindings", GPUS, (RUN,))
 RUNTIME, BUILDER = Subject("runtime", ENGINES, (RUN,), BUILD), Subject("builder", ENGINES, (BUILD,), BUILD)
 PACKAGES, JUDGES, FORM = Subject("packages", ALL, (BUILD,)), Subject("judge", ALL, JUDGING), Subject("form", ENGINES)
-AHEAD, FP8 = Subject("other GPUs", ("tensorrt-rtx",)), Subject("fp8", ("tensorrt",))
+AHEAD, LESS = Subject("other GPUs", ("tensorrt-rtx",)), Subject("precisions", GPUS)
 DEFERRED, WARNING = Subject("deferred", ("tensorrt",)), Subject("warning", GPUS)
 
 # fmt: off
@@ -338,8 +353,8 @@ CHECKS: tuple[Check[Facts], ...] = (
           "engines of the form primitives: TensorRT {f.library.version} has no cache update and no attention"),
     Check(AHEAD, lambda f: f.works and f.device is None,
           f"builds ahead of time for GPUs of compute capability {', '.join(RTX_GPUS)}"),
-    Check(FP8, lambda f: f.capability and version(f.capability) < version(OLDEST_FP8_GPU),
-          f"no fp8: it needs compute capability {OLDEST_FP8_GPU}, {{f.device.name}} has {{f.capability}}"),
+    Check(LESS, lambda f: f.capability and f.absent,
+          "no {f.absent}: {f.device.name} has compute capability {f.capability}"),
     Check(DEFERRED, lambda f: f.defers and not (f.works and f.device),
           "builds with --deferred: the engine is compiled where it is to run"),
     Check(WARNING, lambda f: f.works and f.library.problem, "{f.name} says: {f.library.problem}"),

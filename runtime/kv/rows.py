@@ -107,6 +107,12 @@ class Rows(Generic[_S]):
         self._order.pop()
         slot.row = -1
 
+    def hand_on(self, slot: _S, heir: _S, cached: int) -> None:
+        """Give the row of ``slot`` to ``heir``, who keeps its first ``cached`` positions."""
+        assert cached <= slot.cached and self.can_fork(slot, cached)
+        self._order[slot.row] = heir
+        heir.row, slot.row, heir.cached = slot.row, -1, cached
+
     def clear(self) -> None:
         """Free every row."""
         for slot in self._order:

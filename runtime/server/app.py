@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -14,7 +14,7 @@ from llmc.runtime.server import admin, chat, completions, embeddings, health, me
 from llmc.runtime.server.errors import OPENAI_ERRORS, ApiError, from_llmc, response
 from llmc.runtime.server.metrics import HttpMetrics
 from llmc.runtime.server.service import Service
-from llmc.runtime.server.validation import api_error
+from llmc.runtime.server.validation import api_error, no_query
 
 if TYPE_CHECKING:
     from llmc.runtime.server.config import ServerConfig
@@ -42,10 +42,11 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
     """
     # docs_url: the interactive pages of FastAPI fetch scripts from elsewhere.
     app = FastAPI(title="llmc", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.router.redirect_slashes = False  # a redirect would name whatever host the client did
     app.state.service = Service(config, pool)
     app.state.metrics = HttpMetrics()
     for router in (*ROUTERS, *([admin.router] if config.keys_file else [])):
-        app.include_router(router, responses=OPENAI_ERRORS)
+        app.include_router(router, responses=OPENAI_ERRORS, dependencies=[Depends(no_query)])
     if config.page:
         page.mount(app)
     for kind, answer in HANDLERS.items():
@@ -64,13 +65,14 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return response(request.scope, api_error(error.errors()))
+    return response(request.scope, api_error(error.errors(), error.body))
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"][:200]
     said = {
+        400: "the body cannot be read, expected a JSON object in UTF-8, without integers of thousands of digits",
         404: f"there is no route {path!r}; GET /openapi.json lists those there are",
         405: f"{request.method} is not a method of {path!r}; GET /openapi.json lists what is",
     }.get(error.status_code, str(error.detail))

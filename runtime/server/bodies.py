@@ -12,6 +12,7 @@ from llmc.runtime.server.errors import ApiError
 
 # Parameters whose names mean something else in a dialect, or which it has under another name or type.
 SPOKEN = {"max_tokens", "stop", "logprobs", "logit_bias", "n", "best_of", "prompt_logprobs", "detokenize"}
+LARGEST_BIAS = 100
 # Values of JSON by the kind of a parameter's range; choices are spelt out.
 KINDS: dict[str, Any] = {
     "integer": int,
@@ -21,7 +22,7 @@ KINDS: dict[str, Any] = {
     "texts": list[str],
     "tokens": list[int],
     "names": list[str],
-    "sequences": list[tuple[list[int], float]],
+    "sequences": list[Annotated[tuple[list[int], float], Field(strict=False)]],  # JSON has lists alone
     "schema": dict[str, Any] | str,
 }
 
@@ -47,6 +48,17 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+def check_stream(stream: bool | None, options: Body | None) -> None:
+    """Refuse settings of a stream that is none.
+
+    Raises:
+        ApiError: they are given.
+    """
+    if options is not None and not stream:
+        said = "stream_options is given without stream; leave it out, or set stream to true"
+        raise ApiError(400, said, param="stream_options")
+
+
 class Wanted(Body):
     """Facts that the answer tells beside itself, under ``x_llmc``."""
 
@@ -66,6 +78,9 @@ def _sampling() -> dict[str, Any]:
             found[field.name] = (Annotated[kind | None, Field(description=text)], None)
     return found
 
+
+# Of the fields that are arguments under the same name.
+NAMES = (*(field.name for field in fields(SamplingParams) if field.name not in SPOKEN), "priority", "deadline_s")
 
 if TYPE_CHECKING:
     _Sampling = Body
@@ -90,12 +105,7 @@ class Sampled(_Sampling):
         Raises:
             ApiError: a parameter is given under two names.
         """
-        names = [
-            *(field.name for field in fields(SamplingParams) if field.name not in SPOKEN),
-            "priority",
-            "deadline_s",
-        ]
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
         own = {name: value for name, value in own.items() if value is not None}
         if twice := sorted(given.keys() & own.keys()):
             raise ApiError(400, f"{twice[0]} is given twice, once by another parameter; leave one out", param=twice[0])
@@ -148,11 +158,15 @@ def biases(logit_bias: Mapping[str, float] | None) -> dict[int, float] | None:
     """OpenAI's ``logit_bias``: token ids as the texts that JSON wants for names.
 
     Raises:
-        ApiError: a name is no token id.
+        ApiError: a name is no token id, or a value beyond OpenAI's range.
     """
     if logit_bias is None:
         return None
     wrong = next((name for name in logit_bias if not (name.isascii() and name.isdigit() and len(name) < 10)), None)
     if wrong is not None:
         raise ApiError(400, f"logit_bias has the name {wrong[:40]!r}, expected a token id", param="logit_bias")
+    for name, value in logit_bias.items():
+        if not -LARGEST_BIAS <= value <= LARGEST_BIAS:
+            said = f"logit_bias has {value:g} for the token {name}, expected -{LARGEST_BIAS} to {LARGEST_BIAS}"
+            raise ApiError(400, said, param="logit_bias")
     return {int(name): value for name, value in logit_bias.items()}

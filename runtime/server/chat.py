@@ -1,6 +1,6 @@
 """OpenAI's chat completions: messages in, messages out, tools and reasoning included."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -12,13 +12,24 @@ from typing_extensions import NotRequired, TypedDict
 
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta
-from llmc.runtime.server.bodies import Body, Logged, Sampled, StreamOptions, ToolFormat, Usage, biases, told, usage_of
-from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.bodies import (
+    Body,
+    Logged,
+    Sampled,
+    StreamOptions,
+    ToolFormat,
+    Usage,
+    biases,
+    check_stream,
+    told,
+    usage_of,
+)
+from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
 from llmc.runtime.server.sockets import CHUNKS, converse
-from llmc.runtime.server.streams import EventStream, guarded, unless_gone
+from llmc.runtime.server.streams import Chunks, EventStream, guarded, unless_gone
 from llmc.runtime.server.validation import read_json
 
 router = APIRouter(tags=["OpenAI"])
@@ -55,22 +66,51 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    name: Annotated[str | None, Field(description="for templates that show it, and refused by others")] = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str | None, Field(description="another name of reasoning_content")] = None
     refusal: None = None
 
-    def plain(self) -> dict[str, Any]:
-        """The message as chat templates read it: they know no developers, who are the system's voice."""
+    def plain(self, where: str) -> dict[str, Any]:
+        """The message as chat templates read it: they know no developers, who are the system's voice.
+
+        Raises:
+            ApiError: it has what its role has not, or no content.
+        """
+        for name in self.model_fields_set & OF_ROLES.keys():
+            if getattr(self, name) is not None and self.role != OF_ROLES[name]:
+                said = f"{where}.{name} is for messages of the role {OF_ROLES[name]}, not {self.role}; leave it out"
+                raise ApiError(400, said, param=f"{where}.{name}")
+        if self.content is None and self.role != "assistant":
+            raise ApiError(400, f"{where}.content is missing, expected text", param=f"{where}.content")
+        _one(f"{where}.reasoning_content", self.reasoning_content, f"{where}.reasoning", self.reasoning)
         found = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             found["content"] = "".join(part.text for part in self.content)
         if self.content is None:
             found["content"] = ""
         return {**found, "role": "system" if self.role == "developer" else self.role}
+
+
+# Fields of messages of one role alone.
+OF_ROLES = {
+    "tool_calls": "assistant",
+    "reasoning_content": "assistant",
+    "reasoning": "assistant",
+    "tool_call_id": "tool",
+}
+
+
+def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as chat templates read them.
+
+    Raises:
+        ApiError: one has what its role has not.
+    """
+    return [message.plain(f"messages[{number}]") for number, message in enumerate(messages)]
 
 
 class Function(Body):
@@ -179,7 +219,15 @@ class ChatRequest(Sampled):
     user: Logged = None
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages."""
+        """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
+
+        Raises:
+            ApiError: parameters contradict each other, or one counts for nothing.
+        """
+        check_stream(self.stream, self.stream_options)
+        for name in ("tool_format", "parallel_tool_calls"):
+            if getattr(self, name) is not None and not self.tools:
+                raise ApiError(400, f"{name} is given without tools; leave it out, or give the tools", param=name)
         sampling = self.sampling(
             max_tokens=_one("max_tokens", self.max_tokens, "max_completion_tokens", self.max_completion_tokens),
             stop=self.stop,
@@ -189,9 +237,6 @@ class ChatRequest(Sampled):
             logit_bias=biases(self.logit_bias),
             **form(self.response_format),
         )
-        variables = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            variables.setdefault("enable_thinking", self.reasoning_effort != "none")
         budget = EFFORTS.get(self.reasoning_effort or "") if self.reasoning_budget is None else self.reasoning_budget
         return {
             **sampling,
@@ -201,9 +246,28 @@ class ChatRequest(Sampled):
             "tool_format": self.tool_format,
             "reasoning_budget": budget,
             "documents": self.documents,
-            "chat_template_kwargs": variables or None,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "continue_final_message": self.continue_final_message is True,
         }
+
+    @property
+    def thinks(self) -> bool | None:
+        """True or False where the request asks for reasoning or for none, in OpenAI's words."""
+        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """This dialect's names of llmc's parameters, as the request has them."""
+        found = {"prompt": "messages", "reasoning": "reasoning_effort"}
+        if self.max_completion_tokens is not None:
+            found["max_tokens"] = "max_completion_tokens"
+        if self.reasoning_budget is None:
+            found["reasoning_budget"] = "reasoning_effort"
+        if isinstance(self.response_format, SchemaFormat | ObjectFormat):
+            found["json_schema"] = "response_format"
+        if isinstance(self.response_format, GrammarFormat):
+            found["grammar"] = "response_format"
+        return found
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
@@ -216,6 +280,22 @@ class ChatRequest(Sampled):
         if isinstance(self.tool_choice, NamedTool):
             return self.tool_choice.function.name
         return self.tool_choice or "auto"
+
+
+def reasoned(model: Model, variables: dict[str, Any] | None, thinks: bool | None) -> dict[str, Any] | None:
+    """Variables of the chat template: those given, and what asks it for reasoning, or for none.
+
+    Raises:
+        UsageError: the template has no choice.
+        ApiError: the given ones say the contrary.
+    """
+    if thinks is None:
+        return variables
+    found = {**model.reasoning_variables(thinks), **(variables or {})}
+    if "enable_thinking" in found and found["enable_thinking"] != thinks:
+        said = "chat_template_kwargs holds enable_thinking, which contradicts reasoning_effort; leave one of them out"
+        raise ApiError(400, said, param="chat_template_kwargs")
+    return found
 
 
 def form(wanted: ResponseFormat | None) -> dict[str, Any]:
@@ -313,13 +393,12 @@ def _call_piece(call: Any) -> dict[str, Any]:
 
 async def chunks(
     body: ChatRequest, service: Service, model: Model, handle: ChatHandle, outputs: int
-) -> AsyncIterator[dict[str, Any]]:
-    """The pieces of the answer: roles, deltas, reasons of the end, and the usage unless the client wants none."""
-    head = head_of("chat.completion.chunk", body, service)
+) -> AsyncIterator[str]:
+    """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage unless the client wants none."""
+    chunk_of = Chunks(head_of("chat.completion.chunk", body, service))
 
-    def chunk(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
-        return {**head, "choices": [choice]}
+    def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
+        return chunk_of(choices=[{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}])
 
     for index in range(outputs):
         yield chunk(index, {"role": "assistant", "content": ""})
@@ -331,7 +410,7 @@ async def chunks(
         yield chunk(index, {}, finish_reason=message.finish_reason)
     told_of = told(body.x_llmc, model, result)
     if told_of or not (body.stream_options and body.stream_options.include_usage is False):
-        yield {**head, "choices": [], "usage": usage_of([result]), **told_of}
+        yield chunk_of(choices=[], usage=usage_of([result]), **told_of)
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -341,14 +420,16 @@ async def _opened(body: ChatRequest, held: AsyncExitStack, service: Service) -> 
     """Submit the request; model and request are held until ``held`` is closed."""
     note(user=body.user)
     arguments = service.bounded(body.arguments()) | {"parse_special": service.parses_special(body.parse_special)}
+    messages = conversation(body.messages)
     model = await held.enter_async_context(service.generator(body.model))
-    messages = [message.plain() for message in body.messages]
-    handle = await submitted(partial(model.stream_chat, messages, **arguments))
+    with named(body.names):
+        arguments["chat_template_kwargs"] = reasoned(model, body.chat_template_kwargs, body.thinks)
+        handle = await submitted(partial(model.stream_chat, messages, **arguments))
     held.callback(handle.cancel)
     return model, handle
 
 
-async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[dict[str, Any]]:
+async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[str]:
     model, handle = await _opened(body, held, service)
     return chunks(body, service, model, handle, handle.outputs)
 

@@ -13,13 +13,13 @@ from typing_extensions import NotRequired, TypedDict
 
 from llmc.runtime import GenerationResult, Handle, Model
 from llmc.runtime.api.results import Delta
-from llmc.runtime.server.bodies import Logged, Sampled, StreamOptions, Usage, biases, told, usage_of
-from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.bodies import Logged, Sampled, StreamOptions, Usage, biases, check_stream, told, usage_of
+from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.logprobs import completion_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
 from llmc.runtime.server.sockets import CHUNKS, converse
-from llmc.runtime.server.streams import EventStream, guarded, unless_gone
+from llmc.runtime.server.streams import Chunks, EventStream, guarded, unless_gone
 from llmc.runtime.server.validation import read_json
 
 router = APIRouter(tags=["OpenAI"])
@@ -65,6 +65,7 @@ class CompletionRequest(Sampled):
         Raises:
             ApiError: parameters contradict each other.
         """
+        check_stream(self.stream, self.stream_options)
         if self.echo and self.stream:
             raise ApiError(400, "echo repeats the prompt in whole answers only; leave stream or echo out", param="echo")
         return self.sampling(
@@ -155,15 +156,13 @@ async def merged(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]]:
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def chunks(
-    body: CompletionRequest, service: Service, model: Model, handles: list[Handle]
-) -> AsyncIterator[dict[str, Any]]:
-    """The pieces of the answer, reasons of the end, and the usage unless the client wants none."""
-    head, outputs = service.head("cmpl", "text_completion", body.model), handles[0].outputs
+async def chunks(body: CompletionRequest, service: Service, model: Model, handles: list[Handle]) -> AsyncIterator[str]:
+    """The pieces of the answer as JSON, reasons of the end, and the usage unless the client wants none."""
+    chunk_of, outputs = Chunks(service.head("cmpl", "text_completion", body.model)), handles[0].outputs
     lengths = [0] * (outputs * len(handles))
 
-    def chunk(index: int, text: str, **rest: Any) -> dict[str, Any]:
-        return {**head, "choices": [{"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}]}
+    def chunk(index: int, text: str, **rest: Any) -> str:
+        return chunk_of(choices=[{"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}])
 
     async for number, delta in merged(handles):
         index = number * outputs + delta.index
@@ -176,7 +175,7 @@ async def chunks(
             yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)
     told_of = told(body.x_llmc, model, results[0])
     if told_of or not (body.stream_options and body.stream_options.include_usage is False):
-        yield {**head, "choices": [], "usage": usage_of(results), **told_of}
+        yield chunk_of(choices=[], usage=usage_of(results), **told_of)
 
 
 async def _opened(body: CompletionRequest, held: AsyncExitStack, service: Service) -> tuple[Model, list[Handle]]:
@@ -187,13 +186,14 @@ async def _opened(body: CompletionRequest, held: AsyncExitStack, service: Servic
     model = await held.enter_async_context(service.generator(body.model))
     handles = []
     for prompt in prompts:
-        handle = await submitted(partial(model.stream, prompt, **arguments))
+        with named({"prompt": "prompt"}):
+            handle = await submitted(partial(model.stream, prompt, **arguments))
         held.callback(handle.cancel)
         handles.append(handle)
     return model, handles
 
 
-async def _events(service: Service, body: CompletionRequest, held: AsyncExitStack) -> AsyncIterator[dict[str, Any]]:
+async def _events(service: Service, body: CompletionRequest, held: AsyncExitStack) -> AsyncIterator[str]:
     model, handles = await _opened(body, held, service)
     return chunks(body, service, model, handles)
 

@@ -111,7 +111,9 @@ class ServerConfig:
         MODELS, "fast", "What tokens may depend on beside the request: see Determinism in the reference."
     )
     draft: str | None = _setting(
-        MODELS, None, "Speculation: 'lookup', or the folder of a bundle with the same tokenizer; default: none."
+        MODELS,
+        None,
+        "Who guesses tokens ahead: 'lookup', or the folder of a bundle with the same tokenizer; default: nobody.",
     )
     prefix_cache_bytes: int | None = _setting(
         MODELS,
@@ -124,7 +126,7 @@ class ServerConfig:
         MODELS, None, "Folder that keeps prefixes of prompts across restarts; default: none."
     )
     prefix_cache_disk_bytes: int | None = _setting(
-        MODELS, None, "What that folder may hold; default: 4 GiB.", unit="bytes", low=0
+        MODELS, None, "Most that this folder may hold; default: 4 GiB.", unit="bytes", low=0
     )
 
     host: str = _setting(LISTEN, "127.0.0.1", "Address to listen on; others than this machine's own need keys.")
@@ -150,10 +152,15 @@ class ServerConfig:
         LIMITS, 8 << 20, "Longest body of a request, and message of a WebSocket.", unit="bytes", low=1024, high=1 << 30
     )
     max_header_bytes: int = _setting(
-        LIMITS, 32 << 10, "All headers of a request with its first line.", unit="bytes", low=1024, high=1 << 20
+        LIMITS,
+        32 << 10,
+        "Most that a request's headers may take, its first line included.",
+        unit="bytes",
+        low=1024,
+        high=1 << 20,
     )
-    max_headers: int = _setting(LIMITS, 100, "Headers of a request.", low=8, high=10_000)
-    max_json_depth: int = _setting(LIMITS, 64, "Arrays and objects inside one another in a body.", low=4, high=256)
+    max_headers: int = _setting(LIMITS, 100, "Most headers of a request.", low=8, high=10_000)
+    max_json_depth: int = _setting(LIMITS, 64, "Most arrays and objects inside one another in a body.", low=4, high=256)
     header_timeout_s: float = _setting(
         LIMITS, 10.0, "Time for the headers of a request.", unit="seconds", low=0.1, high=3600
     )
@@ -180,10 +187,17 @@ class ServerConfig:
     )
 
     requests_per_minute: int | None = _setting(
-        RATES, None, "Requests of a key that names no rate, or of all clients without keys; default: any.", low=1
+        RATES,
+        None,
+        "Requests of each key whose entry names no rate, or of all clients together without keys; default: any number.",
+        low=1,
     )
     tokens_per_minute: int | None = _setting(
-        RATES, None, "Tokens, of prompts and outputs, in the same way; default: any.", unit="tokens", low=1
+        RATES,
+        None,
+        "Tokens of prompts and answers, counted in the same way; default: any number.",
+        unit="tokens",
+        low=1,
     )
 
     heartbeat_s: float = _setting(
@@ -192,13 +206,15 @@ class ServerConfig:
     drain_s: float = _setting(
         OPERATION, 30.0, "Time that running requests get to end after SIGTERM.", unit="seconds", low=0, high=86_400
     )
-    log_format: Literal["json", "text"] = _setting(OPERATION, "json", "Form of a line of the log.")
+    log_format: Literal["json", "text"] | None = _setting(
+        OPERATION, None, "Form of a line of the log; default: text where stderr is a terminal, else json."
+    )
     log_prompts: bool = _setting(OPERATION, False, "Log what clients send and get: prompts, messages and outputs.")
     response_store_entries: int = _setting(
         OPERATION, 1000, "Responses that are kept for previous_response_id; 0: none.", low=0, high=1_000_000
     )
     response_store_bytes: int = _setting(
-        OPERATION, 64 << 20, "What those may hold together.", unit="bytes", low=0, high=1 << 40
+        OPERATION, 64 << 20, "Most that all kept responses may take together.", unit="bytes", low=0, high=1 << 40
     )
 
     ray: bool = _setting(
@@ -344,6 +360,8 @@ def _checked(setting: Setting, value: Any) -> Any:
         return None
     taken = _TAKEN[setting.kind](value)
     low, high = setting.low, setting.high
+    if setting.kind == "models" and isinstance(value, Mapping):
+        _check_names(value)
     wrong = taken is None or (setting.choices and value not in setting.choices)
     if wrong or (low is not None and taken < low) or (high is not None and not taken <= high):
         raise UsageError(f"{setting.name} is {written(value)}, expected {expected(setting)}")
@@ -362,6 +380,18 @@ def expected(setting: Setting) -> str:
 
 def _plain(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
+
+
+def _check_names(models: Mapping[Any, Any]) -> None:
+    """Refuse a name that no client could ask for.
+
+    Raises:
+        UsageError: naming it.
+    """
+    for name in models:
+        if type(name) is not str or not _MODEL.fullmatch(name):
+            said = f"models has the name {written(name)}, expected letters, digits and . _ : / + @ -"
+            raise UsageError(f"{said}, a letter or digit first; give it another name")
 
 
 def _path(value: Any) -> Path | None:

@@ -17,7 +17,7 @@ from typing_extensions import NotRequired, TypedDict
 from llmc.errors import DeadlineError, QueueFullError
 from llmc.runtime import Model
 from llmc.runtime.server.bodies import Body
-from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.guard.accounts import spend
 from llmc.runtime.server.service import Service, new_id, service_of
 
@@ -181,7 +181,8 @@ async def embeddings(body: EmbeddingRequest, request: Request, service: Service 
             tokenize = partial(encoder.text_tokens, texts, instruction=body.instruction, truncate=body.truncate)
         else:
             tokenize = partial(encoder.given_tokens, texts, truncate=body.truncate)
-        rows, vectors = await encoded(service, request, model, tokenize)
+        with named({"prompt": "input"}):
+            rows, vectors = await encoded(service, request, model, tokenize)
         data = [
             {"object": "embedding", "index": index, "embedding": form(vector)}
             for index, vector in enumerate(encoder.cut(vectors, width))
@@ -200,7 +201,8 @@ async def rerank(body: RerankRequest, request: Request, service: Service = Depen
     async with service.model(body.model) as model:
         pairs = partial(model.encoder.pair_tokens, instruction=body.instruction, truncate=body.truncate)
         tokenize = partial(pairs, body.query, texts)
-        rows, scores = await encoded(service, request, model, tokenize)
+        with named({"prompt": "documents"}):
+            rows, scores = await encoded(service, request, model, tokenize)
     order = np.argsort(-scores[:, 0], kind="stable")[: body.top_n].tolist()
     shown = {index: {"document": {"text": texts[index]}} if body.return_documents else {} for index in order}
     results = [{"index": index, "relevance_score": float(scores[index, 0]), **shown[index]} for index in order]

@@ -2,15 +2,19 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from llmc.errors import (
     CancelledError,
+    ContextError,
     DeadlineError,
     EngineClosedError,
+    GrammarError,
     LlmcError,
     QueueFullError,
     RequestError,
@@ -29,8 +33,36 @@ STATUSES: tuple[tuple[type[LlmcError], int], ...] = (
     (UsageError, 400),
     (RequestError, 400),
 )
-# Sentences of UsageErrors begin with the parameter: "top_p is 2, expected ...".
-_NAMED = re.compile(r"([a-z][a-z0-9_]*)(?: is|\[)")
+# Sentences about a parameter begin with it: "top_p is 2, expected ...", "messages[1] has the role ...".
+_NAMED = re.compile(
+    r"([a-z][a-z0-9_]*)((?:\[\d+\]|\.\w+)*)(?=:|(?:=\S+)? (?:is|are|has|holds|asks|and|cannot|needs|takes)\b)"
+)
+# Those about several begin with what one of them makes of the request: "beam search cannot be combined with n=2".
+_AMONG = re.compile(r"(?<=combined with )([a-z][a-z0-9_]*)(?==)|(?<=, so )([a-z][a-z0-9_]*)(?==)")
+_QUOTED = re.compile(r"""((?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?!\w))""")
+_TUPLE = re.compile(r"^([\w.\[\]]+ (?:is|holds) )\((.*)\)(, expected)")
+_JSON = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "a NoneType": "null",
+    "a dict": "an object",
+    "a list": "a list",
+    "tuple": "list",
+    "a str": "a text",
+    "a bool": "true or false",
+    "a float": "a number",
+    "a int": "an integer",
+    "type NoneType": "type null",
+    "type list": "type array",
+    "type str": "type string",
+    "type int": "type integer",
+    "type float": "type number",
+    "type bool": "type boolean",
+    "a mapping": "an object",
+    ", or null": "",
+}
+_PYTHON = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in sorted(_JSON, key=len, reverse=True)))
 OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -47,7 +79,7 @@ class ApiError(Exception):
     Args:
         status: HTTP's status.
         message: one sentence: what was found, what was expected, what to do.
-        param: the parameter that is at fault, as ``messages.0.content``.
+        param: the parameter that is at fault, as ``messages[0].content``.
         code: a word that programs compare, as OpenAI's ``model_not_found``.
         retry_after_s: seconds after which another try may succeed, sent as Retry-After; rounded up.
         headers: further headers.
@@ -84,13 +116,47 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 
 
-def from_llmc(error: LlmcError) -> ApiError:
-    """The answer to a request that llmc could not serve."""
+def in_json(said: str) -> str:
+    """A sentence of llmc's, which speaks to those who write Python, with JSON's words; what is in quotes stays."""
+    said = _TUPLE.sub(lambda found: f"{found[1]}[{found[2].removesuffix(',')}]{found[3]}", said, count=1)
+    parts = _QUOTED.split(said)
+    parts[::2] = [_PYTHON.sub(lambda found: _JSON[found[0]], part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def from_llmc(error: LlmcError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
+    """The answer to a request that llmc could not serve.
+
+    Args:
+        names: the dialect's own names of parameters, by llmc's; ``prompt`` is that of what the model reads.
+    """
     status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
     retry = RETRY_AFTER_S if status in (429, 503) else None
-    named = _NAMED.match(str(error)) if isinstance(error, UsageError) else None
-    code = "queue_full" if status == 429 else None
-    return ApiError(status, str(error), param=named and named[1], code=code, retry_after_s=retry)
+    said, param = in_json(str(error)), None
+    if isinstance(error, ContextError):
+        return ApiError(status, said, param=names.get("prompt"), code="context_length_exceeded")
+    about = isinstance(error, UsageError | GrammarError)
+    if about and (among := _AMONG.search(said)):
+        param = among[1] or among[2]
+    elif about and (named := _NAMED.match(said)):
+        param = names.get(named[1], named[1]) + named[2]
+        said = param + said[named.end(2) :]
+    elif said.startswith("the prompt ") and isinstance(error, UsageError | RequestError):
+        param = names.get("prompt")
+    return ApiError(status, said, param=param, code="queue_full" if status == 429 else None, retry_after_s=retry)
+
+
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals of what the block does say a dialect's own names of parameters; see :func:`from_llmc`.
+
+    Raises:
+        ApiError: the block raises a UsageError or a RequestError; others are left as they are.
+    """
+    try:
+        yield
+    except (UsageError, RequestError) as error:
+        raise from_llmc(error, names) from error
 
 
 def as_message(scope: Mapping[str, Any], error: ApiError) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing_extensions import TypedDict
 
 from llmc.runtime.server.service import Service, service_of
 
+LOADING = "the first model is loading; when a machine loads a bundle for the first time, it is checked, once"
 router = APIRouter(tags=["Operation"])
 
 
@@ -29,8 +30,11 @@ async def ready(response: Response, service: Annotated[Service, Depends(service_
     """200 once the first model was loaded and passed its self-test; 503 before, and while the server goes down."""
     ready = service.is_ready
     response.status_code = 200 if ready else 503
-    models = {name: asdict(state) for name, state in service.pool.states().items()}
-    return {"status": "ready" if ready else "not ready", "models": models}
+    states = service.pool.states()
+    models = {name: asdict(state) for name, state in states.items()}
+    first = states[service.pool.names[0]]
+    said = {"message": LOADING} if not ready and first.phase == "loading" and not first.loads else {}
+    return {"status": "ready" if ready else "not ready", **said, "models": models}
 
 
 @router.get("/metrics", response_class=Response)

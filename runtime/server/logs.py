@@ -44,6 +44,7 @@ class Costs:
         except LlmcError:
             result = None
         if result is None:
+            self.prompt_tokens += handle.prompt_tokens
             self.output_tokens += len(handle.token_ids)
             return
         self.prompt_tokens += result.usage.prompt_tokens
@@ -97,7 +98,8 @@ def route_noted(app: ASGIApp) -> ASGIApp:
         try:
             await app(scope, receive, send)
         finally:
-            note(route=getattr(scope.get("route"), "path", None))
+            if (path := getattr(scope.get("route"), "path", None)) is not None:
+                note(route=path)
 
     return noted
 
@@ -223,11 +225,13 @@ class TextFormatter(logging.Formatter):
 
 
 @contextmanager
-def logging_to_stderr(form: str) -> Iterator[None]:
-    """Write what llmc and uvicorn log, from INFO on, to stderr: ``json``, a line each, or ``text``.
+def logging_to_stderr(form: str | None) -> Iterator[None]:
+    """Write what llmc and uvicorn log, from INFO on, to stderr: ``json``, a line each, or ``text``; by default the
+    latter where a person reads it, at a terminal.
 
     Other packages' warnings are written too. The engine's own line for each request is not: there is one already.
     """
+    form = form or ("text" if sys.stderr.isatty() else "json")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root, before = logging.getLogger(), {name: logging.getLogger(name).level for name in LEVELS}

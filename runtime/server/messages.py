@@ -12,12 +12,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from typing_extensions import NotRequired, TypedDict
 
-from llmc.errors import LlmcError, RequestError
+from llmc.errors import ContextError, LlmcError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, told
-from llmc.runtime.server.chat import EFFORTS
-from llmc.runtime.server.errors import ANTHROPIC_ERRORS, ApiError, from_llmc
+from llmc.runtime.server.chat import EFFORTS, reasoned
+from llmc.runtime.server.errors import ANTHROPIC_ERRORS, ApiError, from_llmc, named
 from llmc.runtime.server.guard.refusal import refuse
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, new_id, service_at, service_of, submitted
@@ -25,6 +25,14 @@ from llmc.runtime.server.sockets import converse, manner_of
 from llmc.runtime.server.streams import EventStream, event, unless_gone
 from llmc.runtime.server.validation import read_json
 
+# This dialect's names of llmc's parameters.
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "json_schema": "output_config.format.schema",
+    "reasoning": "thinking",
+    "reasoning_budget": "thinking.budget_tokens",
+}
 PING = event({"type": "ping"}, "ping")
 FAILED = "Error: "  # before the result of a tool that failed, for templates have no other place to say so
 
@@ -110,7 +118,7 @@ class UserMessage(Body):
     """Texts of the user, and results of tools."""
 
     role: Literal["user"]
-    content: str | list[UserBlock]
+    content: str | Annotated[list[UserBlock], Field(min_length=1)]
 
     def plain(self) -> Iterator[dict[str, Any]]:
         """The messages as chat templates read them: every result is one of its own."""
@@ -150,7 +158,7 @@ class SystemMessage(Body):
     """Words of the system amid a conversation."""
 
     role: Literal["system"]
-    content: str | list[TextBlock]
+    content: str | Annotated[list[TextBlock], Field(min_length=1)]
 
     def plain(self) -> Iterator[dict[str, Any]]:
         """The message as chat templates read it."""
@@ -267,7 +275,7 @@ class Prompted(Body):
             ApiError: the last message is the assistant's, and cannot be gone on with.
         """
         if self.is_prefilled:
-            self._check_prefill(f"messages.{len(self.messages) - 1}")
+            self._check_prefill(f"messages[{len(self.messages) - 1}]")
         found = [{"role": "system", "content": text_of(self.system)}] if self.system else []
         for message in (plain for each in self.messages for plain in each.plain()):
             if found and message["role"] == found[-1]["role"] == "user":
@@ -285,14 +293,19 @@ class Prompted(Body):
             said = f"{place} is the beginning of the answer, before which thoughts would come; leave out thinking or it"
             raise ApiError(400, said, param=place)
 
-    def shown(self) -> dict[str, Any]:
-        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages."""
-        variables: dict[str, Any] = {}
-        if self.thinking is not None:
-            variables["enable_thinking"] = self.thinking.type != "disabled"
+    def shown(self, model: Model) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
+
+        Raises:
+            UsageError: the chat template cannot do as ``thinking`` says.
+        """
+        kind = None if self.thinking is None else self.thinking.type
+        thinks = None if kind in (None, "adaptive") else kind == "enabled"
+        if kind == "adaptive" and "enable_thinking" in model.chat_template.variables(False):
+            thinks = True
         return {
             "tools": [tool.plain() for tool in self.tools] if self.tools else None,
-            "chat_template_kwargs": variables or None,
+            "chat_template_kwargs": reasoned(model, None, thinks),
             "continue_final_message": self.is_prefilled,
         }
 
@@ -315,13 +328,14 @@ class MessageRequest(Sampled, Prompted):
         """
         wanted = self.output_config.format if self.output_config else None
         choice = self.tool_choice
+        if self.tool_format is not None and not self.tools:
+            raise ApiError(400, "tool_format is given without tools; leave it out, or give them", param="tool_format")
         return {
             **self.sampling(
                 max_tokens=self.max_tokens,
                 stop=self.stop_sequences or None,
                 json_schema=wanted.schema_ if wanted else None,
             ),
-            **self.shown(),
             "tool_choice": self._tool_choice(),
             "tool_format": self.tool_format,
             "parallel_tool_calls": isinstance(choice, NoChoice | None) or not choice.disable_parallel_tool_use,
@@ -526,8 +540,8 @@ def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, A
     """Submit the request, for as many tokens as the context has room for."""
     try:
         return model.stream_chat(messages, **arguments)
-    except RequestError:
-        names = ("tools", "chat_template_kwargs", "continue_final_message", "parse_special")
+    except ContextError:
+        names = ("tools", "tool_format", "chat_template_kwargs", "continue_final_message", "parse_special")
         shown = {name: arguments[name] for name in names}
         room = model.max_context - len(model.chat_tokens(messages, **shown))
         if not 0 < room < arguments["max_tokens"]:
@@ -541,7 +555,8 @@ async def _opened(body: MessageRequest, held: AsyncExitStack, service: Service) 
     note(user=body.metadata and body.metadata.user_id)
     arguments = service.bounded(body.arguments()) | {"parse_special": service.parses_special(body.parse_special)}
     model = await held.enter_async_context(service.generator(body.model))
-    handle = await submitted(partial(_submit, model, messages, arguments))
+    with named(NAMES):
+        handle = await submitted(partial(_submit, model, messages, arguments | body.shown(model)))
     held.callback(handle.cancel)
     return model, handle
 
@@ -596,5 +611,6 @@ async def count_tokens(
     response.headers.update(_request_id(request)[1])
     conversation = body.plain()
     async with service.generator(body.model) as model:
-        tokens = await run_in_threadpool(partial(model.chat_tokens, conversation, **body.shown()))
+        with named(NAMES):
+            tokens = await run_in_threadpool(partial(model.chat_tokens, conversation, **body.shown(model)))
     return {"input_tokens": len(tokens)}

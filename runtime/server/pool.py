@@ -23,7 +23,7 @@ from llmc.errors import (
     text_of,
     written,
 )
-from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.api.options import EngineOptions, row_limit
 from llmc.runtime.model import MemoryNeed, Model, default_memory, load, memory_need
 from llmc.runtime.observe.tracing import event
 from llmc.runtime.server.logs import note
@@ -51,7 +51,7 @@ class ModelState:
     Attributes:
         phase: ``ready`` while one serves, also while another one is loaded beside it.
         reason: why the last attempt to load or to swap failed; None where it did not.
-        memory: bytes of the plan that it holds.
+        memory: bytes of the plan that it holds; of a single model, which has no plan, those that it needs at least.
         users: requests that hold it.
         draining: bundles that were swapped out and finish their requests.
         loads: how often it was loaded.
@@ -71,6 +71,7 @@ class _Loaded:
 
     model: Model
     memory: int
+    least: int
     published: tuple[int, ...] | None
     users: int = 0
     used: int = 0
@@ -126,7 +127,7 @@ class ModelPool:
     Raises:
         BundleError: a folder is no bundle.
         ResourceError: a model does not fit, even alone.
-        UsageError: there is no bundle.
+        UsageError: there is no bundle, or one was not built for what the options ask.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class ModelPool:
         self._needed = 0
         self._needed = sum(self._need(self.manifest(name)).least for name in bundles)
         for name, place in self._places.items():
+            self._refuse_options(place.folder, self.manifest(name))
             self._refuse_too_large(place.folder, self._need(self.manifest(name)))
         self._changed = asyncio.Event()
         self._clock = itertools.count(1)
@@ -291,8 +293,10 @@ class ModelPool:
         """A model, within its reserved memory; what goes wrong is noted at its place."""
         started, key, published = time.monotonic(), object(), publication(folder)
         try:
+            event(log, "loading", model=place.name, bundle=str(folder))
             manifest = await self._in_thread(self._read, folder)
-            memory = await self._reserve(key, place, folder, self._need(manifest), patience_s)
+            need = self._need(manifest)
+            memory = await self._reserve(key, place, folder, need, patience_s)
             model = await self._loaded(place, folder, manifest, memory)
         except BaseException as error:
             self._free(key)
@@ -300,11 +304,13 @@ class ModelPool:
                 place.failure = _Failure(error, folder, published, time.monotonic() + RETRY_S)
                 log.error("%s: %s could not be loaded: %s", place.name, folder, _reason(error))
             raise
-        loaded = _Loaded(model, self._taken.pop(key, 0), published if publication(folder) == published else None)
+        known = published if publication(folder) == published else None
+        loaded = _Loaded(model, self._taken.pop(key, 0), need.least + need.draft, known)
         self._taken[loaded] = loaded.memory
         loaded.used = next(self._clock)
         took = round(time.monotonic() - started, 3)
-        event(log, "model loaded", model=place.name, bundle=str(folder), memory=loaded.memory, duration_s=took)
+        shown = loaded.memory or loaded.least
+        event(log, "model loaded", model=place.name, bundle=str(folder), memory=shown, duration_s=took)
         return loaded
 
     async def _loaded(self, place: _Place, folder: Path, manifest: Manifest, memory: int | None) -> Model:
@@ -334,6 +340,22 @@ class ModelPool:
 
     def _need(self, manifest: Manifest) -> MemoryNeed:
         return memory_need(manifest, self._options_of(manifest))
+
+    def _refuse_options(self, folder: Path, manifest: Manifest) -> None:
+        """Refuse what the bundle was not built for before anybody is listened to.
+
+        Raises:
+            UsageError: more tokens or rows, or a level of determinism that it cannot keep.
+        """
+        options, most = self._options_of(manifest), manifest.limits.max_context
+        context = options.get("max_context") or 1
+        if context > most:
+            raise UsageError(
+                f"max_context is {context}, but {folder} was built for {most}; lower it, or build with a larger "
+                "--max-context"
+            )
+        if manifest.geometry.encoder is None:
+            row_limit(manifest, EngineOptions(**{k: v for k, v in options.items() if k in _ENGINE_OPTIONS}))
 
     def _refuse_too_large(self, folder: Path, need: MemoryNeed) -> None:
         if self.memory is not None and need.least + need.draft > self.memory:
@@ -607,7 +629,7 @@ def _state(place: _Place) -> ModelState:
     return ModelState(
         phase,
         None if failure is None else _reason(failure.error),
-        sum(loaded.memory for loaded in held),
+        sum(loaded.memory or loaded.least for loaded in held),
         sum(loaded.users for loaded in held),
         len(place.former),
         place.loads,

@@ -16,9 +16,9 @@ from typing_extensions import NotRequired, TypedDict
 from llmc.errors import LlmcError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
-from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, biases, told
-from llmc.runtime.server.chat import EFFORTS
-from llmc.runtime.server.errors import ApiError, from_llmc
+from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, biases, check_stream, told
+from llmc.runtime.server.chat import EFFORTS, reasoned
+from llmc.runtime.server.errors import ApiError, from_llmc, named
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.response_events import Event, Output, replay
@@ -222,13 +222,22 @@ class Prompted(Body):
         told_first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return [*told_first, *plain([*before, *items])]
 
-    def shown(self) -> dict[str, Any]:
-        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages."""
-        effort = self.reasoning.effort if self.reasoning else None
+    def shown(self, model: Model) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
+
+        Raises:
+            UsageError: the chat template cannot do as ``reasoning`` says.
+        """
         return {
             "tools": [tool.plain() for tool in self.tools] if self.tools else None,
-            "chat_template_kwargs": {"enable_thinking": effort != "none"} if effort else None,
+            "chat_template_kwargs": reasoned(model, None, self.thinks),
         }
+
+    @property
+    def thinks(self) -> bool | None:
+        """True or False where the request asks for reasoning or for none."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return None if effort is None else effort != "none"
 
 
 class ResponseRequest(Sampled, Prompted):
@@ -261,6 +270,9 @@ class ResponseRequest(Sampled, Prompted):
             ApiError: parameters contradict each other.
         """
         effort = self.reasoning.effort if self.reasoning else None
+        check_stream(self.stream, self.stream_options)
+        if self.tool_format is not None and not self.tools:
+            raise ApiError(400, "tool_format is given without tools; leave it out, or give them", param="tool_format")
         return {
             **self.sampling(
                 max_tokens=self.max_output_tokens,
@@ -270,7 +282,6 @@ class ResponseRequest(Sampled, Prompted):
                 on_overflow="truncate_left" if self.truncation == "auto" else None,
                 json_schema=self._schema(),
             ),
-            **self.shown(),
             "tool_choice": self._tool_choice(),
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
@@ -300,6 +311,15 @@ class ResponseCreate(ResponseRequest):
     type: Literal["response.create"]
 
 
+# This dialect's names of llmc's parameters.
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "json_schema": "text.format.schema",
+    "reasoning": "reasoning.effort",
+    "reasoning_budget": "reasoning.effort",
+}
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -535,7 +555,9 @@ class Turn:
     async def opened(self, held: AsyncExitStack) -> tuple[Model, ChatHandle]:
         """Submit the request; model and request are held until ``held`` is closed."""
         model = await held.enter_async_context(self._service.generator(self.body.model))
-        handle = await submitted(partial(model.stream_chat, self.messages, **self.arguments))
+        with named(NAMES):
+            arguments = self.arguments | self.body.shown(model)
+            handle = await submitted(partial(model.stream_chat, self.messages, **arguments))
         held.callback(handle.cancel)
         return model, handle
 
@@ -621,25 +643,6 @@ async def owner_of(request: HTTPConnection) -> str | None:
     return found
 
 
-async def no_query(request: Request) -> None:
-    """Refuse parameters in the address.
-
-    Raises:
-        ApiError: there is one.
-    """
-    only(request)
-
-
-def only(request: Request, *known: str) -> None:
-    """Refuse parameters in the address but those that are known.
-
-    Raises:
-        ApiError: there is another one.
-    """
-    if (name := next((name for name in request.query_params if name not in known), None)) is not None:
-        raise ApiError(400, f"{name[:40]!r} is not a parameter of this route; leave it out", param=name[:40])
-
-
 Owner = Annotated[str | None, Depends(owner_of)]
 Served = Annotated[Service, Depends(service_of)]
 
@@ -675,21 +678,20 @@ async def input_tokens(body: Prompted, owner: Owner, service: Served) -> InputTo
     before = service.responses.conversation(owner, body.previous_response_id)
     messages = body.messages(before, body.items())
     async with service.generator(body.model) as model:
-        tokens = await run_in_threadpool(partial(model.chat_tokens, messages, **body.shown()))
+        with named(NAMES):
+            tokens = await run_in_threadpool(partial(model.chat_tokens, messages, **body.shown(model)))
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
 @router.get("/v1/responses/{response_id}", response_model=Answer)
 async def stored_response(
     response_id: str,
-    request: Request,
     owner: Owner,
     service: Served,
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0, description="number of the last event that is known")] = None,
 ) -> Response:
     """A stored response, as it was sent. With ``stream`` its events come, as they came or might have come."""
-    only(request, "stream", "starting_after")
     if starting_after is not None and not stream:
         said = "starting_after is given without stream; set stream to true"
         raise ApiError(400, said, param="starting_after")
@@ -701,7 +703,7 @@ async def stored_response(
     return EventStream(events, AsyncExitStack(), service.config.heartbeat_s)
 
 
-@router.delete("/v1/responses/{response_id}", dependencies=[Depends(no_query)])
+@router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, owner: Owner, service: Served) -> Deleted:
     """Forget a response. Conversations cannot go on from it, nor from those after it."""
     service.responses.delete(owner, response_id)

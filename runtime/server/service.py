@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +12,7 @@ from anyio.lowlevel import RunVar
 from starlette.requests import HTTPConnection
 
 from llmc.bundle import Manifest
+from llmc.errors import written
 from llmc.runtime import Handle, Model
 from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.guard.accounts import charge, check_model
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 H = TypeVar("H", bound=Handle)
 GUIDES = ("json_schema", "regex", "grammar", "choice", "tools")  # arguments of which grammars are made
+# Characters and items of a request that is tokenized on the event loop, which takes a millisecond at most.
+SHORT = 2048
 COMPILERS = 8  # threads; two grammars are tried at once, and each may take seconds
 _COMPILERS: RunVar[CapacityLimiter] = RunVar("llmc_compilers")
 # Models' work by the kind of their results; None is that of models that generate.
@@ -130,11 +133,11 @@ class Service:
         if most is not None:
             outputs = max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
             if outputs > most:
-                said = f"{outputs} outputs are asked for, of which this server allows {most} tokens; ask for fewer"
-                raise ApiError(400, said, param="n")
+                said = f"{written(outputs)} outputs are asked for, of which this server allows {most} tokens"
+                raise ApiError(400, f"{said}; ask for fewer", param="n")
             asked = sampling.get("max_tokens", most // outputs)
             if asked * outputs > most:
-                said = f"{asked} tokens of {outputs} outputs" if outputs > 1 else f"{asked}"
+                said = f"{written(asked)} tokens of {outputs} outputs" if outputs > 1 else written(asked)
                 raise ApiError(
                     400, f"max_tokens is {said}, this server allows {most}; ask for less", param="max_tokens"
                 )
@@ -155,16 +158,39 @@ class Service:
 
 
 async def submitted(submit: Callable[[], H]) -> H:
-    """A request submitted in a thread: tokenizing a prompt and compiling a grammar may take long.
+    """A request submitted: at once where it is short, for a thread's waking takes as long as its work, and else in a
+    thread, as tokenizing a prompt and compiling a grammar may take long.
 
     Those with a grammar share threads of their own, so that any number of slow ones keeps nobody else waiting.
+
+    Args:
+        submit: submits it; all that the client gave is among its arguments, or in a mapping there.
     """
-    arguments = submit.keywords if isinstance(submit, partial) else {}
-    has_grammar = any(arguments.get(name) is not None for name in GUIDES)
-    handle = await to_thread.run_sync(submit, limiter=_compilers() if has_grammar else None)
+    given = [*submit.args, submit.keywords] if isinstance(submit, partial) else []
+    has_grammar = any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES)
+    if given and not has_grammar and room_beside(given, SHORT) >= 0:
+        handle = submit()
+    else:
+        handle = await to_thread.run_sync(submit, limiter=_compilers() if has_grammar else None)
     charge(handle)
     watch(handle)
     return handle
+
+
+def room_beside(value: Any, room: int) -> int:
+    """``room`` less the characters and items that JSON's values in ``value`` have; negative where it is not enough."""
+    if isinstance(value, str):
+        return room - len(value)
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return room - 1
+    room -= len(value)
+    for one in value:
+        if room < 0:
+            break
+        room = room_beside(one, room)
+    return room
 
 
 def _compilers() -> CapacityLimiter:

@@ -14,7 +14,8 @@ from llmc.errors import LlmcError
 from llmc.runtime.server.errors import ApiError, as_message, from_llmc
 from llmc.runtime.server.streams import encoded
 
-Opened = Callable[[Any, AsyncExitStack], Awaitable[AsyncIterator[dict[str, Any]]]]
+Events = AsyncIterator[dict[str, Any]] | AsyncIterator[str]
+Opened = Callable[[Any, AsyncExitStack], Awaitable[Events]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ async def converse(socket: WebSocket, manner: Manner, read: Callable[[str], Any]
     Args:
         manner: how the route's dialect does so.
         read: makes a request of a message.
-        opened: submits it, and gives its events.
+        opened: submits it, and gives its events, as JSON or before.
     """
     await socket.accept()
     waiting: deque[str] = deque()
@@ -65,9 +66,7 @@ async def converse(socket: WebSocket, manner: Manner, read: Callable[[str], Any]
                 await _tell(socket, error if isinstance(error, ApiError) else from_llmc(error))
 
 
-async def _answer(
-    socket: WebSocket, manner: Manner, events: AsyncIterator[dict[str, Any]], waiting: deque[str]
-) -> None:
+async def _answer(socket: WebSocket, manner: Manner, events: Events, waiting: deque[str]) -> None:
     """Send the events, and hear the client meanwhile."""
     sending = asyncio.ensure_future(_send_all(socket, manner, events))
     tasks: list[asyncio.Future[Any]] = [sending]
@@ -116,9 +115,9 @@ async def _tell(socket: WebSocket, error: ApiError) -> None:
     await socket.send_text(encoded(as_message(socket.scope, error)))
 
 
-async def _send_all(socket: WebSocket, manner: Manner, events: AsyncIterator[dict[str, Any]]) -> None:
+async def _send_all(socket: WebSocket, manner: Manner, events: Events) -> None:
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         async for piece in pieces:
-            await socket.send_text(encoded(piece))
+            await socket.send_text(piece if isinstance(piece, str) else encoded(piece))
     if manner.end is not None:
         await socket.send_text(manner.end)

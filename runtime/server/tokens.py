@@ -9,9 +9,11 @@ from typing_extensions import TypedDict
 
 from llmc.runtime.model import template_variables
 from llmc.runtime.server.bodies import Body
-from llmc.runtime.server.chat import ChatMessage, Tool
+from llmc.runtime.server.chat import ChatMessage, Tool, conversation
 from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.guard.accounts import allowed
 from llmc.runtime.server.service import Service, service_of
+from llmc.runtime.text.shown import rendered
 
 router = APIRouter(tags=["Models and tokens"])
 
@@ -55,8 +57,8 @@ def card(service: Service, name: str) -> ModelCard:
 
 @router.get("/v1/models")
 async def models(service: Annotated[Service, Depends(service_of)]) -> ModelList:
-    """The models that are served; the first answers requests that name none."""
-    return {"object": "list", "data": [card(service, name) for name in service.pool.names]}
+    """The models that are served to this client; the first of all answers requests that name none."""
+    return {"object": "list", "data": [card(service, name) for name in service.pool.names if allowed(name)]}
 
 
 @router.get("/v1/models/{name}")
@@ -76,6 +78,11 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = True
+
+
+# Parameters of a conversation, and of a text, that mean nothing for the other one.
+OF_MESSAGES = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+OF_PROMPTS = {"add_special_tokens"}
 
 
 class Tokens(TypedDict):
@@ -114,7 +121,7 @@ class Text(TypedDict):
 
 def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
     return {
-        "messages": [message.plain() for message in body.messages or []],
+        "messages": conversation(body.messages or []),
         "tools": [tool.plain() for tool in body.tools] if body.tools else None,
         "chat_template_kwargs": body.chat_template_kwargs,
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
@@ -126,7 +133,10 @@ def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
 async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(service_of)]) -> Tokens:
     """The tokens of a text, or those of the prompt that a conversation becomes."""
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "expected either prompt or messages, and not both", param="prompt")
+        raise ApiError(400, "prompt and messages are both given or both missing, expected one of them", param="prompt")
+    for name in body.model_fields_set & (OF_MESSAGES if body.messages is None else OF_PROMPTS):
+        other = "messages" if body.messages is None else "prompt"
+        raise ApiError(400, f"{name} is given without {other}; leave it out", param=name)
     async with service.model(body.model) as loaded:
         if body.prompt is not None:
             found = await run_in_threadpool(loaded.tokenizer.encode, body.prompt, body.add_special_tokens)
@@ -152,4 +162,4 @@ async def apply_template(body: TemplateRequest, service: Annotated[Service, Depe
     async with service.model(body.model) as loaded:
         given = _plain(body)
         variables = {**template_variables(given.pop("chat_template_kwargs")), "documents": body.documents}
-        return {"prompt": await run_in_threadpool(lambda: loaded.chat_template.render(**given, **variables))}
+        return {"prompt": await run_in_threadpool(lambda: rendered(loaded.chat_template, **given, **variables))}

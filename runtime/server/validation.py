@@ -1,34 +1,162 @@
 """Bodies that do not fit, in one sentence that names the parameter."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.requests import HTTPConnection
 
-from llmc.errors import printable
+from llmc.errors import printable, written
 from llmc.runtime.server.errors import ApiError
 
-# Places that are no names of parameters: parts of a request, and kinds of values, of which pydantic names all it tried.
-KINDS = {"body", "header", "query", "path", "str", "int", "float", "bool"}
 M = TypeVar("M", bound=BaseModel)
 LONGEST_PARAM = 200  # characters of a place; clients invent names of any length
+Place = tuple[str | int, ...]
+# Parameters of addresses that clients send by themselves, and that change nothing: Anthropic's of its beta resources.
+_ALLOWED = {"/v1/messages": ("beta",), "/v1/messages/count_tokens": ("beta",)}
+# What a value is expected to be, by the kind of pydantic's error; its own sentences speak of Python.
+_EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "string_type": lambda of: "a text",
+    "int_type": lambda of: "an integer",
+    "int_from_float": lambda of: "an integer",
+    "int_parsing": lambda of: "an integer",
+    "int_parsing_size": lambda of: "an integer of fewer digits",
+    "float_type": lambda of: "a number",
+    "float_parsing": lambda of: "a number",
+    "finite_number": lambda of: "a finite number",
+    "bool_type": lambda of: "true or false",
+    "list_type": lambda of: "a list",
+    "tuple_type": lambda of: "a list",
+    "dict_type": lambda of: "an object",
+    "model_type": lambda of: "an object",
+    "model_attributes_type": lambda of: "an object",
+    "none_required": lambda of: "null, or nothing at all",
+    "literal_error": lambda of: str(of["expected"]).replace("True", "true").replace("False", "false"),
+    "greater_than_equal": lambda of: f"{of['ge']} or more",
+    "less_than_equal": lambda of: f"{of['le']} or less",
+    "string_pattern_mismatch": lambda of: f"a text like {of['pattern']}",
+    "string_too_long": lambda of: f"at most {of['max_length']} characters",
+}
 
 
-def api_error(found: Sequence[Mapping[str, Any]]) -> ApiError:
+def api_error(found: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
     """The refusal of a body, by the deepest of the faults that pydantic found; of a value that may be of several kinds
     this is the fault of the kind that it is."""
-    fault = max(found, key=lambda each: len(each["loc"]))
-    place = [part for part in fault["loc"] if part not in KINDS and "[" not in str(part)]
-    param = printable(".".join(map(str, place)))[:LONGEST_PARAM] or None
-    if fault["type"] == "extra_forbidden":
-        return ApiError(400, f"{param} is not a parameter of this route; leave it out", param=param)
-    if fault["type"] == "json_invalid":
+    places = [_place(fault, body) for fault in found]
+
+    def depth(number: int) -> tuple[int, bool, int]:
+        one = found[number]  # that a value is of another kind says less than what is wrong with its own
+        return len(places[number]), not one["type"].endswith("_type"), len(one["loc"])
+
+    deepest = max(range(len(found)), key=depth)
+    fault, param = found[deepest], _spelt(places[deepest])
+    kind = fault["type"]
+    if kind == "json_invalid":
         reason = fault.get("ctx", {}).get("error", "")
         return ApiError(400, f"the body is no JSON ({reason}), expected an object", param=None)
     if param is None:
+        if body is None or body == b"":
+            return ApiError(400, "the body is empty, expected a JSON object")
         return ApiError(400, "the body is no JSON object; send one, with the header content-type: application/json")
-    text = fault["msg"][:1].lower() + fault["msg"][1:]
-    return ApiError(400, f"{param} does not fit: {text}", param=param)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"{param} is not a parameter of this route; leave it out", param=param)
+    return ApiError(400, f"{param} {_said(fault, found, places, deepest)}", param=param)
+
+
+def _said(fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: Sequence[Place], at: int) -> str:
+    """The rest of the sentence that begins with the parameter."""
+    kind, about, value = fault["type"], fault.get("ctx", {}), fault.get("input")
+    if kind == "missing":
+        return "is missing; give it"
+    if kind == "union_tag_not_found":
+        return f"names no {_discriminator(about)}, by which its kind is known; give it"
+    if kind == "union_tag_invalid":
+        tags = str(about["expected_tags"])
+        return f"has the {_discriminator(about)} {_shown(about['tag'])}, expected {'one of ' * (',' in tags)}{tags}"
+    if kind in ("too_short", "too_long"):
+        bound = f"{about['min_length']} or more" if kind == "too_short" else f"at most {about['max_length']}"
+        count = about.get("actual_length")
+        return f"is empty, expected {bound} items" if count == 0 else f"holds {count} items, expected {bound}"
+    # Of a value that fits none of several kinds each is told of.
+    kinds = [
+        _EXPECTED[other["type"]](other.get("ctx", {}))
+        for other, place in zip(found, places, strict=True)
+        if place == places[at] and other["type"] in _EXPECTED
+    ]
+    if kinds:
+        return f"is {_shown(value)}, expected {' or '.join(dict.fromkeys(kinds))}"
+    return f"does not fit: {fault['msg'][:1].lower()}{fault['msg'][1:]}"
+
+
+def _discriminator(about: Mapping[str, Any]) -> str:
+    """The field that tells kinds of values apart; where a function does, it reads ``type``."""
+    name = str(about["discriminator"])
+    return "type" if name.endswith("()") else name.strip("'")
+
+
+def _shown(value: Any) -> str:
+    """A value as its client wrote it, or what it is, where it is long."""
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, Mapping):
+        return "an object"
+    return json.dumps(value) if value is None or isinstance(value, bool | float) else written(value)
+
+
+def _spelt(place: Place) -> str | None:
+    """A place as OpenAI writes it: ``messages[0].content``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    return printable(text)[:LONGEST_PARAM] or None
+
+
+def _place(fault: Mapping[str, Any], body: Any) -> Place:
+    """The place of a fault in what the client sent: pydantic names kinds of values among it, too."""
+    where, *rest = fault["loc"] or ("",)
+    if where in ("header", "query", "path"):
+        return tuple(map(str, rest))
+    parts = rest if where == "body" else list(fault["loc"])
+    absent = fault["type"] == "missing" and parts
+    found, _ = _traced(tuple(parts[:-1] if absent else parts), body)
+    return (*found, parts[-1]) if absent else found
+
+
+def _traced(parts: Place, at: Any) -> tuple[Place, bool]:
+    """Those of ``parts`` that lead through a value, as many as can; and True if the last one is among them."""
+    if not parts:
+        return (), False
+    part, rest = parts[0], parts[1:]
+    passed, reached = _traced(rest, at)
+    inside = (isinstance(at, Mapping) and part in at) or (
+        isinstance(at, list) and isinstance(part, int) and part < len(at)
+    )
+    if not inside:
+        return passed, reached
+    found, ends = _traced(rest, at[part])
+    taken: tuple[Place, bool] = ((part, *found), ends or not rest)
+    return max((taken, (passed, reached)), key=lambda each: (each[1], len(each[0])))
+
+
+async def no_query(connection: HTTPConnection) -> None:
+    """Refuse parameters in the address of what has a body for them; and in any other, those that its route lacks.
+
+    Raises:
+        ApiError: there is one.
+    """
+    if connection.scope.get("method") == "GET" and not connection.url.path.startswith("/v1/responses/"):
+        return  # questions, of which each can be asked with more than is heard
+    route = connection.scope.get("route")
+    known = {parameter.name for parameter in route.dependant.query_params} if isinstance(route, APIRoute) else set()
+    allowed = {*known, *_ALLOWED.get(connection.scope["path"], ())}
+    if (name := next((name for name in connection.query_params if name not in allowed), None)) is not None:
+        where = (
+            "of this address; write it into the body"
+            if connection.scope.get("method") == "POST"
+            else "of this route; leave it out"
+        )
+        raise ApiError(400, f"{name[:40]} is not a parameter {where}", param=name[:40] or None)
 
 
 def read_json(kind: type[M], text: str) -> M:
@@ -40,4 +168,7 @@ def read_json(kind: type[M], text: str) -> M:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        raise api_error(error.errors()) from error
+        body: Any = b"" if not text.strip() else text
+        with suppress(ValueError, RecursionError):
+            body = json.loads(text)
+        raise api_error(error.errors(), body) from error

@@ -47,10 +47,12 @@ class Session(ABC):
     Attributes:
         cache: the KV cache that calls read and write.
         substitutes: whether a phase runs on the other phase's graph, because this machine cannot run its own.
+        changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
     """
 
     cache: KVCache
     substitutes = False
+    changes_kernels = False
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime.text.control_tokens import Disguise
@@ -42,6 +43,7 @@ class ChatTemplate:
         self._sandbox = Sandbox()
         self._special_tokens = dict(special_tokens)
         self._sources = dict(templates)
+        self._variables: dict[str, frozenset[str]] = {}
         self._templates = {name: _guarded(self._sandbox.from_string, source) for name, source in templates.items()}
 
     @classmethod
@@ -57,6 +59,14 @@ class ChatTemplate:
     def source(self, tools: bool) -> str:
         """The source of the template for messages with tools, or without."""
         return self._sources[self._name(tools)]
+
+    def variables(self, tools: bool) -> frozenset[str]:
+        """Names that the template for messages with tools, or without, may read of what it is given."""
+        name = self._name(tools)
+        if name not in self._variables:
+            names = jinja2.meta.find_undeclared_variables(self._sandbox.parse(self._sources[name]))
+            self._variables[name] = frozenset(names) - self._sandbox.globals.keys() - self._special_tokens.keys()
+        return self._variables[name]
 
     def _name(self, tools: bool) -> str:
         return "tool_use" if tools and "tool_use" in self._templates else "default"

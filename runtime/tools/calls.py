@@ -29,6 +29,10 @@ class MarkedCalls:
         """There is none."""
         return ""
 
+    def may_be_bare(self, text: str) -> bool:
+        """None is."""
+        return False
+
 
 @dataclass(frozen=True)
 class ToolCall:

@@ -1,7 +1,7 @@
 """The formats of calls by the families that use them, and which of them a checkpoint's chat template teaches."""
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from llmc.errors import UsageError, written
 from llmc.runtime.tools.calls import Tool
@@ -41,6 +41,12 @@ class CallFormat(Protocol):
 
     def bare_grammar(self) -> str:
         """A regular expression of what only calls without an opening mark begin with."""
+
+    def may_be_bare(self, text: str) -> bool:
+        """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls, names with arguments, as a model is taught to write them."""
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
         """Read calls from one of ``begins`` on; False if none follows, and then nothing was handed on."""
@@ -106,6 +112,15 @@ _TELLING = (
 def format_of(template: str) -> str | None:
     """The name of the format that a chat template's source teaches, None if it teaches none that is known."""
     return next((name for text, name in _TELLING if text in template), None)
+
+
+def writer(name: str | None) -> Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str] | None:
+    """The writer of calls in the format of that name; None for none.
+
+    Raises:
+        UsageError: there is no such format.
+    """
+    return None if name is None else format_named(name).write
 
 
 def format_named(name: str) -> CallFormat:

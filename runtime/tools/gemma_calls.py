@@ -3,6 +3,7 @@
 https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,19 @@ class GemmaCalls(MarkedCalls):
         more = f" ({spell(self.begin)} {one})*" if parallel else ""
         call = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"
         return "\n".join([f"calls: {one}{more}", call, *calls, *rules.written, "TEXT_VALUE: /(.|\\n)*/", ""])
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls, names with arguments, as a model is taught to write them."""
+        return "".join(f"{self.begin}call:{tool}{self._value(given)}{self.end}" for tool, given in calls)
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{self.quote}{value}{self.quote}"
+        if isinstance(value, Mapping):
+            return f"{{{','.join(f'{key}:{self._value(item)}' for key, item in value.items())}}}"
+        if isinstance(value, list | tuple):
+            return f"[{','.join(map(self._value, value))}]"
+        return json.dumps(value)
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
         """Read a call from its opening mark on; False if none follows, and then nothing was handed on."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmc.runtime.tools.calls import MarkedCalls, Tool
 from llmc.runtime.tools.grammar import Spell, literal, schema_of
@@ -68,6 +69,11 @@ class JsonCalls:
         """A regular expression of what only calls begin with."""
         return rf'\{{[ \n\t]*"{self.keys[0]}"'
 
+    def may_be_bare(self, text: str) -> bool:
+        """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""
+        head, written = f'{{"{self.keys[0]}"', "".join(text.split())
+        return head.startswith(written) or written.startswith(head)
+
     def _object(self, tool: Tool) -> str:
         name, arguments = self.keys
         head = f'"{name}": "{tool.name}", "{arguments}": '
@@ -77,6 +83,20 @@ class JsonCalls:
             number = literal(f'{{"{self.numbered}": "')
             opening = f"{number} /[0-9]{{1,2}}/ {literal(chr(34) + ', ' + head)}"
         return f"{opening} {schema_of(tool)} {literal('}')}"
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls, names with arguments, as a model is taught to write them."""
+        name, arguments = self.keys
+        written = []
+        for number, (tool, given) in enumerate(calls):
+            numbered = {self.numbered: str(number)} if self.numbered else {}
+            written.append(json.dumps({**numbered, name: tool, arguments: given}, ensure_ascii=False))
+        if self.bare:
+            return "; ".join(written)
+        begin = self.begins[0]
+        if self.listed:
+            return f"{begin}{'' if begin.endswith('[') else '['}{', '.join(written)}]{self.end}"
+        return (self.between or "").join(f"{begin}{self.pad}{one}{self.pad}{self.end}" for one in written)
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
         """Read calls from one of ``begins`` on; False if none follows, and then nothing was handed on."""
@@ -128,6 +148,12 @@ class NamedCalls(MarkedCalls):
         calls = "\n".join(f"call_{i}: {choice}" for i, choice in enumerate(choices))
         more = f" ({spell(self.begin)} call)*" if parallel else ""
         return f"calls: call{more}\ncall: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n{calls}\n"
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls, names with arguments, as a model is taught to write them."""
+        return "".join(
+            f"{self.begin}{tool}{self.middle}{json.dumps(given, ensure_ascii=False)}" for tool, given in calls
+        )
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
         """Read a call from its opening mark on; False if none follows, and then nothing was handed on."""

@@ -23,7 +23,8 @@ class ChatParser:
     in which the text comes.
 
     Line ends around reasoning, and blanks around calls, belong to the format and are left out. What begins like a call
-    and is none is content; what breaks off after its name is a call with what was written of its arguments.
+    and is none is content; what breaks off after its name is a call with what was written of its arguments, and what
+    the length cut off before that is left out.
 
     Args:
         calls: the format of calls; None reads none.
@@ -46,11 +47,15 @@ class ChatParser:
         self._marks = marks
         self._new_id = new_id
         self._source = Source()
+        self._is_plain = False  # all that comes is content
         self._reader = self._read(thinking)
         self._calls = 0
+        self._cut = False
 
     def push(self, text: str) -> Parsed:
         """Take the next piece of the output."""
+        if self._is_plain:
+            return Parsed(text)
         self._source.text += text
         events = []
         for event in self._reader:
@@ -59,9 +64,9 @@ class ChatParser:
             events.append(event)
         return self._parsed(events)
 
-    def finish(self) -> Parsed:
-        """The rest: nothing more comes."""
-        self._source.ended = True
+    def finish(self, cut: bool = False) -> Parsed:
+        """The rest: nothing more comes; ``cut`` where the output had not come to its end."""
+        self._source.ended, self._cut = True, cut
         return self.push("")
 
     def _parsed(self, events: Sequence[Event]) -> Parsed:
@@ -85,7 +90,11 @@ class ChatParser:
         """The order of an output: reasoning, if any, then the answer and its calls."""
         if self._marks is not None:
             yield from self._read_reasoning(self._marks, thinking)
-        yield from self._read_answer()
+        if self._format is not None:
+            yield from self._read_answer(self._format)
+            return
+        self._is_plain = True
+        yield Content(self._source.rest)
 
     def _read_reasoning(self, marks: ThinkingMarks, thinking: bool) -> Reading[None]:
         source, start = self._source, self._source.at
@@ -121,29 +130,31 @@ class ChatParser:
             if found:
                 source.at += min(found)
                 return rest[: min(found)], True
-            held = 0 if source.ended else max((overlap(rest, mark) for mark in marks), default=0)
-            if len(rest) > held or source.ended:
+            held = max((overlap(rest, mark) for mark in marks), default=0)
+            if source.ended:
+                source.at += len(rest)
+                return rest[: len(rest) - (held if self._cut and held > 1 else 0)], False
+            if len(rest) > held:
                 source.at += len(rest) - held
                 return rest[: len(rest) - held], False
             source.forget()
             yield None
 
-    def _read_answer(self) -> Reading[None]:
+    def _read_answer(self, form: CallFormat) -> Reading[None]:
         """Content, and calls in it. Blanks are held until it is known whether they are next to a call."""
-        source, form = self._source, self._format
-        marks = () if form is None else form.begins
-        called = form is not None and bool(form.bare_starts) and (yield from self._read_bare(form))
+        source = self._source
+        called = bool(form.bare_starts) and (yield from self._read_bare(form))
         held = ""
         while True:
-            piece, at_mark = yield from self._until(marks)
+            piece, at_mark = yield from self._until(form.begins)
             text = held + piece
             held = text[len(text.rstrip(BLANKS)) :]
             if len(text) > len(held):
                 called = False
                 yield Content(text[: len(text) - len(held)])
-            if at_mark and form is not None:
+            if at_mark:
                 start = source.at
-                if (yield from form.read(source, self._tools)):
+                if (yield from self._read_call(form)):
                     held, called = "", True
                 else:
                     source.at = start + 1
@@ -157,7 +168,24 @@ class ChatParser:
         """Read an answer that is a call from its first character on; False if it is none."""
         source, start = self._source, self._source.at
         yield from source.skip_blanks()
-        if (yield from source.peek()) in form.bare_starts and (yield from form.read(source, self._tools)):
+        if (yield from source.peek()) in form.bare_starts and (yield from self._read_call(form, bare=True)):
             return True
         source.at = start
         return False
+
+    def _read_call(self, form: CallFormat, bare: bool = False) -> Reading[bool]:
+        """Read calls; True also where the output was cut off while one could have followed, which is left out."""
+        source, start, waited = self._source, self._source.at, False
+        reading = form.read(source, self._tools)
+        while True:
+            try:
+                event = next(reading)
+            except StopIteration as ended:
+                found = bool(ended.value)
+                break
+            yield event
+            waited = waited or (event is None and source.ended)
+        if not waited or not self._cut or (bare and not found and not form.may_be_bare(source.text[start:])):
+            return found
+        source.at = len(source.text)
+        return True

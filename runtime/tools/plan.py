@@ -166,7 +166,7 @@ def _calls(template: str, name: str | None) -> CallFormat:
     name = format_of(template) if name is None else name
     if name is None:
         raise UsageError(
-            "the model's chat template teaches no format of calls that is known; name one with tool_format "
-            f"({', '.join(FORMATS)}), or set tool_choice='none'"
+            "tools cannot be called: the model's chat template teaches no format of calls that is known; name one with "
+            f"tool_format ({', '.join(FORMATS)}), or set tool_choice='none'"
         )
     return format_named(name)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmc.runtime.tools.calls import Tool
 from llmc.runtime.tools.grammar import Spell, literal, parameters_of, value_of
@@ -58,7 +59,20 @@ class PythonCalls:
         """A regular expression of what only calls begin with."""
         return r"\[[A-Za-z0-9_.-]+\("
 
+    def may_be_bare(self, text: str) -> bool:
+        """True: what the reader waits for after the bracket is a name."""
+        return True
+
     # ------------------------------------------------------------------------------------------------------- reading
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls, names with arguments, as a model is taught to write them."""
+        written = []
+        for tool, given in calls:
+            items = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
+            written.append(f"{tool}({', '.join(items)})")
+        joined = self.between.join(written)
+        return f"{self.begin}\n{joined}\n{self.end}" if self.begin else f"[{joined}]"
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
         """Read calls from the opening mark on; False if none follows, and then nothing was handed on."""

@@ -85,6 +85,14 @@ class XmlCalls(MarkedCalls):
 
     # ------------------------------------------------------------------------------------------------------- reading
 
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls, names with arguments, as a model is taught to write them."""
+        written = []
+        for tool, given in calls:
+            parts = "".join(f"<parameter={k}>{self.pad}{_spelt(v)}{self.pad}{_END}\n" for k, v in given.items())
+            written.append(f"{self.begin}\n<function={tool}>\n{parts}</function>\n{self.end}")
+        return "\n".join(written)
+
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
         """Read a call from its opening mark on; False if none follows, and then nothing was handed on."""
         yield from source.take(self.begin)

@@ -9,6 +9,7 @@ from doubles.geometries import uniform
 from doubles.ggufs import write_gguf
 
 from llmc import bundle
+from llmc.bundle import read_bundle
 from llmc.cli.output import size
 from llmc.publish import file_entries
 
@@ -107,6 +108,27 @@ def test_a_bundles_memory_is_its_own_plan(llmc, bundle_folder: Path):
         },
         "total": 500 + 50 + 1000 + 200 + 64 + (16 + 8) * 256 + 30,
     }
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_bytes_on_disk_are_those_of_the_files_by_what_they_are(llmc, tiny_bundle: Path, command: str):
+    sizes = {path.name: path.stat().st_size for path in tiny_bundle.iterdir()}
+    graphs = sum(size for name, size in sizes.items() if name.endswith(".onnx"))
+    found = json.loads(llmc(command, tiny_bundle, "--json").out)["disk"]
+    assert found == {
+        "weights": sizes["weights.bin"],
+        "graphs": graphs,
+        "text": sum(sizes.values()) - sizes["weights.bin"] - graphs,
+    }
+    assert " weights + " in next(line for line in llmc(command, tiny_bundle).out.splitlines() if "on disk" in line)
+
+
+def test_a_bundle_holds_its_weights_once(tiny_bundle: Path, compiled_bundle: Path):
+    """As its graphs read them; with packed ones too it is nearly twice as large."""
+    graphs = read_bundle(tiny_bundle).graphs.values()
+    stored = (tiny_bundle / "weights.bin").stat().st_size
+    assert stored <= 1.1 * sum(graph.weight_bytes for graph in graphs)
+    assert (compiled_bundle / "weights.bin").stat().st_size > 1.5 * stored
 
 
 @pytest.mark.parametrize(

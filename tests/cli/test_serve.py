@@ -59,11 +59,21 @@ def test_flags_go_before_the_file(llmc, served: list[ServerConfig], tmp_path: Pa
         (["--max-body-bytes", "big"], "'big' is no size"),
         (["--config", "none.toml"], "'none.toml' does not exist"),
         (["a=x", "a=y"], "two bundles are called 'a'"),
+        (["a b=x"], "models has the name 'a b', expected letters, digits and . _ : / + @ -"),
+        ([""], "the bundle '' names no folder"),
+        (["a="], "the bundle 'a=' names no folder"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_flag(llmc, served: list[ServerConfig], arguments: list[str], message: str):
     ran = llmc("serve", "tiny", *arguments)
     assert (ran.code, served) == (2, []) and message in ran.err
+
+
+def test_what_a_file_says_is_refused_by_its_keys(llmc, served: list[ServerConfig], tmp_path: Path):
+    file = tmp_path / "serve.toml"
+    file.write_text("max_queue = 0\n")
+    ran = llmc("serve", "tiny", "--config", str(file))
+    assert (ran.code, served) == (2, []) and f"{file}: max_queue is 0, expected 1" in ran.err
 
 
 def test_help_lists_every_setting_with_its_sentence(llmc):

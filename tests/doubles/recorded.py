@@ -7,6 +7,8 @@ that a builder's caller notices: a parsed graph has layers, a built engine has b
 
 import enum
 import json
+import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -53,6 +55,11 @@ class RecordedLibrary:
         log: what the builder logs while it builds, as (severity, text).
         builds: whether the builder succeeds.
         drops: inputs of operators that the parser passes over, as ("Attention", 6).
+        parser_log: what the parser logs.
+        gpu: compute capability of the GPU that it builds on; on Thor it merges products wrongly, unless it is told not
+            to.
+        fuses: whether there is a fused kernel for attention; without one it must be allowed to take it apart.
+        refuses: what the builder says of a graph that it finds no kernels for; nothing of others.
     """
 
     def __init__(
@@ -62,11 +69,16 @@ class RecordedLibrary:
         log: tuple[tuple[str, str], ...] = (),
         builds: bool = True,
         drops: tuple[tuple[str, int], ...] = (),
+        parser_log: tuple[tuple[str, str], ...] = (),
+        gpu: str = "",
+        fuses: bool = True,
+        refuses: Callable[[Any], str] = lambda graph: "",
     ) -> None:
         described = surface(version)
         self.__name__ = "tensorrt"
         self.__version__ = described["__version__"]
         self.log, self.builds, self.drops = log, builds, drops
+        self.parser_log, self.gpu, self.fuses, self.refuses = parser_log, gpu, fuses, refuses
         self.calls: list[Call] = []
         self.native_logger: Any = None
         for name, spec in described.items():
@@ -164,6 +176,10 @@ def new(name: str, **values: Any) -> Callable[..., Any]:
 
 def start(library: RecordedLibrary, self: Any, native_logger: Any) -> None:
     library.native_logger = native_logger
+    told = os.environ.get("__LUNOWUD", "")
+    since = tuple(map(int, library.__version__.split(".")[:2]))
+    if library.gpu == "11.0" and since >= (10, 13):
+        assert "-peep:fc_h_fusion=off" in told, "products of one row that share an input would be merged wrongly"
 
 
 def create_network(library: RecordedLibrary, self: Any, flags: int = 0) -> Any:
@@ -176,6 +192,8 @@ def create_parser(library: RecordedLibrary, self: Any, network: Any, native_logg
 
 def parse(library: RecordedLibrary, self: Any, model: bytes, path: str | None = None) -> bool:
     graph = onnx.load_from_string(bytes(model)).graph
+    for severity, text in library.parser_log:
+        library.native_logger.log(library.ILogger.Severity[severity], text)
     for node in graph.node:
         needed = LAYERS.get(node.op_type, ("add_cast", ""))[0]
         if not hasattr(library.INetworkDefinition, needed):
@@ -211,6 +229,7 @@ def _import(library: RecordedLibrary, network: Any, graph: Any) -> None:
     def tensor(name: str) -> Any:
         return tensors.setdefault(name, _tensor(library, name))
 
+    network.__dict__["_graph"] = graph
     network._inputs.extend(tensors[value.name] for value in graph.input)
     network._outputs.extend(tensors[value.name] for value in graph.output)
     for node in graph.node:
@@ -218,13 +237,18 @@ def _import(library: RecordedLibrary, network: Any, graph: Any) -> None:
         kind = LAYERS.get(node.op_type, ("", "ELEMENTWISE"))[1]
         between = [tensor(f"{node.name}.attention")] if kind == "ATTENTION_INPUT" else None
         made = [tensor(name) for name in node.output]
-        network._layers.append(_layer(library, node.name, kind, list(map(tensor, read)), between or made))
+        given = list(map(tensor, read))
+        if between:  # query and keys times the root of the scale, even of 1
+            for index in (0, 1):
+                scaled = tensor(f"{node.name}.scaled.{index}")
+                network._layers.append(
+                    _layer(library, scaled.name, "ELEMENTWISE", [given[index], tensor("scale")], [scaled])
+                )
+                given[index] = scaled
+        network._layers.append(_layer(library, node.name, kind, given, between or made))
         if between:
             network._layers[-1].__dict__["attention"] = library.make(
-                "IAttention",
-                name=node.name,
-                _inputs=list(map(tensor, read)),
-                _outputs=made,
+                "IAttention", name=node.name, _inputs=given, _outputs=made
             )
             network._layers.append(_layer(library, f"{node.name}.out", "ATTENTION_OUTPUT", between, made))
 
@@ -247,15 +271,39 @@ def _layer(library: RecordedLibrary, name: str, kind: str, inputs: list[Any], ou
     )
 
 
+def set_input(library: RecordedLibrary, self: Any, index: int, tensor: Any) -> None:
+    self._inputs[index] = tensor  # the list is its layer's, too
+
+
 def log_and(result: Callable[..., Any]) -> Callable[..., Any]:
     """A behaviour that logs what the library was told to log, and then succeeds or not."""
 
-    def behaviour(library: RecordedLibrary, self: Any, *args: Any) -> Any:
-        for severity, text in library.log:
+    def behaviour(library: RecordedLibrary, self: Any, network: Any, config: Any, *args: Any) -> Any:
+        log = list(library.log)
+        attentions = [layer for layer in network._layers if layer.type.name == "ATTENTION_INPUT"]
+        for layer in attentions:
+            assert ".scaled." not in layer._inputs[1].name, "all keys are multiplied by a scale at every step"
+            if not library.fuses and not layer.attention.decomposable:
+                log.append(("ERROR", "Attention operation was not supported by a dedicated kernel."))
+        if refused := library.refuses(network._graph):
+            log.append(("ERROR", refused))
+        if library.gpu == "11.0":
+            _check_shared(network._graph)
+        for severity, text in log:
             library.native_logger.log(library.ILogger.Severity[severity], text)
-        return result(library, *args)
+        if len(log) > len(library.log):
+            return None
+        return result(library, network, config, *args)
 
     return behaviour
+
+
+def _check_shared(graph: Any) -> None:
+    """Products of float weights that share an input are merged, and on Thor wrongly."""
+    weights = {tensor.name for tensor in graph.initializer}
+    readers = Counter(node.input[0] for node in graph.node if node.op_type == "MatMul" and node.input[1] in weights)
+    shared = [name for name, count in readers.items() if count > 1]
+    assert not shared, f"several products read {shared[0]}: they would be merged wrongly"
 
 
 def whole(library: RecordedLibrary, network: Any, config: Any) -> bytes | None:
@@ -315,6 +363,7 @@ BEHAVIOURS: dict[tuple[str, str], Callable[..., Any]] = {
     ("INetworkDefinition", "get_layer"): item("_layers"),
     ("INetworkDefinition", "get_input"): item("_inputs"),
     ("INetworkDefinition", "get_output"): item("_outputs"),
+    ("IAttention", "set_input"): set_input,
     ("", "get_input"): item("_inputs"),
     ("", "get_output"): item("_outputs"),
     ("IBuilderConfig", "add_optimization_profile"): lambda library, self, profile: 0,

@@ -28,6 +28,8 @@ TYPES = {
 # Bytes that each profile's contexts work in.
 WORKSPACE = (3000, 5000)
 MAGIC = "a plan of the double"
+# By what the results of a kernel for any shape differ from those of the kernel for one.
+GENERAL = 1 + 2**-20
 
 
 def make_plan(
@@ -139,6 +141,7 @@ class FakeTensorRT:
         refuses: with which error no engine is loaded; empty loads them.
         fails_at: number of the run that fails, the first is 1; 0 for none.
         starts: whether the runtime can start.
+        mixes_rows: logits of a batch's rows are all those of its first one.
         contexts: all that were made, of all engines.
         runtimes: all that were made.
     """
@@ -166,12 +169,15 @@ class FakeTensorRT:
         self.compiled: list[str] = []
         if compiles:
             self.CudaGraphStrategy = CudaGraphStrategy
+            self.DynamicShapesKernelSpecializationStrategy = KernelStrategy
+            self.ComputeCapability = ComputeCapability
         self.driver = driver
         self.asks_aliases = True
         self.capturable: bool | None = None
         self.refuses = ""
         self.fails_at = 0
         self.starts = True
+        self.mixes_rows = False
         self.runs = 0
         self.contexts: list[Context] = []
         self.runtimes: list[Runtime] = []
@@ -261,6 +267,27 @@ class CudaGraphStrategy(enum.Enum):
     WHOLE_GRAPH_CAPTURE = 1
 
 
+class KernelStrategy(enum.Enum):
+    """When kernels for a new shape are compiled: LAZY runs a general one first, which rounds otherwise."""
+
+    LAZY = 0
+    EAGER = 1
+    NONE = 2
+
+
+class ComputeCapability(enum.Enum):
+    """The GPUs that the library lists."""
+
+    NONE = 0
+    CURRENT = 1
+    SM75 = 75
+    SM80 = 80
+    SM86 = 86
+    SM89 = 89
+    SM120 = 120
+    SM121 = 121
+
+
 class RuntimeCache:
     """``IRuntimeCache``: names of kernels."""
 
@@ -286,6 +313,7 @@ class RuntimeConfig:
         self._library = library
         self.strategy = FakeTensorRT.ExecutionContextAllocationStrategy.STATIC
         self.cuda_graph_strategy = CudaGraphStrategy.DISABLED
+        self.dynamic_shapes_kernel_specialization_strategy = KernelStrategy.LAZY
         self.cache: RuntimeCache | None = None
 
     def create_runtime_cache(self) -> RuntimeCache:
@@ -317,6 +345,7 @@ class Context:
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._warm = False
+        self._recorded: tuple[dict[str, Shape], dict[str, int]] | None = None
         self.history: list[dict[str, Shape]] = []
         if self._library.capturable is not None:
             self.is_stream_capturable = lambda stream: self._library.capturable
@@ -373,19 +402,46 @@ class Context:
         if reason:
             return self._refuse(reason)
         self._check_memory()
-        self._compile()
-        self._driver.submit(stream, self._work(dict(self._shapes), dict(self._addresses), self._memory))
+        self._check_recording()
+        rounds = self._compile()
+        work = self._work(dict(self._shapes), dict(self._addresses), self._memory, rounds)
+        self._driver.submit(stream, self._as_set(work) if self._driver.is_capturing(stream) else work)
         self._warm = True
         self.history.append(dict(self._shapes))
         return True
 
-    def _compile(self) -> None:
-        """A kernel for these shapes, if the library compiles any and has not yet."""
-        if self.config is not None and self.config.cache is not None:
-            name = str(sorted(self._shapes.items()))
-            if name not in self.config.cache.kernels:
-                self.config.cache.kernels.add(name)
-                self._library.compiled.append(name)
+    def _as_set(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Recorded work, which needs the context to be set for it whenever it is launched."""
+        shapes, addresses = dict(self._shapes), dict(self._addresses)
+
+        def replayed() -> None:
+            if (self._shapes, self._addresses) != (shapes, addresses):
+                raise RuleBrokenError("a recording is launched while its context is set for another call")
+            work()
+
+        return replayed
+
+    def _check_recording(self) -> None:
+        """A context that records has one recording, of its first shapes and addresses."""
+        if self.config is None or self.config.cuda_graph_strategy is CudaGraphStrategy.DISABLED:
+            return
+        now = dict(self._shapes), dict(self._addresses)
+        self._recorded = self._recorded or now
+        if self._recorded != now:
+            raise RuleBrokenError("a context that records runs got another call: it would be recorded anew each time")
+
+    def _compile(self) -> float:
+        """Compile a kernel for these shapes, if the library compiles any and has not yet; by what this run's results
+        are multiplied, for the general kernel rounds otherwise."""
+        if self.config is None or self.config.cache is None:
+            return 1.0
+        name, strategy = str(sorted(self._shapes.items())), self.config.dynamic_shapes_kernel_specialization_strategy
+        known = name in self.config.cache.kernels
+        if not known and strategy is not KernelStrategy.NONE:
+            self.config.cache.kernels.add(name)
+            self._library.compiled.append(name)
+        eager = strategy is KernelStrategy.EAGER
+        return 1.0 if eager or (known and strategy is KernelStrategy.LAZY) else GENERAL
 
     def _obstacle(self, stream: int) -> str:
         engine = self._engine
@@ -420,7 +476,9 @@ class Context:
             if swapped and self._addresses[present] == self._addresses[past]:
                 raise RuleBrokenError(f"{present} overwrites {past} while it is read")
 
-    def _work(self, shapes: dict[str, Shape], addresses: dict[str, int], memory: tuple[int, int]) -> Callable[[], None]:
+    def _work(
+        self, shapes: dict[str, Shape], addresses: dict[str, int], memory: tuple[int, int], factor: float
+    ) -> Callable[[], None]:
         engine, driver = self._engine, self._driver
 
         def work() -> None:
@@ -443,6 +501,9 @@ class Context:
             for name, found in zip(engine.outputs, io.get_outputs(), strict=True):
                 if name not in engine.aliases:
                     values = found.numpy()
+                    if engine.library.mixes_rows and name == "logits":
+                        values = np.broadcast_to(values[:1], values.shape)
+                    values = values * np.asarray(factor, values.dtype) if factor != 1.0 else values
                     self._at(addresses[name], values.shape, engine.outputs[name].type)[:] = values
 
         return work

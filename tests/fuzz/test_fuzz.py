@@ -27,9 +27,9 @@ def fuzzed(subject: str, folder: Path, scratch: Path, seconds: float, *more: str
 
 @pytest.mark.parametrize("subject", SECONDS)
 def test_hostile_files_are_used_as_if_sound_or_refused_in_one_sentence(
-    subject: str, tiny_bundle: Path, tiny_checkpoint: Path, tmp_path: Path
+    subject: str, compiled_bundle: Path, tiny_checkpoint: Path, tmp_path: Path
 ):
-    folder = {"checkpoint": tiny_checkpoint, "gguf": tmp_path / "gguf"}.get(subject, tiny_bundle)
+    folder = {"checkpoint": tiny_checkpoint, "gguf": tmp_path / "gguf"}.get(subject, compiled_bundle)
     if subject == "gguf":
         folder.mkdir()
         write_gguf(tiny_checkpoint, folder / "model.gguf", "Q4_0")

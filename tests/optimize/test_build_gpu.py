@@ -14,7 +14,8 @@ from typing import Any
 
 import onnx
 import pytest
-from doubles.machines import H200, NO_GPU, ORIN
+from doubles.cuda import FakeDriver
+from doubles.machines import H200, NO_GPU, ORIN, THOR
 from doubles.recorded import PLAN, RecordedLibrary
 
 from llmc.bundle import Budget, EngineConfig, Manifest, read_bundle, verify_files
@@ -24,6 +25,7 @@ from llmc.optimize.build import BuildReport, build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.plan.device import device_plan
 from llmc.optimize.recipe import Request
+from llmc.optimize.tensorrt.products import Compared
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime import load
 from llmc.runtime.host import disk_cache
@@ -31,6 +33,7 @@ from llmc.runtime.host.probe import Probe
 from llmc.runtime.model import verify
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
+BLOCKS = "gpt2-scale-by-layer"  # every linear has whole blocks of int4
 SMALL = {"max_context": 64, "max_batch": 2}
 DEFERRED = EngineRequest(deferred=True)
 # Random weights of 80 inputs: int4 wants whole blocks.
@@ -54,6 +57,7 @@ def no_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
         patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
+        patch.setattr("llmc.optimize.build.open_driver", no_driver)
         patch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
         yield
 
@@ -387,10 +391,10 @@ def test_stripped_and_other_options_reach_the_builder_and_the_manifest(
     report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", engine=engine, **SMALL)
     plan = engine_of(report.manifest)
     assert (plan.stripped, plan.version_compatible, plan.hardware_compatibility) == (True, True, "ampere")
-    assert (plan.workspace, plan.optimization_level) == (1 << 30, None), "recorded, for a rebuild to ask for them again"
+    assert (plan.workspace, plan.optimization_level) == (None, None), "recorded, for a rebuild to ask for them again"
     flags = [arguments[0].name for arguments in library.arguments("IBuilderConfig", "set_flag")]
     assert "STRIP_PLAN" in flags
-    assert flags.count("VERSION_COMPATIBLE") == 2, "of the engine, and of the one that selects candidates"
+    assert flags.count("VERSION_COMPATIBLE") == 4, "of the engine, of the one that selects, and of attention alone"
     assert flags.count("STRIP_PLAN") == 1
 
 
@@ -425,6 +429,26 @@ def test_on_its_gpu_a_bundle_is_verified_by_running_it(
     assert any(known.values()), "which calls compute the same bits is measured where it will run"
 
 
+def test_on_its_gpu_int8_is_timed_beside_floats_and_rows_are_compared(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    installed("11.4", H200)
+    compared: list[Any] = []
+    monkeypatch.setattr("llmc.optimize.build.load", lambda folder, **_: load(folder, self_test=False, emulate=True))
+    monkeypatch.setattr("llmc.optimize.build.open_driver", FakeDriver)
+    monkeypatch.setattr("llmc.optimize.build.check_rows", lambda *given: compared.append(given))
+    monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", lambda *_: Compared(int8=3e-6, floats=1e-6))
+    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="int8", **SMALL)
+    [note] = [note for note in report.manifest.notes if "slower" in note]
+    assert note.startswith("on NVIDIA H200: int8 is the slower one, by a factor of 3.00")
+    assert "; build with --fp16, or --int4" in caplog.text
+    assert len(compared) == 1
+
+
 # ------------------------------------------------------------------------------------------------------------ failures
 
 
@@ -434,6 +458,92 @@ def test_a_builder_that_fails_publishes_nothing(
     installed("11.4", H200, builds=False, log=(("ERROR", "no kernel for softmax"),))
     with pytest.raises(BuildError, match="no kernel for softmax"):
         build(exported(TIED).export, untouched, target="tensorrt", force=True, **SMALL)
+
+
+def dequantized(graph: onnx.GraphProto) -> list[tuple[int, int]]:
+    """Types of the weights and of the scales of each DequantizeLinear."""
+    kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    nodes = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    return [(kinds[node.input[0]], kinds[node.input[1]]) for node in nodes]
+
+
+NO_TYPES = "Could not infer output types for operation: dequantize"
+INT8, HALF = onnx.TensorProto.INT8, onnx.TensorProto.FLOAT16
+
+
+@pytest.mark.parametrize(
+    ("refused", "precision", "served"),
+    [
+        (lambda kinds: (INT8, HALF) in kinds, "int8", "scales in float32"),
+        (lambda kinds: INT8 in dict(kinds), "int4", "int4 in blocks of 128"),
+        (bool, "fp16", "fp16"),
+    ],
+    ids=["narrow scales", "8 bits", "all integers"],
+)
+def test_what_the_builder_has_no_kernels_for_is_built_otherwise_and_the_bundle_says_so(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    caplog: pytest.LogCaptureFixture,
+    refused: Callable[[Any], bool],
+    precision: str,
+    served: str,
+):
+    installed("11.4", H200, refuses=lambda graph: NO_TYPES if refused(dequantized(graph)) else "")
+    report = build(exported(BLOCKS).export, tmp_path / "out" / "bundle", target="tensorrt", precision="int8", **SMALL)
+    assert whole(report)
+    plan, manifest = engine_of(report.manifest), report.manifest
+    assert (plan.fallback, manifest.recipe.precision, plan.verified) == (served, precision, "cpu")
+    assert any(served in note for note in manifest.notes)
+    assert f"the engine is not built with int8: building engine.plan failed: {NO_TYPES}" in caplog.text
+    check_quality(manifest, precision)
+
+
+def test_a_builder_that_takes_nothing_says_why_it_did_not_take_what_was_asked_for(
+    exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]
+):
+    seen: list[int] = []
+
+    def refuse(graph: onnx.GraphProto) -> str:
+        seen.append(len(dequantized(graph)))
+        return f"refusal number {len(seen)}"
+
+    installed("11.4", H200, refuses=refuse)
+    with pytest.raises(BuildError, match=r"building engine\.plan failed: refusal number 1"):
+        build(exported(BLOCKS).export, tmp_path / "bundle", target="tensorrt", precision="int8", **SMALL)
+    assert (len(seen), seen[-1]) == (4, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_thor_gets_packed_products_and_its_flags(
+    exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]
+):
+    """The double refuses products that share an input, and builders that were not told."""
+    installed("10.16", THOR, gpu="11.0")
+    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
+    assert "-peep:fc_h_fusion=off" in engine_of(report.manifest).flags
+
+
+def test_attention_without_a_kernel_is_in_the_manifest(
+    exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]
+):
+    installed("11.4", H200, fuses=False, log=(("WARNING", "something odd"),))
+    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
+    assert engine_of(report.manifest).decomposed == ("decode", "prefill")
+    assert json.loads((report.output / "build-log.json").read_text()) == [["WARNING", "something odd"]] * 2
+
+
+def test_a_gpu_that_tensorrt_rtx_does_not_list_is_judged_on_the_cpu(
+    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
+    monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: H200.driver)
+    opened: list[Any] = []
+    monkeypatch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", lambda: opened.append(1))
+    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt-rtx", precision="fp16", **SMALL)
+    assert (engine_of(report.manifest).verified, engine_of(report.manifest).decomposed) == ("cpu", ())
+    assert opened == []
+    assert "12.1 and newer, NVIDIA H200 has 9.0: the engine does not run here" in caplog.text
 
 
 def test_a_builder_that_drops_an_input_publishes_nothing(

@@ -39,7 +39,7 @@ def flip(path: Path) -> None:
         ("caf\udce9", UsageError, r"the path 'caf\\udce9' is not text in UTF-8; rename"),
         ("a" * 5000, UsageError, "cannot be looked at .File name too long"),
         (__file__, BundleError, "no llmc.json here"),
-        ("/nowhere", BundleError, "no llmc.json here"),
+        ("/nowhere", BundleError, "there is no such folder"),
     ],
 )
 @pytest.mark.parametrize("call", [load, verify])

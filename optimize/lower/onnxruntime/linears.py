@@ -90,7 +90,10 @@ def float_weight(name: str, weights: tuple[Weight, ...], dtype: str, context: Lo
     def make() -> list[NDArray[np.generic]]:
         values = context.calibrated.matrix(weights)
         if dtype == "float16" and float(np.abs(values).max()) > float(np.finfo(np.float16).max):
-            raise BuildError(f"{name} holds weights beyond float16's 65504; keep it in fp32 with a layers pattern")
+            beyond = (w.name for w in weights if np.abs(context.calibrated.rows(w)).max() > np.finfo(np.float16).max)
+            raise BuildError(
+                f"{next(beyond, name)} holds weights beyond float16's 65504; keep it in fp32 with a layers pattern"
+            )
         return [values.astype(dtype, copy=False)]
 
     (weight,) = context.weights.add([f"{name}.{dtype}"], make)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import norm_nodes, stored
-from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, vector
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, scalar, vector
 from llmc.optimize.lower.rotary import Pair, rotary_tables, rotations, table_pair
 from llmc.optimize.lower.tensorrt.heads import attend, heads, mask_of, merged, split
 from llmc.optimize.lower.tensorrt.slots import Slots
@@ -44,7 +44,10 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
         if _in_basic_operators(node):
             output = attend(emit, query, seen, mask, attention, context)
         else:
-            output = emit("Attention", query, *seen, mask, scale=node.attributes["scale"].as_float())
+            # A scale of the operator is multiplied into the query and into all the keys, at every step; that of 1 which
+            # stays is taken out of the parsed network, see :meth:`llmc.optimize.tensorrt.network.Network.refine`.
+            scale = scalar(graph, node.attributes["scale"].as_float(), context.array_type)
+            output = emit("Attention", emit("Mul", query, scale), *seen, mask, scale=1.0)
         replace(node, merged(emit, output), *presents)
     return len(attentions)
 

@@ -53,6 +53,7 @@ def connected(address: str | None) -> Iterator[None]:
         UsageError: there is none.
     """
     own: dict[str, Any] = {}
+    event(log, "starting Ray" if address is None else "joining Ray's cluster", address=address)
     if address is None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         own = {"include_dashboard": False}
@@ -90,6 +91,7 @@ class Fleet:
         Raises:
             ResourceError: they cannot be started.
         """
+        event(log, "starting replicas, which load the models")
         handle = await asyncio.to_thread(self._deploy)
         told = asyncio.get_running_loop().time()
         while (state := (await asyncio.to_thread(ray_serve.status)).applications[NAME]).status != "RUNNING":

@@ -105,12 +105,19 @@ CLIENT: ContextVar[Client | None] = ContextVar("llmc_client", default=None)
 
 
 def cost(handle: Handle) -> int:
-    """Tokens of the prompt and of all outputs; of a request that was cancelled or failed, those that were read."""
+    """Tokens of the prompt and of all outputs; of a request that was cancelled or failed, those of its prompt and those
+    that were read."""
     try:
         usage = handle.result(0).usage
     except (LlmcError, TimeoutError):
-        return len(handle.token_ids)
+        return handle.prompt_tokens + len(handle.token_ids)
     return usage.prompt_tokens + usage.completion_tokens
+
+
+def allowed(model: str) -> bool:
+    """True if the present client's key is for a model."""
+    client = CLIENT.get()
+    return client is None or client.key is None or client.key.allows(model)
 
 
 def check_model(name: str) -> None:
@@ -120,7 +127,7 @@ def check_model(name: str) -> None:
         ApiError: 403, with the models that it is for.
     """
     client = CLIENT.get()
-    if client and client.key and not client.key.allows(name):
+    if client and client.key and not allowed(name):
         known = ", ".join(sorted(client.key.models or ()))
         message = f"the key {client.key.name!r} is not for the model {name!r}, expected {known}"
         raise ApiError(403, message, param="model", code="model_not_allowed")

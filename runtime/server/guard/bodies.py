@@ -3,11 +3,13 @@
 import json
 import re
 from contextlib import suppress
+from typing import Any
 
 from anyio import move_on_after
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmc.errors import printable
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.guard.refusal import heard, refuse
@@ -114,7 +116,7 @@ def check_json(content: bytes, deepest: int) -> None:
     """Refuse JSON that is too deep or has too many values, before a parser spends memory on it, or that holds half of
     an escaped character, which nobody could send back.
 
-    Nothing else is checked: what is no JSON is for the parser to say.
+    Names that an object has twice are refused, too. Nothing else is checked: what is no JSON is for the parser to say.
 
     Raises:
         ApiError: 400, with the limit.
@@ -125,6 +127,20 @@ def check_json(content: bytes, deepest: int) -> None:
         _check_shape(content, deepest)  # most bodies have less, also counting what stands in texts
     if _HALF.search(content):
         _check_characters(content)
+    with suppress(ValueError, RecursionError):
+        json.loads(content, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    """Refuse a name that an object has twice: one of the two values would count for nothing.
+
+    Raises:
+        ApiError: 400, naming it.
+    """
+    if len(dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = printable(next(name for name in names if names.count(name) > 1)[:40])
+        raise ApiError(400, f"{twice} is given twice in one object; leave one of them out", param=twice)
 
 
 def _check_characters(content: bytes) -> None:

@@ -19,7 +19,7 @@ from llmc.runtime.host.cuda import DeviceInfo
 from llmc.runtime.kv.cache import tensors_of
 from llmc.runtime.sessions.cuda.blocks import Shape
 from llmc.runtime.sessions.tensorrt.kernels import Kernels
-from llmc.runtime.sessions.tensorrt.library import library_version, logger, made
+from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, logger, made, nameable_gpus
 
 # Types by the library's names.
 CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
@@ -40,16 +40,23 @@ def required_config(folder: Path, manifest: Manifest) -> EngineConfig:
     return config
 
 
-def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, version: str, device: DeviceInfo) -> None:
+def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, library: Any, device: DeviceInfo) -> None:
     """Refuse, before it is loaded, an engine that was built for something else than this.
 
     Args:
-        version: of the engine's library here.
+        library: of the engine, as it is here.
         device: the GPU here.
 
     Raises:
         BundleError: with what it was built for, what is here, and the command that mends it.
+        GpuError: no engine of this library runs on this GPU.
     """
+    version, found = library_version(library), f"{device.name} has {device.compute_capability}"
+    if not lists_gpu(library, device.compute_capability):
+        raise GpuError(
+            f"{folder}: {manifest.target.engine} {version} runs on compute capability "
+            f"{', '.join(nameable_gpus(library))} and newer, {found}; build for the target tensorrt or cuda"
+        )
     built, here = config.platform, platform_name()
     if built != here:
         raise BundleError(f"{folder}: its engine was built for {built}, this is {here}; {_remedy(folder)}")
@@ -57,7 +64,6 @@ def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, versio
     if not config.fits_version(version, built):
         raise BundleError(f"{folder}: its engine was built by {name} {built}, here is {version}; {_remedy(folder)}")
     if not config.fits_gpu(device.compute_capability):
-        found = f"{device.name} has {device.compute_capability}"
         raise BundleError(
             f"{folder}: its engine was built for compute capability {config.gpus}, {found}; {_remedy(folder)}"
         )
@@ -152,11 +158,13 @@ class Engine:
         """Use kernels that were compiled before, and keep those of this run when :meth:`close` is called."""
         self._kernels = Kernels(self.library, self.native, file)
 
-    def context_settings(self, *, repeats: bool) -> Any:
+    def context_settings(self, *, repeats: bool, records: bool) -> Any:
         """Settings of a context that works in memory which it is given; ``repeats`` tells that its calls have few
-        shapes, which come again."""
+        shapes, which come again, and ``records`` that it has a single call, which it may record."""
         strategy = self.library.ExecutionContextAllocationStrategy.USER_MANAGED
-        return strategy if self._kernels is None else self._kernels.configured(strategy, repeats=repeats)
+        if self._kernels is None:
+            return strategy
+        return self._kernels.configured(strategy, repeats=repeats, records=records)
 
     def tensors(self) -> dict[str, tuple[str, Shape]]:
         """Type, as the library calls it, and shape of all inputs and outputs; -1 where a dimension may vary."""
@@ -226,16 +234,18 @@ class Context:
 
     Args:
         memory, size: device memory to work in, which contexts that never run at the same time may share.
+        records: it is for a single call, always with the same shapes and addresses, which the library may record.
     """
 
-    def __init__(self, engine: Engine, profile: int, stream: int, memory: int, size: int) -> None:
+    def __init__(
+        self, engine: Engine, profile: int, stream: int, memory: int, size: int, *, records: bool = False
+    ) -> None:
         self._log = engine.log
         self._library = engine.library
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._ran = False
-        self._records_itself = engine.records_itself
-        settings = engine.context_settings(repeats=profile == DECODE)
+        settings = engine.context_settings(repeats=profile == DECODE, records=records)
         self._native = self._asked("making a context", engine.native.create_execution_context, settings)
         self._asked("choosing a profile", self._native.set_optimization_profile_async, profile, stream)
         if size:
@@ -246,9 +256,7 @@ class Context:
         return self._ran and all(self._shapes.get(name) == shape for name, shape in shapes.items())
 
     def can_be_recorded(self, stream: int) -> bool:
-        """True if it does not record by itself and the library allows it; only TensorRT-RTX can be asked."""
-        if self._records_itself:
-            return False
+        """True if the library allows it; only TensorRT-RTX can be asked."""
         ask = getattr(self._native, "is_stream_capturable", None)
         return ask is None or bool(ask(stream))
 

@@ -1,7 +1,9 @@
 """TensorRT-RTX compiles kernels where it runs: what it compiled is kept, and it decides when a run can be recorded.
 
-It compiles a kernel for every shape in the background and runs a general one until then, so it records CUDA graphs by
-itself, once the right kernels are there. See "Working with RTX CUDA Graphs" and "Working with Runtime Cache" in its
+Left to itself it compiles a kernel for every shape in the background and runs a general one until then, which rounds
+otherwise. Decode steps, whose shapes are few, wait for their kernels (eager specialisation); prompts, each of
+another length, do not. It records CUDA graphs by itself, with the shapes and addresses of a context: a call that is to
+be recorded has a context of its own. See "Working with RTX CUDA Graphs" and "Working with Runtime Cache" in its
 documentation. Not run on a GPU yet.
 """
 
@@ -50,12 +52,13 @@ class Kernels:
             else:
                 log.info("%s is not for this machine: kernels are compiled anew", file)
 
-    def configured(self, strategy: Any, *, repeats: bool) -> Any:
-        """Settings of a context: who allocates its memory, and whether it records runs whose shapes come again."""
+    def configured(self, strategy: Any, *, repeats: bool, records: bool) -> Any:
+        """Settings of a context: who allocates its memory, whether its shapes are few, and whether it records."""
         config = self._engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
-        graphs = self._library.CudaGraphStrategy
-        config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if repeats else graphs.DISABLED
+        graphs, kernels = self._library.CudaGraphStrategy, self._library.DynamicShapesKernelSpecializationStrategy
+        config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if records else graphs.DISABLED
+        config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER if repeats else kernels.LAZY
         config.set_runtime_cache(self._native)
         return config
 

@@ -18,7 +18,7 @@ from typing import Any
 from llmc.bundle import version
 from llmc.errors import GpuError, MissingExtraError, UsageError, install_command, require, text_of
 from llmc.runtime.host.disk_cache import entry, published
-from llmc.runtime.host.probe import IMPORT_TIMEOUT_S, try_import
+from llmc.runtime.host.probe import TIMEOUT_S, try_import
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,21 @@ def library_version(library: Any) -> str:
     return str(library.__version__)
 
 
+def nameable_gpus(library: Any) -> tuple[str, ...]:
+    """Compute capabilities, as 8.6, that the library's engines can be built for without such a GPU (TensorRT-RTX); none
+    of a library that is bound to the GPU that it runs on."""
+    names = dir(library.ComputeCapability) if hasattr(library, "ComputeCapability") else []
+    numbers = sorted(int(name[2:]) for name in names if name.startswith("SM"))
+    return tuple(f"{number // 10}.{number % 10}" for number in numbers)
+
+
+def lists_gpu(library: Any, capability: str) -> bool:
+    """True if the library says of itself that it runs on a GPU of this compute capability: it names it, or all that it
+    names are older. One that names none is for every GPU that it can be built on."""
+    known = nameable_gpus(library)
+    return not known or capability in known or version(capability) > max(map(version, known))
+
+
 def load_library(engine: str) -> Any:
     """Import the library of an engine, tensorrt or tensorrt-rtx. No GPU is touched.
 
@@ -166,7 +181,7 @@ def _try_apart(wanted: _Library) -> None:
     tried = entry(IMPORTED, identity)
     if tried.is_dir():
         return
-    found = try_import(wanted.module, IMPORT_TIMEOUT_S)
+    found = try_import(wanted.module, TIMEOUT_S)
     if found.state in ("crashed", "hung"):
         raise _broken(wanted, f"importing it {found.state}: {found.problem}")
     if found.state == "ok":

@@ -35,7 +35,7 @@ from llmc.runtime.sessions.tensorrt.engine import (
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels, kernels_file
 from llmc.runtime.sessions.tensorrt.library import library_version, load_library
 from llmc.runtime.sessions.tensorrt.refit import refit
-from llmc.runtime.sessions.tensorrt.steps import Call, Step, Steps
+from llmc.runtime.sessions.tensorrt.steps import Call, Pair, Step, Steps
 
 
 class TensorRTSession(DeviceSession):
@@ -66,7 +66,7 @@ class TensorRTSession(DeviceSession):
     # ------------------------------------------------------------------------------------------------- loading
 
     def _open(self, manifest: Manifest) -> None:
-        check_machine(self._folder, manifest, self._config, self.engine_version, self._driver.device)
+        check_machine(self._folder, manifest, self._config, self._library, self._driver.device)
         self._begin(manifest.device, rounded_up(self._config, 1))
         engine, select = self._load(manifest)
         self._candidates = self._config.candidates if select is not None else 0
@@ -117,21 +117,30 @@ class TensorRTSession(DeviceSession):
         self._slots.upload(place.end, self._stream)
 
     def _make_contexts(self, engine: Engine, select: Engine | None) -> None:
-        """A context for each profile; they work in the same memory, for they never run at the same time."""
+        """Contexts for each profile; all work in the same memory, for they never run at the same time."""
         size = max(each.memory() for each in (engine, select) if each is not None)
         memory = self._driver.alloc(size) if size else 0
         if memory:
             self._later(self._driver.free, memory)
 
-        def context(engine: Engine, profile: int) -> Context:
-            made = Context(engine, profile, self._stream, memory, size)
-            self._later(made.close)
-            return made
+        def context(engine: Engine, profile: int, records: bool = False) -> Context:
+            return Context(engine, profile, self._stream, memory, size, records=records)
 
-        contexts = [context(engine, profile) for profile in (DECODE, PREFILL)]
+        def recorder(profile: int) -> Pair:
+            decoder = context(engine, profile, records=True)
+            return Pair(decoder, context(select, 0, records=True) if select is not None else None)
+
+        decoders = []
+        for profile in (DECODE, PREFILL):
+            decoders.append(context(engine, profile))
+            self._later(decoders[-1].close)
         selecting = context(select, 0) if select is not None else None
+        if selecting is not None:
+            self._later(selecting.close)
+        shared = [Pair(decoder, selecting) for decoder in decoders]
         self._most_selected = select.largest("logits", 0)[0] if select is not None else 0
-        self._steps = Steps(self._driver, self._stream, contexts, selecting)
+        self.changes_kernels = engine.records_itself
+        self._steps = Steps(self._driver, self._stream, shared, recorder if engine.records_itself else None)
         self._later(self._steps.clear)
 
     # ------------------------------------------------------------------------------------------------- the cache

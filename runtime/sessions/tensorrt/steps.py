@@ -6,18 +6,20 @@ included, can be recorded as a CUDA graph.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.errors import GpuError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.sessions.cuda.blocks import Block, Part, Shape, size_of
-from llmc.runtime.sessions.tensorrt.engine import Context
+from llmc.runtime.sessions.tensorrt.engine import DECODE, Context
 
 log = logging.getLogger(__name__)
 
 # Calls whose addresses are kept, with what was recorded of them: one for every number of rows, bucket and buffer.
 KEPT_STEPS = 64
+# Steps with contexts of their own, each of which takes the library's memory on the host.
+KEPT_CONTEXTS = 16
 # A longer call keeps the device busy for so long that queueing its kernels one by one costs nothing.
 RECORDED_TOKENS = 16
 
@@ -45,6 +47,20 @@ class Call:
     candidates: int
 
 
+@dataclass(frozen=True)
+class Pair:
+    """The contexts that a step runs in: of the decoder, and of the engine that finds the largest logits, if any."""
+
+    decoder: Context
+    select: Context | None
+
+    def close(self) -> None:
+        """Let the library free them."""
+        self.decoder.close()
+        if self.select is not None:
+            self.select.close()
+
+
 class Step:
     """A call with its addresses, and its arrays in pinned memory.
 
@@ -64,6 +80,7 @@ class Step:
     ) -> None:
         self.call = call
         self.graph = 0
+        self.own: Pair | None = None  # of a library that records by itself
         self._blocks = blocks
         (taken, given), (inputs, outputs) = blocks, places
         self._upload = size_of(inputs)
@@ -98,15 +115,22 @@ class Steps:
     """Runs steps, and records those that come again: what was recorded is launched at once, kernels and copies.
 
     Args:
-        contexts: one for each profile of the engine.
-        select: what finds the largest logits, None where the bundle has no engine for it.
+        contexts: for each profile of the engine those that its calls share.
+        recorder: makes contexts that are a single call's, of a library that records by itself; None of any other.
     """
 
-    def __init__(self, driver: Driver, stream: int, contexts: Sequence[Context], select: Context | None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        stream: int,
+        contexts: Sequence[Pair],
+        recorder: Callable[[int], Pair] | None = None,
+    ) -> None:
         self._driver = driver
         self._stream = stream
         self._contexts = contexts
-        self._select = select
+        self._recorder = recorder
+        self._last: dict[int, Step] = {}  # whose shapes and addresses the shared contexts of a profile have
         self._kept: OrderedDict[Call, Step] = OrderedDict()
         self.records = True
 
@@ -132,6 +156,10 @@ class Steps:
         graph, step.graph = step.graph, 0
         if graph:
             self._driver.destroy_graph(graph)
+        own, step.own = step.own, None
+        if own is not None:
+            own.close()
+        self._last = {profile: last for profile, last in self._last.items() if last is not step}
 
     def run(self, step: Step) -> None:
         """Run a step and wait for it. Its inputs are in its arrays, and then so are its outputs.
@@ -141,36 +169,62 @@ class Steps:
             GpuError: the engine or the GPU fails.
         """
         self._driver.activate()
-        if not step.graph and self._may_record(step):
-            step.graph = self._record(step)
+        if not step.graph and step.own is None and self._may_record(step):
+            if self._recorder is not None:
+                self._give_own(step, self._recorder)
+            else:
+                step.graph = self._record(step)
         if step.graph:
+            if self._last.get(step.call.profile) is not step:  # what was recorded is its context's, as it was set then
+                self._prepare(step, self._shared(step))
             self._driver.launch(step.graph, self._stream)
         else:
             self._queue(step)
         self._driver.synchronize(self._stream)
 
+    def _shared(self, step: Step) -> Pair:
+        return self._contexts[step.call.profile]
+
     def _queue(self, step: Step) -> None:
-        context = self._contexts[step.call.profile]
-        context.prepare(step.shapes, step.addresses)
+        contexts = step.own or self._shared(step)
+        self._prepare(step, contexts)
         step.upload(self._stream)
-        context.run(self._stream)
-        if step.call.candidates and self._select is not None:
-            self._select.prepare(step.select_shapes, step.select_addresses)
-            self._select.run(self._stream)
+        contexts.decoder.run(self._stream)
+        if step.call.candidates and contexts.select is not None:
+            contexts.select.run(self._stream)
         step.download(self._stream)
+
+    def _prepare(self, step: Step, contexts: Pair) -> None:
+        """Set the shapes and addresses of a step."""
+        self._last.pop(step.call.profile, None)  # until all are set, they are nobody's
+        contexts.decoder.prepare(step.shapes, step.addresses)
+        if step.call.candidates and contexts.select is not None:
+            contexts.select.prepare(step.select_shapes, step.select_addresses)
+            self._last = {}  # the context that selects is shared by all profiles
+        if contexts is not step.own:
+            self._last[step.call.profile] = step
 
     def _may_record(self, step: Step) -> bool:
         """True of a short step whose very shapes have just been run: the library sets up a run only once."""
-        call, context = step.call, self._contexts[step.call.profile]
-        if not self.records or call.sequence > RECORDED_TOKENS or not context.has_run(step.shapes):
+        call, contexts = step.call, self._shared(step)
+        if not self.records or call.sequence > RECORDED_TOKENS or not contexts.decoder.has_run(step.shapes):
             return False
-        if call.candidates and self._select is not None and not self._select.has_run(step.select_shapes):
+        if self._recorder is not None:
+            return call.profile == DECODE
+        if call.candidates and contexts.select is not None and not contexts.select.has_run(step.select_shapes):
             return False
-        if context.can_be_recorded(self._stream):
+        if contexts.decoder.can_be_recorded(self._stream):
             return True
-        log.info("steps are not recorded as CUDA graphs: the engine does that itself, or cannot be recorded")
+        log.info("steps are not recorded as CUDA graphs: the engine cannot be recorded")
         self.records = False
         return False
+
+    def _give_own(self, step: Step, recorder: Callable[[int], Pair]) -> None:
+        """Contexts of its own for a step; the one whose were unused for longest loses its, if there are too many."""
+        owners = [kept for kept in self._kept.values() if kept.own is not None]
+        if len(owners) >= KEPT_CONTEXTS:
+            self._forget(owners[0])
+        step.own = recorder(step.call.profile)
 
     def _record(self, step: Step) -> int:
         """The recorded step, or 0 where that fails, and then it is not tried again."""

@@ -23,6 +23,7 @@ class Exact:
     """
 
     substitutes = False
+    changes_kernels = False
     read_blocks = KVCache.read_blocks
 
     def __init__(self, flaw: Callable[[Batch, np.ndarray], None] = lambda call, logits: None) -> None:
@@ -151,6 +152,13 @@ def test_nothing_is_known_of_a_graph_that_another_stands_in_for(manifest: Manife
     session.substitutes = True
     found = measured(session, with_limits(manifest))
     assert (found.graphs["prefill"].invariance, found.graphs["decode"].invariance) == (Invariance(), ALL)
+
+
+def test_of_calls_whose_kernels_change_while_it_runs_nothing_is_known(manifest: Manifest):
+    session = Exact()
+    session.changes_kernels = True
+    found = measured(session, with_limits(manifest))
+    assert (found.graphs["prefill"].invariance, found.graphs["decode"].invariance) == (Invariance(), Invariance(rows=1))
 
 
 def test_a_context_without_room_is_not_measured(manifest: Manifest):

@@ -58,7 +58,7 @@ decoder (int64[batch, sequence] input_ids, int64[batch] past_lengths, int64[batc
     present_value = TensorScatter <axis = 2> (past_value, v, past_lengths)
     keys = Slice (present_key, zero, attended_length, two)
     values = Slice (present_value, zero, attended_length, two)
-    mixed = Attention (q_turned, keys, values, mask)
+    mixed = Attention <scale = 1.0> (q_turned, keys, values, mask)
     mixed_back = Transpose <perm = [0, 2, 1, 3]> (mixed)
     mixed_flat = Reshape (mixed_back, o_shape)
     projected = MatMul (mixed_flat, o_weight)

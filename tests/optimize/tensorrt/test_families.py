@@ -41,7 +41,7 @@ WEIGHTS: dict[str, QuantConfig] = {
     "int4": WeightOnly(Grid(4, 32, positive=True)),
 }
 # Quantized ones are packed: query, key and value, output, gate and up, down.
-PASSES = {"native": "tensorrt", "primitives": "tensorrt-primitives"}
+PASSES = {"native": "tensorrt-rtx", "primitives": "tensorrt-rtx-primitives"}
 # Opset and IR version that the build declares for each form.
 DECLARED = {"native": (24, 11), "primitives": (21, 10)}
 
@@ -87,7 +87,13 @@ def built(rtx: Any, exports: Callable[[str], Path], tmp_path: Path) -> Iterator[
     with ExitStack() as opened:
 
         def build(
-            name: str, body: QuantConfig, *, form: str = "native", compute: str = "float16", gpus: tuple[str, ...] = ()
+            name: str,
+            body: QuantConfig,
+            *,
+            form: str = "native",
+            compute: str = "float16",
+            gpus: tuple[str, ...] = (),
+            wide: bool = False,
         ) -> Built:
             export = exports(name)
             geometry, model = read_export(export).geometry, ir.load(export / DECODER_FILE)
@@ -95,7 +101,15 @@ def built(rtx: Any, exports: Callable[[str], Path], tmp_path: Path) -> Iterator[
             limits = Limits(CAPACITY, DECODE.batch, PREFILL.sequence)
             head = WEIGHTS["int8"] if isinstance(body, Static) else body
             plan = LoweringContext(
-                "single", geometry, limits, QuantConfigs(body, head), weights, Ranges(), compute, compute
+                "single",
+                geometry,
+                limits,
+                QuantConfigs(body, head),
+                weights,
+                Ranges(),
+                compute,
+                compute,
+                wide_scales=wide,
             )
             lower(model, PASSES[form], plan)
             weights.close()
@@ -177,6 +191,14 @@ def test_the_primitive_form_is_built_of_basic_layers(name: str, weights: str, bu
     assert engine.report.aliases == {}
     assert not {"ATTENTION_INPUT", "KV_CACHE_UPDATE", "ROTARY_EMBEDDING"} & set(engine.layers)
     assert engine.report.warnings == ()
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_scales_in_float32_are_built(weights: str, built: Callable[..., Built]):
+    engine = built("llama-biases", WEIGHTS[weights], wide=True)
+    check_native(engine)
+    scaled = [layer.dtype for layer in engine.report.layers if layer.type == "DEQUANTIZE"]
+    assert set(scaled) == {"FLOAT"}
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])

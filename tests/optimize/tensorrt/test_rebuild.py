@@ -27,7 +27,7 @@ from llmc.runtime.sessions.tensorrt.engine import platform_name
 NAME = "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}
 OLD_PLAN = b"an engine of the machine before"
-ENGINE_FILES = ("engine.plan", "select.plan", "engine.json")
+ENGINE_FILES = ("engine.plan", "select.plan", "engine.json", "build-log.json")
 
 
 def no_driver(*_: object, **__: object) -> None:
@@ -74,6 +74,7 @@ def bundle(built: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
                 file="engine.plan",
                 select="select.plan",
                 inspector="engine.json",
+                log="build-log.json",
                 candidates=64,
                 platform="plan9-mips",
                 compute_capabilities=("5.2",),
@@ -142,7 +143,7 @@ def test_a_deferred_engine_is_made_in_place(
     assert plan is not None
     assert report.manifest == manifest
     assert manifest.target.engine_version == library.__version__
-    assert (plan.file, plan.select, plan.inspector) == ENGINE_FILES
+    assert (plan.file, plan.select, plan.inspector, plan.log) == ENGINE_FILES
     assert (folder / "engine.plan").read_bytes() == PLAN
     assert (plan.form, plan.hardware_compatibility, plan.stripped) == (form, "ampere", True), "as the bundle was asked"
     assert plan.verified == "cpu", "the golden prompts are of this very graph"

@@ -4,6 +4,7 @@ A recorded library raises at every name and argument that its version does not h
 its calls; what they compute, only a GPU can tell.
 """
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,8 @@ from doubles.recorded import PLAN, VERSIONS, RecordedLibrary, replaced
 
 from llmc.bundle import EngineConfig
 from llmc.errors import BuildError, GpuError, ResourceError
+from llmc.optimize.tensorrt.flags import compiler_flags
+from llmc.optimize.tensorrt.messages import transcript
 from llmc.optimize.tensorrt.select import build_select
 
 NATIVE_VERSIONS = ("10.16", "11.4")
@@ -51,6 +54,33 @@ def test_native_versions_take_our_calls(version: str, decoder: Path, config: Eng
     report = build_decoder(library, decoder, config)
     assert report.aliases["present.0.key"] == "past_key_values.0.key"
     assert library.arguments("IAttention", "decomposable=") == [(True,)]
+
+
+@pytest.mark.parametrize("version", NATIVE_VERSIONS)
+def test_a_scale_that_a_graph_asks_for_is_left(version: str, save: Callable[..., Path], graph_text: str, config: Any):
+    """Of graphs from before the scale was the query's alone."""
+    scaled = save(graph_text.replace("<scale = 1.0>", "<scale = 0.5>"))
+    with pytest.raises(AssertionError, match="all keys are multiplied by a scale at every step"):
+        build_decoder(RecordedLibrary(version), scaled, config)
+
+
+def test_the_workspace_is_the_librarys_unless_it_is_given(basic: Path, primitive: EngineConfig):
+    library = RecordedLibrary("11.4")
+    build_decoder(library, basic, replace(primitive, workspace=None))
+    assert library.arguments("IBuilderConfig", "set_memory_pool_limit") == []
+
+
+def test_on_thor_products_are_not_merged(basic: Path, primitive: EngineConfig):
+    told = replace(primitive, flags=compiler_flags("10.13", "11.0"))
+    build_decoder(RecordedLibrary("10.13", gpu="11.0"), basic, told)
+    with pytest.raises(AssertionError, match="products of one row that share an input would be merged wrongly"):
+        build_decoder(RecordedLibrary("10.13", gpu="11.0"), basic, primitive)
+
+
+def test_on_thor_products_that_share_an_input_must_be_packed(decoder: Path, config: EngineConfig):
+    apart = replace(config, flags=compiler_flags("11.4", "11.0"))
+    with pytest.raises(AssertionError, match="several products read normed: they would be merged wrongly"):
+        build_decoder(RecordedLibrary("11.4", gpu="11.0"), decoder, apart)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -170,13 +200,24 @@ def test_a_parser_that_passes_over_an_input_is_found_out(decoder: Path, config: 
     ],
 )
 @pytest.mark.parametrize("version", ["10.3", "11.4"])
-def test_a_warning_that_something_was_left_out_fails_the_build(
+def test_a_parser_that_says_that_something_was_left_out_fails_the_build(
     version: str, text: str, basic: Path, primitive: EngineConfig
 ):
-    library = RecordedLibrary(version, log=(("WARNING", text),))
-    with pytest.raises(BuildError, match=r"building engine.plan left out part of the graph"):
+    library = RecordedLibrary(version, parser_log=(("WARNING", text),))
+    with pytest.raises(BuildError, match=r"the parser left out part of the graph, so that results would be wrong: "):
         build_decoder(library, basic, primitive)
     assert not basic.with_name("engine.plan").exists()
+
+
+def test_what_the_builder_calls_unused_or_unsupported_ends_no_build_and_is_kept_word_for_word(
+    basic: Path, primitive: EngineConfig
+):
+    """It may have worked for an hour, and means kernels, formats and platforms."""
+    said = (("WARNING", "Unused Input: x"), ("WARNING", "layer y:  format is not supported"), ("ERROR", "tactic lost"))
+    report = build_decoder(RecordedLibrary("11.4", log=said), basic, primitive)
+    assert [(message.severity, message.text) for message in report.messages] == list(said)
+    assert json.loads(transcript(report.messages)) == [list(message) for message in said]
+    assert json.loads(transcript(())) == []
 
 
 @pytest.mark.parametrize(

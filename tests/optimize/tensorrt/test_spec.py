@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.machines import H200, NO_GPU, ORIN, RTX_4090
+from doubles.machines import H200, NO_GPU, ORIN, RTX_4090, THOR
 from doubles.plans import FULL
 from doubles.recorded import VERSIONS, RecordedLibrary, replaced
 
@@ -18,24 +19,23 @@ from llmc.optimize.progress import silent
 from llmc.optimize.recipe import Request
 from llmc.optimize.recipe import resolve as resolve_recipe
 from llmc.optimize.targets import capabilities
-from llmc.optimize.tensorrt import timing_cache
+from llmc.optimize.tensorrt import flags, timing_cache
 from llmc.optimize.tensorrt.builder import EngineReport
-from llmc.optimize.tensorrt.engine import compile_engine, profiles_of
+from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE, compile_engine, profiles_of
 from llmc.optimize.tensorrt.network import Ranges
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.tensorrt.spec import (
     FIRST_BUCKET,
     PREFILL_OUTPUTS,
-    WORKSPACE,
     EngineSpec,
     bucket_sizes,
-    nameable_gpus,
     resolve_engine,
 )
 from llmc.publish import file_entries
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.sessions.tensorrt.engine import platform_name
+from llmc.runtime.sessions.tensorrt.library import Message, nameable_gpus
 
 LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)
 NATIVE = {"10.3": False, "10.13": False, "10.16": True, "11.4": True}
@@ -61,9 +61,12 @@ def rtx(here: Callable[..., Any]) -> Any:
     return here(pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine"))
 
 
-def resolve(target: str = "tensorrt", limits: Limits = LIMITS, *, float8: bool = False, **request: Any) -> EngineSpec:
+def resolve(
+    target: str = "tensorrt", limits: Limits = LIMITS, *, precision: str = "fp16", float8: bool = False, **request: Any
+) -> EngineSpec:
     abilities = capabilities(target)
-    recipe, _ = resolve_recipe(Request(precision="fp8" if float8 else "fp16"), abilities, limits.max_context, "test")
+    asked = Request(precision="fp8" if float8 else precision)
+    recipe, _ = resolve_recipe(asked, abilities, limits.max_context, "test")
     return resolve_engine(abilities, recipe, limits, EngineRequest(**request))
 
 
@@ -85,7 +88,7 @@ def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
     spec = resolve()
     config = spec.config
     assert (config.decode, config.prefill) == (Profile(4, 1, 1), Profile(1, 128, PREFILL_OUTPUTS))
-    assert (config.workspace, config.optimization_level) == (WORKSPACE, None)
+    assert (config.workspace, config.optimization_level, config.flags) == (None, None, "")
     assert (config.hardware_compatibility, config.version_compatible, config.stripped) == ("none", False, False)
     assert (config.compute_capabilities, spec.gpu) == ((), None)
 
@@ -151,12 +154,12 @@ FLOAT8_GPUS = ("8.9", "12.0", "12.1")
 def test_an_engine_in_float8_is_for_gpus_that_multiply_it(rtx: Any):
     assert resolve("tensorrt-rtx", float8=True).config.compute_capabilities == FLOAT8_GPUS
     assert resolve("tensorrt-rtx", float8=True, compute_capabilities="12.0").config.compute_capabilities == ("12.0",)
-    with pytest.raises(UsageError, match=r"'8\.6', tensorrt-rtx builds with weights in float8 for 8\.9, 12\.0, 12\.1"):
+    with pytest.raises(UsageError, match=r"'8\.6', tensorrt-rtx builds fp16, fp8 for 8\.9, 12\.0, 12\.1"):
         resolve("tensorrt-rtx", float8=True, compute_capabilities="8.9,8.6")
 
 
 def test_an_engine_in_float8_cannot_be_for_every_gpu_since_ampere(rtx: Any):
-    with pytest.raises(UsageError, match=r"hardware_compatibility is 'ampere', but GPUs before 8\.9 know no float8"):
+    with pytest.raises(UsageError, match=r"hardware_compatibility is 'ampere', but GPUs before 8\.9 know no fp8"):
         resolve("tensorrt-rtx", float8=True, hardware_compatibility="ampere")
 
 
@@ -176,7 +179,72 @@ def test_weights_are_left_out_of_tensorrt_rtx_only_beside_a_gpu(here: Callable[.
 
 def test_gpus_are_named_by_their_compute_capability(rtx: Any):
     assert nameable_gpus(rtx) == RTX_GPUS
-    assert nameable_gpus(RecordedLibrary("11.4")) == nameable_gpus(None) == ()
+    assert nameable_gpus(RecordedLibrary("11.4")) == ()
+
+
+# ---------------------------------------------------------------------------------------------- precisions, workspace
+
+TURING = dataclasses.replace(RTX_4090.driver.devices[0], name="Tesla T4", compute_capability="7.5")
+OLD_SERVER = dataclasses.replace(RTX_4090, driver=dataclasses.replace(RTX_4090.driver, devices=(TURING,)))
+
+
+@pytest.mark.parametrize(
+    ("precision", "probe", "message"),
+    [
+        ("fp8", ORIN, r"tensorrt has fp8 from compute capability 8\.9 on, Orin has 8\.7; build with another precision"),
+        ("bf16", OLD_SERVER, r"tensorrt has bf16 from compute capability 8\.0 on, Tesla T4 has 7\.5"),
+        ("int4", OLD_SERVER, r"tensorrt has int4 from compute capability 8\.0 on, Tesla T4 has 7\.5"),
+    ],
+)
+def test_a_precision_that_the_gpu_here_lacks_is_refused(
+    here: Callable[..., Any], precision: str, probe: Probe, message: str
+):
+    here("11.4", probe)
+    with pytest.raises(UsageError, match=message):
+        resolve(precision=precision)
+
+
+def test_the_precisions_that_a_gpu_has_are_taken(here: Callable[..., Any]):
+    here("11.4", OLD_SERVER)
+    assert resolve(precision="int8").config.compute_capabilities == ("7.5",)
+    here("11.4", RTX_4090)
+    assert resolve(precision="fp8").config.compute_capabilities == ("8.9",)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_turing_has_floats_alone_in_tensorrt_rtx(rtx: Any, precision: str):
+    assert resolve("tensorrt-rtx", precision="fp16", compute_capabilities="7.5").config.compute_capabilities == ("7.5",)
+    with pytest.raises(UsageError, match=rf"has '7\.5', tensorrt-rtx builds .*{precision}.* for 8\.0, 8\.6, 8\.9"):
+        resolve("tensorrt-rtx", precision=precision, compute_capabilities="7.5")
+    assert resolve("tensorrt-rtx", precision=precision).config.compute_capabilities == ()
+
+
+def test_scratch_memory_is_the_librarys_choice_on_a_card_and_what_attention_needs_on_a_board(
+    here: Callable[..., Any], builder: Callable[[int], Any], manifest: Manifest, tmp_path: Path
+):
+    def given(version: str, probe: Probe, **asked: Any) -> tuple[int | None, int | None]:
+        here(version, probe)
+        made = builder(2 * manifest.geometry.layers if NATIVE[version] else 0)
+        plan = compile_engine(resolve(**asked), tmp_path / "decoder.onnx", manifest.geometry, silent)
+        return made.engines[0][0].config.workspace, plan.workspace
+
+    assert given("11.4", H200) == (None, None)
+    assert given("10.3", ORIN) == (LEAST_WORKSPACE, None), "the manifest says what was asked for: nothing"
+    long = Limits(max_context=1 << 21, max_batch=1, prefill_chunk=128)
+    # Scores in float32 and their softmax, for each of 4 heads.
+    assert given("10.3", ORIN, limits=long) == (2 * 4 * 4 * 128 * (1 << 21), None)
+    assert given("10.3", ORIN, workspace=1 << 29) == (1 << 29, 1 << 29)
+
+
+def test_flags_for_thor_are_set_before_any_builder_is_made_and_are_recorded(
+    here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(flags.VARIABLE, raising=False)
+    here(RecordedLibrary("10.13", gpu="11.0"), THOR)
+    assert "-peep:fc_h_fusion=off" in resolve().config.flags
+    assert flags.VARIABLE not in os.environ
+    here(RecordedLibrary("10.13", gpu="8.7"), ORIN)
+    assert resolve().config.flags == ""
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -207,7 +275,9 @@ def test_what_the_library_cannot_do_is_refused(
 
 @pytest.mark.parametrize("asked", ["9.0", "8.6,9.9", "sm86", "8.6,,8.9", ""])
 def test_a_gpu_that_tensorrt_rtx_does_not_know_is_refused(rtx: Any, asked: str):
-    with pytest.raises(UsageError, match=r"compute_capabilities has .*, tensorrt-rtx builds for 7\.5, 8") as refused:
+    with pytest.raises(
+        UsageError, match=r"compute_capabilities has .*, tensorrt-rtx builds fp16 for 7\.5, 8"
+    ) as refused:
         resolve("tensorrt-rtx", compute_capabilities=asked)
     assert all(gpu in str(refused.value) for gpu in RTX_GPUS)
 
@@ -296,6 +366,9 @@ def test_a_name_of_a_gpu_cannot_lead_out_of_the_cache(here: Callable[..., Any]):
 # ----------------------------------------------------------------------------------------------------------- compiling
 
 
+INSPECTION = ("engine.json", "build-log.json")
+
+
 class Builder:
     """Stands in for both builders: writes files and takes notes."""
 
@@ -310,11 +383,12 @@ class Builder:
         self.engines.append((spec, profiles))
         output.write_bytes(b"engine")
         given["inspector"].write_text("{}")
-        return EngineReport((), self.aliases, ())
+        return EngineReport((), self.aliases, (Message("WARNING", "the first engine's"),))
 
-    def select(self, spec: EngineSpec, output: Path, **options: Any) -> None:
+    def select(self, spec: EngineSpec, output: Path, **options: Any) -> EngineReport:
         self.selects.append({"spec": spec, **options})
         output.write_bytes(b"select")
+        return EngineReport((), {}, (Message("WARNING", "the second engine's"),))
 
 
 @pytest.fixture
@@ -344,11 +418,13 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
     config = spec.config
     assert (config.capacity, config.form) == (1024, "native")
     assert (config.stripped, config.optimization_level, config.version_compatible) == (True, 2, True)
-    assert (config.hardware_compatibility, config.workspace) == ("ampere", WORKSPACE)
+    assert (config.hardware_compatibility, config.workspace) == ("ampere", None)
     assert (select["vocab_size"], select["candidates"]) == (320, 64)
-    assert (plan.file, plan.select, plan.inspector) == ("engine.plan", "select.plan", "engine.json")
+    assert (plan.file, plan.select, plan.inspector, plan.log) == ("engine.plan", "select.plan", *INSPECTION)
+    said = json.loads((tmp_path / plan.log).read_text())
+    assert said == [["WARNING", "the first engine's"], ["WARNING", "the second engine's"]]
     assert (plan.compute, plan.compute_capabilities, plan.verified) == ("float16", ("9.0",), "no")
-    assert (plan.workspace, plan.optimization_level) == (WORKSPACE, 2), "to be asked for again by a rebuild"
+    assert (plan.workspace, plan.optimization_level) == (None, 2), "to be asked for again by a rebuild"
     assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
 
 

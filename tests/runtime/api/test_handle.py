@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -249,20 +250,130 @@ def test_a_wait_with_a_timeout_cancels_the_request():
     assert pieces.cancelled == 1
 
 
-def test_a_loop_that_is_gone_does_not_disturb_who_ends_the_request(monkeypatch: pytest.MonkeyPatch):
-    pieces = Pieces(keep=True)
+def test_a_loop_that_is_gone_does_not_disturb_who_brings_pieces():
+    pieces, loop = Pieces(keep=True), asyncio.new_event_loop()
+    pieces.handle._cancel = lambda: False
 
-    async def main() -> None:
-        task = asyncio.ensure_future(pieces.handle._wait_async())
+    async def begin() -> Any:
+        reader = pieces.handle.events_async()
+        task = asyncio.ensure_future(anext(reader))
         await asyncio.sleep(0)
-        monkeypatch.setattr(asyncio.get_running_loop(), "is_closed", lambda: False)  # it closes right after the check
-        pieces.handle._cancel = lambda: False
-        task.cancel()
+        return reader, task
 
-    asyncio.run(main())
+    reader, task = loop.run_until_complete(begin())
+    loop.close()  # in the middle of the wait
     pieces.put("a")
     pieces.mailbox.end(RESULT)
     assert pieces.handle.result() is RESULT
+    task._log_destroy_pending = False
+    del reader, task
+
+
+def test_one_call_into_a_loop_tells_all_who_read_there(monkeypatch: pytest.MonkeyPatch):
+    many = [Pieces() for _ in range(8)]
+
+    async def main() -> tuple[list[list[str]], int]:
+        async def read(pieces: Pieces) -> list[str]:
+            return [text async for text in pieces.handle]
+
+        loop, calls = asyncio.get_running_loop(), list[Any]()
+        reading = [asyncio.ensure_future(read(pieces)) for pieces in many]
+        await asyncio.sleep(0)
+        into = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda f: (calls.append(f), into(f)))
+
+        def step() -> None:  # the loop's thread waits for it, so it cannot answer in between
+            for pieces in many:
+                pieces.put("a", "b")
+                pieces.mailbox.end(RESULT)
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+        return await asyncio.gather(*reading), len(calls)
+
+    assert asyncio.run(main()) == ([["a", "b"]] * 8, 1)
+
+
+def test_no_piece_is_missed_however_threads_and_readers_meet():
+    """Pieces come while readers of two loops look, wait, are woken and leave."""
+    pieces, count = Pieces(), 3000
+
+    def read() -> list[int]:
+        async def main() -> list[int]:
+            return [token async for delta in pieces.handle.events_async() for token in delta.token_ids]
+
+        return asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+    def bring() -> None:
+        for number in range(count):
+            pieces.mailbox.put(Delta(0, "a", (number,)))
+            if number % 7 == 0:
+                time.sleep(0)  # lets readers run dry now and then
+        pieces.mailbox.end(RESULT)
+
+    with ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(read), pool.submit(read)]
+        pool.submit(bring).result(PATIENCE)
+        found = [reader.result(PATIENCE) for reader in readers]
+    assert sorted(found[0] + found[1]) == list(range(count))
+    assert all(tokens == sorted(tokens) for tokens in found)
+
+
+def test_two_tasks_of_a_loop_share_the_pieces_out():
+    pieces = Pieces()
+
+    async def main() -> list[list[str]]:
+        async def read() -> list[str]:
+            return [delta.text async for delta in pieces.handle.events_async()]
+
+        reading = [asyncio.ensure_future(read()) for _ in range(2)]
+        await asyncio.sleep(0)
+        later(lambda: pieces.put("a", "b", "c"), lambda: pieces.mailbox.end(RESULT))
+        return await asyncio.wait_for(asyncio.gather(*reading), PATIENCE)
+
+    first, second = asyncio.run(main())
+    assert sorted(first + second) == ["a", "b", "c"]
+
+
+def test_a_piece_wakes_nobody_who_waits_for_the_end():
+    pieces = Pieces()
+    with ThreadPoolExecutor(1) as pool:
+        waiting, threads = pool.submit(pieces.handle.result, PATIENCE), pieces.mailbox._over._waiters
+        while not threads:
+            time.sleep(0)
+        pieces.put("a")
+        assert len(threads) == 1  # whoever is woken is taken out at once
+        pieces.mailbox.end(RESULT)
+        assert waiting.result(PATIENCE) is RESULT
+    pieces = Pieces()
+
+    async def main() -> bool:
+        waiting = asyncio.ensure_future(pieces.handle._wait_async())
+        await asyncio.sleep(0)
+        pieces.put("a")
+        [waiter] = pieces.mailbox._waiters
+        told = waiter._has_news
+        pieces.mailbox.end(RESULT)
+        await waiting
+        return told
+
+    assert not asyncio.run(main())
+
+
+def test_a_reader_that_leaves_is_not_told_any_more():
+    pieces = Pieces()
+
+    async def main() -> None:
+        pieces.put("a")
+        reader = pieces.handle.events_async()
+        await anext(reader)
+        assert len(pieces.mailbox._readers) == 1
+        await reader.aclose()
+
+    asyncio.run(main())
+    assert pieces.mailbox._readers == []
+    assert pieces.cancelled == 0
 
 
 def test_on_delta_hears_every_token_in_order_and_the_handle_too(make_engine: Any, alone: Any):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.errors import DeadlineError, GrammarError, MissingExtraError, UsageError
+from llmc.errors import DeadlineError, GrammarError, MissingExtraError, ResourceError, UsageError
 from llmc.runtime.guided import grammars as grammars_module
 from llmc.runtime.guided import guide as guide_module
 from llmc.runtime.guided import trial
@@ -165,6 +165,7 @@ class TestParser:
                 guide.accept(*tiny.spell(b"a"))
 
 
+LITTLE_S = 0.3  # of a processor, for a grammar that takes some hundredths
 # Some dozens of alternatives, which the library multiplies with each other: minutes.
 MANY_COMBINATIONS = {
     "allOf": [{"anyOf": [{"type": "string", "pattern": f"{i}a{j}"} for i in range(30)]} for j in range(3)]
@@ -191,6 +192,24 @@ class TestTime:
     def test_suffices_for_a_large_grammar_tried_in_a_process(self, tiny: Any) -> None:
         assert tiny.reads(tiny.start(json_schema=FEW_COMBINATIONS), "7")
 
+    def test_counts_what_the_grammar_takes_and_not_what_a_busy_machine_does(
+        self, tiny: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(trial, "COMPILE_SECONDS", LITTLE_S)
+        monkeypatch.setattr(trial, "_IDLE", [])
+        monkeypatch.setattr(trial, "_CODE", f"import time; time.sleep({2 * LITTLE_S})\n{trial._CODE}")
+        assert tiny.reads(tiny.start(tiny.grammars(), json_schema=FEW_COMBINATIONS), "7")
+        [worker] = trial._IDLE
+        assert tiny.reads(tiny.start(tiny.grammars(), json_schema=FEW_COMBINATIONS), "7")
+        assert [worker] == trial._IDLE  # which was there already
+        worker.kill()
+
+    def test_spent_on_others_grammars_is_not_held_against_it(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(trial, "WAIT_SECONDS", 0.01)
+        monkeypatch.setattr(trial, "_MOST_AT_ONCE", threading.BoundedSemaphore(1))
+        with trial._MOST_AT_ONCE, pytest.raises(ResourceError, match=r"for other requests .* try again later"):
+            tiny.ask(tiny.grammars(), json_schema=FEW_COMBINATIONS)
+
     @pytest.mark.parametrize(
         ("change", "message"),
         [
@@ -202,6 +221,7 @@ class TestTime:
     def test_is_not_the_only_bound(
         self, tiny: Any, monkeypatch: pytest.MonkeyPatch, change: tuple[str, Any], message: str
     ) -> None:
+        monkeypatch.setattr(trial, "_IDLE", [])
         monkeypatch.setattr(trial, *change)
         with pytest.raises(GrammarError, match=message):
             tiny.ask(tiny.grammars(), json_schema=FEW_COMBINATIONS)

@@ -136,12 +136,22 @@ def test_a_call_is_streamed_as_deltas(client: openai.OpenAI):
     assert whole and (name, arguments) == ("add", whole[0].function.arguments)
 
 
-def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI):
-    asked = client.chat.completions.create(**CALLED).choices[0].message
+def test_a_conversation_goes_on_after_a_call(able_openai: openai.OpenAI):
+    asked = able_openai.chat.completions.create(**{**CALLED, "model": "able"}).choices[0].message
     assert asked.tool_calls
     result = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "3"}
     messages = [*MESSAGES, asked.model_dump(exclude_none=True), result]
-    assert client.chat.completions.create(**{**GREEDY, "messages": messages}).choices
+    assert able_openai.chat.completions.create(**{**GREEDY, "model": "able", "messages": messages}).choices
+
+
+def test_calls_and_results_that_the_template_does_not_show_are_refused(client: openai.OpenAI):
+    asked = client.chat.completions.create(**CALLED).choices[0].message
+    result = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "3"}  # type: ignore[index]
+    messages = [*MESSAGES, asked.model_dump(exclude_none=True), result]
+    with pytest.raises(openai.BadRequestError, match="messages holds tool_calls, which the model's chat template does"):
+        client.chat.completions.create(**{**GREEDY, "messages": messages})
+    # Where the client names their format they are written so.
+    assert client.chat.completions.create(**{**CALLED, "messages": messages, "tool_choice": "none"}).choices
 
 
 @pytest.mark.parametrize(
@@ -155,12 +165,32 @@ def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI):
         ({"messages": []}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content",
+            "messages[0].content[0]",
         ),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"temperature": -1}, "temperature"),
         ({"tools": [{"type": "function", "function": {"name": "auto"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "now"}}], "tool_choice": "none"}, "tools"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"chat_template_kwargs": {"custom": 1}}, "chat_template_kwargs"),
+        ({"tool_format": "hermes"}, "tool_format"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "foo": 1}]}]},
+            "messages[0].content[0].foo",
+        ),
+        ({"reasoning_effort": "xhigh"}, "reasoning_effort"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "a"}}}},
+            "response_format",
+        ),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict[str, Any], param: str):

@@ -46,7 +46,7 @@ class TestFile:
             ('log_format = "xml"', "log_format is 'xml', expected one of json, text"),
             ("cors_origins = 'https://a'", "cors_origins is 'https://a', expected a list of texts"),
             ('host = ""', "host is '', expected a text"),
-            ('[models]\n"a b" = "x"', "models is {'a b': 'x'}, expected names"),
+            ('[models]\n"a b" = "x"', "models has the name 'a b', expected letters"),
             ("[models]\na = 1", "models is {'a': 1}, expected names"),
             ("port = ", "cannot be read as settings"),
         ],

@@ -92,7 +92,7 @@ def test_documents_are_ranked_by_the_models_scores(able_http: httpx.Client, enco
         ("embeddings", {"model": "embed", "input": "word " * 1000}, "expected; shorten it, set truncate"),
         ("embeddings", {"model": "embed", "input": [5000]}, "holds the token 5000"),
         ("embeddings", {"model": "embed", "input": [1], "instruction": "query"}, "input holds tokens"),
-        ("rerank", {"model": "rank", "query": "a", "documents": []}, "documents does not fit"),
+        ("rerank", {"model": "rank", "query": "a", "documents": []}, "documents is empty, expected 1 or more items"),
         ("rerank", {"model": "rank", "query": "a", "documents": ["b"], "max_tokens_per_doc": 8}, "max_tokens_per_doc"),
     ],
 )

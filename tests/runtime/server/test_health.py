@@ -8,6 +8,7 @@ def test_it_is_alive_and_ready(http: httpx.Client):
     assert http.get("/health").json() == {"status": "ok"}
     found = http.get("/ready")
     assert found.status_code == 200 and found.json()["models"]["tiny"]["phase"] == "ready"
+    assert found.json()["models"]["tiny"]["memory"] > 1_000_000  # also of a single model, which has no plan
 
 
 def test_metrics_count_requests_by_route_and_name_the_model(http: httpx.Client):

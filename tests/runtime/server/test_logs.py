@@ -1,15 +1,22 @@
 """Lines of the log: what a request cost, where a failure happened, and no word of anybody's unless asked for."""
 
 import asyncio
+import io
 import json
 import logging
+import sys
 from typing import Any
 
 import pytest
+from doubles.asgi import ask
+from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
+from llmc.runtime.api.handle import Handle, OutputCollector
 from llmc.runtime.observe.tracing import current_context, event
-from llmc.runtime.server.logs import RequestLog, TextFormatter, logging_to_stderr, note, route_noted
+from llmc.runtime.server import page
+from llmc.runtime.server.guard.accounts import cost
+from llmc.runtime.server.logs import Costs, RequestLog, TextFormatter, logging_to_stderr, note, route_noted
 
 SECRET = "a secret"
 HEADERS = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
@@ -83,11 +90,40 @@ def test_requests_of_supervisors_leave_no_line(lines: Any):
     assert lines() == []
 
 
+def test_the_page_leaves_its_route(lines: Any):
+    app = Starlette()
+    page.mount(app)  # type: ignore[arg-type]
+    with logging_to_stderr("json"):
+        ask(RequestLog(route_noted(app)), "/")
+    assert [line["route"] for line in lines()] == ["/"]
+
+
 def test_people_get_lines_of_their_own():
     record = logging.LogRecord("x", logging.INFO, "x.py", 1, "said", (), None)
     record.created = 0.0
     record.__dict__["llmc_fields"] = {"tokens": 3, "model": "m"}
     assert TextFormatter().format(record).endswith("INFO    said tokens=3 model=m")
+
+
+def test_people_at_a_terminal_get_them_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, lines: Any):
+    with logging_to_stderr(None):
+        answered(fine)
+    assert lines()[0]["status"] == 200
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with logging_to_stderr(None):
+        answered(fine)
+    assert " status=200 " in terminal.getvalue()
+
+
+def test_of_a_request_that_was_left_the_prompt_counts():
+    handle = Handle(OutputCollector(), lambda: None, 1, False)
+    handle.prompt_tokens = 7
+    handle._tokens.extend([1, 2])
+    costs = Costs()
+    costs.add(handle)
+    assert (costs.prompt_tokens, costs.output_tokens, cost(handle)) == (7, 2, 9)
 
 
 def test_what_was_logged_before_is_so_again(lines: Any):

@@ -199,17 +199,17 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_anthro
         ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens is 4, expected less than"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1, "display": "omitted"}}, "display"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
-        ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools.0"),
+        ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools[0]"),
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "So"}]}]},
-            "messages.1 is the assistant's and ends with no text",
+            "messages[1] is the assistant's and ends with no text",
         ),
         (
             {
                 "messages": [USER, {"role": "assistant", "content": "So"}],
                 "thinking": {"type": "enabled", "budget_tokens": 1},
             },
-            "messages.1 is the beginning of the answer, before which thoughts would come",
+            "messages[1] is the beginning of the answer, before which thoughts would come",
         ),
         (
             {
@@ -221,7 +221,7 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_anthro
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
-            "messages.0.user.content.0 does not fit: input tag 'image'",
+            "messages[0].content[0] has the type 'image', expected one of",
         ),
         ({"mcp_servers": []}, "mcp_servers"),
     ],

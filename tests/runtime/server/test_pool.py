@@ -520,3 +520,9 @@ def test_what_is_not_there_is_refused(call: Callable[[ModelPool], Any], error: t
 def test_no_bundle_at_all_is_refused():
     with pytest.raises(UsageError, match="there is no model to serve"):
         ModelPool({}, memory=None, load_options={})
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_context", 10**6), ("max_batch", 10**3)])
+def test_what_no_bundle_was_built_for_is_refused_before_anything_is_loaded(tiny_bundle: Path, name: str, value: int):
+    with pytest.raises(UsageError, match=f"{name} is {value}, .* built for .* build with a larger --"):
+        ModelPool({"tiny": tiny_bundle}, memory=None, load_options={name: value})

@@ -185,16 +185,16 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_openai
         ({"background": True}, "background"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"conversation": "x"}, "conversation"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-        ({"include": ["reasoning.encrypted_content"]}, "include.0"),
+        ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"truncation": "auto", "on_overflow": "sink"}, "on_overflow"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input.0.message.content.0",
+            "input[0].content[0]",
         ),
         ({"metadata": {"a": 1}}, "metadata.a"),
     ],
@@ -313,7 +313,7 @@ class TestStored:
         for query, said in [
             ("starting_after=1", "starting_after is given without stream"),
             ("stream=true&starting_after=-1", "starting_after"),
-            ("stream=true&include_obfuscation=true", "'include_obfuscation' is not a parameter"),
+            ("stream=true&include_obfuscation=true", "include_obfuscation is not a parameter"),
         ]:
             answer = able_http.get(f"/v1/responses/{name}?{query}")
             assert answer.status_code == 400 and said in answer.json()["error"]["message"]
@@ -356,7 +356,7 @@ class TestSocket:
     def test_tells_errors_and_goes_on(self, able_openai: openai.OpenAI):
         with able_openai.responses.connect() as socket:
             for message, said in [
-                ('{"input": "a"}', "type does not fit"),
+                ('{"input": "a"}', "type is missing"),
                 ("no JSON", "JSON"),
                 (b'{"type": "response.create", "input": "a", "stream_id": "x"}', "stream_id is not a parameter"),
                 ('{"type": "response.create", "input": "a", "previous_response_id": "resp_x"}', "no response"),

@@ -1,12 +1,16 @@
 """Bounds of what requests may ask for."""
 
+import asyncio
+import threading
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
-from llmc.runtime.server.service import Service
+from llmc.runtime.server.service import SHORT, Service, room_beside, submitted
 
 POOL: Any = None  # nothing here needs a model
 BOUNDED = Service(ServerConfig(max_request_tokens=50, request_deadline_s=5.0), POOL)
@@ -28,3 +32,47 @@ def test_more_is_refused_by_the_name_of_what_is_too_much(asked: dict[str, Any], 
 def test_a_deadline_may_be_shorter_and_not_longer():
     assert BOUNDED.bounded({"deadline_s": 1.0})["deadline_s"] == 1.0
     assert BOUNDED.bounded({"deadline_s": 9.0})["deadline_s"] == 5.0
+
+
+def took(*given: Any, **named: Any) -> bool:
+    """True if what has these arguments is submitted on the event loop's own thread."""
+
+    def submit(*given: Any, **named: Any) -> Any:
+        return SimpleNamespace(thread=threading.get_ident(), done=True)
+
+    async def main() -> bool:
+        handle: Any = await submitted(partial(submit, *given, **named))
+        return bool(handle.thread == threading.get_ident())
+
+    return asyncio.run(main())
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def test_a_short_request_is_submitted_without_a_thread():
+    assert took(HELLO, max_tokens=4, tools=None, temperature=0.0)
+    assert took("Hello", stop=["a", "b"])
+    assert took(object(), HELLO, {"max_tokens": 4, "tools": None})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (([{"role": "user", "content": "x" * SHORT}],), {}),
+        ((HELLO * SHORT,), {}),
+        (([1] * (SHORT + 1),), {}),
+        ((HELLO,), {"logit_bias": dict.fromkeys(range(SHORT + 1), 1.0)}),
+        ((HELLO,), {"tools": [TOOL]}),
+        ((HELLO,), {"grammar": 'root ::= "a"'}),
+        ((object(), HELLO, {"tools": [TOOL]}), {}),
+    ],
+)
+def test_what_may_take_long_to_submit_is_submitted_in_a_thread(given: tuple[Any, ...], named: dict[str, Any]):
+    assert not took(*given, **named)
+
+
+def test_values_take_room_by_their_characters_and_items():
+    assert room_beside({"a": "xyz", "b": [1, None]}, 10) == 10 - (2 + 3 + 2 + 2)
+    assert room_beside([["x" * 50]] * 1000, 60) < 0  # and the rest is not looked at

@@ -38,11 +38,13 @@ def tools() -> list[dict[str, Any]]:
 def hear() -> Callable[..., Heard]:
     """Reads an output, whole or in pieces."""
 
-    def read(pieces: str | Sequence[str], form: str | None = "hermes", thinking: bool = False) -> Heard:
+    def read(
+        pieces: str | Sequence[str], form: str | None = "hermes", thinking: bool = False, cut: bool = False
+    ) -> Heard:
         known = {tool.name: tool for tool in read_tools(TOOLS)}
         parser = ChatParser(None if form is None else FORMATS[form], known, MARKS[0], thinking, str)
         pieces = [pieces] if isinstance(pieces, str) else pieces
-        return merged([*map(parser.push, pieces), parser.finish()])
+        return merged([*map(parser.push, pieces), parser.finish(cut)])
 
     return read
 

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.runtime.tools.formats import FORMATS
+from llmc.runtime.tools.parser import ChatParser, Parsed
+from llmc.runtime.tools.thinking import ThinkingMarks
 from llmc.runtime.tools.xml_calls import types_of
 
 NOW = '{"name": "now", "arguments": {}}'
@@ -68,6 +70,19 @@ def test_other_spellings_of_a_format_are_read(form: str, text: str, hear: Callab
     assert hear(text, form) == ("", "", [("now", "{}")])
 
 
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": 'São "P"', "days": 3}),
+    ("now", {"a": [1, {"b": None}], "c": True}),
+]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("calls", [CALLS[:1], CALLS])
+def test_what_a_format_writes_it_reads(form: str, calls: list[tuple[str, dict[str, Any]]], hear: Callable[..., Any]):
+    content, _, heard = hear(FORMATS[form].write(calls), form)
+    assert (content, [(name, json.loads(arguments)) for name, arguments in heard]) == ("", calls)
+
+
 # ------------------------------------------------------------------------------------------------------------- pieces
 
 MARKS = ["<think>", "</think>", "\n", " ", "{", "}", "[", "]", '"', "\\", ",", ":", "now", "(", ")", "=", "'", "1", "é"]
@@ -95,6 +110,21 @@ def test_every_cut_of_a_call_is_read_without_an_error(form: str, hear: Callable[
         whole = [arguments for _, arguments in calls[:-1]]
         assert all(json.loads(arguments) == {"city": "Paris", "days": 3} for arguments in whole)
         assert content or calls or not SPOKEN[form][:end]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_of_a_call_that_the_length_cut_off_no_markup_is_content(form: str, hear: Callable[..., Any]):
+    for end in range(2, len(SPOKEN[form])):
+        content, _, calls = hear(SPOKEN[form][:end], form, cut=True)
+        # The first character of a mark may be any text's.
+        assert len(content.removeprefix("ok").strip()) <= 1, SPOKEN[form][:end]
+        assert {name for name, _ in calls} <= {"get_weather", "now"}
+
+
+@pytest.mark.parametrize("text", ['{"total": {"a": [1, 2', "a < b", "<tool_call> no call", "[1, 2"])
+@pytest.mark.parametrize("form", ["hermes", "llama3", "pythonic"])
+def test_any_other_text_that_the_length_cut_off_is_whole(form: str, text: str, hear: Callable[..., Any]):
+    assert hear(text, form, cut=True) == (text, "", [])
 
 
 def test_a_name_comes_before_its_arguments_and_these_as_they_are_written(hear: Callable[..., Any]):
@@ -197,3 +227,12 @@ def test_types_of_schemas_that_branch_without_end_are_found():
 )
 def test_reasoning_is_split_off(text: str, thinking: bool, heard: tuple[str, str], hear: Callable[..., Any]):
     assert hear(text, thinking=thinking) == (*heard, [])
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
+def test_text_that_can_hold_no_call_is_handed_on_as_it_comes(thought: str):
+    parser = ChatParser(None, {}, ThinkingMarks("<think>", "</think>"), False, str)
+    heard = [parser.push(thought), parser.push("a")]
+    assert "".join(parsed.content for parsed in heard) == "a"
+    assert [parser.push(text).content for text in (" \n", "<tool_call>", "{")] == [" \n", "<tool_call>", "{"]
+    assert parser.finish() == Parsed()

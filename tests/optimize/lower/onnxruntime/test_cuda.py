@@ -362,7 +362,7 @@ def test_layers_are_fused(exported, lowered):
     graph = lowered(exported(WINDOW).export, WeightOnly(Grid(4, 32)), "float16").lower().graph
     types = [node.op_type for node in graph]
     per_layer = {
-        "MatMulNBits": 5,  # query, key and value in one
+        "MatMulNBits": 4,  # query, key and value in one, gate and up in one
         "GroupQueryAttention": 1,
         "SkipSimplifiedLayerNormalization": 2,
         "QuickGelu": 1,
@@ -371,6 +371,11 @@ def test_layers_are_fused(exported, lowered):
     for operator, times in per_layer.items():
         extra = {"MatMulNBits": 1, "SkipSimplifiedLayerNormalization": -1}.get(operator, 0)
         assert types.count(operator) == 2 * times + extra, operator
+
+
+def test_gate_and_up_are_one_product_in_floats_too(exported, lowered):
+    graph = lowered(exported(WINDOW).export, Computed(), "float16").lower().graph
+    assert [node.op_type for node in graph].count("FusedMatMul") == 2 * 4 + 1
 
 
 def test_all_stored_floats_are_float16(case, lowered):

@@ -177,8 +177,8 @@ def test_names_tell_the_layer(exported, form, lowering):
 # --------------------------------------------------------------------------------------------------------------- packs
 
 
-@pytest.mark.parametrize("weights", [name for name in WEIGHTS if name != "float"])
-def test_quantized_linears_that_read_the_same_activation_become_one(exported, form, lowering, weights):
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_linears_that_read_the_same_activation_become_one(exported, form, lowering, weights):
     lowered = lowering(exported(NORMS).export, form, WEIGHTS[weights])
     assert lowered.apply("pack linears") == 2 * 2
     attention, mlp = (lowered.node(f"{LAYER}.{name}") for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
@@ -186,10 +186,11 @@ def test_quantized_linears_that_read_the_same_activation_become_one(exported, fo
     assert len(lowered.nodes("Split")) == len(lowered.nodes("Linear")) - 5 == 4
 
 
-def test_linears_stored_as_floats_stay_apart(case, form, lowering):
-    lowered = lowering(case.export, form, Computed(), INT8)
-    assert lowered.apply("pack linears") == 0
-    assert len(lowered.nodes("Linear")) == len(lowered.geometry.linears)
+@pytest.mark.parametrize(("weights", "packs"), [("float", 0), ("int8", 4)])
+def test_tensorrt_rtx_which_stores_packed_floats_twice_gets_integers_packed_alone(exported, lowering, weights, packs):
+    lowered = lowering(exported(NORMS).export, "native", WEIGHTS[weights]).before("pack linears")
+    steps = {step.name: step.run for step in passes.PASSES["tensorrt-rtx"]}
+    assert steps["pack linears"](lowered.graph, lowered.context) == packs
 
 
 def test_linears_in_different_forms_stay_apart(exported, form, lowering, decoder, portable, ids):
@@ -236,6 +237,9 @@ def test_lower_attention_updates_the_cache_in_place_and_reads_what_is_asked_for(
     assert (found["TensorScatter"], found["Slice"], found["RotaryEmbedding"], found["Attention"]) == (4, 4, 4, 2)
     for layer in range(2):
         attention = lowered.node(f"model.layers.{layer}.self_attn")
+        assert attention.attributes["scale"].as_float() == 1.0
+        times = attention.inputs[0].producer()
+        assert (times.op_type, float(times.inputs[1].const_value.numpy())) == ("Mul", 0.25), "the query alone is scaled"
         for value, part in zip(attention.inputs[1:3], ("key", "value"), strict=True):
             update = value.producer().inputs[0].producer()
             assert update.op_type == "TensorScatter" and update.outputs[0].is_graph_output()
@@ -274,7 +278,7 @@ def test_a_reshape_that_follows_no_norm_is_kept(exported, lowering):
         if norm.name.endswith("q_norm"):
             norm.op_type = "Unknown"
     lowered.apply("lower attention")
-    query = lowered.node(f"{LAYER}.self_attn").inputs[0].producer().inputs[0].producer()
+    query = lowered.node(f"{LAYER}.self_attn").inputs[0].producer().inputs[0].producer().inputs[0].producer()
     assert query.op_type == "Transpose"
     assert query.inputs[0].producer().op_type == query.inputs[0].producer().inputs[0].producer().op_type == "Reshape"
 
@@ -300,8 +304,20 @@ def test_integer_weights_are_dequantized_by_output_or_in_blocks_of_inputs(export
 
 def test_a_linear_that_is_none_is_left(exported, form, lowering):
     lowered = lowering(exported(BIASES).export, form).before("lower linears")
-    next(node for node in lowered.graph if node.op_type == "Linear").op_type = "Unknown"
+    lowered.nodes("Linear")[-1].op_type = "Unknown"  # the head, which is packed with nothing
     assert lowered.apply("lower linears") == 14
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_scales_may_be_wider_than_what_is_computed(exported, form, lowering, decoder, portable, ids, weights):
+    narrow, wide = (lowering(exported(NORMS).export, form, WEIGHTS[weights], compute="float16") for _ in range(2))
+    wide.context = replace(wide.context, wide_scales=True)
+    found = decoder(wide.finish().write())(ids)
+    nodes = wide.nodes("DequantizeLinear")
+    assert {node.inputs[1].const_value.dtype for node in nodes} == {ir.DataType.FLOAT}
+    assert all(node.outputs[0].uses()[0].node.op_type == "Cast" for node in nodes)
+    wanted = decoder(narrow.finish().write())(ids)
+    assert 0 < abs(found - wanted).max() <= 0.05 * abs(wanted).max()
 
 
 def test_a_tied_head_of_floats_reads_the_embeddings_bytes(exported, form, lowering):
@@ -411,8 +427,10 @@ def test_an_embedding_in_a_form_that_cannot_be_gathered_is_refused(exported, for
 
 
 def of_another_kind(op_type: str):
+    """The last node of a kind: the head, which is packed with nothing."""
+
     def edit(graph: ir.Graph, _) -> int:
-        next(node for node in graph if node.op_type == op_type).op_type = "Unknown"
+        [node for node in graph if node.op_type == op_type][-1].op_type = "Unknown"
         return 1
 
     return edit

@@ -82,6 +82,8 @@ class TestKeys:
         assert answer.status_code == 403 and answer.json()["error"]["type"] == "permission_error"
         assert answer.json()["error"]["message"] == "the key 'bob' is not for the model 'tiny', expected other"
         assert alice.get("/v1/models/tiny", headers=BOB).status_code == 403
+        listed = [[card["id"] for card in alice.get("/v1/models", headers=who).json()["data"]] for who in (ALICE, BOB)]
+        assert listed == [["tiny"], []]
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_pay_for_the_tokens_of_prompts_and_answers(self, alice: httpx.Client, stream: bool):
@@ -190,7 +192,7 @@ class TestAddresses:
             listener.setblocking(False)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
             filled = json.loads(json.dumps(content).replace("URL", url))
-            assert "messages.0.content" in message_of(alice.post(CHAT, json=chat([filled])))
+            assert "messages[0].content[0]" in message_of(alice.post(CHAT, json=chat([filled])))
             with pytest.raises(BlockingIOError):
                 listener.accept()
 

@@ -53,8 +53,8 @@ class Ended:
 class Failed:
     """A handle of a request that was cancelled after so many tokens."""
 
-    def __init__(self, read: int) -> None:
-        self.token_ids = [7] * read
+    def __init__(self, prompt: int, read: int) -> None:
+        self.prompt_tokens, self.token_ids = prompt, [7] * read
 
     def result(self, timeout: float) -> None:
         raise CancelledError("its client is gone")
@@ -168,11 +168,11 @@ class TestTokens:
         spend(7)
         assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "593"
 
-    def test_of_cancelled_requests_are_those_that_were_read(self, clock: Clock):
+    def test_of_cancelled_requests_are_the_prompts_and_those_that_were_read(self, clock: Clock):
         app, echo = limited(clock, tokens_per_minute=600)
-        echo.handles = [Failed(5)]
+        echo.handles = [Failed(10, 5)]
         ask(app, method="POST")
-        assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "595"
+        assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "585"
 
     def test_refusals_for_them_count_no_request(self, clock: Clock):
         account = Account(Bucket(5, clock), Bucket(5, clock))

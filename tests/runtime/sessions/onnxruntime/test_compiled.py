@@ -17,6 +17,7 @@ import pytest
 from llmc.bundle import Compiled, Manifest, read_bundle, version, write_manifest
 from llmc.errors import BundleError, ResourceError, UsageError
 from llmc.optimize.build import build
+from llmc.optimize.recipe import Request
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.host import disk_cache
@@ -37,9 +38,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def foreign(tiny_bundle: Path, tmp_path: Path) -> Path:
+def foreign(compiled_bundle: Path, tmp_path: Path) -> Path:
     """The bundle as a machine of another kind built it."""
-    folder = Path(shutil.copytree(tiny_bundle, tmp_path / "foreign"))
+    folder = Path(shutil.copytree(compiled_bundle, tmp_path / "foreign"))
     change(folder, lambda manifest: replace(manifest, compiled=elsewhere(manifest)))
     return folder
 
@@ -92,22 +93,24 @@ def entries(root: Path) -> list[Path]:
 def test_compiled_graphs_compute_the_bits_of_the_plain_ones(
     tiny_export: Path, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ):
-    built = build(tiny_export, tmp_path / "built", precision=precision).output
+    built = build(tiny_export, tmp_path / "built", precision=precision, recipe=Request(compiled=True)).output
     assert all(path.name.startswith("compiled-") and path.parent == built for path in opened(built, monkeypatch))
     for ours, theirs in zip(logits(built), logits(plain(built, tmp_path)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_graphs_compiled_into_the_cache_compute_the_same_bits(tiny_bundle: Path, foreign: Path, tmp_path: Path):
-    for ours, theirs in zip(logits(foreign), logits(plain(tiny_bundle, tmp_path)), strict=True):
+def test_graphs_compiled_into_the_cache_compute_the_same_bits(compiled_bundle: Path, foreign: Path, tmp_path: Path):
+    for ours, theirs in zip(logits(foreign), logits(plain(compiled_bundle, tmp_path)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_packed_weights_that_were_changed_are_found(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_packed_weights_that_were_changed_are_found(
+    compiled_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The planted error: were packed weights not used, or not compared, nothing would show."""
-    copy = Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
+    copy = Path(shutil.copytree(compiled_bundle, tmp_path / "copy"))
     spoil_packed_weights(copy)
-    pairs = list(zip(logits(copy), logits(tiny_bundle), strict=True))
+    pairs = list(zip(logits(copy), logits(compiled_bundle), strict=True))
     if version(pytest.importorskip("onnxruntime").__version__) >= ENGINE_COMPARES:
         assert not any(path.name.startswith("compiled-") for path in opened(copy, monkeypatch)[-2:])
         for ours, theirs in pairs:
@@ -146,15 +149,15 @@ def packed_places(graph: Path) -> list[tuple[int, int]]:
 # ----------------------------------------------------------------------------------------------------------- sharing
 
 
-def test_every_content_is_in_the_file_once(tiny_bundle: Path):
+def test_every_content_is_in_the_file_once(compiled_bundle: Path):
     """The tied embedding is in both plain and both compiled graphs, and packed in both of those."""
     onnx = pytest.importorskip("onnx")
     places: dict[tuple[int, int], bytes] = {}
-    weights = (tiny_bundle / "weights.bin").read_bytes()
+    weights = (compiled_bundle / "weights.bin").read_bytes()
     for name in ("prefill", "decode", "compiled-prefill", "compiled-decode"):
-        for offset, length in packed_places(tiny_bundle / f"{name}.onnx"):
+        for offset, length in packed_places(compiled_bundle / f"{name}.onnx"):
             places[offset, length] = weights[offset : offset + length]
-        for tensor in onnx.load(tiny_bundle / f"{name}.onnx", load_external_data=False).graph.initializer:
+        for tensor in onnx.load(compiled_bundle / f"{name}.onnx", load_external_data=False).graph.initializer:
             at = {entry.key: entry.value for entry in tensor.external_data}
             if at:
                 assert at["location"] == "weights.bin"
@@ -165,9 +168,11 @@ def test_every_content_is_in_the_file_once(tiny_bundle: Path):
 
 @pytest.mark.vnni
 def test_a_bundle_that_was_built_here_puts_nothing_into_the_cache(
-    tiny_bundle: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+    compiled_bundle: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    assert opened(tiny_bundle, monkeypatch) == [tiny_bundle / f"compiled-{name}.onnx" for name in ("decode", "prefill")]
+    assert opened(compiled_bundle, monkeypatch) == [
+        compiled_bundle / f"compiled-{name}.onnx" for name in ("decode", "prefill")
+    ]
     assert entries(root) == []
 
 
@@ -246,9 +251,9 @@ def test_the_cache_is_bounded(foreign: Path, root: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.vnni
 def test_a_bundle_without_compiled_graphs_runs_its_plain_ones(
-    tiny_bundle: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+    compiled_bundle: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    folder = plain(tiny_bundle, tmp_path)
+    folder = plain(compiled_bundle, tmp_path)
     assert opened(folder, monkeypatch) == [folder / "decode.onnx", folder / "prefill.onnx"]
     assert entries(root) == []
 
@@ -379,14 +384,14 @@ def test_an_entry_that_the_engine_refuses_all_the_same_is_dropped_and_nothing_is
 
 @pytest.mark.parametrize("spoil", [flip, cut])
 def test_a_damaged_compiled_graph_in_the_bundle_is_made_anew_in_the_cache(
-    tiny_bundle: Path,
+    compiled_bundle: Path,
     tmp_path: Path,
     root: Path,
     spoil: Callable[[Path], None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    copy = Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
+    copy = Path(shutil.copytree(compiled_bundle, tmp_path / "copy"))
     path, manifest = copy / "compiled-decode.onnx", read_bundle(copy)
     spoil(path)
     monkeypatch.setattr(sys.modules[__name__], "read_bundle", lambda folder: manifest)  # it looked before that happened
@@ -404,8 +409,8 @@ def test_packed_weights_in_an_unknown_notation_are_refused(tmp_path: Path):
         blobs._packed("MatMulNBits+1|1;2", None)  # type: ignore[arg-type]
 
 
-def test_the_manifest_lists_compiled_files_with_their_hashes(tiny_bundle: Path):
-    manifest = json.loads((tiny_bundle / "llmc.json").read_text())
+def test_the_manifest_lists_compiled_files_with_their_hashes(compiled_bundle: Path):
+    manifest = json.loads((compiled_bundle / "llmc.json").read_text())
     assert manifest["compiled"]["files"] == {
         "decode.onnx": "compiled-decode.onnx",
         "prefill.onnx": "compiled-prefill.onnx",

@@ -19,8 +19,8 @@ onnx = pytest.importorskip("onnx")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_bundle: Path) -> bytes:
-    return (tiny_bundle / "prefill.onnx").read_bytes()
+def model(compiled_bundle: Path) -> bytes:
+    return (compiled_bundle / "prefill.onnx").read_bytes()
 
 
 def test_unchanged_entries_leave_the_same_model(model: bytes):
@@ -126,23 +126,23 @@ HOSTILE = {
 
 
 @pytest.fixture(scope="module")
-def copied(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("hostile") / "bundle"))
+def copied(compiled_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield Path(shutil.copytree(compiled_bundle, tmp_path_factory.mktemp("hostile") / "bundle"))
 
 
 @pytest.mark.parametrize("graph", ["compiled-prefill.onnx", "compiled-decode.onnx", "prefill.onnx", "decode.onnx"])
-def test_the_graphs_of_a_build_name_places_where_their_weights_can_be(tiny_bundle: Path, graph: str):
+def test_the_graphs_of_a_build_name_places_where_their_weights_can_be(compiled_bundle: Path, graph: str):
     """With nothing to spare: on x86-64, one byte less of anything packed is refused below."""
-    check_weights(tiny_bundle / graph, {"weights.bin"})
+    check_weights(compiled_bundle / graph, {"weights.bin"})
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("graph", ["compiled-prefill.onnx", "compiled-decode.onnx"])
-def test_a_place_that_an_engine_must_not_map_is_refused(tiny_bundle: Path, copied: Path, graph: str, case: str):
+def test_a_place_that_an_engine_must_not_map_is_refused(compiled_bundle: Path, copied: Path, graph: str, case: str):
     change, words = HOSTILE[case]
     if case == "packed, short" and platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("only what kernels of x86-64 add is known to the byte")
-    model = onnx.load(tiny_bundle / graph, load_external_data=False)
+    model = onnx.load(compiled_bundle / graph, load_external_data=False)
     change(model)
     (copied / graph).write_bytes(model.SerializeToString())
     with pytest.raises(BundleError, match=words):
@@ -167,14 +167,14 @@ def test_a_field_that_another_reader_would_see_otherwise_is_refused(disguise: Ca
 
 
 def test_a_bundle_whose_packed_weights_are_cut_is_run_without_them(
-    copied: Path, tiny_bundle: Path, caplog: pytest.LogCaptureFixture
+    copied: Path, compiled_bundle: Path, caplog: pytest.LogCaptureFixture
 ):
     """Mapped as they are, they would end the process."""
-    model = onnx.load(tiny_bundle / "compiled-decode.onnx", load_external_data=False)
+    model = onnx.load(compiled_bundle / "compiled-decode.onnx", load_external_data=False)
     packed(lambda numbers: [numbers[0], 64, 0])(model)
     (copied / "compiled-decode.onnx").write_bytes(model.SerializeToString())
     files = file_entries(copied, ["compiled-decode.onnx", "compiled-prefill.onnx"])
-    manifest = read_bundle(tiny_bundle)
+    manifest = read_bundle(compiled_bundle)
     write_manifest(replace(manifest, files=manifest.files | files), copied)
     with load(copied, self_test=False) as loaded:
         assert loaded.generate([1, 2, 3], max_tokens=2, temperature=0).token_ids

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles.cuda import FakeDriver
-from doubles.tensorrt import CudaGraphStrategy, FakeTensorRT
+from doubles.cuda import SERVER, FakeDriver
+from doubles.tensorrt import CudaGraphStrategy, FakeTensorRT, KernelStrategy
 
+from llmc.errors import GpuError
 from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.tensorrt import kernels as module
+from llmc.runtime.sessions.tensorrt import steps
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +44,50 @@ def used(setup: Any, steps: int = 4) -> np.ndarray:
     return np.array(found)
 
 
-def test_contexts_whose_calls_repeat_record_by_themselves(bundle: Callable[..., Any]):
+def test_a_call_that_comes_again_gets_a_context_that_records_it_and_nothing_else(bundle: Callable[..., Any]):
     setup = compiling(bundle())
     want = used(bundle())
-    assert np.array_equal(used(setup), want)
+    assert np.array_equal(used(setup), want), "the first steps ran with the kernels of the later ones"
+    own, shared = CudaGraphStrategy.WHOLE_GRAPH_CAPTURE, CudaGraphStrategy.DISABLED
     strategies = [context.config.cuda_graph_strategy for context in setup.library.contexts]
-    repeats, once = CudaGraphStrategy.WHOLE_GRAPH_CAPTURE, CudaGraphStrategy.DISABLED
-    assert strategies == [repeats, once, repeats]  # decode, prefill, selection
+    assert strategies == [shared, shared, shared, own, own]  # decode, prefill, selection; decode, selection
+    assert len({context.memory for context in setup.library.contexts}) == 1
     assert setup.driver.calls["begin_capture"] == 0
+
+
+def test_kernels_of_a_step_are_waited_for_and_those_of_a_prompt_are_not(bundle: Callable[..., Any]):
+    setup = compiling(bundle())
+    used(setup)
+    when = [c.config.dynamic_shapes_kernel_specialization_strategy for c in setup.library.contexts]
+    assert when == [KernelStrategy.EAGER, KernelStrategy.LAZY, *[KernelStrategy.EAGER] * 3]
+
+
+def test_steps_with_contexts_of_their_own_are_few(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(steps, "KEPT_CONTEXTS", 2)
+    setup, plain = compiling(bundle(select=False)), bundle(select=False)
+    session, reference = setup.open(), plain.open()
+    for each in (session, reference):
+        each.cache.reserve(3, 64)
+    for _ in range(3):
+        for rows, past in ((1, 3), (2, 20), (3, 40), (1, 3)):
+            call = Batch(Phase.DECODE, np.full((rows, 1), 7), np.full(rows, past), np.zeros((rows, 1), np.int64))
+            assert np.array_equal(session.run(call), reference.run(call))
+            assert sum(step.own is not None for step in session._steps._kept.values()) <= 2
+    session.close()
+    assert setup.driver.leaks == []
+
+
+def test_a_session_whose_kernels_change_says_so(bundle: Callable[..., Any]):
+    assert compiling(bundle()).open().changes_kernels
+    assert not bundle().open().changes_kernels
+
+
+def test_a_gpu_that_the_library_does_not_list_is_refused_before_the_engine_is_read(bundle: Callable[..., Any]):
+    setup = compiling(bundle())
+    setup.driver.device = replace(SERVER, name="NVIDIA H200", compute_capability="9.0")
+    with pytest.raises(GpuError, match=r"runs on compute capability 7\.5, 8\.0, .* and newer, NVIDIA H200 has 9\.0"):
+        setup.plan(compute_capabilities=()).open()
+    assert setup.library.runtimes == []
 
 
 def test_kernels_are_kept_from_run_to_run(bundle: Callable[..., Any], kept: Path):

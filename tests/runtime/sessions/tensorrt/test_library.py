@@ -10,7 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from doubles.cuda import FakeDriver
 from doubles.recorded import VERSIONS, RecordedLibrary, replaced
+from doubles.tensorrt import FakeTensorRT
 
 from llmc.errors import GpuError, MissingExtraError, UsageError
 from llmc.runtime.host.probe_steps import Library
@@ -144,7 +146,7 @@ def test_what_importing_a_broken_library_does_is_an_error_and_no_more(
     (tmp_path / "tensorrt.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     if "sleep" in source:
-        monkeypatch.setattr(engine_library, "IMPORT_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(engine_library, "TIMEOUT_S", 0.5)
     for _ in range(2):  # nothing is remembered of it
         with pytest.raises(GpuError, match=match):
             load_library("tensorrt")
@@ -277,3 +279,12 @@ def test_importing_it_loads_no_engine(monkeypatch: pytest.MonkeyPatch):
     import llmc.runtime.sessions.tensorrt.library  # noqa: F401
 
     assert not [name for name in loaded if name.startswith("tensorrt")]
+
+
+@pytest.mark.parametrize(
+    ("capability", "listed"),
+    [("7.5", True), ("8.0", True), ("8.7", False), ("9.0", False), ("10.0", False), ("12.1", True), ("12.3", True)],
+)
+def test_a_library_that_names_its_gpus_runs_on_those_and_on_later_ones(capability: str, listed: bool):
+    assert engine_library.lists_gpu(FakeTensorRT(FakeDriver(), compiles=True), capability) == listed
+    assert engine_library.lists_gpu(FakeTensorRT(FakeDriver()), capability), "one that names none is for all"

@@ -314,7 +314,7 @@ def breach(bundle: Callable[..., Any], spoil: Callable[[Any], None], error: type
 
 
 def context_of(session: Any) -> Any:
-    return session._steps._contexts[0]
+    return session._steps._contexts[0].decoder
 
 
 def test_an_address_that_was_never_set_is_noticed(bundle: Callable[..., Any]):

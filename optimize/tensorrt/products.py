@@ -1,0 +1,150 @@
+"""Products with weights of 8 bits beside the same in floats, timed once on the GPU that an engine is built on.
+
+No version documents kernels for them: the weights may be dequantized to memory and multiplied in float16, which is
+slower than float16 weights. Not run on a GPU yet.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from llmc.bundle import Geometry
+from llmc.inventory import HEAD
+from llmc.optimize.lower.context import ARRAY_TYPES
+from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.spec import EngineSpec
+from llmc.runtime.host.cuda import Driver
+from llmc.runtime.sessions.tensorrt.engine import ALIGNMENT, Context, Engine
+from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels
+
+OPSET, IR_VERSION = 21, 10
+# Products in a row, with weights of their own: more than the caches of most GPUs hold, and little for a small board.
+BYTES, MOST_PRODUCTS = 64_000_000, 32
+WARM_UP, ROUNDS, STEPS = 10, 5, 20
+KINDS = ("int8", "floats")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Seconds of the same products of one row, with weights of 8 bits and in floats."""
+
+    int8: float
+    floats: float
+
+    def __str__(self) -> str:
+        slower = "int8" if self.int8 > self.floats else "floats"
+        factor = max(self.int8, self.floats) / min(self.int8, self.floats)
+        return (
+            f"{slower} is the slower one, by a factor of {factor:.2f}: products of one row took "
+            f"{self.int8 * 1e6:.0f} us with weights of 8 bits and {self.floats * 1e6:.0f} us in floats"
+        )
+
+
+def compare(
+    spec: EngineSpec,
+    folder: Path,
+    geometry: Geometry,
+    driver: Driver,
+    clock: Callable[[], float] = time.perf_counter,
+    build: Callable[..., Any] = build_engine,
+) -> Compared:
+    """Build both as small engines in ``folder``, which are removed again, and time them in turns.
+
+    Raises:
+        BuildError: the library refuses one of them.
+        GpuError, BundleError: they do not run.
+    """
+    widest = max((linear for linear in geometry.linears if linear.name != HEAD), key=lambda linear: linear.size)
+    plain = replace(spec, config=replace(spec.config, stripped=False))
+    paths = [folder / f".{kind}.plan" for kind in KINDS]
+    try:
+        for kind, path in zip(KINDS, paths, strict=True):
+            graph = path.with_suffix(".onnx")
+            made = products(widest.inputs, widest.outputs, spec.config.compute, integers=kind == "int8")
+            graph.write_bytes(made.SerializeToString())
+            build(plain, graph, path, [{"rows": (1, 1, 1)}])
+        return Compared(*_timed(spec, paths, driver, clock))
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+            path.with_suffix(".onnx").unlink(missing_ok=True)
+            path.with_suffix(".kernels").unlink(missing_ok=True)
+
+
+def products(inputs: int, outputs: int, compute: str, *, integers: bool) -> onnx.ModelProto:
+    """``x`` [rows, inputs] -> ``y``: products to [rows, outputs] and back again, as many as :data:`BYTES` allow."""
+    array, generator = ARRAY_TYPES[compute], np.random.default_rng(0)
+    pairs = min(MOST_PRODUCTS, max(2, BYTES // (inputs * outputs * array.itemsize))) // 2
+    nodes, weights, value = [], [], "x"
+    for number, (rows, columns) in enumerate([(inputs, outputs), (outputs, inputs)] * pairs):
+        codes = generator.integers(-127, 128, (rows, columns), np.int8)
+        scale, name = 1 / (127 * rows), f"w{number}"
+        if integers:
+            weights += [numpy_helper.from_array(codes, f"{name}.codes")]
+            weights += [numpy_helper.from_array(np.full(columns, scale).astype(array), f"{name}.scales")]
+            nodes.append(helper.make_node("DequantizeLinear", [f"{name}.codes", f"{name}.scales"], [name], axis=1))
+        else:
+            weights.append(numpy_helper.from_array((codes * scale).astype(array), name))
+        nodes.append(helper.make_node("MatMul", [value, name], [f"y{number}"]))
+        value = f"y{number}"
+    nodes.append(helper.make_node("Cast", [value], ["y"], to=TensorProto.FLOAT))
+    nodes.insert(0, helper.make_node("Cast", ["given"], ["x"], to=helper.np_dtype_to_tensor_dtype(array)))
+    graph = helper.make_graph(
+        nodes,
+        "products",
+        [helper.make_tensor_value_info("given", TensorProto.FLOAT, ["rows", inputs])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", inputs])],
+        weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+
+
+def _timed(spec: EngineSpec, paths: Sequence[Path], driver: Driver, clock: Callable[[], float]) -> list[float]:
+    """Seconds of a step of each engine, the median of rounds that take turns."""
+    driver.activate()
+    with ExitStack() as undo:
+        stream = driver.stream()
+        undo.callback(driver.destroy_stream, stream)
+        contexts = [_context(spec, path, driver, stream, undo) for path in paths]
+        for context in contexts:
+            _step(context, driver, stream, clock, WARM_UP)
+        rounds = [[_step(context, driver, stream, clock, STEPS) for context in contexts] for _ in range(ROUNDS)]
+        return [statistics.median(found) for found in zip(*rounds, strict=True)]
+
+
+def _context(spec: EngineSpec, path: Path, driver: Driver, stream: int, undo: ExitStack) -> Context:
+    """The engine in ``path``, ready to run on zeros; ``undo`` frees all that it takes."""
+    engine = Engine(spec.library, path, path.parent)
+    undo.callback(engine.close)
+    if compiles_kernels(spec.library):
+        engine.keep_kernels(path.with_suffix(".kernels"))
+    size, memory = engine.memory(), 0
+    if size:
+        memory = driver.alloc(size)
+        undo.callback(driver.free, memory)
+    context = Context(engine, 0, stream, memory, size)
+    undo.callback(context.close)
+    shape = engine.largest("given", 0)
+    length = -(-4 * int(np.prod(shape)) // ALIGNMENT) * ALIGNMENT
+    block = driver.alloc(2 * length)
+    undo.callback(driver.free, block)
+    driver.fill(block, 2 * length, stream)
+    context.prepare({"given": shape}, {"given": block, "y": block + length})
+    return context
+
+
+def _step(context: Context, driver: Driver, stream: int, clock: Callable[[], float], times: int) -> float:
+    driver.synchronize(stream)
+    start = clock()
+    for _ in range(times):
+        context.run(stream)
+    driver.synchronize(stream)
+    return (clock() - start) / times

@@ -1,0 +1,129 @@
+"""Parts of a request that its chat template leaves out are refused: the model would never see them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llmc.errors import RequestError, UsageError, written
+from llmc.runtime.text.chat_template import ChatTemplate, with_calls_as_mappings
+from llmc.runtime.text.control_tokens import Disguise
+
+Messages = Sequence[Mapping[str, Any]]
+Write = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]
+_ADVICE = "which the model's chat template does not show to the model"
+
+
+def rendered(
+    template: ChatTemplate,
+    messages: Messages,
+    add_generation_prompt: bool = True,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    continue_final_message: bool = False,
+    disguise: Disguise | None = None,
+    write: Write | None = None,
+    **variables: Any,
+) -> str:
+    """The prompt for ``messages``, as :meth:`ChatTemplate.render` writes it.
+
+    Args:
+        write: spells calls, names with arguments, where the client knows that the template shows neither tools nor
+            calls, and tells the model of tools in another way; calls are then part of the content.
+        template, messages, add_generation_prompt, tools, documents, continue_final_message, disguise, variables: as
+            there.
+
+    Raises:
+        UsageError: the template does not read what is given, or shows nothing of names, calls or results in messages.
+        RequestError, UsageError: as there.
+    """
+    known = template.variables(tools is not None)
+    if tools and write is None and "tools" not in known:
+        raise UsageError(
+            f"tools is given, {_ADVICE}; leave it out, or tell the model of them in a message and name its tool_format"
+        )
+    if documents and "documents" not in known:
+        raise UsageError(f"documents is given, {_ADVICE}; write them into a message")
+    if unknown := sorted(variables.keys() - known):
+        own = sorted(known - {"messages", "tools", "documents", "add_generation_prompt"})
+        expected = f"expected some of {', '.join(own)}" if own else "which reads none; leave it out"
+        raise UsageError(
+            f"chat_template_kwargs holds {written(unknown[0])}, which the model's chat template does not read, "
+            f"{expected}"
+        )
+
+    def render(given: Messages) -> str:
+        return template.render(
+            given,
+            add_generation_prompt,
+            tools=tools,
+            documents=documents,
+            continue_final_message=continue_final_message,
+            disguise=disguise,
+            **variables,
+        )
+
+    prompt = render(messages)
+    for said, less in _LESS:
+        fewer = [found for message in messages if (found := less(message)) is not None]
+        if fewer != list(messages) and _same(render, fewer, prompt):
+            if less is _without_calls and write is not None:
+                messages = [_spelt(message, write) for message in with_calls_as_mappings(messages)]
+                prompt = render(messages)
+                continue
+            format_too = " or name the model's tool_format" if less is _without_calls else ""
+            raise UsageError(f"messages holds {said}, {_ADVICE}; write it into the content{format_too}")
+    return prompt
+
+
+def _same(render: Callable[[Messages], str], messages: Messages, prompt: str) -> bool:
+    """True if other messages make the same prompt; a template that refuses them has looked at the difference."""
+    try:
+        return bool(messages) and render(messages) == prompt
+    except (RequestError, UsageError):
+        return False
+
+
+def _spelt(message: Any, write: Write) -> Any:
+    """A message with its calls in its content.
+
+    Raises:
+        UsageError: arguments are no object, as those of an answer that was cut.
+    """
+    if not (_is(message, "assistant") and message.get("tool_calls")):
+        return message
+    calls = [(call["function"]["name"], call["function"].get("arguments") or {}) for call in message["tool_calls"]]
+    if not all(isinstance(given, Mapping) for _, given in calls):
+        raise UsageError(
+            "messages holds a call whose arguments are no JSON object, which cannot be written; leave it out"
+        )
+    content = message.get("content") or ""
+    text = content + ("\n" if content else "") + write(calls)
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
+
+
+def _is(message: object, role: str) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == role
+
+
+def _without_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not (_is(message, "assistant") and message.get("tool_calls")):
+        return message
+    return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": message.get("content") or ""}
+
+
+def _without_name(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(message, Mapping) or _is(message, "tool") or message.get("name") is None:
+        return message
+    return {key: value for key, value in message.items() if key != "name"}
+
+
+def _without_result(message: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return None if _is(message, "tool") else message
+
+
+# Messages without a part that they may have, and what that part is called.
+_LESS: tuple[tuple[str, Callable[[Mapping[str, Any]], Mapping[str, Any] | None]], ...] = (
+    ("tool_calls", _without_calls),  # or else in the format that the client names
+    ("a name", _without_name),
+    ("the result of a tool", _without_result),
+)

@@ -1,0 +1,75 @@
+"""int8 beside floats on a GPU: both are built, run in turns, and the slower one is named; nothing stays."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from doubles.cuda import FakeDriver
+from doubles.engines import spec_of
+from doubles.geometries import uniform
+from doubles.tensorrt import MAGIC, FakeTensorRT
+
+from llmc.bundle import EngineConfig
+from llmc.errors import BuildError
+from llmc.optimize.tensorrt import products as module
+from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.products import Compared, compare, products
+
+GEOMETRY = uniform("llama", 2, 72, 104, 4, 2, 16, 97, 64, False, (0, 0))
+
+
+def plan(spec: Any, graph: Path, output: Path, profiles: Sequence[Any]) -> None:
+    """An engine of the double's."""
+    kept = graph.parent / "kept" / f"{output.name}.onnx"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_bytes(graph.read_bytes())
+    size = onnx.load(kept).graph.input[0].type.tensor_type.shape.dim[1].dim_value
+    content = {"magic": MAGIC, "onnx": str(kept), "profiles": [{"given": [[1, size]] * 3}], "aliases": {}}
+    output.write_bytes(json.dumps(content).encode())
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BYTES", 100_000)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(("costs", "slower"), [((2e-3, 1e-3), "int8"), ((1e-3, 4e-3), "floats")])
+def test_the_slower_one_is_named(config: EngineConfig, tmp_path: Path, compiles: bool, costs: Any, slower: str):
+    driver = FakeDriver()
+    library = FakeTensorRT(driver, compiles=compiles)
+
+    def clock() -> float:
+        return sum(cost * len(context.history) for cost, context in zip(costs, library.contexts, strict=True))
+
+    found = compare(spec_of(library, config), tmp_path, GEOMETRY, driver, clock, plan)
+    assert (found.int8, found.floats) == pytest.approx(costs)
+    assert str(found).startswith(f"{slower} is the slower one, by a factor of {max(costs) / min(costs):.2f}: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert driver.leaks == []
+
+
+def test_a_builder_that_refuses_leaves_nothing(config: EngineConfig, tmp_path: Path):
+    def refuse(*_: Any) -> None:
+        raise BuildError("no kernels")
+
+    with pytest.raises(BuildError, match="no kernels"):
+        compare(spec_of(FakeTensorRT(FakeDriver()), config), tmp_path, GEOMETRY, FakeDriver(), build=refuse)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("integers", [True, False])
+def test_the_librarys_own_parser_and_builder_take_the_products(
+    rtx: Any, config: EngineConfig, tmp_path: Path, integers: bool
+):
+    graph = tmp_path / "products.onnx"
+    graph.write_bytes(products(64, 96, "float16", integers=integers).SerializeToString())
+    report = build_engine(spec_of(rtx, config), graph, tmp_path / "products.plan", [{"rows": (1, 1, 1)}])
+    assert sum(layer.type == "MATRIX_MULTIPLY" for layer in report.layers) >= 2
+
+
+def test_microseconds_are_told():
+    assert "took 20 us with weights of 8 bits and 10 us in floats" in str(Compared(20e-6, 10e-6))

@@ -1,0 +1,57 @@
+"""What a chat template does not show is refused, or written where it does."""
+
+from typing import Any
+
+import pytest
+
+from llmc.errors import UsageError
+from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.shown import rendered
+from llmc.runtime.tools.formats import writer
+
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+ABLE = """{% if tools %}{{ tools | tojson }}{% endif %}{% if documents %}{{ documents | tojson }}{% endif %}
+{%- for message in messages %}{{ message.role }} {{ message.name }}: {{ message.content }}
+{%- if message.tool_calls and tools %}{{ message.tool_calls | tojson }}{% endif %}{% endfor %}{{ mood }}"""
+SILENT = "{% for message in messages if message.role != 'tool' %}{{ message }}{% endfor %}"
+USER = {"role": "user", "content": "a"}
+CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"x": 1}'}}
+CALLED = {"role": "assistant", "content": "so", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "noon"}
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+
+
+def shown(source: str, *messages: dict[str, Any], **given: Any) -> str:
+    return rendered(ChatTemplate({"default": source}, {}), messages, **given)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "given", "said"),
+    [
+        (PLAIN, [USER], {"tools": TOOLS}, "tools is given, which"),
+        (PLAIN, [USER], {"documents": [{"text": "a"}]}, "documents is given, which"),
+        (PLAIN, [USER], {"mood": 1}, "chat_template_kwargs holds 'mood', .* reads none"),
+        (ABLE, [USER], {"message": 1}, "chat_template_kwargs holds 'message', .* some of mood"),
+        (PLAIN, [{**USER, "name": "Ann"}], {}, "messages holds a name, which"),
+        (PLAIN, [USER, CALLED], {}, "messages holds tool_calls, which .* name the model's tool_format"),
+        (ABLE, [USER, CALLED], {}, "messages holds tool_calls, which"),  # which shows them beside tools alone
+        (SILENT, [USER, CALLED, RESULT], {}, "messages holds the result of a tool, which"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(source: str, messages: list[Any], given: dict[str, Any], said: str):
+    with pytest.raises(UsageError, match=said):
+        shown(source, *messages, **given)
+
+
+def test_what_it_shows_is_taken():
+    messages = [{**USER, "name": "Ann"}, CALLED, RESULT]
+    text = shown(ABLE, *messages, tools=TOOLS, documents=[{"text": "b"}], mood="merry")
+    assert all(part in text for part in ("Ann", '"x": 1', "noon", "merry", '"b"'))
+
+
+def test_calls_are_written_in_the_format_that_is_named():
+    text = shown(PLAIN, USER, CALLED, RESULT, tools=TOOLS, write=writer("hermes"))
+    assert 'assistant: so\n<tool_call>\n{"name": "now", "arguments": {"x": 1}}\n</tool_call>\ntool: noon' in text
+    cut = {**CALLED, "tool_calls": [{**CALL, "function": {"name": "now", "arguments": '{"x'}}]}
+    with pytest.raises(UsageError, match="holds a call whose arguments are no JSON object"):
+        shown(PLAIN, USER, cut, write=writer("hermes"))
