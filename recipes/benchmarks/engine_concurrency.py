@@ -2,12 +2,18 @@
 
 * Throughput: 8 requests together, beside the same 8 one after another.
 * Latency: gaps between the tokens of some streams, before and while a long prompt is prefilled beside them.
+* With --peers, instead: requests together beside OpenVINO GenAI's continuous batching and llama.cpp's batched decoding,
+  the same prompts and as many new tokens, each system in a process of its own, in turns.
 """
 
 import argparse
 import itertools
+import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from engine_measures import (
@@ -21,12 +27,15 @@ from engine_measures import (
     run_batch,
     tokens,
 )
+from peers import NOT_RUN, Entry, Row, read_systems, run_all
+from runners import TOGETHER
 
 from llmc.runtime import Engine, Request, SamplingParams
 from llmc.runtime.bench.client import Visit
 
 MIN_GAIN = {"int8": 3.0, "int4": 2.0}  # 8 requests together, by precision
 MAX_SLOWDOWN = 2.0  # 95th percentile of gaps beside a prefill
+MIN_AHEAD = {"openvino": {8: 1.3, 4: 1.3}, "llamacpp": {8: 2.2}}  # of the peers, by requests at once
 SETTLED = 16  # tokens of each stream before its gaps count
 STREAM_PROMPT = 32
 
@@ -80,8 +89,58 @@ def measure_latency(engine: Engine, args: argparse.Namespace, salt: int) -> dict
     return {**found, "ttft_s": first.tokens[0] - submitted}
 
 
+def rates(row: Row, requests: int) -> list[float]:
+    """New tokens per second of so many requests at once, per round."""
+    return [result["tok_s"] for found in row.rounds for result in found["results"] if result["requests"] == requests]
+
+
+def beside_peers(rows: Sequence[Row], together: Sequence[int]) -> tuple[list[Check], list[tuple[str, ...]]]:
+    """Checks of the ratios that have a target, and the table; the first row is ours.
+
+    A cell has the median rate and, of peers, the median over rounds of ours over theirs, least and most in brackets.
+    """
+    ours, checks = rows[0], []
+    lines: list[tuple[str, ...]] = [("new tokens per second, requests at once", *map(str, together))]
+
+    def cells(row: Row) -> Iterator[str]:
+        for requests in together:
+            found = rates(row, requests)
+            ratios = [a / b for a, b in zip(rates(ours, requests), found, strict=False)]
+            if not ratios:
+                yield row.trouble or NOT_RUN
+            elif row is ours:
+                yield f"{statistics.median(found):.0f}"
+            else:
+                middle = statistics.median(ratios)
+                yield f"{statistics.median(found):.0f} ({middle:.2f}x; {min(ratios):.2f} to {max(ratios):.2f})"
+                if target := MIN_AHEAD.get(row.entry.runner, {}).get(requests):
+                    checks.append(Check(f"{requests} requests beside {row.entry.name}", middle, target))
+
+    lines += [(row.entry.name, *cells(row)) for row in rows]
+    return checks, lines
+
+
+def measure_peers(args: argparse.Namespace) -> Found:
+    """Requests together, the bundle beside the systems of the TOML file that can answer several at once."""
+    file, together = Path(args.peers), tuple(args.together)
+    try:
+        pythons, listed = read_systems(file)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    bundle = Entry(f"llmc {args.precision}", args.group, "llmc", str(args.bundle.resolve()))
+    peers = [entry for entry in listed if entry.runner in TOGETHER and entry.runner != "llmc"]
+    entries = [bundle, *(entry for entry in peers if args.group in ("", entry.group))]
+    work = ("--prompts", args.prompt, "--new-tokens", args.new_tokens, "--together", *together)
+    pythons["llmc"] = Path(sys.executable)
+    rows = run_all(pythons, entries, file.parent, work, args.rounds)
+    checks, lines = beside_peers(rows, together)
+    return Found(checks, {"together": together, "rows": [asdict(row) for row in rows]}, [lines])
+
+
 def measure(args: argparse.Namespace) -> Found:
-    """Both measurements."""
+    """Both measurements, or those beside peers."""
+    if args.peers:
+        return measure_peers(args)
     with opened(args, determinism=args.determinism) as model:
         throughput = measure_throughput(model.engine, args)
         warm_up = request(tokens(args.long_prompt, 0), 1)
@@ -118,6 +177,9 @@ def main() -> None:
         long_prompt=(2000, "its tokens"),
         quiet_tokens=(200, "tokens of each stream before it comes"),
         determinism=("fast", "level: fast, batch or strict"),
+        peers=("", "TOML file of systems, as for peers.py: measure beside them instead"),
+        group=("", "of its systems only those of this group"),
+        together=((1, 4, 8, 16), "requests at once beside peers"),
     )
 
 

@@ -88,7 +88,7 @@ def run(
         measure: takes the arguments, of which ``precision`` is the bundle's.
         description: for ``--help``.
         rounds: timed rounds by default.
-        options: more options: of each the default (False for a flag, () for a list), and its line for ``--help``.
+        options: more options: of each the default (False for a flag, a tuple for a list), and its line for ``--help``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path, help="folder of a bundle, built with --max-batch 8")
@@ -97,11 +97,13 @@ def run(
     parser.add_argument("--json", type=Path, help="file for everything that was measured")
     for name, (default, text) in options.items():
         kind = {"action": "store_true"} if default is False else {"type": type(default)}
-        kind = {"nargs": "+"} if default == () else kind
+        kind = {"nargs": "+", "type": type(default[0]) if default else str} if type(default) is tuple else kind
         parser.add_argument(f"--{name.replace('_', '-')}", **kind, default=default, help=text)
     args = parser.parse_args()
     try:
-        manifest, meanwhile = read_bundle(args.bundle), Disturbance(resource.RUSAGE_SELF)
+        children = bool(getattr(args, "peers", ""))  # which run in processes of their own
+        manifest = read_bundle(args.bundle)
+        meanwhile = Disturbance(resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF)
         args.precision = manifest.recipe.precision
         found = measure(args)
     except LlmcError as error:

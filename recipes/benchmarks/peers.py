@@ -105,23 +105,35 @@ def run_script(python: str | Path, script: str, *arguments: object, timeout_s: f
     return (done.stdout.splitlines() or [""])[-1]
 
 
-def run_all(pythons: dict[str, Path], entries: Sequence[Entry], args: argparse.Namespace) -> list[Row]:
-    """Run all systems in turn, several times. One that fails is not tried again."""
-    folder = args.systems.parent
+def run_all(
+    pythons: dict[str, Path],
+    entries: Sequence[Entry],
+    folder: Path,
+    work: Sequence[object],
+    rounds: int,
+    timeout_s: float = 1800.0,
+) -> list[Row]:
+    """Run all systems in turn, several times. One that fails is not tried again.
+
+    Args:
+        pythons: interpreters by runner.
+        entries: the systems.
+        folder: that their models are in.
+        work: arguments of ``runners.py`` that say what is measured.
+        rounds: times that each of them runs.
+        timeout_s: limit of one process.
+    """
     rows = [Row(entry, missing(pythons.get(entry.runner), folder / entry.model)) for entry in entries]
-    work = ["--prompts", *args.prompts, "--new-tokens", args.new_tokens, "--threads", usable_threads()]
-    for number in range(1, args.rounds + 1):
+    for number in range(1, rounds + 1):
         for row in (row for row in rows if not row.trouble):
             entry, disturbance = row.entry, Disturbance(resource.RUSAGE_CHILDREN)
             command = (pythons[entry.runner], "runners.py", entry.runner, folder / entry.model, *work)
             try:
-                found = json.loads(run_script(*command, timeout_s=args.timeout))
+                found = json.loads(run_script(*command, "--threads", usable_threads(), timeout_s=timeout_s))
                 row.rounds.append({**found, "other_cpus": disturbance.cpus()})
             except RuntimeError as error:
                 row.trouble = str(error)
-            print(
-                f"round {number}/{args.rounds}: {entry.name}: {row.trouble or brief(row.rounds[-1])}", file=sys.stderr
-            )
+            print(f"round {number}/{rounds}: {entry.name}: {row.trouble or brief(row.rounds[-1])}", file=sys.stderr)
     return rows
 
 
@@ -140,7 +152,12 @@ def disturbed(found: dict[str, Any]) -> bool:
 
 def brief(found: dict[str, Any]) -> str:
     """A round in a few words."""
-    figures = [f"{r['prompt']}: {r['prefill_tok_s']:.0f} / {r['decode_tok_s']:.0f}" for r in found["results"]]
+    figures = [
+        f"{r['requests']}: {r['tok_s']:.0f}"
+        if "requests" in r
+        else f"{r['prompt']}: {r['prefill_tok_s']:.0f} / {r['decode_tok_s']:.0f}"
+        for r in found["results"]
+    ]
     noise = f" (disturbed: {found['other_cpus']} CPUs busy with something else)" if disturbed(found) else ""
     return ", ".join(figures) + noise
 
@@ -197,9 +214,11 @@ def main() -> int:
     if args.group and not set(args.group) <= set(groups):
         parser.error(f"--group {' '.join(args.group)}: {args.systems} has {', '.join(groups)}")
     origin = provenance()
-    rows = run_all(pythons, [entry for entry in entries if not args.group or entry.group in args.group], args)
-    work = {"prompts": args.prompts, "new_tokens": args.new_tokens}
-    results = {**origin, **work, "rows": [asdict(row) for row in rows]}
+    chosen = [entry for entry in entries if not args.group or entry.group in args.group]
+    work = ("--prompts", *args.prompts, "--new-tokens", args.new_tokens)
+    rows = run_all(pythons, chosen, args.systems.parent, work, args.rounds, args.timeout)
+    measured = {"prompts": args.prompts, "new_tokens": args.new_tokens}
+    results = {**origin, **measured, "rows": [asdict(row) for row in rows]}
     args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("\n\n".join([*tables(rows, args.prompts), footer(rows, args.new_tokens, origin["machine"])]))
     return int(any(row.failed for row in rows) or not any(row.rounds for row in rows))

@@ -1,6 +1,7 @@
 """Measure one system: read the arguments, time every prompt length once, print one line of JSON.
 
     python runners.py SYSTEM MODEL --threads N
+    python runners.py SYSTEM MODEL --threads N --together 1 8 --prompts 128     # requests at once instead
 
 Runs in the interpreter that has the system and need not have llmc, so what a system needs is imported where it is used.
 """
@@ -28,6 +29,9 @@ Generate = Callable[[list[int], int], tuple[float, float]]
 
 # A system that was opened, and what helps to interpret its figures.
 System = tuple[Generate, dict[str, str]]
+# Answers all prompts at once with so many new tokens each, greedily and whatever the end token says. Gives the seconds
+# from the first prompt handed in to the last token.
+Together = Callable[[list[list[int]], int], float]
 
 
 def time_steps(prefill: Callable[[], None], step: Callable[[], None], new_tokens: int) -> tuple[float, float]:
@@ -63,6 +67,24 @@ def llmc(args: argparse.Namespace) -> System:
     return generate, {"recipe": built, "mean KL, prefill / decode": kl}
 
 
+def llmc_together(args: argparse.Namespace) -> tuple[Together, dict[str, str]]:
+    """A bundle; all requests are submitted before the first one is waited for."""
+    from llmc.runtime import load
+
+    model = load(args.model, threads=args.threads)
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> float:
+        started = time.perf_counter()
+        handles = [model.stream(p, max_tokens=new_tokens, temperature=0, ignore_eos=True) for p in prompts]
+        results = [handle.result() for handle in handles]
+        seconds = time.perf_counter() - started
+        for result in results:
+            check_count(len(result.token_ids), new_tokens)
+        return seconds
+
+    return generate, {"rows": str(model.manifest.limits.max_batch)}
+
+
 def llamacpp(args: argparse.Namespace) -> System:
     """A GGUF file, by the C interface directly: nothing of the high-level Python class is in the measured loop.
 
@@ -93,6 +115,50 @@ def llamacpp(args: argparse.Namespace) -> System:
     return generate, {"system_info": llama_cpp.llama_print_system_info().decode()}
 
 
+def llamacpp_together(args: argparse.Namespace) -> tuple[Together, dict[str, str]]:
+    """A GGUF file: prompts in batches of ``n_batch`` tokens, then a token of every sequence in each call."""
+    import llama_cpp
+    import numpy as np
+    from llamacpp_logits import open_context
+
+    most = max(args.together)
+    positions = most * (max(args.prompts) + args.new_tokens)
+    size = max(llama_cpp.llama_context_default_params().n_batch, most)
+    context, vocabulary = open_context(
+        args.model, args.threads, n_ctx=positions, n_batch=size, n_ubatch=MICRO_BATCH, n_seq_max=most
+    )
+    batch = llama_cpp.llama_batch_init(size, 0, 1)
+
+    def feed(entries: list[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """Feed (token, position, sequence, last) in one call; the token that follows each last one, by sequence."""
+        batch.n_tokens = len(entries)
+        for i, (token, position, sequence, last) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, last
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        if llama_cpp.llama_decode(context, batch) != 0:
+            raise SystemExit(f"llama_decode failed on {len(entries)} tokens")
+        found = {}
+        for i, (_, _, sequence, last) in enumerate(entries):
+            if last:
+                logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), (vocabulary,))
+                found[sequence] = int(logits.argmax())
+        return found
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> float:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        started = time.perf_counter()
+        entries = [(t, i, s, i + 1 == len(p)) for s, p in enumerate(prompts) for i, t in enumerate(p)]
+        latest: dict[int, int] = {}
+        for start in range(0, len(entries), size):
+            latest |= feed(entries[start : start + size])
+        for step in range(new_tokens - 1):
+            latest = feed([(latest[s], len(p) + step, s, True) for s, p in enumerate(prompts)])
+        check_count(len(latest), len(prompts))
+        return time.perf_counter() - started
+
+    return generate, {"system_info": llama_cpp.llama_print_system_info().decode()}
+
+
 def openvino(args: argparse.Namespace) -> System:
     """A folder of ``optimum-cli export openvino``: a pipeline as users write it, its own metrics as stopwatch."""
     import numpy as np
@@ -111,6 +177,33 @@ def openvino(args: argparse.Namespace) -> System:
         metrics = pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), config).perf_metrics
         check_count(metrics.get_num_generated_tokens(), new_tokens)
         return metrics.get_ttft().mean / 1e3, metrics.get_tpot().mean * (new_tokens - 1) / 1e3
+
+    return generate, {"plugin": str(openvino.get_version())}
+
+
+def openvino_together(args: argparse.Namespace) -> tuple[Together, dict[str, str]]:
+    """A folder of ``optimum-cli export openvino``, by the continuous batching pipeline with its own defaults."""
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size = 1  # GB, more than these requests fill; without it no pipeline is made
+    pipeline = openvino_genai.ContinuousBatchingPipeline(
+        str(args.model), scheduler, "CPU", {"INFERENCE_NUM_THREADS": args.threads}
+    )
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> float:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = new_tokens
+        config.ignore_eos, config.do_sample = True, False
+        started = time.perf_counter()
+        ids = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
+        answers = pipeline.generate(ids, [config] * len(ids))
+        seconds = time.perf_counter() - started
+        for answer in answers:
+            check_count(len(answer.m_generation_ids[0]), new_tokens)
+        return seconds
 
     return generate, {"plugin": str(openvino.get_version())}
 
@@ -151,6 +244,12 @@ RUNNERS: dict[str, tuple[Callable[[argparse.Namespace], System], tuple[str, ...]
     "genai": (genai, ("onnxruntime-genai", "onnxruntime")),
 }
 
+TOGETHER: dict[str, Callable[[argparse.Namespace], tuple[Together, dict[str, str]]]] = {
+    "llmc": llmc_together,
+    "llamacpp": llamacpp_together,
+    "openvino": openvino_together,
+}
+
 
 def prompt_ids(length: int, salt: int) -> list[int]:
     """Token ids of a prompt, the same for every system.
@@ -166,6 +265,14 @@ def measured(generate: Generate, length: int, salt: int, new_tokens: int) -> dic
     ttft_s, decode_s = generate(prompt_ids(length, salt + 1), new_tokens)
     rates = {"prefill_tok_s": length / ttft_s, "decode_tok_s": (new_tokens - 1) / decode_s}
     return {"prompt": length, **{phase: round(rate, 2) for phase, rate in rates.items()}}
+
+
+def measured_together(generate: Together, requests: int, length: int, salt: int, new_tokens: int) -> dict[str, float]:
+    """New tokens of all requests per second of all the time, after an untimed call with as many prompts as long."""
+    prompts = [prompt_ids(length, 2 * (salt + i)) for i in range(requests)]
+    generate(prompts, WARM_UP_TOKENS)
+    seconds = generate([prompt_ids(length, 2 * (salt + i) + 1) for i in range(requests)], new_tokens)
+    return {"requests": requests, "prompt": length, "tok_s": round(requests * new_tokens / seconds, 2)}
 
 
 def lengths(parser: argparse.ArgumentParser) -> None:
@@ -186,9 +293,18 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     """Open the system and measure every prompt length; memory in 10^6 bytes, mapped weights included."""
     open_system, packages = RUNNERS[args.system]
     started = time.perf_counter()
-    generate, details = open_system(args)
+    if args.together:
+        together, details = TOGETHER[args.system](args)
+    else:
+        generate, details = open_system(args)
     load_s = time.perf_counter() - started
-    results = [measured(generate, n, 2 * i, args.new_tokens) for i, n in enumerate(args.prompts)]
+    if args.together:
+        results = [
+            measured_together(together, count, args.prompts[0], 1000 * i, args.new_tokens)
+            for i, count in enumerate(args.together)
+        ]
+    else:
+        results = [measured(generate, n, 2 * i, args.new_tokens) for i, n in enumerate(args.prompts)]
     files = [args.model] if args.model.is_file() else [file for file in args.model.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     return {
@@ -206,6 +322,7 @@ def main() -> None:
     parser.add_argument("system", choices=RUNNERS)
     parser.add_argument("model", type=Path, help="what the system loads: a bundle, an exported folder, a GGUF file")
     parser.add_argument("--threads", type=positive, required=True, help="CPUs the process may use")
+    parser.add_argument("--together", type=positive, nargs="+", help="requests at once, instead of one after another")
     lengths(parser)
     print(json.dumps(report(parser.parse_args())), flush=True)
 

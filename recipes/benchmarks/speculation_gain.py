@@ -7,6 +7,9 @@
 * Prompt lookup, end to end and held to nothing: greedy after a passage that occurs again and again in the prompt, so
   that the model repeats it or itself; the acceptance says how much it did.
 * Free text: sampled at temperature 1, with prompt lookup, and with drafts that are always wrong.
+* With --answers, instead, prompt lookup on real text, with an instruct model's tokenizer and template: answers that
+  copy from the question (a code edit, JSON, a summary, a quotation), which the model is held to, so that a small one
+  copies as a good one would; and its own answers, at temperature 1, to questions that give nothing to copy.
 
 Runs with and without drafts take turns in one engine; rates are tokens per second after the first token. Of drafts that
 are each right with probability a, those behind a wrong one are not accepted: a share of (a + ... + a^k) / k is.
@@ -25,6 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from answers import COPYING, FREE
 from engine_measures import LONGEST_WAIT, Check, Found, median_ratio, opened, run, tokens
 
 from llmc.runtime import Engine, GenerationResult, Model, Request, SamplingParams
@@ -35,6 +39,7 @@ from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 MIN_GAIN = {"int4": 1.5, "int8": 2.0}  # with the oracle, by precision
 MIN_ON_FREE_TEXT = 0.97
 MIN_LOOKUP_GAIN = 1.0  # on text that repeats itself
+MIN_COPYING_GAIN, MIN_ANSWERING_GAIN = 2.0, 0.98  # by prompt lookup, where an answer copies and where it cannot
 PASSAGE = 48  # tokens that are repeated
 FORCED = 1e4  # above every logit
 TIMED_CALLS = 9  # of each length and graph, of which the median counts
@@ -168,6 +173,41 @@ def without_oracle(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield compare(engine, name, make, args.rounds)
 
 
+def with_answers(args: argparse.Namespace) -> Found:
+    """Prompt lookup on answers that copy, which the model is held to, and on answers of its own."""
+
+    def pair(name: str, question: str, params: SamplingParams, answer: list[int] | None = None) -> dict[str, Any]:
+        prompt = model.chat_tokens([{"role": "user", "content": question}])
+        processors = () if answer is None else (held_to(prompt, answer),)
+
+        def make(i: int, speculates: bool) -> Request:
+            return Request(prompt, replace(params, speculate=speculates), logits_processors=processors)
+
+        return compare(model.engine, name, make, args.rounds)
+
+    with opened(args, draft="lookup", max_draft_tokens=args.max_draft_tokens, determinism=args.determinism) as model:
+        pairs = []
+        for name, (question, text) in COPYING.items():
+            answer = model.tokenizer.encode(text, add_special_tokens=False)
+            pairs.append(pair(name, question, greedy(len(answer), True), answer))
+        free = replace(greedy(args.free_tokens, True), temperature=1.0, seed=0)
+        pairs += [pair(name, question, free) for name, question in FREE.items()]
+    targets = [MIN_COPYING_GAIN] * len(COPYING) + [MIN_ANSWERING_GAIN] * len(FREE)
+    checks = [
+        Check(f"{p['name']}: tokens per second, ratio", p["gain"], target)
+        for p, target in zip(pairs, targets, strict=True)
+    ]
+    head = ("tokens per second", "without drafts", "with", "drafted", "accepted", "ratio, least to most")
+    lines = [(*row(p), spread(p)) for p in pairs]
+    return Found(checks, {"max_draft_tokens": args.max_draft_tokens, "pairs": pairs}, [(head, *lines)])
+
+
+def spread(pair: dict[str, Any]) -> str:
+    """The least and the most of a pair's ratios, round by round."""
+    ratios = [drafts / plain for drafts, plain in zip(pair["drafts"], pair["plain"], strict=True)]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
 def verifications(model: Model, prompt: int, right: float) -> list[dict[str, float]]:
     """Milliseconds of calls of every draft length on either graph, and the best gain that they allow; 0 comes first."""
     session = model.runner.session
@@ -192,7 +232,9 @@ def verifications(model: Model, prompt: int, right: float) -> list[dict[str, flo
 
 
 def measure(args: argparse.Namespace) -> Found:
-    """All four comparisons, and the calls behind them."""
+    """All four comparisons, and the calls behind them; or the answers."""
+    if args.answers:
+        return with_answers(args)
     with opened(args) as model:
         calls = verifications(model, args.prompt, 1 - args.wrong)
         oracle = OracleDraft(args.wrong, model.manifest.geometry.vocab_size)
@@ -219,7 +261,8 @@ def main() -> None:
         new_tokens=(256, "tokens to generate"),
         free_tokens=(512, "tokens to generate of free text"),
         wrong=(0.2, "probability that a token of the oracle is wrong"),
-        max_draft_tokens=(7, "the engine's option"),
+        max_draft_tokens=(31, "the engine's option"),
+        answers=(False, "ask questions instead; the bundle is of an instruct model"),
         determinism=("fast", "level: fast or strict"),
     )
 

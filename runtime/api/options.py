@@ -45,7 +45,7 @@ class EngineOptions:
         prefix_cache_disk_bytes: what that folder may hold.
         draft: ``"lookup"`` guesses tokens from what was said before, a path names a bundle with the same tokenizer that
             guesses; None speculates not.
-        max_draft_tokens: guesses per step at most, from 1 to 15.
+        max_draft_tokens: guesses per step at most, from 1 to 31.
         default_max_tokens: new tokens of a request that names no number, or what the context has room for.
         sampling_threads: threads that choose tokens. One is as fast as two where our own code chooses (an operation on
             152k logits takes about as long as passing Python's lock on); more help functions and grammars of requests
@@ -63,7 +63,7 @@ class EngineOptions:
     prefix_cache_folder: str | Path | None = None
     prefix_cache_disk_bytes: int = 4 << 30
     draft: str | Path | None = None
-    max_draft_tokens: int = 7
+    max_draft_tokens: int = 31
     default_max_tokens: int = 256
     sampling_threads: int = 1
 
@@ -94,7 +94,7 @@ _RANGES = (
     ("decode_steps_per_chunk", 0, 1_000_000),
     ("prefix_cache_bytes", 0, 1 << 50),
     ("prefix_cache_disk_bytes", 0, 1 << 50),
-    ("max_draft_tokens", 1, 15),
+    ("max_draft_tokens", 1, 31),
     ("default_max_tokens", 1, 1 << 31),
     ("sampling_threads", 1, 1024),
 )

@@ -294,7 +294,7 @@ class Engine:
         runner, ledger = self._runner, Ledger()
         lengths = tuple(length for length in LENGTHS if length <= self.options.max_draft_tokens)
         control = partial(
-            DraftLength, runner.costs, type(drafter).__name__, runner.verify_phase, lengths, runner.step_seconds, ledger
+            DraftLength, runner.costs, type(drafter).__name__, runner.phase, lengths, runner.step_seconds, ledger
         )
         return lambda key: Speculator(key, drafter, runner.costs, control())
 

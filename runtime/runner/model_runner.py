@@ -30,8 +30,6 @@ from llmc.runtime.sessions import Batch, Phase, Session
 # these figures, so that it gives the same tokens tomorrow.
 PREFILL_GRAPH_FROM = {"int8": 5, "int4": 10}
 NEVER = 1 << 30
-# Tokens of a call that verifies drafts, usually: the one before them, and 3 to 7 of them.
-TYPICAL_VERIFICATION = 6
 # Tokens per call where every position's logits are asked for: 32 x 152k float32 are 20 MB.
 CHUNK_WITH_ALL_LOGITS = 32
 
@@ -156,11 +154,6 @@ class ModelRunner:
         hidden = self.session.hidden
         return logits, None if hidden is None else hidden[:, 0]
 
-    @property
-    def verify_phase(self) -> Phase:
-        """The graph that verifies drafts: one for any number of them, so that costs can be compared."""
-        return self.phase(TYPICAL_VERIFICATION)
-
     def phase(self, tokens: int) -> Phase:
         """The graph for so many tokens of one request."""
         return self._choice.assumed(tokens)
@@ -191,7 +184,7 @@ class ModelRunner:
         padded = tokens + [0] * (len(tokens) % 2 if self._policy.even else 0)
         indices = np.arange(len(padded), dtype=np.int64)[None]
         ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
-        logits: Floats = self._run(Batch(self.verify_phase, ids, past, indices, sequence.row))[0]
+        logits: Floats = self._run(Batch(self.phase(len(padded)), ids, past, indices, sequence.row))[0]
         return logits[: len(tokens)]
 
     def _run(self, call: Batch) -> Floats:

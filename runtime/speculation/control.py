@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sessions.base import Phase
 
-LENGTHS = (1, 3, 5, 7, 11, 15)
+LENGTHS = (1, 3, 5, 7, 11, 15, 23, 31)
 """Draft lengths to choose from. A call has one token more, so calls are even, as kernels for pairs of rows like them,
 and of few shapes, as sessions that bind buffers per shape like them."""
 MARGIN = 1.05
@@ -78,7 +78,7 @@ class DraftLength:
     Args:
         costs: measured seconds of calls; may be shared by all sequences of a session.
         drafter: the name under which ``costs`` knows the drafter's seconds, by number of drafts.
-        phase: of the calls that verify.
+        phase: of the call that verifies with so many tokens; default: of a graph that does them all.
         lengths: draft lengths to choose from, ascending from 1.
         step: seconds of a step without drafts of so many rows, None while that is unknown; default: what ``costs``
             knows of decoding calls of that many rows with a token each. For whoever makes a step of other calls.
@@ -89,7 +89,7 @@ class DraftLength:
         self,
         costs: StepCosts,
         drafter: str = "draft",
-        phase: str = Phase.PREFILL,
+        phase: Callable[[int], str] = lambda tokens: Phase.PREFILL,
         lengths: Sequence[int] = LENGTHS,
         step: Callable[[int], float | None] | None = None,
         ledger: Ledger | None = None,
@@ -214,12 +214,12 @@ class DraftLength:
         for length in self._lengths:
             if length > proposed:
                 break
-            count = self._costs.count(self._phase, 1, length + 1)
+            count = self._costs.count(self._phase(length + 1), 1, length + 1)
             factor = self._gain(length, rows, acceptance, settled if count == 1 else None)
             if factor > gain:
                 best, gain = length, factor
             if count > 1:
-                settled = self._costs.predict(self._phase, 1, length + 1)
+                settled = self._costs.predict(self._phase(length + 1), 1, length + 1)
         return best, gain
 
     def _gain(self, length: int, rows: int, acceptance: float, most: float | None) -> float:
@@ -240,7 +240,7 @@ class DraftLength:
         if both is None:
             return 0.0
         plain, drafted = both
-        most = MOST_LOST if self._costs.count(self._phase, 1, proposed + 1) > 1 else MOST_LOST_AT_FIRST
+        most = MOST_LOST if self._costs.count(self._phase(proposed + 1), 1, proposed + 1) > 1 else MOST_LOST_AT_FIRST
         return min(most, rows * drafted / plain - (rows + accepted))
 
     def _seconds(
@@ -249,7 +249,7 @@ class DraftLength:
         """Seconds of a step of the batch without drafts, and with ``length`` for this sequence; None: not known yet."""
         costs = self._costs
         plain = self.step(rows)
-        call = costs.predict(self._phase, 1, length + 1)
+        call = costs.predict(self._phase(length + 1), 1, length + 1)
         others = self.step(rows - 1) if rows > 1 else 0.0
         if not plain or call is None or others is None:
             return None

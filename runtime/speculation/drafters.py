@@ -5,6 +5,10 @@ from typing import Protocol
 
 SIZES = range(4, 1, -1)
 """Tokens of a match, the most first; single tokens recur by chance all the time."""
+CANDIDATES, LONGEST = 16, 32
+"""Places with a match of the largest size that are compared, the last ones, and tokens up to which they are."""
+REACH = 2
+"""Tokens that are proposed at most for each token of the match: what agrees for long goes on to agree."""
 
 
 class Drafter(Protocol):
@@ -26,12 +30,12 @@ class Drafter(Protocol):
 class PromptLookup:
     """Proposes what followed the last few tokens when they occurred before, in the prompt or in the output.
 
-    The longest match counts, and of several the most recent. What is proposed never goes beyond what is known to have
-    followed. An index over n-grams grows with the sequence, so a step costs the same however long it is. The index
-    takes roughly 150 bytes per token and n.
+    The longest match counts, and of several the most recent. Where what is known to have followed ends, the text is
+    taken to go on repeating itself. An index over n-grams grows with the sequence, so a step costs the same however
+    long it is. The index takes roughly 150 bytes per token and n.
 
-    Saxena, Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding; the same as
-    transformers' ``prompt_lookup_num_tokens``, which takes the first match instead of the most recent.
+    Saxena, Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding; the bound by the length
+    of the match is SuffixDecoding's, https://arxiv.org/abs/2411.04975.
     """
 
     def __init__(self) -> None:
@@ -43,12 +47,14 @@ class PromptLookup:
         if index is None:
             index = self._indices[key] = _Index()
         index.extend(tokens)
-        end = len(tokens)
-        for size in SIZES:
-            start = index.after.get(tuple(tokens[end - size : end])) if size <= end else None
-            if start is not None:
-                return list(tokens[start : start + count])
-        return []
+        start, matched = index.find(tokens)
+        if not matched:
+            return []
+        count = min(count, REACH * matched)
+        found = list(tokens[start : start + count])
+        for i in range(count - len(found)):  # beyond the end
+            found.append(found[i])
+        return found
 
     def forget(self, key: int) -> None:
         """Drop the sequence's index."""
@@ -60,10 +66,12 @@ class PromptLookup:
 
 
 class _Index:
-    """The last end of each n-gram of one sequence, of those that something follows."""
+    """Places at which each n-gram of a sequence last ended; of the longest ones those before, too. Only n-grams that
+    something follows."""
 
     def __init__(self) -> None:
         self.after: dict[tuple[int, ...], int] = {}
+        self._before: dict[int, int] = {}
         self._done = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -72,6 +80,42 @@ class _Index:
         after = self.after
         for end in range(self._done + 1, len(tokens)):
             for size in SIZES:
-                if size <= end:
-                    after[tuple(tokens[end - size : end])] = end
+                if size > end:
+                    continue
+                gram = tuple(tokens[end - size : end])
+                if size == SIZES[0] and gram in after:
+                    self._before[end] = after[gram]
+                after[gram] = end
         self._done = max(self._done, len(tokens) - 1)
+
+    def find(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """The place behind the longest match of the end of ``tokens``, of equal ones the last; the length, 0 for none.
+
+        Beyond the largest of :data:`SIZES` only the last :data:`CANDIDATES` are compared, and up to :data:`LONGEST`
+        tokens.
+        """
+        end = len(tokens)
+        for size in SIZES:
+            start = self.after.get(tuple(tokens[end - size : end])) if size <= end else None
+            if start is not None:
+                return self._longest(tokens, start) if size == SIZES[0] else (start, size)
+        return 0, 0
+
+    def _longest(self, tokens: Sequence[int], last: int) -> tuple[int, int]:
+        best, matched, place = last, 0, last
+        for _ in range(CANDIDATES):
+            length = _common_end(tokens, place)
+            if length > matched:
+                best, matched = place, length
+            if matched == LONGEST or place not in self._before:
+                break
+            place = self._before[place]
+        return best, matched
+
+
+def _common_end(tokens: Sequence[int], place: int) -> int:
+    """Number of tokens before ``place``, at least the largest of :data:`SIZES`, that are those at the end."""
+    length, most, end = SIZES[0], min(place, LONGEST), len(tokens)
+    while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
+        length += 1
+    return length

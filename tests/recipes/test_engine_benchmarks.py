@@ -131,6 +131,36 @@ def test_concurrency_runs_and_divides_serial_by_together(run_script, tiny_bundle
     assert episode["beside"]["count"] > 2  # chunks took turns with decoding
 
 
+def row_of(script: Script, name: str, runner: str, *rounds: dict[int, float]) -> Any:
+    peers = script("peers")
+    found = [{"results": [{"requests": n, "tok_s": rate} for n, rate in each.items()]} for each in rounds]
+    return peers.Row(peers.Entry(name, "4 bits", runner, "model"), "", found)
+
+
+def test_ratios_to_peers_are_taken_within_each_round(script):
+    ours = row_of(script, "llmc", "llmc", {1: 10.0, 8: 100.0}, {1: 20.0, 8: 50.0}, {1: 30.0, 8: 90.0})
+    peer = row_of(script, "OpenVINO", "openvino", {1: 10.0, 8: 50.0}, {1: 10.0, 8: 50.0}, {1: 10.0, 8: 60.0})
+    broken = row_of(script, "llama.cpp", "llamacpp")
+    broken.trouble = "runners.py failed"
+    checks, lines = script("engine_concurrency").beside_peers([ours, peer, broken], [1, 8])
+    assert lines[1:] == [
+        ("llmc", "20", "90"),
+        ("OpenVINO", "10 (2.00x; 1.00 to 3.00)", "50 (1.50x; 1.00 to 2.00)"),
+        ("llama.cpp", "runners.py failed", "runners.py failed"),
+    ]
+    assert [(check.figure, check.target) for check in checks] == [(1.5, 1.3)]
+
+
+def test_requests_at_once_are_measured_in_a_process_of_their_own(run_script, tiny_bundle, tmp_path):
+    systems = tmp_path / "systems.toml"
+    systems.write_text('[[system]]\nname = "other"\ngroup = "g"\nrunner = "openvino"\nmodel = "none"\n')
+    sizes = ["--together", "1", "2", "--prompt", "8", "--new-tokens", "4"]
+    report = run_script("engine_concurrency", tiny_bundle, "--peers", str(systems), *sizes)
+    ours, other = report["details"]["rows"]
+    assert [(found["requests"], found["tok_s"] > 0) for found in ours["rounds"][0]["results"]] == [(1, True), (2, True)]
+    assert other["trouble"].startswith("not run")
+
+
 # --------------------------------------------------------------------------------------------------------- overhead
 
 
@@ -237,7 +267,21 @@ def test_speculation_runs_and_the_oracle_is_held_to_what_it_recorded(run_script,
     assert oracle["accepted"] == oracle["drafted"] > 0  # an oracle that is never wrong, and nothing but its tokens
     assert figures(report)[0] == pytest.approx(oracle["drafts"][0] / oracle["plain"][0], rel=CLOSE)
     assert [check["target"] for check in report["checks"]] == [2.0, 1.0, 0.97, 0.97]
-    assert [item["drafts"] for item in report["details"]["verifications"]] == [0, 1, 3, 5, 7, 11, 15]
+    assert [item["drafts"] for item in report["details"]["verifications"]] == [0, 1, 3, 5, 7, 11, 15, 23, 31]
+
+
+def test_answers_are_compared_with_and_without_drafts(run_script, script, tiny_bundle, monkeypatch):
+    even_costs(monkeypatch)
+    report = run_script("speculation_gain", tiny_bundle, "--answers", "--free-tokens", "8")
+    answers = script("answers")
+    assert [pair["name"] for pair in report["details"]["pairs"]] == [*answers.COPYING, *answers.FREE]
+    assert figures(report) == [pair["gain"] for pair in report["details"]["pairs"]]
+    assert [check["target"] for check in report["checks"]] == [2.0] * len(answers.COPYING) + [0.98] * len(answers.FREE)
+
+
+def test_the_spread_of_a_gain_is_that_of_its_rounds(script):
+    pair = {"drafts": [20.0, 90.0], "plain": [10.0, 30.0]}
+    assert script("speculation_gain").spread(pair) == "2.00 to 3.00"
 
 
 # ------------------------------------------------------------------------------------------------------------- soak

@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 # Bindings that are kept beside that of the last long call. A binding takes 0.4 ms to make for 24 layers, 2 % of a step
 # of a 0.5B model: worth keeping for every number of rows of a step and of drafted tokens, and not for a chunk's 90 ms.
 KEPT_BINDINGS = 32
-# Calls with at most this many rows of logits, or as many as the cache has rows, are kept and share memory for them.
-SHARED_OUTPUTS = 16
+# Bindings of calls with at most this many tokens (a chunk has more), or as many as the cache has rows, are kept, and
+# share memory for their logits: steps, and drafts with the token before them.
+SHARED_OUTPUTS = 32
 
 
 class OnnxRuntimeSession(Session):
@@ -101,7 +102,7 @@ class OnnxRuntimeSession(Session):
             return bound.long[1]
         rows = slice(batch.first_row, batch.first_row + batch.input_ids.shape[0])
         caches = [(tensor, array[rows]) for tensor, array in zip(self.cache.tensors, self.cache.arrays, strict=True)]
-        kept = batch.phase is Phase.DECODE and batch.logit_indices.size <= max(SHARED_OUTPUTS, self.cache.rows)
+        kept = batch.input_ids.size <= max(SHARED_OUTPUTS, self.cache.rows)
         if not kept:
             bound.long = None  # its outputs go before new ones come
         binding = _Binding(self._graphs[batch.phase], batch, caches, *self._outputs_for(batch, shared=kept))

@@ -22,7 +22,7 @@ from llmc.runtime.api.options import Determinism, EngineOptions, check_level, in
         ({"decode_steps_per_chunk": -1}, r"decode_steps_per_chunk is -1, expected 0 \.\.\."),
         ({"prefix_cache_bytes": -1}, "prefix_cache_bytes is -1"),
         ({"prefix_cache_disk_bytes": None}, "prefix_cache_disk_bytes is None"),
-        ({"max_draft_tokens": 16}, r"max_draft_tokens is 16, expected 1 \.\.\. 15"),
+        ({"max_draft_tokens": 32}, r"max_draft_tokens is 32, expected 1 \.\.\. 31"),
         ({"sampling_threads": 0}, "sampling_threads is 0"),
         ({"determinism": "exact"}, "determinism is 'exact', expected one of fast, batch, strict"),
         ({"draft": 5}, "draft is 5, expected a path or None"),
