@@ -273,9 +273,11 @@ def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, arguments: dict[
 
 @pytest.mark.usefixtures("unopened")
 def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, tiny_checkpoint: Path):
-    for folder in (tmp_path / "nowhere", tmp_path, tiny_checkpoint / "config.json"):
+    for folder in (tmp_path, tiny_checkpoint / "config.json"):
         with pytest.raises(BundleError, match=r"no llmc.json here, .* make it with: llmc build"):
             load(folder)
+    with pytest.raises(BundleError, match=r"there is no such folder, expected a bundle; build one with: llmc build"):
+        load(tmp_path / "nowhere")
     with pytest.raises(BundleError, match=r"is a checkpoint, expected a bundle; build one with: llmc build"):
         load(tiny_checkpoint)
 
