@@ -119,6 +119,14 @@ def test_a_body_that_is_none_is_told_apart(http: httpx.Client, body: bytes, said
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 
 
+def test_texts_of_two_names_are_not_sent_back_whole(http: httpx.Client):
+    thoughts = {"reasoning_content": "a" * 10_000, "reasoning": "b" * 10_000}
+    answer = http.post(CHAT, json={"messages": [USER, {"role": "assistant", "content": "c", **thoughts}]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "messages[1].reasoning"
+    assert "give one of them" in error["message"] and len(error["message"]) < 1000
+
+
 @pytest.mark.parametrize("name", ["query", "body", "header", "path"])
 def test_a_message_of_a_socket_is_told_of_a_parameter_that_is_named_as_a_part_of_a_request(name: str):
     with pytest.raises(ApiError, match=f"^{name} is not a parameter of this route") as refused:
