@@ -147,11 +147,10 @@ def _end_idle() -> None:
 
 def _worker() -> _Worker:
     """A process that waits for a grammar, started if there is none."""
-    while _IDLE:
-        worker = _IDLE.pop()
-        if worker.lives:
-            return worker
-        worker.status()
+    with suppress(IndexError):  # there is none, or another thread took the last one just now
+        while not (worker := _IDLE.pop()).lives:
+            worker.status()
+        return worker
     return _Worker()
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse
 from typing_extensions import NotRequired, TypedDict
 
+from llmc.errors import written
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta
 from llmc.runtime.server.bodies import (
@@ -311,7 +312,9 @@ def form(wanted: ResponseFormat | None) -> dict[str, Any]:
 
 def _one(name: str, value: Any, other: str, another: Any) -> Any:
     if value is not None and another is not None and value != another:
-        raise ApiError(400, f"{name} is {value} and {other} is {another}; give one of them", param=other)
+        raise ApiError(
+            400, f"{name} is {written(value)} and {other} is {written(another)}; give one of them", param=other
+        )
     return value if another is None else another
 
 

@@ -47,7 +47,6 @@ _JSON = {
     "None": "null",
     "a NoneType": "null",
     "a dict": "an object",
-    "a list": "a list",
     "tuple": "list",
     "a str": "a text",
     "a bool": "true or false",

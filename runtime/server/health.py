@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from llmc.runtime.server.service import Service, service_of
 
-LOADING = "the first model is loading; when a machine loads a bundle for the first time, it is checked, once"
+LOADING = "when a machine loads a bundle for the first time, it is checked, once"
 router = APIRouter(tags=["Operation"])
 
 
@@ -27,13 +27,13 @@ async def health() -> Health:
 
 @router.get("/ready", response_model=None, responses={503: {"description": "A model is loading or has failed."}})
 async def ready(response: Response, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    """200 once the first model was loaded and passed its self-test; 503 before, and while the server goes down."""
+    """200 once the models of the start were loaded and passed their self-tests; 503 before, and at the end."""
     ready = service.is_ready
     response.status_code = 200 if ready else 503
     states = service.pool.states()
     models = {name: asdict(state) for name, state in states.items()}
-    first = states[service.pool.names[0]]
-    said = {"message": LOADING} if not ready and first.phase == "loading" and not first.loads else {}
+    loading = [name for name in service.warm if states[name].phase == "loading" and not states[name].loads]
+    said = {"message": f"{', '.join(loading)} is loading; {LOADING}"} if loading and not ready else {}
     return {"status": "ready" if ready else "not ready", **said, "models": models}
 
 

@@ -54,11 +54,15 @@ class Service:
         """True once the server goes down: what runs is finished, and balancers are to send nobody."""
 
     @property
+    def warm(self) -> tuple[str, ...]:
+        """Names of the models that are loaded at the start."""
+        return self.config.warm or self.pool.names[:1]
+
+    @property
     def is_ready(self) -> bool:
         """True if requests may come: what is loaded at the start was, the GPU is there, and the server stays."""
         states = self.pool.states()
-        warm = [states[name] for name in self.config.warm or self.pool.names[:1]]
-        loaded = all(state.loads > 0 and state.phase != "failed" for state in warm)
+        loaded = all(states[name].loads > 0 and states[name].phase != "failed" for name in self.warm)
         return not self.draining and self.pool.lost is None and loaded
 
     def name(self, asked: str | None) -> str:

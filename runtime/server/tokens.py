@@ -120,11 +120,20 @@ class Text(TypedDict):
 
 
 def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
+    """The conversation as the model's methods take it.
+
+    Raises:
+        ApiError: the prompt shall end with the beginning of an answer, and also go on with one.
+    """
+    begins = body.add_generation_prompt and not body.continue_final_message
+    if body.add_generation_prompt and not begins and "add_generation_prompt" in body.model_fields_set:
+        said = "add_generation_prompt is true, and continue_final_message too; leave one of them out"
+        raise ApiError(400, said, param="add_generation_prompt")
     return {
         "messages": conversation(body.messages or []),
         "tools": [tool.plain() for tool in body.tools] if body.tools else None,
         "chat_template_kwargs": body.chat_template_kwargs,
-        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
+        "add_generation_prompt": begins,
         "continue_final_message": body.continue_final_message,
     }
 
@@ -134,9 +143,9 @@ async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(se
     """The tokens of a text, or those of the prompt that a conversation becomes."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt and messages are both given or both missing, expected one of them", param="prompt")
-    for name in body.model_fields_set & (OF_MESSAGES if body.messages is None else OF_PROMPTS):
-        other = "messages" if body.messages is None else "prompt"
-        raise ApiError(400, f"{name} is given without {other}; leave it out", param=name)
+    other, names = ("messages", OF_MESSAGES) if body.messages is None else ("prompt", OF_PROMPTS)
+    if idle := sorted(name for name in body.model_fields_set & names if getattr(body, name) is not None):
+        raise ApiError(400, f"{idle[0]} is given without {other}; leave it out", param=idle[0])
     async with service.model(body.model) as loaded:
         if body.prompt is not None:
             found = await run_in_threadpool(loaded.tokenizer.encode, body.prompt, body.add_special_tokens)

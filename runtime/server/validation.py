@@ -44,7 +44,7 @@ _EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def api_error(found: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
     """The refusal of a body, by the deepest of the faults that pydantic found; of a value that may be of several kinds
-    this is the fault of the kind that it is."""
+    this is the fault of the kind that it is. The place of each begins with a part of the request, such as ``body``."""
     places = [_place(fault, body) for fault in found]
 
     def depth(number: int) -> tuple[int, bool, int]:
@@ -114,10 +114,9 @@ def _spelt(place: Place) -> str | None:
 
 def _place(fault: Mapping[str, Any], body: Any) -> Place:
     """The place of a fault in what the client sent: pydantic names kinds of values among it, too."""
-    where, *rest = fault["loc"] or ("",)
-    if where in ("header", "query", "path"):
-        return tuple(map(str, rest))
-    parts = rest if where == "body" else list(fault["loc"])
+    where, *parts = fault["loc"]
+    if where != "body":
+        return tuple(map(str, parts))
     absent = fault["type"] == "missing" and parts
     found, _ = _traced(tuple(parts[:-1] if absent else parts), body)
     return (*found, parts[-1]) if absent else found
@@ -171,4 +170,4 @@ def read_json(kind: type[M], text: str) -> M:
         body: Any = b"" if not text.strip() else text
         with suppress(ValueError, RecursionError):
             body = json.loads(text)
-        raise api_error(error.errors(), body) from error
+        raise api_error([{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()], body) from error

@@ -63,10 +63,13 @@ async def _events(
 
     relaying = asyncio.ensure_future(relayed())
     try:
+        refused = None  # the status of an answer that is none
         while (message := await sent.get()) is not None:
+            if message.get("status", 200) >= 400:
+                refused = message["status"]
             for event in _decoded(message.get("body", b"")):
                 if event.get("type", "error") == "error" and (event.keys() & {"error", "message"}):
-                    raise _error(event.get("error", event))
+                    raise _error(event.get("error", event), refused)
                 yield event
         await relaying
     finally:
@@ -83,7 +86,7 @@ def _decoded(body: bytes) -> list[dict[str, Any]]:
     return [event for event in events if event.get("type") != "ping"]
 
 
-def _error(error: dict[str, Any]) -> ApiError:
-    """The error that a replica told of, in whichever dialect."""
-    status = next((status for status, kind in ANTHROPIC_TYPES.items() if kind == error["type"]), 500)
+def _error(error: dict[str, Any], status: int | None) -> ApiError:
+    """The error that a replica told of, in whichever dialect; amid an answer without a status, but for its type."""
+    status = status or next((status for status, kind in ANTHROPIC_TYPES.items() if kind == error["type"]), 500)
     return ApiError(status, error["message"], param=error.get("param"), code=error.get("code"))

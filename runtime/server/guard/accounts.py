@@ -95,10 +95,12 @@ class Client:
     account: Account
     handles: list[Handle] = field(default_factory=list)
 
-    def settle(self) -> None:
-        """Count the tokens of the requests until here."""
-        while self.handles:
-            self.account.spend(cost(self.handles.pop()))
+    def settle(self, *, running: bool) -> None:
+        """Count the tokens of requests, once: of those that have ended, and with ``running`` of all, as they are."""
+        due = [handle for handle in self.handles if running or handle.done]
+        self.handles[:] = [handle for handle in self.handles if handle not in due]
+        for handle in due:
+            self.account.spend(cost(handle))
 
 
 CLIENT: ContextVar[Client | None] = ContextVar("llmc_client", default=None)

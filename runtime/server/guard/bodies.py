@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -138,8 +139,8 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
         ApiError: 400, naming it.
     """
     if len(dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = printable(next(name for name in names if names.count(name) > 1)[:40])
+        counts = Counter(name for name, _ in pairs)
+        twice = printable(next(name for name, count in counts.items() if count > 1)[:40])
         raise ApiError(400, f"{twice} is given twice in one object; leave one of them out", param=twice)
 
 

@@ -34,11 +34,11 @@ class Rates:
         try:
             await self._counted(client, scope, receive, send)
         finally:
-            client.settle()
+            client.settle(running=True)
 
     async def _counted(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
         def admit(text: str = "") -> None:
-            client.settle()
+            client.settle(running=False)  # a message of a WebSocket may come amid the answer to another
             client.account.admit()
 
         if scope["type"] == "websocket":  # each message is a request
@@ -72,7 +72,7 @@ def _telling(client: Client, send: Send) -> Send:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message).update(account.headers())
         elif not message.get("more_body", False):
-            client.settle()  # the client may send the next request as soon as it has this
+            client.settle(running=True)  # the client may send the next request as soon as it has this
         await send(message)
 
     return sending

@@ -204,6 +204,17 @@ class TestTime:
         assert [worker] == trial._IDLE  # which was there already
         worker.kill()
 
+    def test_a_process_that_another_thread_takes_just_now_is_replaced(
+        self, tiny: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Taken(list[Any]):
+            def __bool__(self) -> bool:  # as it was a moment ago
+                return True
+
+        monkeypatch.setattr(trial, "_IDLE", idle := Taken())
+        assert tiny.reads(tiny.start(tiny.grammars(), json_schema=FEW_COMBINATIONS), "7")
+        idle.pop().kill()
+
     def test_spent_on_others_grammars_is_not_held_against_it(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(trial, "WAIT_SECONDS", 0.01)
         monkeypatch.setattr(trial, "_MOST_AT_ONCE", threading.BoundedSemaphore(1))

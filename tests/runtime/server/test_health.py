@@ -1,7 +1,16 @@
 """Questions to the server itself, and errors of no dialect."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from llmc.runtime.server.app import make_app
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.pool import ModelState
 
 
 def test_it_is_alive_and_ready(http: httpx.Client):
@@ -9,6 +18,18 @@ def test_it_is_alive_and_ready(http: httpx.Client):
     found = http.get("/ready")
     assert found.status_code == 200 and found.json()["models"]["tiny"]["phase"] == "ready"
     assert found.json()["models"]["tiny"]["memory"] > 1_000_000  # also of a single model, which has no plan
+
+
+def test_it_says_which_models_of_the_start_are_loading():
+    never: dict[str, Any] = {"reason": None, "memory": 0, "users": 0, "draining": 0, "loads": 0}
+    states = {"first": ModelState("unloaded", **never), "second": ModelState("loading", **never)}
+    pool: Any = SimpleNamespace(names=tuple(states), states=lambda: states, lost=None)
+    config = ServerConfig(models={name: Path(name) for name in states}, warm=("second",))
+    found = TestClient(make_app(config, pool)).get("/ready")
+    assert found.status_code == 503 and found.json()["message"].startswith("second is loading; ")
+    states["second"] = ModelState("ready", **{**never, "loads": 1})
+    found = TestClient(make_app(config, pool)).get("/ready")
+    assert found.status_code == 200 and "message" not in found.json()
 
 
 def test_metrics_count_requests_by_route_and_name_the_model(http: httpx.Client):

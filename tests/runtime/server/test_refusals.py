@@ -8,9 +8,11 @@ import httpx2 as httpx
 import pytest
 from doubles.asgi import Echo, ask, converse
 
+from llmc.runtime.server.chat import ChatRequest
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.errors import in_json
+from llmc.runtime.server.errors import ApiError, in_json
 from llmc.runtime.server.guard.bodies import Bodies
+from llmc.runtime.server.validation import read_json
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 VERSION = {"anthropic-version": "2026-10-21"}
@@ -115,6 +117,21 @@ def test_a_place_is_named_as_it_was_written(http: httpx.Client, path: str, body:
 def test_a_body_that_is_none_is_told_apart(http: httpx.Client, body: bytes, said: str):
     answer = http.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_texts_of_two_names_are_not_sent_back_whole(http: httpx.Client):
+    thoughts = {"reasoning_content": "a" * 10_000, "reasoning": "b" * 10_000}
+    answer = http.post(CHAT, json={"messages": [USER, {"role": "assistant", "content": "c", **thoughts}]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "messages[1].reasoning"
+    assert "give one of them" in error["message"] and len(error["message"]) < 1000
+
+
+@pytest.mark.parametrize("name", ["query", "body", "header", "path"])
+def test_a_message_of_a_socket_is_told_of_a_parameter_that_is_named_as_a_part_of_a_request(name: str):
+    with pytest.raises(ApiError, match=f"^{name} is not a parameter of this route") as refused:
+        read_json(ChatRequest, json.dumps({"messages": [USER], name: 1}))
+    assert refused.value.param == name
 
 
 def test_a_name_that_an_object_has_twice_is_refused():

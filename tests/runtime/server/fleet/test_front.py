@@ -238,6 +238,13 @@ class TestWebSocket:
         assert told["type"] == "error" and told["error"]["message"] == "no such model"
         assert told["error"]["type"] == "not_found_error"
 
+    def test_tells_the_status_of_a_refusal(self) -> None:
+        refusal = ApiError(503, "not now").body  # whose type is that of all errors of servers
+        replicas = Scripted([[start(503, "application/json"), body(json.dumps(refusal).encode(), more=False)]])
+        with TestClient(make_front(replicas)) as client, client.websocket_connect("/v1/responses") as socket:
+            socket.send_text(json.dumps({"type": "response.create"}))
+            assert json.loads(socket.receive_text())["status"] == 503
+
     def test_of_responses_ends_one_that_was_lost_with_an_error(self) -> None:
         created, said = (body(event({"type": kind}, kind)) for kind in ("response.created", "delta"))
         replicas = Scripted([start(), created, said, Lost])

@@ -95,6 +95,21 @@ class TestNesting:
         tracemalloc.stop()
         assert peak < 300e6
 
+    def test_is_read_once_for_names_that_are_there_twice(self):
+        class Name(str):
+            compared = 0
+            __slots__ = ()
+            __hash__ = str.__hash__
+
+            def __eq__(self, other: object) -> bool:
+                Name.compared += 1
+                return str.__eq__(self, other)
+
+        names = [Name(number) for number in range(2000)]
+        with pytest.raises(ApiError, match="1999 is given twice"):
+            bodies._once([(name, None) for name in (*names, Name(1999))])
+        assert Name.compared < 10 * len(names)  # each with each would be a thousand times as many
+
     def test_does_not_hide_a_million_values(self):
         assert refused(b"[" + b"[]," * 500_000 + b"[]]")
         assert not refused(json.dumps({"text": "[],{}" * 500_000}).encode())

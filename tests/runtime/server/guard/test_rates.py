@@ -50,6 +50,22 @@ class Ended:
         return self
 
 
+class Running(Ended):
+    """A handle of a request that ends once somebody has found it running."""
+
+    prompt_tokens, token_ids, seen = 100, (), False
+
+    @property
+    def done(self) -> bool:
+        self.seen = True
+        return False
+
+    def result(self, timeout: float) -> "Ended":
+        if not self.seen:
+            raise TimeoutError
+        return self
+
+
 class Failed:
     """A handle of a request that was cancelled after so many tokens."""
 
@@ -187,6 +203,13 @@ def test_each_message_of_a_socket_is_a_request(clock: Clock):
     answer = converse(app, ["a", "b", "c"])
     texts = [message["text"] for message in answer.messages if message["type"] == "websocket.send"]
     assert texts[:2] == ["a", "b"] and "2 requests per minute" in texts[2]
+
+
+def test_a_message_amid_an_answer_spares_none_of_its_tokens(clock: Clock):
+    app, echo = limited(clock, tokens_per_minute=600)
+    echo.handles = [Running(100, 300)]
+    converse(app, ["a"])
+    assert echo.client.account.tokens.level == 200
 
 
 def test_a_key_is_for_its_models_alone(clock: Clock):
