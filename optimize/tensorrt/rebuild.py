@@ -26,6 +26,7 @@ from llmc.optimize.plan.memory import plan_rebuild
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.engine import compile_engine
+from llmc.optimize.tensorrt.ladder import ladder
 from llmc.optimize.tensorrt.messages import RefusedError
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.tensorrt.spec import EngineSpec, resolve_engine
@@ -103,7 +104,9 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
     try:
         plan = compile_engine(spec, graph, manifest.geometry, progress)
     except RefusedError as error:  # other forms of the weights need the floats, which are in the export
-        raise BuildError(f"{error}; build from the export on this machine, where other precisions are tried") from error
+        if len(ladder(manifest.recipe)) == 1:
+            raise
+        raise BuildError(f"{error}; build the bundle again from its export, with --int4 or --fp16") from error
     plan = replace(plan, fallback=old.fallback)  # which is in the graph
     if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
         plan = replace(plan, verified=old.verified)

@@ -291,13 +291,19 @@ def test_what_was_built_in_the_place_of_what_was_asked_for_is_still_said(
     assert plan is not None and plan.fallback == "scales in float32"
 
 
-def test_a_graph_that_the_builder_refuses_is_to_be_built_from_its_export(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+@pytest.mark.parametrize(
+    ("precision", "remedy"), [("int8", "; build the bundle again from its export,"), ("fp16", "$")]
+)
+def test_a_graph_whose_integers_the_builder_refuses_is_to_be_lowered_again(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], precision: str, remedy: str
 ):
     folder = bundle()
+    manifest = read_bundle(folder)
+    recipe = dataclasses.replace(manifest.recipe, precision=precision, head=precision)
+    write_manifest(dataclasses.replace(manifest, recipe=recipe), folder)
     before = contents(folder)
     machine("11.4", H200, builds=False, log=(("ERROR", "Could not infer output types for operation: dequantize"),))
-    with pytest.raises(BuildError, match=r"operation: dequantize; build from the export on this machine"):
+    with pytest.raises(BuildError, match=f"operation: dequantize{remedy}"):
         rebuild(folder, folder, force=True)
     assert contents(folder) == before
 
