@@ -83,7 +83,7 @@ def compare(
 def products(inputs: int, outputs: int, compute: str, *, integers: bool) -> onnx.ModelProto:
     """``x`` [rows, inputs] -> ``y``: products to [rows, outputs] and back again, as many as :data:`BYTES` allow."""
     array, generator = ARRAY_TYPES[compute], np.random.default_rng(0)
-    pairs = min(MOST_PRODUCTS, max(2, BYTES // (inputs * outputs * array.itemsize))) // 2
+    pairs = -(-min(MOST_PRODUCTS, max(2, BYTES // (inputs * outputs * array.itemsize))) // 2)
     nodes, weights, value = [], [], "x"
     for number, (rows, columns) in enumerate([(inputs, outputs), (outputs, inputs)] * pairs):
         codes = generator.integers(-127, 128, (rows, columns), np.int8)
