@@ -54,9 +54,10 @@ def fold_lone_steps(graph: ir.Graph, context: LoweringContext) -> int:
         return 0
     attentions = [(node, context.geometry.attention[node.name or ""]) for node in nodes_of(graph, GQA, MICROSOFT)]
     folded = [(node, attention) for node, attention in attentions if foldable(attention, context.cache)]
-    shared = _Shared(folded[0][0]) if folded else None
+    if not folded:
+        return 0
+    shared = _Shared(folded)
     for node, attention in folded:
-        assert shared is not None
         emit = _Branch(node)
         lone = _graph(f"{node.name}.lone", emit.nodes, _folded(emit, attention, shared))
         several = ir.node(GQA, node.inputs, dict(node.attributes), domain=MICROSOFT, num_outputs=3)
@@ -84,9 +85,10 @@ def _graph(name: str, nodes: list[ir.Node], outputs: list[ir.Value]) -> ir.Graph
 
 
 class _Shared:
-    """Values that all layers share, made in front of the first: the choice, and the position in several shapes."""
+    """Values that layers share, made in front of the first: the choice, and the position in the shapes of each."""
 
-    def __init__(self, first: ir.Node) -> None:
+    def __init__(self, folded: list[tuple[ir.Node, Attention]]) -> None:
+        first = folded[0][0]
         emit = self._emit = Emitter(first, "lone_step")
         self._graph = emit.graph
         past, total = graph_input(self._graph, "past_lengths"), first.inputs[6]
@@ -94,31 +96,32 @@ class _Shared:
         self.lone = emit("And", one, emit("GreaterOrEqual", total, scalar(self._graph, FROM_POSITIONS, np.int32)))
         # Of the first row: there is no other where this is used, and where it is not there must be no error.
         self.position = emit("Reshape", emit("Gather", past, vector(self._graph, [0])), vector(self._graph, [1, 1]))
-        self._queries: dict[int, ir.Value] = {}
-        self._places: dict[int, ir.Value] = {}
+        groups = {attention.heads // attention.kv_heads for node, attention in folded if _rotates(node)}
+        self.queries = {group: self._query_positions(group) for group in sorted(groups)}
+        """The position for each query of a group, int64 [1, G], by G."""
+        heads = {attention.kv_heads for _, attention in folded}
+        self.places = {kv_heads: self._cache_places(kv_heads) for kv_heads in sorted(heads)}
+        """The place of the new token's heads in the cache, int64 [1, KV, 1, 3], by KV."""
 
-    def queries(self, group: int) -> ir.Value:
-        """The position for each query of a group, int64 [1, G]."""
-        if group not in self._queries:
-            self._queries[group] = self._emit("Expand", self.position, vector(self._graph, [1, group]))
-        return self._queries[group]
+    def _query_positions(self, group: int) -> ir.Value:
+        return self._emit("Expand", self.position, vector(self._graph, [1, group]))
 
-    def places(self, kv_heads: int) -> ir.Value:
-        """The place of the new token's heads in the cache, int64 [1, KV, 1, 3]."""
-        if kv_heads not in self._places:
-            heads = np.zeros((1, kv_heads, 1, 2), np.int64)
-            heads[0, :, 0, 1] = np.arange(kv_heads)
-            wide = self._emit("Expand", self.position, vector(self._graph, [1, kv_heads, 1, 1]))
-            known = constant(self._graph, f"const.heads.{kv_heads}", heads)
-            self._places[kv_heads] = self._emit("Concat", known, wide, axis=-1)
-        return self._places[kv_heads]
+    def _cache_places(self, kv_heads: int) -> ir.Value:
+        heads = np.zeros((1, kv_heads, 1, 2), np.int64)
+        heads[0, :, 0, 1] = np.arange(kv_heads)
+        wide = self._emit("Expand", self.position, vector(self._graph, [1, kv_heads, 1, 1]))
+        return self._emit("Concat", constant(self._graph, f"const.heads.{kv_heads}", heads), wide, axis=-1)
+
+
+def _rotates(attention: ir.Node) -> int:
+    return attention.attributes["do_rotary"].as_int()
 
 
 def _folded(emit: Emitter, attention: Attention, shared: _Shared) -> list[ir.Value]:
     """Outputs of the attention before which ``emit`` emits, for a call of one token."""
     graph, node, kv_heads = emit.graph, emit.anchor, attention.kv_heads
     query, key, value, past_key, past_value, lengths, total = node.inputs[:7]
-    tables, rotates, width = list(node.inputs[7:9]), node.attributes["do_rotary"].as_int(), attention.head_dim
+    tables, rotates, width = list(node.inputs[7:9]), _rotates(node), attention.head_dim
     group = attention.heads // kv_heads
     if key is None:  # packed
         sizes = vector(graph, [attention.heads * width, kv_heads * width, kv_heads * width])
@@ -132,7 +135,7 @@ def _folded(emit: Emitter, attention: Attention, shared: _Shared) -> list[ir.Val
             rotary_embedding_dim=attention.rotary_dim,
             interleaved=node.attributes["rotary_interleaved"].as_int(),
         )
-    places, split = shared.places(kv_heads), vector(graph, [1, kv_heads, 1, width])
+    places, split = shared.places[kv_heads], vector(graph, [1, kv_heads, 1, width])
     present = [
         emit("ScatterND", past, places, emit("Reshape", part, split))
         for past, part in ((past_key, key), (past_value, value))
@@ -143,7 +146,7 @@ def _folded(emit: Emitter, attention: Attention, shared: _Shared) -> list[ir.Val
     folded = emit("Reshape", emit("Transpose", apart, perm=[0, 2, 1, 3]), vector(graph, [1, group, kv_heads * width]))
     attended = emit(
         GQA,
-        *(folded, nothing, nothing, *present, lengths, total, *((*tables, shared.queries(group)) if rotates else ())),
+        *(folded, nothing, nothing, *present, lengths, total, *((*tables, shared.queries[group]) if rotates else ())),
         domain=MICROSOFT,
         num_heads=kv_heads,
         kv_num_heads=kv_heads,
