@@ -65,8 +65,7 @@ def decomposed(
             return None
     if found:
         log.warning(
-            "attention has no fused kernel in %s on this GPU: its scores go through memory, which is slow for long "
-            "contexts",
+            "attention has no fused kernel in %s: its scores go through memory, which is slow for long contexts",
             " and ".join(found),
         )
     return found

@@ -37,7 +37,7 @@ def test_attention_without_a_kernel_is_named_by_profile_and_warned_of(
 ):
     with caplog.at_level(logging.WARNING):
         assert asked(RecordedLibrary("11.4", fuses=False), config, tmp_path) == ("decode", "prefill")
-    assert "attention has no fused kernel in decode and prefill on this GPU" in caplog.text
+    assert "attention has no fused kernel in decode and prefill: " in caplog.text
 
 
 @pytest.mark.parametrize("why", ["float32", "written out"])
