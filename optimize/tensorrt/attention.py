@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from llmc.bundle import EngineConfig, Geometry
-from llmc.errors import BuildError
+from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.inventory import Attention
 from llmc.optimize.progress import Progress
 from llmc.optimize.tensorrt.builder import build_engine
@@ -60,13 +60,12 @@ def decomposed(
                 for name, ranges in zip(PROFILES, profiles, strict=True)
                 if not all(_fuses(spec, folder, kind, ranges) for kind in kinds)
             )
-        except BuildError as error:
+        except (BuildError, GpuError, ResourceError) as error:  # the engine itself is built
             log.warning("it is not known whether attention is fused: %s", error)
             return None
     if found:
         log.warning(
-            "attention has no fused kernel in %s on this GPU: its scores go through memory, which is slow for long "
-            "contexts",
+            "attention has no fused kernel in %s: its scores go through memory, which is slow for long contexts",
             " and ".join(found),
         )
     return found

@@ -26,8 +26,9 @@ from llmc.runtime.sessions.tensorrt.engine import ALIGNMENT, Context, Engine
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels
 
 OPSET, IR_VERSION = 21, 10
-# Products in a row, with weights of their own: more than the caches of most GPUs hold, and little for a small board.
-BYTES, MOST_PRODUCTS = 64_000_000, 32
+# Products in a row, with weights of their own: bytes of these in floats. Half of it, in 8 bits, is more than an H200
+# (50 MB) or an RTX 5090 (96 MB) caches: what stayed there would be read faster than a model's weights are.
+BYTES, MOST_PRODUCTS = 256_000_000, 64
 WARM_UP, ROUNDS, STEPS = 10, 5, 20
 KINDS = ("int8", "floats")
 
@@ -82,7 +83,7 @@ def compare(
 def products(inputs: int, outputs: int, compute: str, *, integers: bool) -> onnx.ModelProto:
     """``x`` [rows, inputs] -> ``y``: products to [rows, outputs] and back again, as many as :data:`BYTES` allow."""
     array, generator = ARRAY_TYPES[compute], np.random.default_rng(0)
-    pairs = min(MOST_PRODUCTS, max(2, BYTES // (inputs * outputs * array.itemsize))) // 2
+    pairs = -(-min(MOST_PRODUCTS, max(2, BYTES // (inputs * outputs * array.itemsize))) // 2)
     nodes, weights, value = [], [], "x"
     for number, (rows, columns) in enumerate([(inputs, outputs), (outputs, inputs)] * pairs):
         codes = generator.integers(-127, 128, (rows, columns), np.int8)

@@ -18,7 +18,7 @@ from llmc.bundle import (
     write_chunks,
     write_manifest,
 )
-from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
+from llmc.errors import BuildError, GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import BuildReport, runs_here
 from llmc.optimize.judge.rows import check_rows
 from llmc.optimize.plan.device import with_engine
@@ -26,6 +26,8 @@ from llmc.optimize.plan.memory import plan_rebuild
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.engine import compile_engine
+from llmc.optimize.tensorrt.ladder import ladder
+from llmc.optimize.tensorrt.messages import RefusedError
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.tensorrt.spec import EngineSpec, resolve_engine
 from llmc.publish import file_entries, link, refuse_to_overwrite, staged
@@ -99,7 +101,13 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
     for name in kept:
         link(source / name, folder / name)
     graph = folder / manifest.graphs["decode"].file
-    plan = compile_engine(spec, graph, manifest.geometry, progress)
+    try:
+        plan = compile_engine(spec, graph, manifest.geometry, progress)
+    except RefusedError as error:  # other forms of the weights need the floats, which are in the export
+        if len(ladder(manifest.recipe)) == 1:
+            raise
+        raise BuildError(f"{error}; build the bundle again from its export, with --int4 or --fp16") from error
+    plan = replace(plan, fallback=old.fallback)  # which is in the graph
     if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
         plan = replace(plan, verified=old.verified)
     write_chunks(folder, [*kept, plan.file])

@@ -42,14 +42,18 @@ PIECE = 1 << 24
 
 
 def build(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
-    """Build a bundle anew; its size, and what its manifest says of engine, memory and quality."""
+    """Build a bundle anew; its size, what its manifest says of engine, memory and quality, and all that the engine's
+    library said."""
     folder, trouble = _places(target, geometry, precision, options)
     trouble.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    manifest = json.loads((built(target, geometry, precision, options) / "llmc.json").read_text(encoding="utf-8"))
-    kept = ("target", "limits", "memory", "device", "engine", "graphs", "quality")
+    built(target, geometry, precision, options)
+    manifest = json.loads((folder / "llmc.json").read_text(encoding="utf-8"))
+    kept = ("target", "limits", "memory", "device", "engine", "graphs", "quality", "notes")
     total = sum(file["size"] for file in manifest["files"].values())
-    return {"bytes": total, **{name: manifest.get(name) for name in kept}}
+    log = (manifest.get("engine") or {}).get("log")
+    said = json.loads((folder / log).read_text(encoding="utf-8")) if log else []
+    return {"bytes": total, **{name: manifest.get(name) for name in kept}, "build_log": said}
 
 
 def built(target: str, geometry: str, precision: str, options: Options) -> Path:

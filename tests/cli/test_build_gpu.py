@@ -424,7 +424,7 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
     assert shown["GPU memory at 512 tokens x 1"] == (
         "994.0 MB = 400.0 MB context + 50.0 MB weights + 30.0 MB workspace + 512.0 MB cache + 2.0 MB logits"
     )
-    assert "CPU features" not in shown
+    assert not {"CPU features", "compiler flags", "built instead", "attention kernels"} & shown.keys()
 
 
 @pytest.mark.parametrize(
@@ -439,6 +439,14 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
         ),
         ({"compute_capabilities": ("8.6", "8.9")}, "engine runs on", "linux-aarch64, compute capability 8.6 or 8.9"),
         ({"select": "", "candidates": 0}, "candidates", "none, all logits are copied"),
+        ({"flags": "-peep:fc_h_fusion=off"}, "compiler flags", "-peep:fc_h_fusion=off"),
+        ({"fallback": "scales in float32"}, "built instead", "scales in float32"),
+        ({"decomposed": ()}, "attention kernels", "fused"),
+        (
+            {"decomposed": ("decode", "prefill")},
+            "attention kernels",
+            "none of its own in decode and prefill, slow for long contexts",
+        ),
         (
             {**NOT_BUILT, "stripped": False, "version_compatible": False},
             "engine",

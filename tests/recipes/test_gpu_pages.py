@@ -9,12 +9,13 @@ from pathlib import Path
 import click
 import pytest
 
+from llmc.bundle import EngineConfig
 from llmc.cli.build import build_command
 from llmc.errors import UsageError
 from llmc.optimize.recipe import read_recipe, resolve
 from llmc.optimize.targets import TARGETS
+from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE, LOG_FILE
 from llmc.optimize.tensorrt.request import EngineRequest
-from llmc.optimize.tensorrt.spec import WORKSPACE
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = {str: "text", bool: "true or false", int: "whole number"}
@@ -69,7 +70,16 @@ def recipes() -> Table:
 
 def test_every_key_of_an_engine_is_listed_with_its_type(keys: Table):
     assert wrong_types(keys) == []
-    assert f"{WORKSPACE:,}" in keys["workspace"][1]
+    assert f"at least {LEAST_WORKSPACE >> 30} GiB" in keys["workspace"][1]
+
+
+def test_the_page_names_what_a_build_says_of_itself():
+    page = (RECIPES / "gpu.md").read_text(encoding="utf-8")
+    known = [
+        f"`engine.{field.name}`" for field in fields(EngineConfig) if field.name in ("fallback", "decomposed", "flags")
+    ]
+    assert [name for name in (f"`{LOG_FILE}`", *known) if name not in page] == []
+    assert len(known) == 3
 
 
 def test_a_key_that_is_missing_or_of_another_type_would_be_seen(keys: Table):

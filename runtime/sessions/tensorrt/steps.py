@@ -220,11 +220,18 @@ class Steps:
         return False
 
     def _give_own(self, step: Step, recorder: Callable[[int], Pair]) -> None:
-        """Contexts of its own for a step; the one whose were unused for longest loses its, if there are too many."""
+        """Contexts of its own for a step, if the library makes them; the one whose were unused for longest loses its,
+        if there are too many."""
         owners = [kept for kept in self._kept.values() if kept.own is not None]
         if len(owners) >= KEPT_CONTEXTS:
             self._forget(owners[0])
-        step.own = recorder(step.call.profile)
+        try:
+            step.own = recorder(step.call.profile)
+        except GpuError as error:
+            if error.lost:
+                raise
+            log.warning("no more contexts of their own for steps (%s): every kernel is launched by itself", error)
+            self.records = False
 
     def _record(self, step: Step) -> int:
         """The recorded step, or 0 where that fails, and then it is not tried again."""

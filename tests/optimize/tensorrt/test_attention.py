@@ -1,6 +1,7 @@
 """Whether attention has a fused kernel: the library is asked, and what it says is recorded."""
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def test_attention_without_a_kernel_is_named_by_profile_and_warned_of(
 ):
     with caplog.at_level(logging.WARNING):
         assert asked(RecordedLibrary("11.4", fuses=False), config, tmp_path) == ("decode", "prefill")
-    assert "attention has no fused kernel in decode and prefill on this GPU" in caplog.text
+    assert "attention has no fused kernel in decode and prefill: " in caplog.text
 
 
 @pytest.mark.parametrize("why", ["float32", "written out"])
@@ -48,7 +49,10 @@ def test_attention_that_is_written_out_needs_no_asking(config: EngineConfig, tmp
     assert library.calls == []
 
 
-def test_another_failure_is_no_answer(config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    library = RecordedLibrary("11.4", builds=False, log=(("ERROR", "something else"),))
+@pytest.mark.parametrize("said", ["something else", "out of memory", "CUDA initialization failure with error: 35"])
+def test_another_failure_is_no_answer(
+    config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str
+):
+    library = RecordedLibrary("11.4", builds=False, log=(("ERROR", said),))
     assert asked(library, config, tmp_path) is None
-    assert "it is not known whether attention is fused: building .attention.plan failed: something else" in caplog.text
+    assert re.search(rf"it is not known whether attention is fused: building \.attention\.plan .*: {said}", caplog.text)

@@ -18,6 +18,8 @@ from llmc.optimize.tensorrt import products as module
 from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.products import Compared, compare, products
 
+# Of GPUs for which engines are built: that of an RTX 5090.
+LARGEST_CACHE = 96_000_000
 GEOMETRY = uniform("llama", 2, 72, 104, 4, 2, 16, 97, 64, False, (0, 0))
 
 
@@ -69,6 +71,13 @@ def test_the_librarys_own_parser_and_builder_take_the_products(
     graph.write_bytes(products(64, 96, "float16", integers=integers).SerializeToString())
     report = build_engine(spec_of(rtx, config), graph, tmp_path / "products.plan", [{"rows": (1, 1, 1)}])
     assert sum(layer.type == "MATRIX_MULTIPLY" for layer in report.layers) >= 2
+
+
+def test_weights_of_8_bits_are_more_than_caches_hold_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    inputs, outputs = 2048, 8192
+    weights = products(inputs, outputs, "float16", integers=True).graph.initializer
+    assert sum(len(weight.raw_data) for weight in weights if weight.data_type == onnx.TensorProto.INT8) > LARGEST_CACHE
 
 
 def test_microseconds_are_told():

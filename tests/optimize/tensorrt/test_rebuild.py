@@ -278,6 +278,36 @@ def test_what_was_asked_of_the_builder_is_asked_again(
     assert 1 << 22 in limits
 
 
+def test_what_was_built_in_the_place_of_what_was_asked_for_is_still_said(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    folder = bundle()
+    manifest = read_bundle(folder)
+    assert manifest.engine is not None
+    engine = dataclasses.replace(manifest.engine, fallback="scales in float32")
+    write_manifest(dataclasses.replace(manifest, engine=engine), folder)
+    machine("11.4", H200)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None and plan.fallback == "scales in float32"
+
+
+@pytest.mark.parametrize(
+    ("precision", "remedy"), [("int8", "; build the bundle again from its export,"), ("fp16", "$")]
+)
+def test_a_graph_whose_integers_the_builder_refuses_is_to_be_lowered_again(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], precision: str, remedy: str
+):
+    folder = bundle()
+    manifest = read_bundle(folder)
+    recipe = dataclasses.replace(manifest.recipe, precision=precision, head=precision)
+    write_manifest(dataclasses.replace(manifest, recipe=recipe), folder)
+    before = contents(folder)
+    machine("11.4", H200, builds=False, log=(("ERROR", "Could not infer output types for operation: dequantize"),))
+    with pytest.raises(BuildError, match=f"operation: dequantize{remedy}"):
+        rebuild(folder, folder, force=True)
+    assert contents(folder) == before
+
+
 def test_a_bundle_without_golden_prompts_is_rebuilt_with_a_warning(
     bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], caplog: pytest.LogCaptureFixture
 ):

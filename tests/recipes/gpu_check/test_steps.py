@@ -167,6 +167,21 @@ def test_a_bundle_is_built_once_and_one_that_fails_is_not_waited_for_again(part,
     assert (found["bytes"], found["quality"], calls[2:]) == (5, "good", ["cuda", "cpu"])
 
 
+def test_what_a_build_says_of_its_engine_is_recorded(part, monkeypatch, options, tiny_export):
+    engine = {"flags": "-x", "fallback": "fp16", "decomposed": ["decode"], "log": "build-log.json"}
+    said = [["WARNING", "a kernel is slow"]]
+
+    def build(source: Path, folder: Path, **limits: Any) -> None:
+        folder.mkdir(parents=True)
+        (folder / "llmc.json").write_text(json.dumps({"files": {}, "engine": engine, "notes": ["int8 is slower"]}))
+        (folder / "build-log.json").write_text(json.dumps(said))
+
+    (options.models / "tiny").symlink_to(tiny_export)
+    monkeypatch.setattr("llmc.optimize.build.build", build)
+    found = part("models").build("tensorrt", "tiny", "int8", options)
+    assert (found["engine"], found["notes"], found["build_log"]) == (engine, ["int8 is slower"], said)
+
+
 def test_a_build_that_was_cut_off_is_not_waited_for_again(part, monkeypatch, options, tiny_export):
     def killed(*arguments: Any, **limits: Any) -> None:
         raise KeyboardInterrupt

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.cuda import SERVER, FakeDriver
-from doubles.tensorrt import CudaGraphStrategy, FakeTensorRT, KernelStrategy
+from doubles.tensorrt import CudaGraphStrategy, Engine, FakeTensorRT, KernelStrategy
 
 from llmc.errors import GpuError
 from llmc.runtime.host import disk_cache
@@ -75,6 +75,20 @@ def test_steps_with_contexts_of_their_own_are_few(bundle: Callable[..., Any], mo
             assert sum(step.own is not None for step in session._steps._kept.values()) <= 2
     session.close()
     assert setup.driver.leaks == []
+
+
+def test_without_room_for_another_context_steps_share_theirs(
+    bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    make = Engine.create_execution_context
+    monkeypatch.setattr(
+        Engine,
+        "create_execution_context",
+        lambda engine, settings: make(engine, settings) if len(engine.library.contexts) < 3 else None,
+    )
+    setup = compiling(bundle())
+    assert np.array_equal(used(setup), used(bundle()))
+    assert caplog.text.count("no more contexts of their own for steps (making a context failed") == 1
 
 
 def test_a_session_whose_kernels_change_says_so(bundle: Callable[..., Any]):
