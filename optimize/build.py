@@ -477,7 +477,7 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
             disk_cache.prune("reference", KEPT_BYTES)
         if verified == "device":
             order.progress("comparing calls of different sizes")
-            manifest = measured(model.runner.session, manifest)
+            manifest = measured(model.runner.session, manifest, lone_apart=order.folds_lone_steps)
             if order.target.has_gpu:
                 check_rows(model.runner.session, replace(manifest, golden_tolerance=allowed))
         if model.runner.session.substitutes:

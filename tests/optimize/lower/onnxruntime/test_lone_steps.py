@@ -11,6 +11,7 @@ from llmc.bundle import DECODER_FILE
 from llmc.optimize.build import build
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.onnxruntime import lone_steps
+from llmc.runtime.selftest import QUICK_POSITIONS
 
 pytest.importorskip("onnxruntime", "1.31", reason="older engines attend to no queries without new keys")
 
@@ -45,6 +46,10 @@ def test_token_by_token_equals_the_portable_graph_in_every_family(case, folding,
     assert len(lowered.nodes("If")) == groups(lowered)
     logits = decoder(folder, lowered.geometry)(ids, [7, *[1] * (len(ids) - 7)])
     assert difference(logits, portable_logits(case)) <= FLOAT_TOLERANCE
+
+
+def test_the_check_at_a_first_load_takes_the_folded_branch():
+    assert QUICK_POSITIONS == lone_steps.FROM_POSITIONS
 
 
 def tables_swapped(branch: ir.Graph) -> None:
