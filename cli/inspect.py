@@ -164,5 +164,5 @@ def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
 
 
 def fused_in(decomposed: Sequence[str]) -> str:
-    """How attention runs, in words."""
+    """Attention's kernels, in words."""
     return f"none of its own in {' and '.join(decomposed)}, slow for long contexts" if decomposed else "fused"
