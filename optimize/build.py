@@ -75,7 +75,7 @@ from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
 from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
-from llmc.runtime.sessions.tensorrt.library import lists_gpu
+from llmc.runtime.sessions.tensorrt.library import Message, lists_gpu
 from llmc.runtime.text.trial import try_tokenizer
 
 if TYPE_CHECKING:
@@ -290,21 +290,22 @@ def _built(order: _Order, folder: Path, calibrated: Calibrated) -> tuple[_Order,
         return order, _compile(order, folder, calibrated), None
     from llmc.optimize.tensorrt.engine import compile_engine
     from llmc.optimize.tensorrt.ladder import ladder
-    from llmc.optimize.tensorrt.messages import RefusedError
+    from llmc.optimize.tensorrt.messages import RefusedError, ToldError
 
     first: BuildError | None = None
+    refused: list[Message] = []
     for step in ladder(order.recipe):
         tried = replace(order, recipe=step.recipe, wide_scales=step.wide_scales, fallback=step.name)
         try:
             graphs = _compile(tried, folder, calibrated)
-            engine = compile_engine(order.engine, folder / graphs["decode"].file, order.export.geometry, order.progress)
-        except RefusedError as error:
-            first = first or error
-            log.warning("the engine is not built with %s: %s", step.name or order.recipe.precision, error)
+            graph = folder / graphs["decode"].file
+            engine = compile_engine(order.engine, graph, order.export.geometry, order.progress, refused)
         except BuildError as error:
-            if not step.name:
+            if not step.name and not isinstance(error, RefusedError):
                 raise
-            log.warning("the engine is not built with %s: %s", step.name, error)
+            first = first or error
+            refused += error.messages if isinstance(error, ToldError) else ()
+            log.warning("the engine is not built with %s: %s", step.name or order.recipe.precision, error)
         else:
             if step.name:
                 log.warning("the engine was built with %s, for the builder refused what was asked for", step.name)

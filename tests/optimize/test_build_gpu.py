@@ -468,6 +468,8 @@ def dequantized(graph: onnx.GraphProto) -> list[tuple[int, int]]:
     return [(kinds[node.input[0]], kinds[node.input[1]]) for node in nodes]
 
 
+STEPS = ["int8", "scales in float32", "int4 in blocks of 128", "fp16"]
+PARSED = "a weight is converted"
 NO_TYPES = "Could not infer output types for operation: dequantize"
 INT8, HALF = onnx.TensorProto.INT8, onnx.TensorProto.FLOAT16
 
@@ -490,13 +492,22 @@ def test_what_the_builder_has_no_kernels_for_is_built_otherwise_and_the_bundle_s
     precision: str,
     served: str,
 ):
-    installed("11.4", H200, refuses=lambda graph: NO_TYPES if refused(dequantized(graph)) else "")
+    installed(
+        "11.4",
+        H200,
+        refuses=lambda graph: NO_TYPES if refused(dequantized(graph)) else "",
+        parser_log=(("WARNING", PARSED),),
+    )
     report = build(exported(BLOCKS).export, tmp_path / "out" / "bundle", target="tensorrt", precision="int8", **SMALL)
     assert whole(report)
     plan, manifest = engine_of(report.manifest), report.manifest
     assert (plan.fallback, manifest.recipe.precision, plan.verified) == (served, precision, "cpu")
     assert any(served in note for note in manifest.notes)
     assert f"the engine is not built with int8: building engine.plan failed: {NO_TYPES}" in caplog.text
+    said = json.loads((report.output / "build-log.json").read_text())
+    told = 2 * STEPS.index(served)
+    assert said[:told] == [["WARNING", PARSED], ["ERROR", NO_TYPES]] * STEPS.index(served)
+    assert ["ERROR", NO_TYPES] not in said[told:]
     check_quality(manifest, precision)
 
 
