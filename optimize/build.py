@@ -38,7 +38,7 @@ from llmc.bundle import (
     write_chunks,
     write_manifest,
 )
-from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, ResourceError, UsageError, printable
+from llmc.errors import BuildError, GpuError, MissingExtraError, ResourceError, UsageError, printable
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
 from llmc.optimize.calibrate.store import Calibrated
@@ -70,7 +70,6 @@ from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, refuse_bytes, staged
 from llmc.runtime import Model, load
 from llmc.runtime.host import disk_cache
-from llmc.runtime.host.cuda import open_driver
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
 from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
@@ -427,22 +426,11 @@ def _instead(order: _Order) -> list[str]:
 
 def _compared(order: _Order, engine: EngineConfig | None, folder: Path) -> list[str]:
     """A sentence about which of int8 and floats is the slower one, where the GPU is here and weights have 8 bits."""
-    eight = not order.recipe.precisions().isdisjoint(("int8", "source"))
-    if engine is None or order.engine is None or not eight or not runs_here(order.engine, engine):
+    if engine is None or order.engine is None or not runs_here(order.engine, engine):
         return []
-    from llmc.optimize.tensorrt.products import compare
+    from llmc.optimize.tensorrt.products import compared
 
-    order.progress("timing int8 beside floats")
-    try:
-        with closing(open_driver()) as driver:
-            found = compare(order.engine, folder, order.export.geometry, driver)
-    except (BuildError, BundleError, GpuError, MissingExtraError, ResourceError) as error:
-        log.warning("int8 was not compared with floats: %s", error)
-        return []
-    if found.int8 > found.floats:
-        log.warning("%s; build with --fp16, or --int4", found)
-    assert order.engine.gpu is not None
-    return [f"on {order.engine.gpu.name}: {found}"]
+    return compared(order.engine, order.recipe, order.export.geometry, folder, order.progress)
 
 
 def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:

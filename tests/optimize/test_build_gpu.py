@@ -57,7 +57,7 @@ def no_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
         patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
-        patch.setattr("llmc.optimize.build.open_driver", no_driver)
+        patch.setattr("llmc.optimize.tensorrt.products.open_driver", no_driver)
         patch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
         yield
 
@@ -439,7 +439,7 @@ def test_on_its_gpu_int8_is_timed_beside_floats_and_rows_are_compared(
     installed("11.4", H200)
     compared: list[Any] = []
     monkeypatch.setattr("llmc.optimize.build.load", lambda folder, **_: load(folder, self_test=False, emulate=True))
-    monkeypatch.setattr("llmc.optimize.build.open_driver", FakeDriver)
+    monkeypatch.setattr("llmc.optimize.tensorrt.products.open_driver", FakeDriver)
     monkeypatch.setattr("llmc.optimize.build.check_rows", lambda *given: compared.append(given))
     monkeypatch.setattr("llmc.optimize.build.tolerance", lambda least, spread: 3.0)
     monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", lambda *_: Compared(int8=3e-6, floats=1e-6))
