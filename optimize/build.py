@@ -283,13 +283,14 @@ def _built(order: _Order, folder: Path, calibrated: Calibrated) -> tuple[_Order,
     builder takes, with the order for that.
 
     Raises:
-        BuildError: the builder takes none; why it did not take the first.
+        BuildError: the builder takes none; why it did not take the first. Or it refuses the engine that selects.
     """
     if order.engine is None:
         return order, _compile(order, folder, calibrated), None
     from llmc.optimize.tensorrt.engine import compile_engine
     from llmc.optimize.tensorrt.ladder import ladder
     from llmc.optimize.tensorrt.messages import RefusedError, ToldError
+    from llmc.optimize.tensorrt.select import SelectError
 
     first: BuildError | None = None
     refused: list[Message] = []
@@ -299,6 +300,8 @@ def _built(order: _Order, folder: Path, calibrated: Calibrated) -> tuple[_Order,
             graphs = _compile(tried, folder, calibrated)
             graph = folder / graphs["decode"].file
             engine = compile_engine(order.engine, graph, order.export.geometry, order.progress, refused)
+        except SelectError:
+            raise
         except BuildError as error:
             if not step.name and not isinstance(error, RefusedError):
                 raise

@@ -511,6 +511,28 @@ def test_what_the_builder_has_no_kernels_for_is_built_otherwise_and_the_bundle_s
     check_quality(manifest, precision)
 
 
+@pytest.mark.parametrize("refuses_int8", [False, True])
+def test_a_refused_engine_that_selects_costs_no_precision(
+    exported: Callable[[str], Any],
+    untouched: Path,
+    installed: Callable[..., RecordedLibrary],
+    caplog: pytest.LogCaptureFixture,
+    refuses_int8: bool,
+):
+    """It holds no weights, so further steps of the ladder would end alike, each after the decoder's build."""
+
+    def refuse(graph: onnx.GraphProto) -> str:
+        if graph.name == "select":
+            return "no kernel for TopK"
+        return NO_TYPES if refuses_int8 and (INT8, HALF) in dequantized(graph) else ""
+
+    installed("11.4", H200, refuses=refuse)
+    with pytest.raises(BuildError, match=r"select\.plan failed: no kernel for TopK; .* no other precision helps"):
+        build(exported(BLOCKS).export, untouched, target="tensorrt", precision="int8", force=True, **SMALL)
+    tried = [record.message for record in caplog.records if "the engine is not built with" in record.message]
+    assert [step.partition(":")[0] for step in tried] == ["the engine is not built with int8"] * refuses_int8
+
+
 def test_a_builder_that_takes_nothing_says_why_it_did_not_take_what_was_asked_for(
     exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]
 ):
