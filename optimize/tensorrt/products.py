@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from llmc.bundle import Geometry, Recipe
 from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, ResourceError, printable
 from llmc.inventory import HEAD
-from llmc.optimize.lower.context import ARRAY_TYPES
+from llmc.optimize.lower.context import ARRAY_TYPES, WeightOnly, quant_configs
 from llmc.optimize.progress import Progress
 from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.spec import EngineSpec
@@ -60,7 +60,7 @@ def compared(spec: EngineSpec, recipe: Recipe, geometry: Geometry, folder: Path,
     """A sentence for the bundle about which of int8 and floats is the slower one on the GPU here, or why that is not
     known; none where no weights have 8 bits. ``folder`` is to write in, and keeps nothing."""
     assert spec.gpu is not None
-    if recipe.precisions().isdisjoint(("int8", "source")):
+    if not stores_bytes(recipe, geometry):
         return []
     progress("timing int8 beside floats")
     try:
@@ -72,6 +72,14 @@ def compared(spec: EngineSpec, recipe: Recipe, geometry: Geometry, folder: Path,
     if found.int8 > found.floats:
         log.warning("%s; build with --fp16, or --int4", found)
     return [f"on {spec.gpu.name}: {found}"]
+
+
+def stores_bytes(recipe: Recipe, geometry: Geometry) -> bool:
+    """True if a linear before the head has integers of 8 bits, chosen or the checkpoint's own."""
+    [stored] = quant_configs(recipe, geometry).values()
+    plain = replace(stored, w8a8=None)
+    kinds = (plain.of(linear.name) for linear in geometry.linears if linear.name != HEAD)
+    return any(isinstance(kind, WeightOnly) and kind.grid.bits == 8 for kind in kinds)
 
 
 def is_comparison(note: str) -> bool:
