@@ -15,16 +15,17 @@ from typing import Any
 import onnx
 import pytest
 from doubles.cuda import FakeDriver
-from doubles.machines import H200, NO_GPU, ORIN, THOR
-from doubles.recorded import PLAN, RecordedLibrary
+from doubles.machines import H200, NO_GPU, ORIN, T4, THOR
+from doubles.recorded import PLAN, RTX_VERSION, RecordedLibrary, recorded_rtx
 
 from llmc.bundle import Budget, EngineConfig, Manifest, read_bundle, verify_files
-from llmc.errors import BuildError, GpuError, LlmcError, MissingExtraError, ResourceError
+from llmc.errors import BuildError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.plan.device import device_plan
 from llmc.optimize.recipe import Request
+from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE
 from llmc.optimize.tensorrt.products import Compared
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime import load
@@ -67,7 +68,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]
     """Make this a machine with a version of TensorRT, and a GPU or none."""
 
     def become(version: str, probe: Probe = NO_GPU, **options: Any) -> RecordedLibrary:
-        library = RecordedLibrary(version, **options)
+        library = recorded_rtx(**options) if version == RTX_VERSION else RecordedLibrary(version, **options)
         monkeypatch.setattr("llmc.optimize.tensorrt.spec.load_library", lambda engine: library)
         monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: probe.driver)
         return library
@@ -549,11 +550,46 @@ def test_a_builder_that_takes_nothing_says_why_it_did_not_take_what_was_asked_fo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("target", "precision", "has"),
+    [
+        ("tensorrt", "fp16", True),
+        ("tensorrt", "int8", True),
+        ("tensorrt", "bf16", False),
+        ("tensorrt", "int4", False),
+        ("tensorrt-rtx", "fp16", True),
+        ("tensorrt-rtx", "bf16", False),
+        ("tensorrt-rtx", "int8", False),
+        ("tensorrt-rtx", "int4", False),
+    ],
+)
+def test_precisions_that_turing_does_not_have_are_refused_and_the_others_built(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    target: str,
+    precision: str,
+    has: bool,
+):
+    """The double refuses the types that the GPU lacks, after which the ladder would end in floats."""
+    rtx = target == "tensorrt-rtx"
+    library = installed(RTX_VERSION) if rtx else installed("11.4", T4, gpu="7.5")
+    engine = EngineRequest(compute_capabilities="7.5" if rtx else None)
+    order: dict[str, Any] = {"target": target, "precision": precision, "engine": engine, **SMALL}
+    if has:
+        plan = engine_of(build(exported(BLOCKS).export, tmp_path / "bundle", **order).manifest)
+        assert (plan.fallback, plan.compute_capabilities) == ("", ("7.5",))
+        return
+    with pytest.raises(UsageError, match=precision):
+        build(exported(BLOCKS).export, tmp_path / "bundle", **order)
+    assert library.names("OnnxParser") == [], "before any work"
+
+
 def test_thor_gets_packed_products_and_its_flags(
     exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]
 ):
     """The double refuses products that share an input, and builders that were not told."""
-    installed("10.16", THOR, gpu="11.0")
+    installed("10.16", THOR, gpu="11.0", scratch=LEAST_WORKSPACE)
     report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
     assert "-peep:fc_h_fusion=off" in engine_of(report.manifest).flags
 

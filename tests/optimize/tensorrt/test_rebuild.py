@@ -18,7 +18,7 @@ from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
 from llmc.errors import BuildError, BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.tensorrt.products import Compared
-from llmc.optimize.tensorrt.rebuild import rebuild
+from llmc.optimize.tensorrt.rebuild import FORMER_WORKSPACE, rebuild
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime import load
@@ -273,12 +273,26 @@ def test_what_was_asked_of_the_builder_is_asked_again(
     assert manifest.engine is not None
     asked = dataclasses.replace(manifest.engine, workspace=1 << 22, optimization_level=1, version_compatible=True)
     write_manifest(dataclasses.replace(manifest, engine=asked), folder)
-    library = machine("11.4", H200)
+    library = machine("11.4", H200, scratch=1 << 22)
     plan = rebuild(folder, folder, force=True).manifest.engine
     assert plan is not None
     assert (plan.workspace, plan.optimization_level, plan.version_compatible) == (1 << 22, 1, True)
     limits = [arguments[-1] for arguments in library.arguments("IBuilderConfig", "set_memory_pool_limit")]
     assert 1 << 22 in limits
+
+
+def test_the_workspace_of_older_versions_which_nobody_asked_for_is_not_asked_for_again(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    """The double's attention needs more than that, and fails where it gets less."""
+    folder = bundle()
+    manifest = read_bundle(folder)
+    assert manifest.engine is not None
+    former = dataclasses.replace(manifest.engine, workspace=FORMER_WORKSPACE)
+    write_manifest(dataclasses.replace(manifest, engine=former), folder)
+    machine("11.4", H200)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None and plan.workspace is None
 
 
 def test_what_was_built_in_the_place_of_what_was_asked_for_is_still_said(
