@@ -38,7 +38,7 @@ from llmc.bundle import (
     write_chunks,
     write_manifest,
 )
-from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, ResourceError, UsageError, printable
+from llmc.errors import BuildError, GpuError, MissingExtraError, ResourceError, UsageError, printable
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
 from llmc.optimize.calibrate.store import Calibrated
@@ -70,12 +70,11 @@ from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, refuse_bytes, staged
 from llmc.runtime import Model, load
 from llmc.runtime.host import disk_cache
-from llmc.runtime.host.cuda import open_driver
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
 from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
-from llmc.runtime.sessions.tensorrt.library import lists_gpu
+from llmc.runtime.sessions.tensorrt.library import Message, lists_gpu
 from llmc.runtime.text.trial import try_tokenizer
 
 if TYPE_CHECKING:
@@ -284,27 +283,31 @@ def _built(order: _Order, folder: Path, calibrated: Calibrated) -> tuple[_Order,
     builder takes, with the order for that.
 
     Raises:
-        BuildError: the builder takes none; why it did not take the first.
+        BuildError: the builder takes none; why it did not take the first. Or it refuses the engine that selects.
     """
     if order.engine is None:
         return order, _compile(order, folder, calibrated), None
     from llmc.optimize.tensorrt.engine import compile_engine
     from llmc.optimize.tensorrt.ladder import ladder
-    from llmc.optimize.tensorrt.messages import RefusedError
+    from llmc.optimize.tensorrt.messages import RefusedError, ToldError
+    from llmc.optimize.tensorrt.select import SelectError
 
     first: BuildError | None = None
+    refused: list[Message] = []
     for step in ladder(order.recipe):
         tried = replace(order, recipe=step.recipe, wide_scales=step.wide_scales, fallback=step.name)
         try:
             graphs = _compile(tried, folder, calibrated)
-            engine = compile_engine(order.engine, folder / graphs["decode"].file, order.export.geometry, order.progress)
-        except RefusedError as error:
-            first = first or error
-            log.warning("the engine is not built with %s: %s", step.name or order.recipe.precision, error)
+            graph = folder / graphs["decode"].file
+            engine = compile_engine(order.engine, graph, order.export.geometry, order.progress, refused)
+        except SelectError:
+            raise
         except BuildError as error:
-            if not step.name:
+            if not step.name and not isinstance(error, RefusedError):
                 raise
-            log.warning("the engine is not built with %s: %s", step.name, error)
+            first = first or error
+            refused += error.messages if isinstance(error, ToldError) else ()
+            log.warning("the engine is not built with %s: %s", step.name or order.recipe.precision, error)
         else:
             if step.name:
                 log.warning("the engine was built with %s, for the builder refused what was asked for", step.name)
@@ -426,22 +429,11 @@ def _instead(order: _Order) -> list[str]:
 
 def _compared(order: _Order, engine: EngineConfig | None, folder: Path) -> list[str]:
     """A sentence about which of int8 and floats is the slower one, where the GPU is here and weights have 8 bits."""
-    eight = not order.recipe.precisions().isdisjoint(("int8", "source"))
-    if engine is None or order.engine is None or not eight or not runs_here(order.engine, engine):
+    if engine is None or order.engine is None or not runs_here(order.engine, engine):
         return []
-    from llmc.optimize.tensorrt.products import compare
+    from llmc.optimize.tensorrt.products import compared
 
-    order.progress("timing int8 beside floats")
-    try:
-        with closing(open_driver()) as driver:
-            found = compare(order.engine, folder, order.export.geometry, driver)
-    except (BuildError, BundleError, GpuError, MissingExtraError, ResourceError) as error:
-        log.warning("int8 was not compared with floats: %s", error)
-        return []
-    if found.int8 > found.floats:
-        log.warning("%s; build with --fp16, or --int4", found)
-    assert order.engine.gpu is not None
-    return [f"on {order.engine.gpu.name}: {found}"]
+    return compared(order.engine, order.recipe, order.export.geometry, folder, order.progress)
 
 
 def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:

@@ -1,18 +1,19 @@
 """From a lowered graph to the engines in a bundle: the decoder's, and the small one that finds the largest logits."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from llmc.bundle import EngineConfig, Geometry, Profile
-from llmc.errors import BuildError
 from llmc.optimize.progress import Progress
 from llmc.optimize.tensorrt.attention import decomposed
 from llmc.optimize.tensorrt.builder import build_engine
-from llmc.optimize.tensorrt.messages import transcript
+from llmc.optimize.tensorrt.messages import ToldError, transcript
 from llmc.optimize.tensorrt.network import Ranges
 from llmc.optimize.tensorrt.select import build_select
 from llmc.optimize.tensorrt.spec import EngineSpec
+from llmc.runtime.sessions.tensorrt.library import Message
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,17 @@ CANDIDATES = 64
 SCORES, LEAST_WORKSPACE = 2 * 4, 1 << 30
 
 
-def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: Progress) -> EngineConfig:
+def compile_engine(
+    spec: EngineSpec, graph: Path, geometry: Geometry, progress: Progress, refused: Sequence[Message] = ()
+) -> EngineConfig:
     """Compile the lowered ``graph`` of a decoder of this ``geometry`` into its folder, unless that is deferred.
+
+    Args:
+        spec: how to build, with which library.
+        graph: lowered ONNX file; its weights lie beside it.
+        geometry: of the decoder.
+        progress: called with each step and how far it is.
+        refused: messages of the library about graphs that it refused before, for the log.
 
     Raises:
         BuildError: the library refuses a part of the graph, or finds no kernels.
@@ -46,9 +56,10 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
     # In-place caches are what the native form is for: the parser must have kept every one of them.
     wanted = 0 if config.form == "primitives" else 2 * len(geometry.caches)
     if len(report.aliases) != wanted:
-        raise BuildError(
+        raise ToldError(
             f"{spec.library.__name__} {spec.version} made {len(report.aliases)} in-place cache updates of the graph, "
-            f"{wanted} are expected; build with form = 'primitives', and report this"
+            f"{wanted} are expected; build with form = 'primitives', and report this",
+            report.messages,
         )
     candidates = min(CANDIDATES, geometry.vocab_size)
     small = build_select(
@@ -58,7 +69,7 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
     said = (*report.messages, *small.messages)
     if notable := (*report.warnings, *small.warnings):
         log.warning("%s warned while it built (%s); all is in %s", spec.library.__name__, notable[0], LOG_FILE)
-    (folder / LOG_FILE).write_text(transcript(said), encoding="utf-8")
+    (folder / LOG_FILE).write_text(transcript((*refused, *said)), encoding="utf-8")
     return replace(
         config,
         file=ENGINE_FILE,

@@ -47,12 +47,21 @@ def transcript(messages: Sequence[Message]) -> str:
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
-class RefusedError(BuildError):
+class ToldError(BuildError):
+    """A graph becomes no engine; ``messages`` are the warnings and errors of the library, in its words and in order."""
+
+    def __init__(self, text: str, messages: Sequence[Message]) -> None:
+        super().__init__(text)
+        self.messages = tuple(messages)
+
+
+class RefusedError(ToldError):
     """The parser or the builder makes no engine of a graph."""
 
 
-def failure(what: str, messages: Sequence[Message]) -> LlmcError:
-    """The error for a build that the library gave up, told from what it logged.
+def failure(what: str, messages: Sequence[Message], parsing: Sequence[Message] = ()) -> LlmcError:
+    """The error for a build that the library gave up, told from what it logged while it built; ``parsing`` is what it
+    had logged before.
 
     A build without a driver ends in the same errors of CUDA as one on a broken GPU, so they are told apart from what
     the graph is to blame for.
@@ -69,4 +78,4 @@ def failure(what: str, messages: Sequence[Message]) -> LlmcError:
         return GpuError(
             f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, or leave out stripped"
         )
-    return RefusedError(f"{what} failed: {said}")
+    return RefusedError(f"{what} failed: {said}", (*parsing, *messages))

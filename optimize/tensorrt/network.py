@@ -14,7 +14,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from llmc.errors import BuildError
-from llmc.optimize.tensorrt.messages import RefusedError, dropped
+from llmc.optimize.tensorrt.messages import RefusedError, ToldError, dropped
 from llmc.runtime.sessions.tensorrt.library import logger
 
 CAPACITY = "capacity"
@@ -74,12 +74,13 @@ class Network:
             else:  # external data is looked up beside the path
                 parsed = self._parser.parse(model.SerializeToString(), str(path))
         if not parsed:
-            raise RefusedError(f"{path.name} is refused by the parser: {'; '.join(self._errors())}")
+            raise RefusedError(f"{path.name} is refused by the parser: {'; '.join(self._errors())}", messages)
         refused = [*dropped(messages), *self._left_out()]
         if refused:
-            raise BuildError(
+            raise ToldError(
                 f"{path.name}: the parser left out part of the graph, so that results would be wrong: "
-                f"{'; '.join(refused[:NAMED_AT_MOST])}"
+                f"{'; '.join(refused[:NAMED_AT_MOST])}",
+                messages,
             )
 
     def _load(self, path: Path, model: onnx.ModelProto) -> bool:

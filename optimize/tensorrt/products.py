@@ -4,10 +4,11 @@ No version documents kernels for them: the weights may be dequantized to memory 
 slower than float16 weights. Not run on a GPU yet.
 """
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from llmc.bundle import Geometry
+from llmc.bundle import Geometry, Recipe
+from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, ResourceError, printable
 from llmc.inventory import HEAD
-from llmc.optimize.lower.context import ARRAY_TYPES
+from llmc.optimize.lower.context import ARRAY_TYPES, WeightOnly, quant_configs
+from llmc.optimize.progress import Progress
 from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.spec import EngineSpec
-from llmc.runtime.host.cuda import Driver
+from llmc.runtime.host.cuda import Driver, open_driver
 from llmc.runtime.sessions.tensorrt.engine import ALIGNMENT, Context, Engine
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels
+
+log = logging.getLogger(__name__)
 
 OPSET, IR_VERSION = 21, 10
 # Products in a row, with weights of their own: bytes of these in floats. Half of it, in 8 bits, is more than an H200
@@ -31,6 +36,8 @@ OPSET, IR_VERSION = 21, 10
 BYTES, MOST_PRODUCTS = 256_000_000, 64
 WARM_UP, ROUNDS, STEPS = 10, 5, 20
 KINDS = ("int8", "floats")
+# In the notes of bundles, which name the GPU before.
+SLOWER, FAILED = "is the slower one, by a factor of", "int8 was not timed beside floats"
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,40 @@ class Compared:
         slower = "int8" if self.int8 > self.floats else "floats"
         factor = max(self.int8, self.floats) / min(self.int8, self.floats)
         return (
-            f"{slower} is the slower one, by a factor of {factor:.2f}: products of one row took "
+            f"{slower} {SLOWER} {factor:.2f}: products of one row took "
             f"{self.int8 * 1e6:.0f} us with weights of 8 bits and {self.floats * 1e6:.0f} us in floats"
         )
+
+
+def compared(spec: EngineSpec, recipe: Recipe, geometry: Geometry, folder: Path, progress: Progress) -> list[str]:
+    """A sentence for the bundle about which of int8 and floats is the slower one on the GPU here, or why that is not
+    known; none where no weights have 8 bits. ``folder`` is to write in, and keeps nothing."""
+    assert spec.gpu is not None
+    if not stores_bytes(recipe, geometry):
+        return []
+    progress("timing int8 beside floats")
+    try:
+        with closing(open_driver()) as driver:
+            found = compare(spec, folder, geometry, driver)
+    except (BuildError, BundleError, GpuError, MissingExtraError, ResourceError) as error:
+        log.warning("%s: %s", FAILED, error)
+        return [f"on {spec.gpu.name}: {FAILED} ({printable(str(error))})"]
+    if found.int8 > found.floats:
+        log.warning("%s; build with --fp16, or --int4", found)
+    return [f"on {spec.gpu.name}: {found}"]
+
+
+def stores_bytes(recipe: Recipe, geometry: Geometry) -> bool:
+    """True if a linear before the head has integers of 8 bits, chosen or the checkpoint's own."""
+    [stored] = quant_configs(recipe, geometry).values()
+    plain = replace(stored, w8a8=None)
+    kinds = (plain.of(linear.name) for linear in geometry.linears if linear.name != HEAD)
+    return any(isinstance(kind, WeightOnly) and kind.grid.bits == 8 for kind in kinds)
+
+
+def is_comparison(note: str) -> bool:
+    """True of a bundle's note that :func:`compared` made."""
+    return note.startswith("on ") and (f" {SLOWER} " in note or f": {FAILED} (" in note)
 
 
 def compare(

@@ -28,6 +28,7 @@ from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.engine import compile_engine
 from llmc.optimize.tensorrt.ladder import ladder
 from llmc.optimize.tensorrt.messages import RefusedError
+from llmc.optimize.tensorrt.products import compared, is_comparison
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.tensorrt.spec import EngineSpec, resolve_engine
 from llmc.publish import file_entries, link, refuse_to_overwrite, staged
@@ -116,9 +117,14 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
     files = kept | file_entries(folder, names)
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
     device = manifest.device and with_engine(manifest.device, folder, plan)
-    made = replace(manifest, target=here, engine=plan, device=device, files=files)
+    runs = runs_here(spec, plan)
+    # That of another GPU, or of this one and another version, says nothing of this engine.
+    notes = tuple(note for note in manifest.notes if not is_comparison(note))
+    if runs:
+        notes = (*notes, *compared(spec, manifest.recipe, manifest.geometry, folder, progress))
+    made = replace(manifest, target=here, engine=plan, device=device, files=files, notes=notes)
     write_manifest(made, folder)
-    verified = _replayed(folder, made, here=runs_here(spec, plan), progress=progress)
+    verified = _replayed(folder, made, here=runs, progress=progress)
     if verified is not None:
         made = replace(made, engine=replace(plan, verified=verified))
         write_manifest(made, folder)

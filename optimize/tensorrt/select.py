@@ -6,14 +6,20 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper
 
+from llmc.errors import BuildError
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.tensorrt.builder import EngineReport, build_engine
+from llmc.optimize.tensorrt.messages import RefusedError
 from llmc.optimize.tensorrt.spec import EngineSpec
 
 # TensorRT's limit on the k of its TopK layer.
 CANDIDATES_AT_MOST = 3840
 # What TensorRT 10.3 reads, and nothing newer is needed.
 OPSET, IR_VERSION = 17, 8
+
+
+class SelectError(BuildError):
+    """The library makes no engine that selects, in whichever precision the decoder is."""
 
 
 def select_graph(vocab_size: int, candidates: int) -> onnx.ModelProto:
@@ -40,6 +46,7 @@ def build_select(
     """Build the engine of :func:`select_graph` for as many rows as a decode step has, with one profile.
 
     Raises:
+        SelectError: the library refuses it.
         LlmcError: as :func:`llmc.optimize.tensorrt.builder.build_engine`.
     """
     graph, rows = output.with_name(f".{output.name}.onnx"), spec.config.decode.batch
@@ -47,5 +54,10 @@ def build_select(
     try:
         graph.write_bytes(select_graph(vocab_size, candidates).SerializeToString())
         return build_engine(whole, graph, output, [{"rows": (1, 1, rows)}], progress=progress)
+    except RefusedError as error:
+        raise SelectError(
+            f"{error}; this engine finds the largest of {vocab_size} logits and holds no weights, so no other "
+            "precision helps: report this, and build with another version of the library"
+        ) from error
     finally:
         graph.unlink(missing_ok=True)

@@ -49,6 +49,7 @@ def server(name: str, capability: str, memory: int, kernel: str = "580.95.05", c
 
 
 H200 = server("NVIDIA H200", "9.0", 150 * GB)
+T4 = server("Tesla T4", "7.5", 16 * GB)
 RTX_4090 = server("NVIDIA GeForce RTX 4090", "8.9", 25 * GB)
 RTX_5090 = server("NVIDIA GeForce RTX 5090", "12.0", 34 * GB)
 GB10 = replace(

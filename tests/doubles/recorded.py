@@ -1,8 +1,9 @@
 """TensorRT's Python interface as it was recorded, version by version: what is not in a recording does not exist.
 
-``RecordedLibrary("10.3")`` stands in for the module ``tensorrt``. Its classes have the recorded members and no others,
-its methods take the recorded arguments and no others, and every call is written down. What methods do is the little
-that a builder's caller notices: a parsed graph has layers, a built engine has bytes.
+``RecordedLibrary("10.3")`` stands in for the module ``tensorrt``, ``recorded_rtx()`` for ``tensorrt_rtx``. Its classes
+have the recorded members and no others, its methods take the recorded arguments and no others, and every call is
+written down. What methods do is the little that a builder's caller notices: a parsed graph has layers, a built engine
+has bytes.
 """
 
 import enum
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 FOLDER = Path(__file__).parents[1] / "data" / "tensorrt_api"
 VERSIONS = ("10.3", "10.13", "10.16", "11.4")
 PLAN = b"a serialized engine"
+NO_WORKSPACE = "due to insufficient workspace. See verbose log for requested sizes."
 TYPES = {"float32": "FLOAT", "float16": "HALF", "int64": "INT64", "int32": "INT32", "bool": "BOOL", "int8": "INT8"}
 COUNTED = {"num_layers": "_layers", "num_inputs": "_inputs", "num_outputs": "_outputs", "num_errors": "_errors"}
 # Operators that became layers of their own, and the method that says whether a version has it.
@@ -29,6 +31,15 @@ LAYERS = {
     "Attention": ("add_attention", "ATTENTION_INPUT"),
     "RotaryEmbedding": ("add_rotary_embedding", "ROTARY_EMBEDDING"),
     "RMSNormalization": ("add_normalization_v2", "NORMALIZATION"),
+}
+# What attention takes to work in, unless a test says otherwise: more than the 1 GiB that older versions allowed.
+SCRATCH = (1 << 30) + 1
+RTX_VERSION = "1.7.1.116"
+RTX_GPUS = (75, 80, 86, 89, 120, 121)
+# Types that a GPU has no kernels for, after the vendors' support matrices; of int8 and int4 as types of weights.
+LACKING = {
+    "tensorrt": {"7.5": {"BFLOAT16", "INT4"}},
+    "tensorrt_rtx": {"7.5": {"BFLOAT16", "INT8", "INT4"}},
 }
 
 
@@ -60,6 +71,7 @@ class RecordedLibrary:
             to.
         fuses: whether there is a fused kernel for attention; without one it must be allowed to take it apart.
         refuses: what the builder says of a graph that it finds no kernels for; nothing of others.
+        scratch: bytes of workspace that attention needs; a lower limit leaves it without a kernel.
     """
 
     def __init__(
@@ -73,10 +85,12 @@ class RecordedLibrary:
         gpu: str = "",
         fuses: bool = True,
         refuses: Callable[[Any], str] = lambda graph: "",
+        scratch: int = SCRATCH,
     ) -> None:
         described = surface(version)
         self.__name__ = "tensorrt"
         self.__version__ = described["__version__"]
+        self.scratch = scratch
         self.log, self.builds, self.drops = log, builds, drops
         self.parser_log, self.gpu, self.fuses, self.refuses = parser_log, gpu, fuses, refuses
         self.calls: list[Call] = []
@@ -112,6 +126,19 @@ class RecordedLibrary:
             for member, kind in spec["members"].items()
         }
         return type(name, (_Strict,), {**members, "__module__": "tensorrt"})
+
+
+def recorded_rtx(**options: Any) -> RecordedLibrary:
+    """TensorRT-RTX: TensorRT's newest interface, and GPUs that can be named, as its own bindings have them."""
+    library = RecordedLibrary(VERSIONS[-1], **options)
+    library.__name__, library.__version__ = "tensorrt_rtx", RTX_VERSION
+    members = {"NONE": 0, "CURRENT": 1, **{f"SM{gpu}": gpu for gpu in RTX_GPUS}}
+    library.ComputeCapability = enum.IntEnum("ComputeCapability", members)
+    named = {"num_compute_capabilities": None, "set_compute_capability": [["compute_capability", "index"]]}
+    described = surface(VERSIONS[-1])["IBuilderConfig"]
+    whole = {**described, "members": {**described["members"], **named}}
+    library.IBuilderConfig = library._class("IBuilderConfig", whole)
+    return library
 
 
 class _Strict:
@@ -271,6 +298,15 @@ def _layer(library: RecordedLibrary, name: str, kind: str, inputs: list[Any], ou
     )
 
 
+def set_pool(library: RecordedLibrary, self: Any, pool: Any, size: int) -> None:
+    if pool.name == "WORKSPACE":
+        self.__dict__["_workspace"] = size
+
+
+def set_gpu(library: RecordedLibrary, self: Any, capability: Any, index: int) -> None:
+    self.__dict__.setdefault("_gpus", {})[index] = int(capability)
+
+
 def set_input(library: RecordedLibrary, self: Any, index: int, tensor: Any) -> None:
     self._inputs[index] = tensor  # the list is its layer's, too
 
@@ -285,6 +321,9 @@ def log_and(result: Callable[..., Any]) -> Callable[..., Any]:
             assert ".scaled." not in layer._inputs[1].name, "all keys are multiplied by a scale at every step"
             if not library.fuses and not layer.attention.decomposable:
                 log.append(("ERROR", "Attention operation was not supported by a dedicated kernel."))
+            if config.__dict__.get("_workspace", library.scratch) < library.scratch:
+                log.append(("ERROR", f"Could not find any implementation for node {layer.name} {NO_WORKSPACE}"))
+        log += [("ERROR", text) for text in _lacking(library, config, network._graph)]
         if refused := library.refuses(network._graph):
             log.append(("ERROR", refused))
         if library.gpu == "11.0":
@@ -296,6 +335,21 @@ def log_and(result: Callable[..., Any]) -> Callable[..., Any]:
         return result(library, network, config, *args)
 
     return behaviour
+
+
+def _lacking(library: RecordedLibrary, config: Any, graph: Any) -> list[str]:
+    """What is said of the types of a graph that a GPU to build for does not have."""
+    gpus = (
+        {library.gpu} if library.gpu else {f"{sm // 10}.{sm % 10}" for sm in config.__dict__.get("_gpus", {}).values()}
+    )
+    kinds = {TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer}
+    kinds |= {TensorProto.DataType.Name(value.type.tensor_type.elem_type) for value in graph.input}
+    lacking = LACKING[library.__name__]
+    return [
+        f"{kind} is not supported on compute capability {gpu}"
+        for gpu in sorted(gpus)
+        for kind in sorted(kinds & lacking.get(gpu, set()))
+    ]
 
 
 def _check_shared(graph: Any) -> None:
@@ -366,6 +420,8 @@ BEHAVIOURS: dict[tuple[str, str], Callable[..., Any]] = {
     ("IAttention", "set_input"): set_input,
     ("", "get_input"): item("_inputs"),
     ("", "get_output"): item("_outputs"),
+    ("IBuilderConfig", "set_memory_pool_limit"): set_pool,
+    ("IBuilderConfig", "set_compute_capability"): set_gpu,
     ("IBuilderConfig", "add_optimization_profile"): lambda library, self, profile: 0,
     ("IBuilderConfig", "create_timing_cache"): lambda library, self, data: library.make("ITimingCache", _data=data),
     ("IBuilderConfig", "set_timing_cache"): lambda library, self, cache, ignore: (

@@ -15,16 +15,17 @@ from typing import Any
 import onnx
 import pytest
 from doubles.cuda import FakeDriver
-from doubles.machines import H200, NO_GPU, ORIN, THOR
-from doubles.recorded import PLAN, RecordedLibrary
+from doubles.machines import H200, NO_GPU, ORIN, T4, THOR
+from doubles.recorded import PLAN, RTX_VERSION, RecordedLibrary, recorded_rtx
 
 from llmc.bundle import Budget, EngineConfig, Manifest, read_bundle, verify_files
-from llmc.errors import BuildError, GpuError, LlmcError, MissingExtraError, ResourceError
+from llmc.errors import BuildError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.plan.device import device_plan
 from llmc.optimize.recipe import Request
+from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE
 from llmc.optimize.tensorrt.products import Compared
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime import load
@@ -57,7 +58,7 @@ def no_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
         patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
-        patch.setattr("llmc.optimize.build.open_driver", no_driver)
+        patch.setattr("llmc.optimize.tensorrt.products.open_driver", no_driver)
         patch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
         yield
 
@@ -67,7 +68,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]
     """Make this a machine with a version of TensorRT, and a GPU or none."""
 
     def become(version: str, probe: Probe = NO_GPU, **options: Any) -> RecordedLibrary:
-        library = RecordedLibrary(version, **options)
+        library = recorded_rtx(**options) if version == RTX_VERSION else RecordedLibrary(version, **options)
         monkeypatch.setattr("llmc.optimize.tensorrt.spec.load_library", lambda engine: library)
         monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: probe.driver)
         return library
@@ -439,7 +440,7 @@ def test_on_its_gpu_int8_is_timed_beside_floats_and_rows_are_compared(
     installed("11.4", H200)
     compared: list[Any] = []
     monkeypatch.setattr("llmc.optimize.build.load", lambda folder, **_: load(folder, self_test=False, emulate=True))
-    monkeypatch.setattr("llmc.optimize.build.open_driver", FakeDriver)
+    monkeypatch.setattr("llmc.optimize.tensorrt.products.open_driver", FakeDriver)
     monkeypatch.setattr("llmc.optimize.build.check_rows", lambda *given: compared.append(given))
     monkeypatch.setattr("llmc.optimize.build.tolerance", lambda least, spread: 3.0)
     monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", lambda *_: Compared(int8=3e-6, floats=1e-6))
@@ -468,6 +469,8 @@ def dequantized(graph: onnx.GraphProto) -> list[tuple[int, int]]:
     return [(kinds[node.input[0]], kinds[node.input[1]]) for node in nodes]
 
 
+STEPS = ["int8", "scales in float32", "int4 in blocks of 128", "fp16"]
+PARSED = "a weight is converted"
 NO_TYPES = "Could not infer output types for operation: dequantize"
 INT8, HALF = onnx.TensorProto.INT8, onnx.TensorProto.FLOAT16
 
@@ -490,14 +493,45 @@ def test_what_the_builder_has_no_kernels_for_is_built_otherwise_and_the_bundle_s
     precision: str,
     served: str,
 ):
-    installed("11.4", H200, refuses=lambda graph: NO_TYPES if refused(dequantized(graph)) else "")
+    installed(
+        "11.4",
+        H200,
+        refuses=lambda graph: NO_TYPES if refused(dequantized(graph)) else "",
+        parser_log=(("WARNING", PARSED),),
+    )
     report = build(exported(BLOCKS).export, tmp_path / "out" / "bundle", target="tensorrt", precision="int8", **SMALL)
     assert whole(report)
     plan, manifest = engine_of(report.manifest), report.manifest
     assert (plan.fallback, manifest.recipe.precision, plan.verified) == (served, precision, "cpu")
     assert any(served in note for note in manifest.notes)
     assert f"the engine is not built with int8: building engine.plan failed: {NO_TYPES}" in caplog.text
+    said = json.loads((report.output / "build-log.json").read_text())
+    told = 2 * STEPS.index(served)
+    assert said[:told] == [["WARNING", PARSED], ["ERROR", NO_TYPES]] * STEPS.index(served)
+    assert ["ERROR", NO_TYPES] not in said[told:]
     check_quality(manifest, precision)
+
+
+@pytest.mark.parametrize("refuses_int8", [False, True])
+def test_a_refused_engine_that_selects_costs_no_precision(
+    exported: Callable[[str], Any],
+    untouched: Path,
+    installed: Callable[..., RecordedLibrary],
+    caplog: pytest.LogCaptureFixture,
+    refuses_int8: bool,
+):
+    """It holds no weights, so further steps of the ladder would end alike, each after the decoder's build."""
+
+    def refuse(graph: onnx.GraphProto) -> str:
+        if graph.name == "select":
+            return "no kernel for TopK"
+        return NO_TYPES if refuses_int8 and (INT8, HALF) in dequantized(graph) else ""
+
+    installed("11.4", H200, refuses=refuse)
+    with pytest.raises(BuildError, match=r"select\.plan failed: no kernel for TopK; .* no other precision helps"):
+        build(exported(BLOCKS).export, untouched, target="tensorrt", precision="int8", force=True, **SMALL)
+    tried = [record.message for record in caplog.records if "the engine is not built with" in record.message]
+    assert [step.partition(":")[0] for step in tried] == ["the engine is not built with int8"] * refuses_int8
 
 
 def test_a_builder_that_takes_nothing_says_why_it_did_not_take_what_was_asked_for(
@@ -516,11 +550,46 @@ def test_a_builder_that_takes_nothing_says_why_it_did_not_take_what_was_asked_fo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("target", "precision", "has"),
+    [
+        ("tensorrt", "fp16", True),
+        ("tensorrt", "int8", True),
+        ("tensorrt", "bf16", False),
+        ("tensorrt", "int4", False),
+        ("tensorrt-rtx", "fp16", True),
+        ("tensorrt-rtx", "bf16", False),
+        ("tensorrt-rtx", "int8", False),
+        ("tensorrt-rtx", "int4", False),
+    ],
+)
+def test_precisions_that_turing_does_not_have_are_refused_and_the_others_built(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    target: str,
+    precision: str,
+    has: bool,
+):
+    """The double refuses the types that the GPU lacks, after which the ladder would end in floats."""
+    rtx = target == "tensorrt-rtx"
+    library = installed(RTX_VERSION) if rtx else installed("11.4", T4, gpu="7.5")
+    engine = EngineRequest(compute_capabilities="7.5" if rtx else None)
+    order: dict[str, Any] = {"target": target, "precision": precision, "engine": engine, **SMALL}
+    if has:
+        plan = engine_of(build(exported(BLOCKS).export, tmp_path / "bundle", **order).manifest)
+        assert (plan.fallback, plan.compute_capabilities) == ("", ("7.5",))
+        return
+    with pytest.raises(UsageError, match=precision):
+        build(exported(BLOCKS).export, tmp_path / "bundle", **order)
+    assert library.names("OnnxParser") == [], "before any work"
+
+
 def test_thor_gets_packed_products_and_its_flags(
     exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]
 ):
     """The double refuses products that share an input, and builders that were not told."""
-    installed("10.16", THOR, gpu="11.0")
+    installed("10.16", THOR, gpu="11.0", scratch=LEAST_WORKSPACE)
     report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
     assert "-peep:fc_h_fusion=off" in engine_of(report.manifest).flags
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from doubles.tensorrt import MAGIC, FakeTensorRT
 
 from llmc.bundle import EngineConfig
 from llmc.errors import BuildError
+from llmc.inventory import HEAD, Codes
+from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt import products as module
 from llmc.optimize.tensorrt.builder import build_engine
-from llmc.optimize.tensorrt.products import Compared, compare, products
+from llmc.optimize.tensorrt.products import Compared, compare, products, stores_bytes
 
 # Of GPUs for which engines are built: that of an RTX 5090.
 LARGEST_CACHE = 96_000_000
@@ -82,3 +86,29 @@ def test_weights_of_8_bits_are_more_than_caches_hold_too(monkeypatch: pytest.Mon
 
 def test_microseconds_are_told():
     assert "took 20 us with weights of 8 bits and 10 us in floats" in str(Compared(20e-6, 10e-6))
+
+
+@pytest.mark.parametrize(
+    ("asked", "bits", "told"),
+    [
+        (Request(precision="int8"), 0, True),
+        (Request(precision="int8", activations="static"), 0, True),
+        (Request(precision="int4", head="int8"), 0, False),
+        (Request(precision="int4", layers={"*.down_proj": "int8"}), 0, True),
+        (Request(precision="fp16"), 0, False),
+        (Request(precision="source"), 4, False),
+        (Request(precision="source"), 8, True),
+        (Request(precision="source", layers={"*.down_proj": "int8"}), 4, True),
+    ],
+    ids=["int8", "static", "head", "some", "fp16", "own 4 bits", "own 8 bits", "own 4 bits and some"],
+)
+def test_only_who_stores_8_bits_is_told_of_them(asked: Request, bits: int, told: bool):
+    """Of the head, which is one product of many and the last to be rounded, nothing is said."""
+
+    def coded(linear: Any) -> Any:
+        codes = Codes(bits, 32 if bits == 4 else linear.inputs, False)
+        return linear if linear.name == HEAD or not bits else replace(linear, codes=codes)
+
+    geometry = replace(GEOMETRY, linears=tuple(map(coded, GEOMETRY.linears)))
+    recipe, _ = resolve(asked, capabilities("tensorrt"), 512, "test", calibrated=True, coded=bool(bits))
+    assert stores_bytes(recipe, geometry) is told

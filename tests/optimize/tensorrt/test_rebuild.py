@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.cuda import FakeDriver
 from doubles.machines import H200, NO_GPU, ORIN
 from doubles.recorded import PLAN, RecordedLibrary
 
 from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
 from llmc.errors import BuildError, BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import build
-from llmc.optimize.tensorrt.rebuild import rebuild
+from llmc.optimize.tensorrt.products import Compared
+from llmc.optimize.tensorrt.rebuild import FORMER_WORKSPACE, rebuild
 from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime import load
@@ -39,6 +41,7 @@ def no_gpu() -> Iterator[None]:
     """Whatever machine this is, it has no GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
+        patch.setattr("llmc.optimize.tensorrt.products.open_driver", no_driver)
         yield
 
 
@@ -270,12 +273,26 @@ def test_what_was_asked_of_the_builder_is_asked_again(
     assert manifest.engine is not None
     asked = dataclasses.replace(manifest.engine, workspace=1 << 22, optimization_level=1, version_compatible=True)
     write_manifest(dataclasses.replace(manifest, engine=asked), folder)
-    library = machine("11.4", H200)
+    library = machine("11.4", H200, scratch=1 << 22)
     plan = rebuild(folder, folder, force=True).manifest.engine
     assert plan is not None
     assert (plan.workspace, plan.optimization_level, plan.version_compatible) == (1 << 22, 1, True)
     limits = [arguments[-1] for arguments in library.arguments("IBuilderConfig", "set_memory_pool_limit")]
     assert 1 << 22 in limits
+
+
+def test_the_workspace_of_older_versions_which_nobody_asked_for_is_not_asked_for_again(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
+):
+    """The double's attention needs more than that, and fails where it gets less."""
+    folder = bundle()
+    manifest = read_bundle(folder)
+    assert manifest.engine is not None
+    former = dataclasses.replace(manifest.engine, workspace=FORMER_WORKSPACE)
+    write_manifest(dataclasses.replace(manifest, engine=former), folder)
+    machine("11.4", H200)
+    plan = rebuild(folder, folder, force=True).manifest.engine
+    assert plan is not None and plan.workspace is None
 
 
 def test_what_was_built_in_the_place_of_what_was_asked_for_is_still_said(
@@ -306,6 +323,41 @@ def test_a_graph_whose_integers_the_builder_refuses_is_to_be_lowered_again(
     with pytest.raises(BuildError, match=f"operation: dequantize{remedy}"):
         rebuild(folder, folder, force=True)
     assert contents(folder) == before
+
+
+KEPT = "a note of the export"
+ELSEWHERE = f"on NVIDIA A100: {Compared(int8=2e-6, floats=1e-6)}"
+
+
+@pytest.mark.parametrize(
+    ("probe", "driver", "told"),
+    [
+        (H200, FakeDriver, ("on NVIDIA H200: int8 is the slower one, by a factor of 3.00: ",)),
+        (H200, no_driver, ("on NVIDIA H200: int8 was not timed beside floats (no NVIDIA driver is here; ",)),
+        (NO_GPU, FakeDriver, ()),
+    ],
+    ids=["timed", "not timed", "no GPU"],
+)
+def test_int8_is_timed_beside_floats_anew(
+    bundle: Callable[..., Path],
+    machine: Callable[..., RecordedLibrary],
+    monkeypatch: pytest.MonkeyPatch,
+    probe: Probe,
+    driver: Any,
+    told: tuple[str, ...],
+):
+    folder = bundle()
+    manifest = read_bundle(folder)
+    recipe = dataclasses.replace(manifest.recipe, precision="int8", head="int8")
+    write_manifest(dataclasses.replace(manifest, recipe=recipe, notes=(KEPT, ELSEWHERE)), folder)
+    monkeypatch.setattr("llmc.optimize.tensorrt.products.open_driver", driver)
+    monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", lambda *_: Compared(int8=3e-6, floats=1e-6))
+    for _ in range(2):
+        machine("11.4", probe)
+        rebuild(folder, folder, force=True)
+        kept, *found = check_whole(folder).notes
+        assert (kept, len(found)) == (KEPT, len(told))
+        assert all(note.startswith(start) for note, start in zip(found, told, strict=True))
 
 
 def test_a_bundle_without_golden_prompts_is_rebuilt_with_a_warning(

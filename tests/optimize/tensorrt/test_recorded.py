@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from doubles.engines import build_decoder, spec_of
-from doubles.recorded import PLAN, VERSIONS, RecordedLibrary, replaced
+from doubles.recorded import PLAN, SCRATCH, VERSIONS, RecordedLibrary, recorded_rtx, replaced
 
 from llmc.bundle import EngineConfig
 from llmc.errors import BuildError, GpuError, ResourceError
@@ -68,6 +69,39 @@ def test_the_workspace_is_the_librarys_unless_it_is_given(basic: Path, primitive
     library = RecordedLibrary("11.4")
     build_decoder(library, basic, replace(primitive, workspace=None))
     assert library.arguments("IBuilderConfig", "set_memory_pool_limit") == []
+
+
+@pytest.mark.parametrize(("given", "lacks"), [(SCRATCH - 1, True), (SCRATCH, False), (None, False)])
+def test_a_limit_below_what_attention_needs_fails_its_build(
+    decoder: Path, config: EngineConfig, given: int | None, lacks: bool
+):
+    asked = replace(config, workspace=given)
+    if not lacks:
+        build_decoder(RecordedLibrary("11.4"), decoder, asked)
+        return
+    with pytest.raises(BuildError, match=r"for node n\.mixed due to insufficient workspace"):
+        build_decoder(RecordedLibrary("11.4"), decoder, asked)
+
+
+@pytest.mark.parametrize(("rtx", "lacks"), [(False, {"BFLOAT16", "INT4"}), (True, {"BFLOAT16", "INT8", "INT4"})])
+@pytest.mark.parametrize("kind", ["FLOAT16", "BFLOAT16", "INT8", "INT4"])
+def test_types_that_a_gpu_does_not_have_fail_the_build(
+    save: Callable[..., Path], primitive: EngineConfig, rtx: bool, lacks: set[str], kind: str
+):
+    path = save(PRIMITIVE)
+    model = onnx.load(path)
+    model.graph.initializer.append(
+        onnx.TensorProto(name="w", dims=[0], data_type=onnx.TensorProto.DataType.Value(kind))
+    )
+    path.write_bytes(model.SerializeToString())
+    for gpu in ("7.5", "8.0"):
+        library = recorded_rtx() if rtx else RecordedLibrary("11.4", gpu=gpu)
+        asked = replace(primitive, compute_capabilities=(gpu,))
+        if gpu == "7.5" and kind in lacks:
+            with pytest.raises(BuildError, match=rf"{kind} is not supported on compute capability 7\.5"):
+                build_decoder(library, path, asked)
+        else:
+            build_decoder(library, path, asked)
 
 
 def test_on_thor_products_are_not_merged(basic: Path, primitive: EngineConfig):
