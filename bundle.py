@@ -355,13 +355,15 @@ class ExportManifest:
 
 @dataclass(frozen=True)
 class Graph:
-    """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong."""
+    """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong.
+    ``overwritten`` are positions behind a step's token whose keys and values the step may write over."""
 
     file: str
     weight_bytes: Bytes
     step_weight_bytes: Bytes
     cpu_features: tuple[str, ...]
     invariance: Invariance = NOTHING_KNOWN
+    overwritten: Annotated[int, range(1 << 12)] = 0
 
 
 @dataclass(frozen=True)

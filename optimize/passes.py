@@ -21,7 +21,7 @@ from llmc.optimize.lower.onnxruntime import (
     cuda_attention,
     cuda_linears,
     embedding,
-    lone_steps,
+    folded_heads,
     norms,
     self_attention,
 )
@@ -87,7 +87,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         Step("lower attention", attention.lower_attention, lambda g: len(g.attentions)),
         Step("type cache", attention.type_cache),
         # Before the linears: what it splits is still packed.
-        Step("fold lone steps", lone_steps.fold_lone_steps),
+        Step("fold heads", folded_heads.fold_heads),
         *FUSE,
         # After all fusions: a quantized activation is shared by the linears that read it.
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
