@@ -27,7 +27,7 @@ from llmc.inventory import Positions
 from llmc.strict import decode as decode
 from llmc.strict import open_regular, read_json
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 GRAPH_CONTRACT_VERSION = 3
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"

@@ -17,6 +17,7 @@ from llmc.optimize.lower.onnxruntime.attention import MASKED
 from llmc.optimize.lower.rewrite import (
     MICROSOFT,
     Emitter,
+    constant,
     graph_input,
     nodes_of,
     replace,
@@ -123,21 +124,27 @@ class _Group:
         self.bias = emit("Expand", hidden, vector(graph, [1, 1, size, 1]))
 
 
+def _heads_of_tokens(graph: ir.Graph, kv_heads: int, size: int) -> ir.Value:
+    """Of each query of a group, its head of every group, and the heads of keys and of values: int64 [G, 3 * KV]."""
+    shared = kv_heads * size + np.arange(2 * kv_heads)
+    heads = [[*(np.arange(kv_heads) * size + query), *shared] for query in range(size)]
+    return constant(graph, f"const.heads.{kv_heads}.{size}", np.array(heads, np.int64))
+
+
 def _folded(emit: Emitter, attention: Attention, group: _Group) -> list[ir.Value]:
     """Outputs of the attention before which ``emit`` emits, for a call of one token in each row."""
     graph, node, kv_heads, width = emit.graph, emit.anchor, attention.kv_heads, attention.head_dim
-    query, key, value, past_key, past_value = node.inputs[:5]
+    packed, key, value, past_key, past_value = node.inputs[:5]
     size, rotates = group_size(attention), node.attributes["do_rotary"].as_int()
-    if key is None:  # packed
-        parts = vector(graph, [attention.heads * width, kv_heads * width, kv_heads * width])
-        query, key, value = emit.many("Split", [query, parts], 3, axis=-1)
-    apart = emit("Reshape", query, vector(graph, [0, kv_heads, size, width]))
-    queries = emit("Reshape", emit("Transpose", apart, perm=[0, 2, 1, 3]), vector(graph, [0, size, kv_heads * width]))
-    keys, values = (emit("Expand", part, vector(graph, [1, size, 1])) for part in (key, value))
+    if key is not None:
+        packed = emit("Concat", packed, key, value, axis=-1)
+    heads = emit("Reshape", packed, vector(graph, [0, -1, width]))
+    tokens = emit("Gather", heads, _heads_of_tokens(graph, kv_heads, size), axis=1)  # (B, G, 3 * KV, D)
+    tokens = emit("Reshape", tokens, vector(graph, [0, size, 3 * kv_heads * width]))
     tables = [*node.inputs[7:9], group.positions] if rotates else [None] * 3
     attended, *present = emit.many(
         GQA,
-        [queries, keys, values, past_key, past_value, group.lengths, group.total, *tables, group.bias]
+        [tokens, None, None, past_key, past_value, group.lengths, group.total, *tables, group.bias]
         + [None] * 5  # no sinks, scales of the cache or norms
         + [group.counts],
         3,

@@ -67,16 +67,25 @@ def groups_mixed_up(branch: ir.Graph) -> None:
     turned.outputs[0].replace_all_uses_with(turned.inputs[0])
 
 
+def heads_in_a_row(branch: ir.Graph) -> None:
+    chosen = next(node for node in branch if node.op_type == "Gather").inputs[1]
+    heads = chosen.const_value.numpy()
+    chosen.const_value = ir.tensor(np.sort(heads, axis=None).reshape(heads.shape), name=chosen.name)
+
+
 def keys_for_values(branch: ir.Graph) -> None:
-    attention = next(node for node in branch if node.op_type == "GroupQueryAttention")
-    attention.replace_input_with(2, attention.inputs[1])
+    chosen = next(node for node in branch if node.op_type == "Gather").inputs[1]
+    heads = chosen.const_value.numpy().copy()
+    third = heads.shape[1] // 3
+    heads[:, -third:] = heads[:, third:-third]
+    chosen.const_value = ir.tensor(heads, name=chosen.name)
 
 
 def later_keys_seen(branch: ir.Graph) -> None:
     next(node for node in branch if node.op_type == "GroupQueryAttention").replace_input_with(10, None)
 
 
-@pytest.mark.parametrize("plant", [tables_swapped, groups_mixed_up, keys_for_values, later_keys_seen])
+@pytest.mark.parametrize("plant", [tables_swapped, groups_mixed_up, heads_in_a_row, keys_for_values, later_keys_seen])
 def test_a_planted_error_exceeds_the_tolerance(exported, folding, decoder, portable_logits, ids, plant):
     case = exported("llama-biases")
     lowered = folding(case.export).finish()
