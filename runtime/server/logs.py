@@ -108,10 +108,10 @@ class RequestLog:
     """Write a line for each request, or connection of a WebSocket, once it has ended; the outermost of all.
 
     Fields: ``request_id``, ``key`` (its name), ``method``, ``route`` (the pattern, as the path may hold anything),
-    ``status``, ``model``, ``user`` (as the client names him), ``prompt_tokens``, ``cached_tokens``, ``output_tokens``,
-    ``ttft_s``, ``duration_s``. Errors that nobody foresaw are logged with the place where they happened, and without
-    their message, which may quote the request. A trace that the request continues (``traceparent``) is continued, where
-    OpenTelemetry is in use.
+    ``status``, ``model``, ``user``, ``safety_identifier`` and ``metadata`` (as the client gives them),
+    ``prompt_tokens``, ``cached_tokens``, ``output_tokens``, ``ttft_s``, ``duration_s``. Errors that nobody foresaw are
+    logged with the place where they happened, and without their message, which may quote the request. A trace that the
+    request continues (``traceparent``) is continued, where OpenTelemetry is in use.
 
     Args:
         app: the application.

@@ -5,16 +5,20 @@ import io
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from doubles.asgi import ask
+from doubles.serving import serving
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from llmc.runtime.api.handle import Handle, OutputCollector
 from llmc.runtime.observe.tracing import current_context, event
 from llmc.runtime.server import page
+from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.guard.accounts import cost
 from llmc.runtime.server.logs import Costs, RequestLog, TextFormatter, logging_to_stderr, note, route_noted
 
@@ -96,6 +100,23 @@ def test_the_page_leaves_its_route(lines: Any):
     with logging_to_stderr("json"):
         ask(RequestLog(route_noted(app)), "/")
     assert [line["route"] for line in lines()] == ["/"]
+
+
+def test_what_clients_say_of_themselves_is_in_the_line(tiny_bundle: Path, lines: Any):
+    config = ServerConfig(models={"tiny": tiny_bundle}, threads=1)
+    said = {"user": "ann", "safety_identifier": "h4sh", "metadata": {"team": "a\nb"}}
+    messages = [{"role": "user", "content": "Hello"}]
+    with logging_to_stderr("json"), serving(config, lambda app, config: RequestLog(app)) as url:
+        for path, body in (("chat/completions", {"messages": messages}), ("responses", {"input": messages})):
+            assert httpx.post(f"{url}/v1/{path}", json={**body, **said}).status_code == 200
+    found = [line for line in lines() if line.get("event", line.get("message")) == "request"]
+    assert [{name: line[name] for name in said} for line in found] == [said] * 2
+
+
+def test_a_value_of_a_client_never_begins_a_line():
+    record = logging.LogRecord("x", logging.INFO, "x.py", 1, "said", (), None)
+    record.__dict__["llmc_fields"] = {"metadata": {"a": "b\nc\x9bd"}}
+    assert len(TextFormatter().format(record).splitlines()) == 1 and "\x9b" not in TextFormatter().format(record)
 
 
 def test_people_get_lines_of_their_own():
