@@ -18,6 +18,7 @@ from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.guard.accounts import charge, check_model
 from llmc.runtime.server.logs import watch
 from llmc.runtime.server.response_store import ResponseStore
+from llmc.runtime.text.sandbox import SlowError, quickly
 
 if TYPE_CHECKING:
     from llmc.runtime.server.config import ServerConfig
@@ -173,7 +174,7 @@ class Service:
 
 async def submitted(submit: Callable[[], H]) -> H:
     """A request submitted: at once where it is short, for a thread's waking takes as long as its work, and else in a
-    thread, as tokenizing a prompt and compiling a grammar may take long.
+    thread, as tokenizing a prompt, a chat template's work and compiling a grammar may take long.
 
     Those with a grammar share threads of their own, so that any number of slow ones keeps nobody else waiting.
 

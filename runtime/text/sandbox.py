@@ -32,8 +32,8 @@ from markupsafe import Markup
 # Work that a template may do whatever it is given, and for each character and item given to it. Those in use need up
 # to a dozen for each, and some tens of thousands for tools and dates; 4,000,000 take about a tenth of a second.
 BASE_WORK, WORK_PER_ITEM = 4_000_000, 64
-# Work of a rendering for which a thread's other tasks wait: ten milliseconds at most. Templates in use stay below it where
-# a conversation is short.
+# Work of a rendering for which a thread's other tasks wait: ten milliseconds at most. Templates in use stay below it
+# where a conversation is short.
 QUICK_WORK = 25_000
 # However much it is given: what is made of it is held in memory, with up to 4 bytes for a unit of work.
 MOST_WORK = 256_000_000
