@@ -1,8 +1,8 @@
 """OpenAI's chat completions: messages in, messages out, tools and reasoning included."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response, WebSocket
@@ -437,13 +437,22 @@ async def chunks(
     """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage unless the client wants none."""
     chunk_of = Chunks(head_of("chat.completion.chunk", body, service))
 
+    def members(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
+        return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}]}
+
     def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
-        return chunk_of(choices=[{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}])
+        return chunk_of(**members(index, delta, **rest))
+
+    @cache
+    def of_text(index: int) -> Callable[[str], str]:
+        return chunk_of.of_texts(lambda text: members(index, {"content": text}))
 
     for index in range(outputs):
         yield chunk(index, {"role": "assistant", "content": ""})
     async for delta in handle.deltas_async():
-        if (piece := piece_of(delta)) or delta.logprobs:
+        if delta.content and not (delta.reasoning or delta.tool_calls or delta.logprobs):
+            yield of_text(delta.index)(delta.content)
+        elif (piece := piece_of(delta)) or delta.logprobs:
             yield chunk(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None))
     result = await handle
     for index, message in enumerate(result.messages):

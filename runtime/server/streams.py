@@ -2,8 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Mapping
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
+from json.encoder import encode_basestring
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -13,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.errors import ApiError, from_llmc
+from llmc.runtime.server.logs import PIECES
 
 T = TypeVar("T")
 HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients skip
@@ -23,6 +26,9 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 # What is encoded was made here and holds no circle; looking for one takes longer than all the rest.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
+
+
+_HOLE = secrets.token_hex(16)
 
 
 def encoded(value: Any) -> str:
@@ -49,6 +55,16 @@ class Chunks:
     def __call__(self, **rest: Any) -> str:
         """The chunk with ``rest``, at least one member, after its head."""
         return f"{self._head},{encoded(rest)[1:]}"
+
+    def of_texts(self, rest: Callable[[str], Mapping[str, Any]]) -> Callable[[str], str]:
+        """What makes chunks that differ in one text alone, which is what nearly all of a stream's do: all but the text
+        is encoded once.
+
+        Args:
+            rest: the members after the head, with this text among their values once.
+        """
+        before, after = self(**rest(_HOLE)).split(f'"{_HOLE}"')
+        return lambda text: f"{before}{encode_basestring(text)}{after}"
 
 
 class EventStream(Response):
@@ -86,12 +102,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it; the first of the three tasks that ends, ends the others."""
+        pieces: Send = scope.get(PIECES, send)
         tasks = [
-            asyncio.ensure_future(self._send(send)),
+            asyncio.ensure_future(self._send(send, pieces)),
             asyncio.ensure_future(_until_gone(receive)),
         ]
         if self._heartbeat_s:
-            tasks.append(asyncio.ensure_future(self._beat(send)))
+            tasks.append(asyncio.ensure_future(self._beat(pieces)))
         async with self._held:
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -102,12 +119,12 @@ class EventStream(Response):
         if not tasks[0].cancelled() and (error := tasks[0].exception()) is not None:
             raise error
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, pieces: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._events) as events:  # type: ignore[type-var]
             async for piece in events:
                 self._sent += 1
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await pieces({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _beat(self, send: Send) -> None:

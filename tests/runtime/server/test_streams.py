@@ -37,6 +37,14 @@ def test_one_head_begins_all_chunks_of_a_stream():
     ]
 
 
+@given(HEADS, TEXTS, TEXTS)
+def test_chunks_that_differ_in_a_text_alone_are_those_of_the_whole(head: dict[str, Any], first: str, second: str):
+    chunks = Chunks(head)
+    of_text = chunks.of_texts(lambda text: {"choices": [{"delta": {"content": text}, "index": 0}], "usage": None})
+    for text in (first, second):
+        assert of_text(text) == chunks(choices=[{"delta": {"content": text}, "index": 0}], usage=None)
+
+
 def test_what_json_does_not_know_is_refused():
     with pytest.raises(ValueError, match="not JSON compliant"):
         Chunks({"id": "a"})(logprob=float("nan"))
