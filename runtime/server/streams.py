@@ -3,8 +3,9 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from json.encoder import encode_basestring
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -99,25 +100,24 @@ class EventStream(Response):
         self._heartbeat_s = heartbeat_s
         self._heartbeat = heartbeat
         self._sent = 0
+        self._beaten = 0  # of those, at the last beat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it; the first of the three tasks that ends, ends the others."""
+        """Send all of it, unless the client leaves before."""
         pieces: Send = scope.get(PIECES, send)
-        tasks = [
-            asyncio.ensure_future(self._send(send, pieces)),
-            asyncio.ensure_future(_until_gone(receive)),
-        ]
-        if self._heartbeat_s:
-            tasks.append(asyncio.ensure_future(self._beat(pieces)))
+        sending = asyncio.ensure_future(self._send(send, pieces))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        gone.add_done_callback(lambda gone: gone.cancelled() or (gone.exception(), sending.cancel()))
+        heart = _Heart(partial(self._beat, pieces), self._heartbeat_s)
         async with self._held:
             try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                await sending
+            except asyncio.CancelledError:
+                if not gone.done():  # it is this task that was cancelled, and with it the sending
+                    raise
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-        if not tasks[0].cancelled() and (error := tasks[0].exception()) is not None:
-            raise error
+                gone.cancel()
+                heart.stop()
 
     async def _send(self, send: Send, pieces: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -127,12 +127,33 @@ class EventStream(Response):
                 await pieces({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _beat(self, send: Send) -> None:
-        while True:
-            before = self._sent
-            await asyncio.sleep(self._heartbeat_s)
-            if before == self._sent:
-                await send({"type": "http.response.body", "body": self._heartbeat, "more_body": True})
+    async def _beat(self, pieces: Send) -> None:
+        if self._sent == self._beaten:
+            await pieces({"type": "http.response.body", "body": self._heartbeat, "more_body": True})
+        self._beaten = self._sent
+
+
+class _Heart:
+    """Runs ``beat`` every ``seconds`` until it is stopped; 0: never. A timer costs a stream less than a task."""
+
+    def __init__(self, beat: Callable[[], Coroutine[Any, Any, None]], seconds: float) -> None:
+        self._beat, self._seconds = beat, seconds
+        self._beating: asyncio.Task[None] | None = None
+        self._timer = self._wait() if seconds else None
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._beating is not None:
+            self._beating.cancel()
+
+    def _wait(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._seconds, self._due)
+
+    def _due(self) -> None:
+        if self._beating is None or self._beating.done():  # a client that does not read holds it up
+            self._beating = asyncio.ensure_future(self._beat())
+        self._timer = self._wait()
 
 
 async def _until_gone(receive: Receive) -> None:
