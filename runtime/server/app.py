@@ -13,6 +13,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.server import admin, chat, completions, embeddings, health, messages, page, responses, tokens
 from llmc.runtime.server.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
 from llmc.runtime.server.metrics import HttpMetrics
+from llmc.runtime.server.routing import ShortWay, short_routes
 from llmc.runtime.server.service import Service
 from llmc.runtime.server.validation import api_error, no_query
 
@@ -51,6 +52,7 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
         page.mount(app)
     for kind, answer in HANDLERS.items():
         app.add_exception_handler(kind, answer)
+    app.add_middleware(ShortWay, routes=short_routes(ROUTERS))
     app.add_middleware(app.state.metrics.middleware)
     for operations in app.openapi()["paths"].values():
         for operation in operations.values():

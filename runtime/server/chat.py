@@ -32,13 +32,12 @@ from llmc.runtime.server.bodies import (
 from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
-from llmc.runtime.server.routing import BodyRoute
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
 from llmc.runtime.server.sockets import CHUNKS, converse
 from llmc.runtime.server.streams import Chunks, EventStream, guarded, unless_gone
 from llmc.runtime.server.validation import read_json
 
-router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
+router = APIRouter(tags=["OpenAI"])
 # Tokens that a model may think, by OpenAI's words for effort; "none" asks the template for no thoughts at all.
 EFFORTS = {"minimal": 128, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None}
 

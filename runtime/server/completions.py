@@ -17,13 +17,12 @@ from llmc.runtime.server.bodies import Logged, Sampled, StreamOptions, Usage, bi
 from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.logprobs import completion_logprobs
 from llmc.runtime.server.logs import note
-from llmc.runtime.server.routing import BodyRoute
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
 from llmc.runtime.server.sockets import CHUNKS, converse
 from llmc.runtime.server.streams import Chunks, EventStream, guarded, unless_gone
 from llmc.runtime.server.validation import read_json
 
-router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
+router = APIRouter(tags=["OpenAI"])
 MOST_PROMPTS = 128  # of one request; each is a request to the engine
 DEFAULT_TOKENS = 16  # OpenAI's own, which clients of completions rely on
 

@@ -19,10 +19,9 @@ from llmc.runtime import Model
 from llmc.runtime.server.bodies import Body
 from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.guard.accounts import spend
-from llmc.runtime.server.routing import BodyRoute
 from llmc.runtime.server.service import Service, new_id, service_of
 
-router = APIRouter(tags=["Embeddings"], route_class=BodyRoute)
+router = APIRouter(tags=["Embeddings"])
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
 # Texts between two looks whether the client is still there; many enough to share the model's calls.
 PIECE = 32

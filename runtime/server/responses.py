@@ -35,13 +35,12 @@ from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.response_events import Event, Output, replay
 from llmc.runtime.server.response_store import Item, Stored
-from llmc.runtime.server.routing import BodyRoute
 from llmc.runtime.server.service import Service, new_id, service_at, service_of, submitted
 from llmc.runtime.server.sockets import converse, manner_of
 from llmc.runtime.server.streams import EventStream, event, unless_gone
 from llmc.runtime.server.validation import read_json
 
-router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
+router = APIRouter(tags=["OpenAI"])
 Status = Literal["in_progress", "completed", "incomplete"]
 # Codes of OpenAI's failed responses, by the status that the error would have had before the first event.
 FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}

@@ -7,18 +7,16 @@ import httpx2 as httpx
 import pytest
 from doubles.asgi import ask
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse
 
 from llmc.runtime.server import routing
 from llmc.runtime.server.app import HANDLERS, ROUTERS
 from llmc.runtime.server.bodies import Body
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.guard.bodies import PARSED
 from llmc.runtime.server.guard.guarded import Guarded
-from llmc.runtime.server.routing import BodyRoute, arguments_of
+from llmc.runtime.server.routing import ShortWay, arguments_of, short_routes
 
-DIRECT = {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/responses"}
+SHORT = {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/responses"}
 JSON = "application/json"
 BODIES: list[tuple[bytes, str]] = [
     (b'{"a": 1}', JSON),
@@ -54,29 +52,29 @@ async def path_of(request: Request) -> str:
 
 async def answer(body: Given, request: Request, path: Annotated[str, Depends(path_of)]) -> Response:
     assert request.url.path == path
-    return JSONResponse({"body": body.model_dump(), "kept": PARSED in request.scope})
+    return JSONResponse({"body": body.model_dump(), "long": "router" in request.scope})
 
 
 @pytest.fixture
 def app() -> Any:
-    made = FastAPI()
-    for path, kind in (("/short", BodyRoute), ("/general", APIRoute)):
-        router = APIRouter(route_class=kind)
-        router.post(path, response_model=None)(answer)
-        made.include_router(router)
+    made, short = FastAPI(), APIRouter()
+    short.post("/short", response_model=None)(answer)
+    made.post("/long", response_model=None)(answer)
+    made.include_router(short)
     for error, handler in HANDLERS.items():
         made.add_exception_handler(error, handler)
+    made.add_middleware(ShortWay, routes=short_routes([short]))
     return Guarded(made, ServerConfig())
 
 
 @pytest.mark.parametrize(("body", "kind"), BODIES)
 def test_both_ways_answer_alike(app: Any, body: bytes, kind: str):
     headers = {"content-type": kind, "content-length": str(len(body))}
-    short, general = (ask(app, path, method="POST", headers=headers, body=[body]) for path in ("/short", "/general"))
-    assert short.status == general.status
-    assert {**json.loads(short.body), "kept": None} == {**json.loads(general.body), "kept": None}
+    short, long = (ask(app, path, method="POST", headers=headers, body=[body]) for path in ("/short", "/long"))
+    assert short.status == long.status
+    assert {**json.loads(short.body), "long": None} == {**json.loads(long.body), "long": None}
     if short.status == 200 and kind.lower().startswith(JSON):
-        assert (short.json["kept"], general.json["kept"]) == (False, True)  # it went the short way
+        assert (short.json["long"], long.json["long"]) == (False, True)  # it went the short way
 
 
 def test_a_difference_would_be_noticed(app: Any, monkeypatch: pytest.MonkeyPatch):
@@ -99,11 +97,16 @@ def test_functions_of_other_forms_are_left_to_fastapi():
 
 
 def test_the_busiest_routes_go_the_short_way():
-    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, BodyRoute)]
-    assert {route.path for route in routes if arguments_of(route.endpoint) and not route.dependencies} == DIRECT
+    assert short_routes(ROUTERS).keys() == SHORT
 
 
-@pytest.mark.parametrize("path", sorted(DIRECT))
+def test_what_is_asked_of_a_router_keeps_its_routes_on_the_long_way():
+    router = APIRouter(dependencies=[Depends(path_of)])
+    router.post("/a", response_model=None)(answer)
+    assert short_routes([router]) == {}
+
+
+@pytest.mark.parametrize("path", sorted(SHORT))
 def test_what_the_application_asks_of_all_routes_is_asked_there_too(http: httpx.Client, path: str):
     answer = http.post(f"{path}?invented=1", json={})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "invented"
