@@ -131,8 +131,12 @@ def test_what_clients_say_of_themselves_is_in_the_line(tiny_bundle: Path, lines:
     said = {"user": "ann", "safety_identifier": "h4sh", "metadata": {"team": "a\nb"}}
     messages = [{"role": "user", "content": "Hello"}]
     with logging_to_stderr("json"), serving(config, lambda app, config: RequestLog(app)) as url:
-        for path, body in (("chat/completions", {"messages": messages}), ("responses", {"input": messages})):
-            assert httpx.post(f"{url}/v1/{path}", json={**body, **said}).status_code == 200
+        bodies = {
+            "chat/completions": {"messages": messages, "max_tokens": 1},
+            "responses": {"input": messages, "max_output_tokens": 1},
+        }
+        for path, body in bodies.items():
+            assert httpx.post(f"{url}/v1/{path}", json={**body, **said}, timeout=60).status_code == 200
     found = [line for line in lines() if line.get("event", line.get("message")) == "request"]
     assert [{name: line[name] for name in said} for line in found] == [said] * 2
 
