@@ -28,8 +28,7 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 # What is encoded was made here and holds no circle; looking for one takes longer than all the rest.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
 
-
-_HOLE = secrets.token_hex(16)
+_HOLE = secrets.token_hex(16)  # stands for a text while the rest of its chunk is encoded; nobody else can write it
 
 
 def encoded(value: Any) -> str:
