@@ -165,35 +165,17 @@ def test_lower_norms_refuses_a_weight_that_is_computed(exported, lowering):
         lowered.apply("lower norms")
 
 
-def test_fuse_skip_norms_hands_the_sum_on(exported, lowering):
-    lowered = lowering(exported(WINDOW).export)
-    assert lowered.apply("fuse skip norms") == 3
-    assert [node.name for node in lowered.nodes("SimplifiedLayerNormalization")] == [
-        f"{LAYER}.input_layernorm",
-        "model.norm",
-    ]
-    first, second, _ = lowered.nodes("SkipSimplifiedLayerNormalization")
-    assert second.inputs[0] is first.outputs[3]
-    assert names(first.outputs)[1:3] == ["", ""]
-
-
 def test_every_norm_keeps_its_own_epsilon(exported, lowering):
     lowered = lowering(exported(QK_NORM).export)
     wanted = {}
     for number, node in enumerate(lowered.nodes("RMSNormalization"), 1):
         wanted[node.name] = number / 1000
         node.attributes["epsilon"] = ir.AttrFloat32("epsilon", wanted[node.name])
-    lowered.apply("fuse skip norms")
-    norms = [*lowered.nodes("SimplifiedLayerNormalization"), *lowered.nodes("SkipSimplifiedLayerNormalization")]
+    lowered.apply("lower norms")
+    norms = lowered.nodes("SimplifiedLayerNormalization")
     # A node that takes the place of another one of its name is numbered.
     found = {re.sub(r"_\d+$", "", node.name): node.attributes["epsilon"].as_float() for node in norms}
     assert found == pytest.approx(wanted)
-
-
-def test_fuse_skip_norms_leaves_a_norm_of_something_else(exported, lowering):
-    lowered = lowering(exported(WINDOW).export).before("fuse skip norms")
-    through_identity(lowered.nodes("SimplifiedLayerNormalization")[1], 0)
-    assert lowered.apply("fuse skip norms") == 2
 
 
 def test_fuse_silu_takes_the_product_with_its_own_sigmoid(exported, lowering):
