@@ -17,6 +17,7 @@ from llmc.optimize.lower import packing, raising, types
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime import (
     attention,
+    cpu_attention,
     cpu_linears,
     cuda_attention,
     cuda_linears,
@@ -80,7 +81,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
     "cpu": (
         RAISE,
         PACK_PROJECTIONS,
-        Step("lower attention", attention.lower_attention, lambda g: len(g.attentions)),
+        Step("lower attention", cpu_attention.lower_attention, lambda g: len(g.attentions)),
         Step("type cache", attention.type_cache),
         # Before the linears: what it splits is still packed.
         Step("fold lone steps", lone_steps.fold_lone_steps),

@@ -1,6 +1,7 @@
 """Each pass of the CPU's lowering finds what it is for, and leaves alone what only looks like it."""
 
 import re
+from dataclasses import replace
 
 import onnx_ir as ir
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from llmc.errors import BuildError
 
 BIASES, QK_NORM, WINDOW = "llama-biases", "qwen3-tied-sharded", "mistral-window-wide-heads"
+CAPPED = "gemma2-softcaps"
 LAYER = "model.layers.0"
 
 
@@ -143,6 +145,24 @@ def test_lower_attention_reads_three_parts_that_are_not_one_split_in_order(expor
     parts = attention.inputs[:3]
     lowered.apply("lower attention")
     assert lowered.node(f"{LAYER}.self_attn").inputs[:3] == parts
+
+
+@pytest.mark.parametrize(("phase", "expected"), [("prefill", 0), ("decode", 2), ("shared", 2)])
+def test_lower_attention_takes_softcaps_apart_where_many_tokens_come_at_once(exported, lowering, phase, expected):
+    lowered = lowering(exported(CAPPED).export)
+    lowered.context = replace(lowered.context, phase=phase)
+    assert lowered.apply("lower attention") == 2
+    whole = lowered.nodes("GroupQueryAttention")
+    assert len(whole) == expected
+    assert all(node.attributes["softcap"].as_float() == 2.0 for node in whole)
+    assert len([node for node in lowered.nodes("Tanh") if ".self_attn" in node.name]) == 2 - expected
+    assert names(lowered.graph.outputs)[2:] == [f"present.{i}.{part}" for i in (0, 1) for part in ("key", "value")]
+
+
+def test_lower_attention_makes_the_places_of_new_keys_once(exported, lowering):
+    lowered = lowering(exported(CAPPED).export)
+    lowered.apply("lower attention")
+    assert len({id(node.inputs[1]) for node in lowered.nodes("ScatterND")}) == 1
 
 
 # --------------------------------------------------------------------------------------- norms and activation
