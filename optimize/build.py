@@ -56,7 +56,7 @@ from llmc.optimize.lower.context import (
     check_patterns,
     quant_configs,
 )
-from llmc.optimize.lower.onnxruntime import lone_steps
+from llmc.optimize.lower.onnxruntime import lone_steps, packed_rows
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.passes import lower
@@ -133,18 +133,27 @@ class _Order:
     @property
     def folds_lone_steps(self) -> bool:
         """True if the graph of decode is one of its own that has what can be folded, and the installed engine can."""
-        wanted, geometry, cache = self.target.folds_lone_steps, self.export.geometry, self.recipe.cache
-        if not wanted or geometry.encoder or self.recipe.phases != "split":
+        attentions, cache = self.export.geometry.attentions, self.recipe.cache
+        some = any(lone_steps.foldable(attention, cache) for attention in attentions)
+        return some and self._can(self.target.folds_lone_steps)
+
+    @property
+    def packs_rows(self) -> bool:
+        """True if the graph of prefill is one of its own, and the installed engine takes rows of different lengths."""
+        return packed_rows.packable(self.recipe.cache) and self._can(self.target.packs_rows)
+
+    def _can(self, since: str) -> bool:
+        """True if each phase has a graph, and the installed engine can what engines can ``since`` a version."""
+        if not since or self.export.geometry.encoder or self.recipe.phases != "split":
             return False
-        if not any(lone_steps.foldable(attention, cache) for attention in geometry.attentions):
-            return False
-        return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(wanted)
+        return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(since)
 
     @property
     def minimum(self) -> str:
         """The oldest engine that the graphs run on."""
-        cache = self.target.caches[self.recipe.cache]
-        return max(cache, self.target.folds_lone_steps, key=version) if self.folds_lone_steps else cache
+        used = {self.target.folds_lone_steps: self.folds_lone_steps, self.target.packs_rows: self.packs_rows}
+        needed = [since for since, wanted in used.items() if wanted]
+        return max([self.target.caches[self.recipe.cache], *needed], key=version)
 
 
 def build(
@@ -334,6 +343,7 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
                 order.recipe.compute,
                 done,
                 folds_lone_steps=order.folds_lone_steps,
+                packs_rows=order.packs_rows,
                 wide_scales=order.wide_scales,
             )
             lower(model, order.lowering, plan, order.dump)

@@ -17,6 +17,7 @@ class Capabilities:
     ``w8a8_features``: CPU features without which the engine's uint8 x int8 product saturates, by machine.
     ``has_gpu``: bundles run on a GPU.
     ``folds_lone_steps``: the oldest engine whose attention takes queries without new keys; empty for none.
+    ``packs_rows``: the oldest engine whose attention takes rows of different lengths; empty for none.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Capabilities:
     asymmetric: bool = True
     has_gpu: bool = True
     folds_lone_steps: str = ""
+    packs_rows: str = ""
 
     @property
     def makes_engine(self) -> bool:
@@ -63,6 +65,7 @@ TARGETS = {
         w8a8_features={"x86_64": ("vnni",), "aarch64": ()},
         has_gpu=False,
         folds_lone_steps="1.31",
+        packs_rows="1.32",
     ),
     "cuda": Capabilities(
         name="cuda",

@@ -107,6 +107,7 @@ class LoweringContext:
         wide_scales: scales of TensorRT's integer weights are float32 whatever ``compute`` is.
         linear_done: called after each linear, for progress.
         folds_lone_steps: whether the engine's attention takes queries without new keys.
+        packs_rows: whether it takes rows of different lengths.
     """
 
     phase: str
@@ -120,6 +121,7 @@ class LoweringContext:
     linear_done: Callable[[], None] = lambda: None
     contract: int = GRAPH_CONTRACT_VERSION
     folds_lone_steps: bool = False
+    packs_rows: bool = False
     wide_scales: bool = False
 
     @property

@@ -10,7 +10,7 @@ from doubles.lowerings import difference
 from llmc.bundle import DECODER_FILE
 from llmc.optimize.build import build
 from llmc.optimize.judge.reference import empty_caches
-from llmc.optimize.lower.onnxruntime import lone_steps
+from llmc.optimize.lower.onnxruntime import lone_steps, packed_rows
 from llmc.runtime.selftest import QUICK_POSITIONS
 
 pytest.importorskip("onnxruntime", "1.31", reason="older engines attend to no queries without new keys")
@@ -115,6 +115,7 @@ def test_attention_with_a_window_stays_as_it_is(exported, folding):
 
 
 @pytest.mark.parametrize(("precision", "minimum"), [("int8", "1.31"), ("fp32", "1.23")], ids=["folded", "one graph"])
-def test_a_bundle_says_which_engine_it_needs(exported, tmp_path, precision, minimum):
+def test_a_bundle_says_which_engine_it_needs(exported, tmp_path, monkeypatch, precision, minimum):
+    monkeypatch.setattr(packed_rows, "packable", lambda cache: False)
     manifest = build(exported("llama-biases").export, tmp_path / "bundle", precision=precision, max_context=64).manifest
     assert manifest.target.engine_minimum == minimum
