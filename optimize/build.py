@@ -131,20 +131,23 @@ class _Order:
         return f"{self.target.name}-primitives" if self.form == "primitives" else self.target.name
 
     @property
+    def ragged_rows(self) -> bool:
+        """True if each phase has a graph of its own, and the installed engine takes rows of different lengths."""
+        since = self.target.ragged_rows
+        if not since or self.export.geometry.encoder or self.recipe.phases != "split" or self.recipe.cache != "float32":
+            return False
+        return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(since)
+
+    @property
     def overwritten(self) -> int:
-        """Positions behind a step's token that its folded heads write over; 0 where the graph of decode is not one of
-        its own, has none that can be folded, or the installed engine cannot."""
-        wanted, geometry, cache = self.target.folds_heads, self.export.geometry, self.recipe.cache
-        if not wanted or geometry.encoder or self.recipe.phases != "split":
-            return 0
-        installed = version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__)
-        return folded_heads.overwritten(geometry.attentions, cache) if installed >= version(wanted) else 0
+        """Positions behind a step's token that its folded heads write over."""
+        return folded_heads.overwritten(self.export.geometry.attentions) if self.ragged_rows else 0
 
     @property
     def minimum(self) -> str:
         """The oldest engine that the graphs run on."""
         cache = self.target.caches[self.recipe.cache]
-        return max(cache, self.target.folds_heads, key=version) if self.overwritten else cache
+        return max(cache, self.target.ragged_rows, key=version) if self.ragged_rows else cache
 
 
 def build(
@@ -333,7 +336,7 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
                 order.recipe.cache,
                 order.recipe.compute,
                 done,
-                folds_heads=order.overwritten > 0,
+                ragged_rows=order.ragged_rows,
                 wide_scales=order.wide_scales,
             )
             lower(model, order.lowering, plan, order.dump)

@@ -24,6 +24,7 @@ from llmc.optimize.lower.onnxruntime import (
     embedding,
     folded_heads,
     norms,
+    packed_rows,
     self_attention,
 )
 from llmc.optimize.lower.rewrite import remove_dead
@@ -94,6 +95,8 @@ PASSES: dict[str, tuple[Step, ...]] = {
         # After the linears: it moves scales that only per-token activations have.
         Step("defer token scales", cpu_linears.defer_token_scales),
         *LOWER_EMBEDDING,
+        # After all that reads ids and positions is there.
+        Step("pack rows", packed_rows.pack_rows),
         REMOVE_DEAD,
     ),
     # Of a model that embeds or ranks.

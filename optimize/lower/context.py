@@ -106,7 +106,8 @@ class LoweringContext:
         compute: type of activations: float32, float16 or bfloat16.
         wide_scales: scales of TensorRT's integer weights are float32 whatever ``compute`` is.
         linear_done: called after each linear, for progress.
-        folds_heads: whether the engine's attention takes several tokens in each of several rows.
+        ragged_rows: whether the engine's attention takes several tokens in each of several rows, of any lengths; where
+            it does, the cache is float32.
     """
 
     phase: str
@@ -119,7 +120,7 @@ class LoweringContext:
     compute: str = "float32"
     linear_done: Callable[[], None] = lambda: None
     contract: int = GRAPH_CONTRACT_VERSION
-    folds_heads: bool = False
+    ragged_rows: bool = False
     wide_scales: bool = False
 
     @property

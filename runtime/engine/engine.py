@@ -30,6 +30,7 @@ from llmc.runtime.engine.input_processor import InputProcessor, check_tokens, to
 from llmc.runtime.engine.output_processor import OutputProcessor
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
+from llmc.runtime.engine.sequence import Sequence as Tokens
 from llmc.runtime.host import threads
 from llmc.runtime.kv.budget import CacheBudget
 from llmc.runtime.kv.cache_file import load_session, save_session
@@ -339,7 +340,8 @@ class Engine:
         self._free()
 
     def step(self) -> None:
-        """One round: take messages, give rows to those who wait, feed a chunk of a prompt, decode everyone who can."""
+        """One round: take messages, give rows to those who wait, feed a chunk of a prompt, or several short prompts,
+        decode everyone who can."""
         self._receive()
         if self._lost is not None:  # those who came meanwhile
             self._fail_all(self._lost)
@@ -351,15 +353,31 @@ class Engine:
         self._decode()
 
     def _prefill(self) -> None:
-        if (sequence := self._scheduler.next_prefill()) is None:
+        sequences = self._scheduler.next_prefill()
+        if len(sequences) > 1:
+            self._prefill_together(sequences)
             return
-        with self._guarded(sequence.request):
-            start, every = sequence.cached, sequence.wants_every_logit
-            logits = self._runner.prefill(sequence, every)
-            if every:
-                self._outputs.prefilled(sequence, start, logits, self._runner.session.hidden)
-            if self._scheduler.prefilled(sequence):
-                self._outputs.begin(sequence, logits[-1])
+        for sequence in sequences:
+            with self._guarded(sequence.request):
+                start, every = sequence.cached, sequence.wants_every_logit
+                logits = self._runner.prefill(sequence, every)
+                if every:
+                    self._outputs.prefilled(sequence, start, logits, self._runner.session.hidden)
+                for whole in self._scheduler.prefilled(sequences):
+                    self._outputs.begin(whole, logits[-1])
+
+    def _prefill_together(self, sequences: Sequence[Tokens]) -> None:
+        try:
+            logits = self._runner.prefill_together(sequences)
+        except Exception as error:  # the call that they share failed
+            if is_fatal(error):
+                raise
+            for request in {sequence.request: None for sequence in sequences}:
+                self._fail(request, named(error))
+            return
+        after = dict(zip(sequences, logits, strict=True))
+        for sequence in self._scheduler.prefilled(sequences):
+            self._outputs.begin(sequence, after[sequence])
 
     def _decode(self) -> None:
         """One step of every sequence that decodes: in one call, but for those that have drafts to verify."""

@@ -224,26 +224,28 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def next_prefill(self) -> Sequence | None:
-        """The sequence whose next chunk is fed now: one not yet begun, or the oldest, if it is its time."""
+    def next_prefill(self) -> list[Sequence]:
+        """The sequence whose next chunk is fed now: one not yet begun, or the oldest, if it is its time. With one not
+        yet begun come those in the rows behind it that share its call."""
         feeding = self._rows.held[self._rows.decoding :]
         if not feeding:
-            return None
+            return []
         due = self._chunks.due
         sequence = min(feeding, key=lambda item: (item.begun != due, item.key))
         self._first_chunk = not sequence.begun
         if not self._chunks.allows(self._first_chunk, self._rows.decoding > 0):
-            return None
+            return []
         self._begun = time.perf_counter()
-        return sequence
+        behind = itertools.takewhile(_is_new, self._rows.held[sequence.row :])
+        return self._runner.share(list(behind)) or [sequence]
 
-    def prefilled(self, sequence: Sequence) -> bool:
-        """The chunk was fed; True once the whole context is in the row, and the sequence decodes."""
+    def prefilled(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Their chunks were fed in one call; gives those whose whole context is in their row: they decode now."""
         self._chunks.fed(time.perf_counter() - self._begun, self._first_chunk)
-        if sequence.cached < len(sequence.context):
-            return False
-        self._rows.promote(sequence)
-        return True
+        for sequence in sequences:
+            if sequence.row >= 0 and sequence.cached == len(sequence.context):  # its request did not fail with another
+                self._rows.promote(sequence)
+                yield sequence
 
     def next_decode(self) -> list[Sequence]:
         """Those who decode in this step, with drafts to verify, and room in the cache for all."""
@@ -339,3 +341,8 @@ class Scheduler:
 
     def _decoding(self) -> list[Sequence]:
         return list(self._rows.held[: self._rows.decoding])
+
+
+def _is_new(sequence: Sequence) -> bool:
+    """True for a prompt of which nothing was fed, and whose last token's logits are enough."""
+    return not (sequence.begun or sequence.wants_every_logit)

@@ -22,6 +22,7 @@ from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.graph_choice import GraphChoice
 from llmc.runtime.runner.prefill import Floats, prefill
+from llmc.runtime.runner.shared_prefill import shared_batch, sharing
 from llmc.runtime.sampling.masses import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
@@ -46,12 +47,14 @@ class Policy:
         in_pairs: batches have an even number of rows; an odd one runs with the row after it.
         row_by_row: every row has a call of its own.
         even: which has an even number of tokens: the last may be a dummy, whose position is written again.
+        shares_prefill: prompts that wait together may be fed in one call.
     """
 
     prefill_graph_from: int = NEVER
     in_pairs: bool = False
     row_by_row: bool = False
     even: bool = False
+    shares_prefill: bool = False
 
     @classmethod
     def of(cls, level: Determinism, session: Session, manifest: Manifest, max_rows: int) -> "Policy":
@@ -63,7 +66,8 @@ class Policy:
             invariance = graphs["decode"].invariance
             return cls(row_by_row=True, even=not invariance.single or invariance.tokens == 2)
         split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file and not session.substitutes
-        return cls(PREFILL_GRAPH_FROM.get(_precision(manifest), NEVER) if split else NEVER)
+        graph_from = PREFILL_GRAPH_FROM.get(_precision(manifest), NEVER) if split else NEVER
+        return cls(graph_from, shares_prefill=session.packs_rows)
 
 
 def _precision(manifest: Manifest) -> str:
@@ -123,6 +127,20 @@ class ModelRunner:
         """Feed the next chunk of a sequence; logits [O, V] of ``every`` new position, or of the context's last one."""
         size = min(self._chunk, CHUNK_WITH_ALL_LOGITS) if every else self._chunk
         return next(prefill(self._run, sequence, size, every=every))
+
+    def share(self, waiting: Sequence[_S]) -> list[_S]:
+        """The first of those who wait for their first chunk, in rows side by side, and those who share its call."""
+        if not self._policy.shares_prefill:
+            return list(waiting[:1])
+        return sharing(waiting, self._chunk, self.session.cache.capacity, self.costs)
+
+    def prefill_together(self, sequences: Sequence[Slot]) -> Floats:
+        """Feed the whole contexts of those who share a call; logits [B, V] after each, which the next call may
+        overwrite."""
+        logits = self._run(shared_batch(sequences))[:, 0]
+        for sequence in sequences:
+            sequence.cached = len(sequence.context)
+        return logits
 
     def execute(self, call: Sequence[Slot]) -> tuple[Floats, Floats | None]:
         """Make a call of :func:`calls`: feed last tokens and drafts; logits [B, 1 + drafts, V], hidden states [B, H].
@@ -192,7 +210,10 @@ class ModelRunner:
         start = time.perf_counter()
         logits: Floats = self.session.run(call)
         self._seconds = time.perf_counter() - start
-        self.costs.observe(call.phase, rows, tokens, self._seconds)
+        if call.new_lengths is None:
+            self.costs.observe(call.phase, rows, tokens, self._seconds)
+        else:  # padding costs next to nothing: tokens cost what they would in one row
+            self.costs.observe(call.phase, 1, int(call.new_lengths.sum()), self._seconds)
         self._metrics.step(call.phase.value, self._seconds, rows)
         return logits
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import RequestError
 from llmc.runtime.kv.rows import Slot
+from llmc.runtime.runner.shared_prefill import shared_batch
 from llmc.runtime.sessions import Batch, Phase, Session
 
 Floats = NDArray[np.float32]
@@ -92,6 +93,17 @@ class SingleRunner:
         )
         *_, logits = chunks
         return logits[None]
+
+    def prefill_beside(self, other: Sequence[int], prompt: Sequence[int]) -> Floats:
+        """Feed both from empty rows in one call and return the logits after ``prompt`` [V], on a session that packs
+        rows.
+
+        Raises:
+            ResourceError: the machine has not enough memory left.
+        """
+        self.session.cache.grow(2, max(len(other), len(prompt)), self.max_context)
+        logits: Floats = self.session.run(shared_batch([Slot(other, row=0), Slot(prompt, row=1)]))[1, 0]
+        return logits
 
     def step(self, token: int, position: int) -> Floats:
         """Feed one token at ``position`` and return the logits after it [1, 1, V]."""

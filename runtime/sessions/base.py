@@ -26,11 +26,12 @@ class Batch:
     A session is done with the arrays when ``run`` returns; the caller may write them anew.
 
     Attributes:
-        input_ids: int64 [B, S], right-padded.
+        input_ids: int64 [B, S], right-padded where ``new_lengths`` says so.
         past_lengths: int64 [B], valid positions in the cache before this call.
         logit_indices: int64 [B, O], which of the S new positions get logits; O may be 0.
         candidates: how many of the largest logits of each output the caller needs, 0 for all of them. A session may
             then leave all others at -inf; :meth:`Session.full_logits` has them still.
+        new_lengths: int64 [B], how many of each row's new tokens count, for a session that packs rows; default: all.
     """
 
     phase: Phase
@@ -39,6 +40,7 @@ class Batch:
     logit_indices: NDArray[np.int64]
     first_row: int = 0
     candidates: int = 0
+    new_lengths: NDArray[np.int64] | None = None
 
 
 class Session(ABC):
@@ -48,11 +50,14 @@ class Session(ABC):
         cache: the KV cache that calls read and write.
         substitutes: whether a phase runs on the other phase's graph, because this machine cannot run its own.
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
+        packs_rows: whether rows of a call of prefill may have different numbers of new tokens, and padding costs next
+            to nothing.
     """
 
     cache: KVCache
     substitutes = False
     changes_kernels = False
+    packs_rows = False
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)

@@ -168,10 +168,12 @@ class Remembering:
         before: called with each batch before it runs; may wait or raise.
         spoil: given the tokens of a row, says whether its logits shall be NaN.
         leak: how much of its neighbour's logits a row gets: the error that tests of determinism have to notice.
+        packs_rows: as a real session's; padding is then never written.
     """
 
     engine_version = "0"
     substitutes = False
+    packs_rows = False
     cache_type = Tokens
 
     def __init__(self) -> None:
@@ -189,7 +191,8 @@ class Remembering:
         rows, new = batch.input_ids.shape
         for row, past in enumerate(batch.past_lengths.tolist()):
             self.cache.check(batch.first_row + row, 0, past + new)
-            self.cache[batch.first_row + row, past : past + new] = batch.input_ids[row]
+            count = new if batch.new_lengths is None else batch.new_lengths[row]
+            self.cache[batch.first_row + row, past : past + count] = batch.input_ids[row, :count]
         prefixes = [
             [
                 self.cache[batch.first_row + row, : batch.past_lengths[row] + i + 1].tolist()

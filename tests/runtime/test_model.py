@@ -34,6 +34,7 @@ class Scripted:
 
     engine_version = "0"
     substitutes = False
+    packs_rows = False
     hidden = None
 
     def __init__(self, manifest: Manifest, script: Sequence[int]) -> None:

@@ -172,6 +172,20 @@ def test_a_bundle_built_where_one_graph_stood_in_is_replayed_on_that_graph(model
         replay(model)
 
 
+def test_a_prompt_that_shares_a_call_has_to_come_to_the_same(model: Model, monkeypatch: pytest.MonkeyPatch):
+    runner = model.runner
+    if not runner.session.packs_rows:
+        pytest.skip("no prompts share a call here")
+    beside = runner.prefill_beside
+
+    def spoilt(other: Any, prompt: Any) -> np.ndarray:
+        return beside(other, prompt) + np.float32(BEYOND)
+
+    monkeypatch.setattr(runner, "prefill_beside", spoilt)
+    with pytest.raises(BundleError, match="logits differ by"):
+        replay(model)
+
+
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 

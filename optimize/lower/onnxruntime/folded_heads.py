@@ -48,10 +48,10 @@ class _Branch(Emitter):
 
 def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
     """GroupQueryAttention -> If(one token in each row, the same with folded heads, as it was)."""
-    if not context.folds_heads or context.phase != "decode":
+    if not context.ragged_rows or context.phase != "decode":
         return 0
     attentions = [(node, context.geometry.attention[node.name or ""]) for node in nodes_of(graph, GQA, MICROSOFT)]
-    folded = [(node, attention) for node, attention in attentions if foldable(attention, context.cache)]
+    folded = [(node, attention) for node, attention in attentions if foldable(attention)]
     if not folded:
         return 0
     single = _single(folded[0][0])
@@ -75,14 +75,14 @@ def group_size(attention: Attention) -> int:
     return attention.heads // attention.kv_heads
 
 
-def foldable(attention: Attention, cache: str) -> bool:
-    """True for heads in groups, without a window or a quantized cache."""
-    return cache == "float32" and group_size(attention) > 1 and not attention.window
+def foldable(attention: Attention) -> bool:
+    """True for heads in groups, without a window."""
+    return group_size(attention) > 1 and not attention.window
 
 
-def overwritten(attentions: tuple[Attention, ...], cache: str) -> int:
+def overwritten(attentions: tuple[Attention, ...]) -> int:
     """Positions behind a step's token that its folded heads write over."""
-    return max((group_size(attention) - 1 for attention in attentions if foldable(attention, cache)), default=0)
+    return max((group_size(attention) - 1 for attention in attentions if foldable(attention)), default=0)
 
 
 def _graph(name: str, nodes: list[ir.Node], outputs: list[ir.Value]) -> ir.Graph:

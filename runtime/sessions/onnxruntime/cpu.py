@@ -53,7 +53,9 @@ class OnnxRuntimeSession(Session):
         self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
         files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs = {phase: files[name] for phase, name in names.items()}
-        self._takes_slots = any(value.name == "cache_slots" for value in self._graphs[Phase.DECODE].get_inputs())
+        self._packs = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
+        self.packs_rows = Phase.PREFILL in self._packs
+        self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
         self._options = self._runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
@@ -73,12 +75,17 @@ class OnnxRuntimeSession(Session):
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
-        if rows > 1 and sequence > 1:
+        if batch.new_lengths is not None:
+            assert batch.phase in self._packs, f"the {batch.phase.value} graph takes no rows of different lengths"
+            ends = (batch.past_lengths + batch.new_lengths).tolist()
+        elif rows > 1 and sequence > 1:
             return self._run_row_by_row(batch)
         binding = self._binding(batch)
         binding.input_ids[:] = batch.input_ids
         binding.past_lengths[:] = batch.past_lengths
         binding.logit_indices[:] = batch.logit_indices
+        if binding.new_lengths is not None:
+            binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
         with translated("running the model"):
             binding.session.run_with_iobinding(binding.io, self._options)
         self.cache.computed(batch.first_row, ends)
@@ -106,6 +113,8 @@ class OnnxRuntimeSession(Session):
         if not kept:
             bound.long = None  # its outputs go before new ones come
         binding = _Binding(self._graphs[batch.phase], batch, caches, *self._outputs_for(batch, shared=kept))
+        if batch.phase in self._packs:
+            binding.bind_lengths()
         if self._takes_slots:
             binding.bind_slots(self.cache.capacity)
         if not kept:
@@ -166,6 +175,7 @@ class _Binding:
         self.past_lengths = np.empty(batch.past_lengths.shape, np.int64)
         self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
         self.logits, self.hidden = logits, hidden
+        self.new_lengths: NDArray[np.int64] | None = None
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             self._bind(self.io.bind_input, name, getattr(self, name))
@@ -175,6 +185,11 @@ class _Binding:
             self._bind(self.io.bind_input, tensor.past, array)
             self._bind(self.io.bind_output, tensor.present, array)
 
+    def bind_lengths(self) -> None:
+        """A graph that packs rows asks how many of each row's new tokens count."""
+        self.new_lengths = np.empty(self.past_lengths.shape, np.int64)
+        self._bind(self.io.bind_input, "new_lengths", self.new_lengths)
+
     def bind_slots(self, capacity: int) -> None:
         """A graph that was made for TensorRT asks which positions of the cache it may look at: all."""
         self.slots = np.arange(capacity)
@@ -183,6 +198,10 @@ class _Binding:
     @staticmethod
     def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
         bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
+def _takes(graph: Any, name: str) -> bool:
+    return any(value.name == name for value in graph.get_inputs())
 
 
 def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str], threads: int) -> dict[str, Any]:

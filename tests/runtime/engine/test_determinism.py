@@ -63,6 +63,8 @@ def wanted(alone: Alone, request: Request) -> list[list[int]]:
 
 SETTINGS: list[dict[str, Any]] = [
     {"determinism": "fast"},
+    {"determinism": "fast", "packs_rows": True, "prefill_chunk": 64},
+    {"determinism": "fast", "packs_rows": True, "prefill_chunk": 17, "max_batch": 3, "prefix_bytes": 1 << 20},
     {"determinism": "batch", "prefill_chunk": 2},
     {"determinism": "batch", "prefill_chunk": 17, "prefix_bytes": 1 << 20},
     {"determinism": "batch", "max_batch": 3, "decode_steps_per_chunk": 0},
@@ -118,16 +120,17 @@ def guessing(asked: Sequence[Request], outputs: Sequence[list[list[int]]]) -> Gu
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_companions_chunks_prefixes_and_drafts_do_not_change_tokens(
-    make_engine: Any, alone: Alone, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, remembering: Any, alone: Alone, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
-    options = dict(setting)
+    options, session = dict(setting), remembering()
+    session.packs_rows = options.pop("packs_rows", False)
     draft = options.pop("draft", None)
     cases = [requests(random.Random(case), REQUESTS) for case in range(CASES)]
     expected = [[wanted(alone, request) for request in asked] for asked in cases]
     if draft is not None:
         options["drafter"] = guessing([*chain(*cases)], [*chain(*expected)])
-    engine = make_engine(max_context=128, **options)
+    engine = make_engine(session, max_context=128, **options)
     for asked, outputs in zip(cases, expected, strict=True):
         assert answers(engine, asked) == outputs
     if draft is not None:

@@ -42,6 +42,7 @@ class Remembering:
 
     engine_version = "0"
     substitutes = False
+    packs_rows = False
 
     def __init__(self, manifest: Manifest, cache_type: type[Noted] = Noted) -> None:
         self.cache = cache_type(manifest)

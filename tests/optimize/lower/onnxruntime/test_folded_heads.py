@@ -25,7 +25,7 @@ def folding(lowering):
 
     def start(export):
         lowered = lowering(export)
-        lowered.context = replace(lowered.context, phase="decode", folds_heads=True)
+        lowered.context = replace(lowered.context, phase="decode", ragged_rows=True)
         return lowered
 
     return start
@@ -97,7 +97,7 @@ def test_a_planted_error_exceeds_the_tolerance(exported, folding, decoder, porta
 def test_the_cache_is_written_in_place_and_no_further_than_the_manifest_says(exported, folding, session, ids):
     """As a runtime binds it: the buffer that comes in is the one that goes out, and no row is copied."""
     lowered = folding(exported("llama-biases").export)
-    spare = folded_heads.overwritten(lowered.geometry.attentions, "float32")
+    spare = folded_heads.overwritten(lowered.geometry.attentions)
     assert spare > 0
     decode = session(lowered.save() / DECODER_FILE)
     position, caches = 11, empty_caches(lowered.geometry.caches, 1, CAPACITY, "float32")
@@ -118,7 +118,7 @@ def test_the_cache_is_written_in_place_and_no_further_than_the_manifest_says(exp
 
 @pytest.mark.parametrize(
     "options",
-    [{"folds_heads": False}, {"phase": "prefill"}, {"phase": "shared"}],
+    [{"ragged_rows": False}, {"phase": "prefill"}, {"phase": "shared"}],
     ids=["an engine that does not fold", "a graph that feeds chunks", "a graph for both"],
 )
 def test_graphs_that_gain_nothing_stay_as_they_are(exported, folding, options):

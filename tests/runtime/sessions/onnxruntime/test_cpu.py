@@ -104,7 +104,29 @@ def deviation(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(found - wanted).max() / wanted.std())
 
 
+def prefill_together(session: Session, mixed_up: bool = False) -> np.ndarray:
+    """Logits [row, V] of all prompts, fed in one call."""
+    lengths = np.array([len(prompt) for prompt in PROMPTS])
+    ids = np.zeros((ROWS, max(lengths)), np.int64)
+    for row, prompt in zip(ids, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = lengths[::-1] if mixed_up else lengths
+    call = Batch(Phase.PREFILL, ids, np.zeros(ROWS, np.int64), lengths[:, None] - 1, new_lengths=lengths)
+    return session.run(call)[:, 0].copy()
+
+
 # --------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_prompts_in_one_call_equal_prompts_alone(session: Session):
+    if not session.packs_rows:
+        pytest.skip("this engine takes no rows of different lengths, or this CPU not the graph of prefill")
+    session.cache.reserve(ROWS, 512)
+    wanted = one_by_one(session)[:, :2]
+    first = prefill_together(session)
+    then = decode(session, [answer[0] for answer in ANSWERS], [len(prompt) for prompt in PROMPTS])
+    assert deviation(np.stack([first, then], 1), wanted) <= ROW_TOLERANCE["int8"]
+    assert deviation(prefill_together(session, mixed_up=True), wanted[:, 0]) > 10 * ROW_TOLERANCE["int8"]
 
 
 def test_a_ragged_batch_equals_its_rows_one_by_one(opened: tuple[Session, Manifest]):
@@ -268,7 +290,9 @@ def test_what_was_computed_survives_growth(filled: Session):
 def test_nothing_is_bound_again_from_step_to_step(session: Session, binds: list[str]):
     prefill(session, PROMPTS[0])
     decode(session, [5], [5])
-    assert len(binds) == 2 * len(set(binds))  # once for each of the two shapes of call
+    common = [name for name in binds if name != "new_lengths"]  # which only the graph of prefill may take
+    assert len(common) == 2 * len(set(common))  # once for each of the two shapes of call
+    assert binds.count("new_lengths") == session.packs_rows
     assert {"input_ids", "past_lengths", "logit_indices", "logits", "present.0.key"} < set(binds)
     binds.clear()
     for position in range(6, 30):

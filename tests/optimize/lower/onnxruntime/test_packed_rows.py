@@ -1,0 +1,182 @@
+"""Rows of different lengths in one call of prefill's graph: each as if it were alone, and nothing else touched."""
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from doubles.lowerings import difference
+
+from llmc.errors import BuildError
+from llmc.optimize.build import build
+from llmc.optimize.judge.reference import empty_caches
+from llmc.optimize.lower.context import PerToken, WeightOnly
+from llmc.optimize.lower.onnxruntime import packed_rows
+from llmc.optimize.lower.rewrite import vector
+from llmc.optimize.quantize.grid import Grid
+
+pytest.importorskip("onnxruntime", "1.32", reason="older engines take no rows of different lengths")
+
+# As in test_lowering.py.
+FLOAT_TOLERANCE = 1e-4
+CAPACITY = 24
+# Of each row: tokens before the call, and new ones; one begins, one goes on with a single token, one has none.
+PASTS, NEW = (0, 9, 5, 3), (11, 1, 0, 7)
+
+
+@pytest.fixture
+def packing(lowering):
+    """A lowering of prefill for an engine that takes rows of different lengths."""
+
+    def start(export, *forms):
+        lowered = lowering(export, *forms)
+        lowered.context = replace(lowered.context, ragged_rows=True)
+        return lowered
+
+    return start
+
+
+class Rows:
+    """A graph that packs rows, and a cache with :data:`PASTS` of four texts in it."""
+
+    def __init__(self, decoder, lowered, folder) -> None:
+        self.session = decoder(folder, lowered.geometry).session
+        self.caches = lowered.geometry.caches
+        self.texts = np.random.default_rng(2).integers(0, 96, (len(PASTS), CAPACITY))
+        self.cache = self.empty(len(PASTS))
+        for row, past in enumerate(PASTS):
+            if past:
+                _, cache = self.run([row], [0], [past], self.empty(1))
+                for name, array in cache.items():
+                    self.cache[name][row] = array[0]
+
+    def empty(self, rows):
+        return empty_caches(self.caches, rows, CAPACITY, "float32")
+
+    def run(self, rows, pasts, new, cache, outputs=1):
+        """Logits [B, O, V] of the last new tokens of ``rows`` of the texts, and the cache."""
+        ids = np.full((len(rows), max(new)), 7, np.int64)
+        for i, (row, past, count) in enumerate(zip(rows, pasts, new, strict=True)):
+            ids[i, :count] = self.texts[row, past : past + count]
+        last = np.maximum(np.array(new, np.int64) - 1, 0)[:, None].repeat(outputs, 1)
+        feeds = {"input_ids": ids, "past_lengths": np.array(pasts), "logit_indices": last, "new_lengths": np.array(new)}
+        logits, _, *presents = self.session.run(None, feeds | cache)
+        return logits, dict(zip(cache, presents, strict=True))
+
+    def together(self):
+        """Logits and cache of one call of all rows."""
+        return self.run(range(len(PASTS)), PASTS, NEW, self.cache)
+
+    def alone(self, row):
+        """Logits and cache of a call of one row."""
+        cache = {name: array[row : row + 1] for name, array in self.cache.items()}
+        return self.run([row], [PASTS[row]], [NEW[row]], cache)
+
+
+def largest_difference(rows) -> float:
+    """Of logits and of what the cache holds, between rows together and alone."""
+    logits, cache = rows.together()
+    found = []
+    for row, (past, new) in enumerate(zip(PASTS, NEW, strict=True)):
+        if not new:
+            found += [difference(cache[name][row, :, :past], rows.cache[name][row, :, :past]) for name in cache]
+            continue
+        alone, kept = rows.alone(row)
+        end = past + new
+        found += [difference(cache[name][row, :, :end], kept[name][0, :, :end]) for name in cache]
+        found.append(difference(logits[row], alone[0]))
+    return max(found)
+
+
+@pytest.mark.parametrize("pieces", [[20], [7, 1, 12]], ids=["one piece", "chunks"])
+def test_a_row_alone_equals_the_portable_graph(case, packing, decoder, portable_logits, ids, pieces):
+    lowered = packing(case.export)
+    folder = lowered.save()
+    whole = decoder(folder, lowered.geometry)
+    logits, cache, position = [], whole.empty_cache(), 0
+    for size in pieces:
+        feeds = {
+            "input_ids": np.array([ids[position : position + size]]),
+            "past_lengths": np.array([position]),
+            "logit_indices": np.arange(size)[None],
+            "new_lengths": np.array([size]),
+        }
+        found, _, *presents = whole.session.run(None, feeds | cache)
+        cache = dict(zip(cache, presents, strict=True))
+        logits.append(found[0])
+        position += size
+    assert difference(np.concatenate(logits), portable_logits(case)) <= FLOAT_TOLERANCE
+
+
+def test_rows_of_different_lengths_are_as_alone(case, packing, decoder):
+    lowered = packing(case.export)
+    assert largest_difference(Rows(decoder, lowered, lowered.save())) <= FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize("form", [PerToken(), WeightOnly(Grid(4, 32))], ids=["W8A8", "4 bits"])
+def test_so_they_are_with_integers(exported, packing, decoder, form):
+    lowered = packing(exported("llama-biases").export, form)
+    assert largest_difference(Rows(decoder, lowered, lowered.save())) <= FLOAT_TOLERANCE
+
+
+def test_a_call_that_wants_no_logits_fills_the_cache(exported, packing, decoder):
+    lowered = packing(exported("llama-biases").export)
+    rows = Rows(decoder, lowered, lowered.save())
+    logits, cache = rows.run(range(4), PASTS, NEW, rows.cache, outputs=0)
+    assert logits.shape[1] == 0
+    _, wanted = rows.together()
+    assert all(np.array_equal(cache[name], wanted[name]) for name in wanted)
+
+
+def lengths_not_told(lowered) -> None:
+    for node in lowered.nodes("GroupQueryAttention"):
+        node.resize_inputs(16)
+
+
+def rows_mixed_up(lowered) -> None:
+    [wanted] = lowered.nodes("GatherElements")
+    wanted.outputs[0].replace_all_uses_with(wanted.inputs[1])
+
+
+def tokens_mixed_up_behind_attention(lowered) -> None:
+    attention = lowered.nodes("GroupQueryAttention")[-1]
+    [(flat, _)] = attention.outputs[0].uses()
+    [(gather, _)] = flat.outputs[0].uses()
+    reversed_places = ir.node("Slice", [gather.inputs[1], *(vector(lowered.graph, [n]) for n in (-1, -1000, 0, -1))])
+    reversed_places.outputs[0].name = "planted"
+    gather.prepend(reversed_places)
+    gather.replace_input_with(1, reversed_places.outputs[0])
+
+
+@pytest.mark.parametrize("plant", [lengths_not_told, rows_mixed_up, tokens_mixed_up_behind_attention])
+def test_a_planted_error_exceeds_the_tolerance(exported, packing, decoder, plant):
+    lowered = packing(exported("llama-biases").export).finish()
+    plant(lowered)
+    assert largest_difference(Rows(decoder, lowered, lowered.write())) > 10 * FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ragged_rows": False}, {"phase": "decode"}, {"phase": "shared"}],
+    ids=["an engine that takes no such rows", "a graph that decodes", "a graph for both"],
+)
+def test_graphs_that_gain_nothing_stay_as_they_are(exported, packing, options):
+    lowered = packing(exported("llama-biases").export)
+    lowered.context = replace(lowered.context, **options)
+    assert lowered.apply("pack rows") == 0
+    assert [value.name for value in lowered.graph.inputs if value.name == packed_rows.NEW_LENGTHS] == []
+
+
+def test_a_graph_without_the_value_behind_its_embedding_is_refused(exported, packing):
+    lowered = packing(exported("llama-biases").export).before("pack rows")
+    next(value for node in lowered.graph for value in node.outputs if value.name == "hidden.0").name = "other"
+    with pytest.raises(BuildError, match=r"no value hidden\.0 behind its embedding; export the checkpoint again"):
+        lowered.apply("pack rows")
+
+
+@pytest.mark.parametrize(
+    ("precision", "minimum"), [("int8", "1.32"), ("fp32", "1.23")], ids=["a graph of its own", "one graph"]
+)
+def test_a_bundle_that_packs_rows_says_which_engine_it_needs(exported, tmp_path, precision, minimum):
+    manifest = build(exported("llama-biases").export, tmp_path / "bundle", precision=precision, max_context=64).manifest
+    assert manifest.target.engine_minimum == minimum
