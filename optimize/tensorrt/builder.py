@@ -115,7 +115,7 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
         with logger(work.spec.library).collected() as messages:
             built = monitor.watch(partial(_serialize, work, config, staged))
         if not built or any(message.severity == "INTERNAL_ERROR" for message in messages):
-            raise failure(f"building {work.output.name}", messages, work.network.messages)
+            raise failure(f"building {work.output.name}", messages, work.network.messages, work.spec.config.workspace)
         staged.replace(work.output)
     except OSError as error:
         raise ResourceError(f"{work.output} cannot be written ({error.strerror})") from error

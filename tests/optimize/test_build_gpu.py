@@ -594,6 +594,35 @@ def test_thor_gets_packed_products_and_its_flags(
     assert "-peep:fc_h_fusion=off" in engine_of(report.manifest).flags
 
 
+def test_a_workspace_that_was_asked_for_and_is_too_small_costs_no_precision(
+    exported: Callable[[str], Any], untouched: Path, installed: Callable[..., RecordedLibrary]
+):
+    library = installed("11.4", H200)
+    order: dict[str, Any] = {"target": "tensorrt", "precision": "int8", "force": True, **SMALL}
+    with pytest.raises(ResourceError, match=r"within a workspace of 1048576 bytes: .*insufficient workspace"):
+        build(exported(BLOCKS).export, untouched, engine=EngineRequest(workspace=1 << 20), **order)
+    assert library.names("Builder").count("create_network") == 1, "no step of the ladder after the first"
+
+
+def test_a_workspace_that_nobody_asked_for_gives_way_on_a_board(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    caplog: pytest.LogCaptureFixture,
+):
+    library = installed("10.16", THOR, gpu="11.0", scratch=LEAST_WORKSPACE + 1)
+    report = build(exported(BLOCKS).export, tmp_path / "out" / "bundle", target="tensorrt", precision="int8", **SMALL)
+    assert whole(report)
+    plan = engine_of(report.manifest)
+    assert (plan.fallback, plan.workspace, plan.decomposed) == ("", None, ())
+    limits = [given[1] for given in library.arguments("IBuilderConfig", "set_memory_pool_limit")]
+    assert limits == [LEAST_WORKSPACE], "of the first attempt alone"
+    said = json.loads((report.output / "build-log.json").read_text())
+    assert any("insufficient workspace" in text for _, text in said)
+    assert json.loads((report.output / "engine.json").read_text())["workspace"] is None
+    assert f"no kernel fits into {LEAST_WORKSPACE} bytes of workspace" in caplog.text
+
+
 def test_attention_without_a_kernel_is_in_the_manifest(
     exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]
 ):
