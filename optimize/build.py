@@ -291,10 +291,11 @@ def _built(order: _Order, folder: Path, calibrated: Calibrated) -> tuple[_Order,
     from llmc.optimize.tensorrt.ladder import ladder
     from llmc.optimize.tensorrt.messages import RefusedError, ToldError
     from llmc.optimize.tensorrt.select import SelectError
+    from llmc.optimize.tensorrt.spec import lacking
 
     first: BuildError | None = None
     refused: list[Message] = []
-    for step in ladder(order.recipe):
+    for step in ladder(order.recipe, lacking(order.target, order.engine)):
         tried = replace(order, recipe=step.recipe, wide_scales=step.wide_scales, fallback=step.name)
         try:
             graphs = _compile(tried, folder, calibrated)
@@ -433,7 +434,7 @@ def _compared(order: _Order, engine: EngineConfig | None, folder: Path) -> list[
         return []
     from llmc.optimize.tensorrt.products import compared
 
-    return compared(order.engine, order.recipe, order.export.geometry, folder, order.progress)
+    return compared(order.engine, order.recipe, engine.fallback, order.export.geometry, folder, order.progress)
 
 
 def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:

@@ -83,7 +83,7 @@ def _built(
     """Write the decoder's engine and its summary. The spec with the workspace that served, the report, and what the
     library said of one that did not.
 
-    On an integrated GPU the workspace is limited where nobody asked for one, and no longer where no kernel fits into it.
+    On an integrated GPU the workspace is limited where nobody asked for one, unless no kernel fits into that.
     """
 
     def built(spec: EngineSpec) -> EngineReport:

@@ -35,7 +35,7 @@ from llmc.publish import file_entries, link, refuse_to_overwrite, staged
 from llmc.runtime import load
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import replay
-from llmc.runtime.sessions.tensorrt.library import nameable_gpus
+from llmc.runtime.sessions.tensorrt.library import lists_gpu, nameable_gpus
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
     # That of another GPU, or of this one and another version, says nothing of this engine.
     notes = tuple(note for note in manifest.notes if not is_comparison(note))
     if runs:
-        notes = (*notes, *compared(spec, manifest.recipe, manifest.geometry, folder, progress))
+        notes = (*notes, *compared(spec, manifest.recipe, plan.fallback, manifest.geometry, folder, progress))
     made = replace(manifest, target=here, engine=plan, device=device, files=files, notes=notes)
     write_manifest(made, folder)
     verified = _replayed(folder, made, here=runs, progress=progress)
@@ -164,10 +164,10 @@ def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -
 
 def _for_same_gpus(spec: EngineSpec, old: EngineConfig) -> EngineSpec:
     """The GPUs that were named when the bundle was built, where the library builds for named ones; but for the GPU
-    here if that is another."""
-    named = old.compute_capabilities
-    possible = nameable_gpus(spec.library)
-    if not named or not set(named) <= set(possible) or (spec.gpu and spec.gpu.compute_capability not in named):
+    here if that is another on which its engines run."""
+    named, possible = old.compute_capabilities, nameable_gpus(spec.library)
+    here = spec.gpu and spec.gpu.compute_capability
+    if not named or not set(named) <= set(possible) or (here and here not in named and lists_gpu(spec.library, here)):
         return spec
     return replace(spec, config=replace(spec.config, compute_capabilities=named))
 

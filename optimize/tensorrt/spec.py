@@ -183,6 +183,11 @@ def _compute_capabilities(asked: str | None, library: Any, target: Capabilities,
     return found
 
 
+def lacking(target: Capabilities, spec: EngineSpec) -> set[str]:
+    """The precisions that one of the GPUs to build for does not have."""
+    return {precision for gpu in spec.config.compute_capabilities for precision in absent(target.name, gpu)}
+
+
 def _wanted(recipe: Recipe) -> set[str]:
     """The precisions that a GPU must have: those of the weights, and that of the activations."""
     stored = {"int4" if name == "source" else name for name in recipe.precisions()}
@@ -195,10 +200,11 @@ def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> N
     Raises:
         UsageError: with the first GPU that has it.
     """
-    lacking = {} if gpu is None else absent(target.name, gpu.compute_capability)
-    for precision in sorted(wanted & lacking.keys()):
-        assert gpu is not None
-        raise UsageError(
-            f"{target.engine} has {precision} from compute capability {lacking[precision]} on, {gpu.name} has "
-            f"{gpu.compute_capability}; build with another precision"
-        )
+    if gpu is None:
+        return
+    for precision, first in absent(target.name, gpu.compute_capability).items():
+        if precision in wanted:
+            raise UsageError(
+                f"{target.engine} has {precision} from compute capability {first} on, {gpu.name} has "
+                f"{gpu.compute_capability}; build with another precision"
+            )

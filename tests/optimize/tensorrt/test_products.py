@@ -67,12 +67,27 @@ def test_a_builder_that_refuses_leaves_nothing(config: EngineConfig, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("integers", [True, False])
+@pytest.mark.parametrize("wide", [False, True])
+def test_scales_are_those_of_the_decoder(config: EngineConfig, tmp_path: Path, wide: bool):
+    driver = FakeDriver()
+    library = FakeTensorRT(driver)
+    clock = iter(range(1000)).__next__
+    compare(spec_of(library, config), tmp_path, GEOMETRY, driver, clock, plan, wide_scales=wide)
+    kinds = {
+        path.name: {weight.data_type for weight in onnx.load(path).graph.initializer}
+        for path in (tmp_path / "kept").iterdir()
+    }
+    scales = onnx.TensorProto.FLOAT if wide else onnx.TensorProto.FLOAT16
+    int8, floats = {onnx.TensorProto.INT8, scales}, {onnx.TensorProto.FLOAT16}
+    assert kinds == {".int8.plan.onnx": int8, ".floats.plan.onnx": floats}
+
+
+@pytest.mark.parametrize("scales", ["float16", "float32", None])
 def test_the_librarys_own_parser_and_builder_take_the_products(
-    rtx: Any, config: EngineConfig, tmp_path: Path, integers: bool
+    rtx: Any, config: EngineConfig, tmp_path: Path, scales: str | None
 ):
     graph = tmp_path / "products.onnx"
-    graph.write_bytes(products(64, 96, "float16", integers=integers).SerializeToString())
+    graph.write_bytes(products(64, 96, "float16", scales).SerializeToString())
     report = build_engine(spec_of(rtx, config), graph, tmp_path / "products.plan", [{"rows": (1, 1, 1)}])
     assert sum(layer.type == "MATRIX_MULTIPLY" for layer in report.layers) >= 2
 
@@ -80,7 +95,7 @@ def test_the_librarys_own_parser_and_builder_take_the_products(
 def test_weights_of_8_bits_are_more_than_caches_hold_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     inputs, outputs = 2048, 8192
-    weights = products(inputs, outputs, "float16", integers=True).graph.initializer
+    weights = products(inputs, outputs, "float16", "float16").graph.initializer
     assert sum(len(weight.raw_data) for weight in weights if weight.data_type == onnx.TensorProto.INT8) > LARGEST_CACHE
 
 

@@ -4,14 +4,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from doubles import gpu
-from doubles.cuda import FakeDriver
-from doubles.tensorrt import Engine
+from doubles.cuda import SERVER, FakeDriver
+from doubles.tensorrt import ComputeCapability, Engine
 
 from llmc.bundle import read_bundle
 
@@ -141,10 +142,29 @@ def test_a_gpu_that_is_accepted_and_one_that_is_refused_are_both_a_result(
 ):
     from llmc.runtime.sessions.tensorrt import library as tensorrt
 
-    assert part("kernels").refusal(*asked)["accepted"] is True
-    monkeypatch.setattr(tensorrt.load_library("tensorrt"), "refuses", "unsupported compute capability 9.0")
     found = part("kernels").refusal(*asked)
-    assert found["accepted"] is False and "unsupported compute capability 9.0" in found["said"]
+    assert (found["listed"], found["accepted"]) == (True, True)
+    monkeypatch.setattr(tensorrt.load_library("tensorrt"), "refuses", "another version")
+    found = part("kernels").refusal(*asked)
+    assert (found["listed"], found["accepted"]) == (True, False) and "another version" in found["said"]
+
+
+def test_of_a_gpu_that_it_does_not_list_the_library_itself_is_asked(
+    part: Part, asked: tuple[Any, ...], made: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the refusal would be llmc's own, and known before."""
+    from llmc.runtime.sessions.tensorrt import library as tensorrt
+
+    monkeypatch.setattr(tensorrt.load_library("tensorrt"), "ComputeCapability", ComputeCapability, raising=False)
+    h200 = replace(SERVER, name="NVIDIA H200", compute_capability="9.0")
+    monkeypatch.setattr(gpu, "FakeDriver", lambda: FakeDriver(h200))
+    manifest = read_bundle(made / "tensorrt-tiny-fp32")
+    assert manifest.engine is not None
+    for_many = replace(manifest, engine=replace(manifest.engine, compute_capabilities=()))
+    monkeypatch.setattr("llmc.runtime.model.read_bundle", lambda *_, **__: for_many)
+    found = part("kernels").refusal(*asked)
+    assert (found["listed"], found["accepted"]) == (False, False)
+    assert "The engine cannot run on this GPU, which has compute capability 9.0" in found["said"]
 
 
 # ------------------------------------------------------------------------------------------------------------ a driver
