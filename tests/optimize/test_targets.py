@@ -9,7 +9,6 @@ import llmc
 from llmc.optimize.targets import TARGETS
 from llmc.runtime.host.targets import NEEDS, PRECISIONS, RTX_GPUS, absent
 
-
 PAGES = Path(llmc.__path__[0]) / "recipes"
 
 
