@@ -7,7 +7,6 @@ shapes.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -17,7 +16,7 @@ from llmc.bundle import EngineConfig, Geometry
 from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.inventory import Attention
 from llmc.optimize.progress import Progress
-from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.builder import build_model
 from llmc.optimize.tensorrt.network import Layer, Ranges
 from llmc.optimize.tensorrt.spec import EngineSpec
 
@@ -72,18 +71,15 @@ def decomposed(
 
 
 def _fuses(spec: EngineSpec, folder: Path, attention: Attention, ranges: Ranges) -> bool:
-    graph, output = folder / ".attention.onnx", folder / ".attention.plan"
-    plain = replace(spec, config=replace(spec.config, stripped=False))
+    output = folder / ".attention.plan"
     try:
-        graph.write_bytes(attention_graph(attention, spec.config).SerializeToString())
-        build_engine(plain, graph, output, [ranges], decomposable=False)
+        build_model(spec, attention_graph(attention, spec.config), output, [ranges], decomposable=False)
     except BuildError as error:
         if NO_KERNEL not in str(error):
             raise
         return False
     finally:
-        for path in (graph, output):
-            path.unlink(missing_ok=True)
+        output.unlink(missing_ok=True)
     return True
 
 

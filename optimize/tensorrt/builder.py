@@ -11,10 +11,12 @@ int8 and 2.0 in int4, and 0.3 GB besides.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import onnx
 
 from llmc.bundle import EngineConfig
 from llmc.errors import BuildError, GpuError, ResourceError
@@ -102,6 +104,25 @@ def build_engine(
     if inspector is not None:
         write_inspector(inspector, spec.config, library, network, profiles, inspect_engine(library, output))
     return EngineReport(network.summary(), network.aliases(), (*network.messages, *messages))
+
+
+def build_model(
+    spec: EngineSpec,
+    model: onnx.ModelProto,
+    output: Path,
+    profiles: Sequence[Ranges],
+    *,
+    decomposable: bool = True,
+    progress: Progress = silent,
+) -> EngineReport:
+    """:func:`build_engine` of a model that has its weights in itself: it is no file of the bundle, from which weights
+    could be put into a stripped engine, so its engine is whole."""
+    graph, whole = output.with_name(f".{output.name}.onnx"), replace(spec, config=replace(spec.config, stripped=False))
+    try:
+        graph.write_bytes(model.SerializeToString())
+        return build_engine(whole, graph, output, profiles, decomposable=decomposable, progress=progress)
+    finally:
+        graph.unlink(missing_ok=True)
 
 
 def _build(work: _Work, progress: Progress) -> list[Message]:

@@ -22,7 +22,7 @@ from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, Re
 from llmc.inventory import HEAD
 from llmc.optimize.lower.context import ARRAY_TYPES, WeightOnly, quant_configs
 from llmc.optimize.progress import Progress
-from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.builder import build_model
 from llmc.optimize.tensorrt.ladder import WIDE_SCALES
 from llmc.optimize.tensorrt.spec import EngineSpec
 from llmc.runtime.host.cuda import Driver, open_driver
@@ -103,7 +103,7 @@ def compare(
     geometry: Geometry,
     driver: Driver,
     clock: Callable[[], float] = time.perf_counter,
-    build: Callable[..., Any] = build_engine,
+    build: Callable[..., Any] = build_model,
     *,
     wide_scales: bool = False,
 ) -> Compared:
@@ -117,20 +117,15 @@ def compare(
     """
     widest = max((linear for linear in geometry.linears if linear.name != HEAD), key=lambda linear: linear.size)
     compute = spec.config.compute
-    plain = replace(spec, config=replace(spec.config, stripped=False))
     scales = {"int8": "float32" if wide_scales else compute, "floats": None}
     paths = [folder / f".{kind}.plan" for kind in scales]
     try:
         for kind, path in zip(scales.values(), paths, strict=True):
-            graph = path.with_suffix(".onnx")
-            made = products(widest.inputs, widest.outputs, compute, kind)
-            graph.write_bytes(made.SerializeToString())
-            build(plain, graph, path, [{"rows": (1, 1, 1)}])
+            build(spec, products(widest.inputs, widest.outputs, compute, kind), path, [{"rows": (1, 1, 1)}])
         return Compared(*_timed(spec, paths, driver, clock))
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
-            path.with_suffix(".onnx").unlink(missing_ok=True)
             path.with_suffix(".kernels").unlink(missing_ok=True)
 
 

@@ -1,6 +1,5 @@
 """The small engine beside a decoder's: from logits on the device to their largest, so that few bytes leave it."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -8,7 +7,7 @@ from onnx import TensorProto, helper
 
 from llmc.errors import BuildError
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.tensorrt.builder import EngineReport, build_engine
+from llmc.optimize.tensorrt.builder import EngineReport, build_model
 from llmc.optimize.tensorrt.messages import RefusedError
 from llmc.optimize.tensorrt.spec import EngineSpec
 
@@ -49,15 +48,13 @@ def build_select(
         SelectError: the library refuses it.
         LlmcError: as :func:`llmc.optimize.tensorrt.builder.build_engine`.
     """
-    graph, rows = output.with_name(f".{output.name}.onnx"), spec.config.decode.batch
-    whole = replace(spec, config=replace(spec.config, stripped=False))  # no graph in the bundle could refit it
+    rows = spec.config.decode.batch
     try:
-        graph.write_bytes(select_graph(vocab_size, candidates).SerializeToString())
-        return build_engine(whole, graph, output, [{"rows": (1, 1, rows)}], progress=progress)
+        return build_model(
+            spec, select_graph(vocab_size, candidates), output, [{"rows": (1, 1, rows)}], progress=progress
+        )
     except RefusedError as error:
         raise SelectError(
             f"{error}; this engine finds the largest of {vocab_size} logits and holds no weights, so no other "
             "precision helps: report this, and build with another version of the library"
         ) from error
-    finally:
-        graph.unlink(missing_ok=True)
