@@ -63,7 +63,7 @@ from llmc.optimize.passes import lower
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
-from llmc.optimize.targets import Capabilities, capabilities
+from llmc.optimize.targets import NATIVE, OLD, Capabilities, capabilities
 from llmc.optimize.tensorrt.request import EngineRequest, for_heads
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.origin import check_unchanged, copy_tokenizer
@@ -81,9 +81,6 @@ if TYPE_CHECKING:
     from llmc.optimize.tensorrt.spec import EngineSpec
 
 log = logging.getLogger(__name__)
-
-# Opset and IR version: the newest that ONNX Runtime 1.23 and TensorRT 10.3 read, and what native engines need.
-OLD, NATIVE = (21, 10), (24, 11)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from llmc.bundle import EngineConfig, Geometry
 from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.inventory import Attention
 from llmc.optimize.progress import Progress
+from llmc.optimize.targets import NATIVE
 from llmc.optimize.tensorrt.builder import build_model
 from llmc.optimize.tensorrt.network import Layer, Ranges
 from llmc.optimize.tensorrt.spec import EngineSpec
@@ -26,7 +27,6 @@ PROFILES = ("decode", "prefill")
 # What the builder says where it may not take an attention apart.
 NO_KERNEL = "not supported by a dedicated kernel"
 TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
-OPSET, IR_VERSION = 24, 11
 
 
 def decomposed(
@@ -98,4 +98,4 @@ def attention_graph(attention: Attention, config: EngineConfig) -> onnx.ModelPro
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
         [helper.make_tensor_value_info("output", kind, ["batch", attention.heads, "sequence", dim])],
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", NATIVE[0])], ir_version=NATIVE[1])

@@ -22,16 +22,17 @@ from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, Re
 from llmc.inventory import HEAD
 from llmc.optimize.lower.context import ARRAY_TYPES, WeightOnly, quant_configs
 from llmc.optimize.progress import Progress
+from llmc.optimize.targets import OLD
 from llmc.optimize.tensorrt.builder import build_model
 from llmc.optimize.tensorrt.ladder import WIDE_SCALES
 from llmc.optimize.tensorrt.spec import EngineSpec
 from llmc.runtime.host.cuda import Driver, open_driver
-from llmc.runtime.sessions.tensorrt.engine import ALIGNMENT, Context, Engine
+from llmc.runtime.kv.device_cache import ALIGNMENT
+from llmc.runtime.sessions.tensorrt.engine import Context, Engine
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels
 
 log = logging.getLogger(__name__)
 
-OPSET, IR_VERSION = 21, 10
 # Products in a row, with weights of their own: bytes of these in floats. Half of it, in 8 bits, is more than an H200
 # (50 MB) or an RTX 5090 (96 MB) caches: what stayed there would be read faster than a model's weights are.
 BYTES, MOST_PRODUCTS = 256_000_000, 64
@@ -160,7 +161,7 @@ def products(inputs: int, outputs: int, compute: str, scales: str | None) -> onn
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", inputs])],
         weights,
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OLD[0])], ir_version=OLD[1])
 
 
 def _timed(spec: EngineSpec, paths: Sequence[Path], driver: Driver, clock: Callable[[], float]) -> list[float]:

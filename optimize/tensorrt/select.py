@@ -7,14 +7,13 @@ from onnx import TensorProto, helper
 
 from llmc.errors import BuildError
 from llmc.optimize.progress import Progress, silent
+from llmc.optimize.targets import OLD
 from llmc.optimize.tensorrt.builder import EngineReport, build_model
 from llmc.optimize.tensorrt.messages import RefusedError
 from llmc.optimize.tensorrt.spec import EngineSpec
 
 # TensorRT's limit on the k of its TopK layer.
 CANDIDATES_AT_MOST = 3840
-# What TensorRT 10.3 reads, and nothing newer is needed.
-OPSET, IR_VERSION = 17, 8
 
 
 class SelectError(BuildError):
@@ -36,7 +35,7 @@ def select_graph(vocab_size: int, candidates: int) -> onnx.ModelProto:
         ],
         [k],
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OLD[0])], ir_version=OLD[1])
 
 
 def build_select(

@@ -77,8 +77,9 @@ def markdown(document: Document) -> str:
     """A line about the machine, and a row for each bundle, whether it was run or not."""
     rows = [["bundle", "verified", *figures(document, BUNDLES[0])]]
     rows.append(["---"] * len(rows[0]))
+    known = {name.partition("/")[2] for name in document["steps"] if name != REFUSAL}
     for bundle in BUNDLES:
-        if bundle in {name.partition("/")[2] for name in document["steps"]} or UNASKED.isdisjoint(bundle.split("/")):
+        if bundle in known or UNASKED.isdisjoint(bundle.split("/")):
             shown = [NOT_RUN if x is None else form.format(x) for x, form in figures(document, bundle).values()]
             rows.append([bundle, verified(document, bundle), *shown])
     return "\n".join([heading(document), "", *(f"| {' | '.join(row)} |" for row in rows), *answer(document)])

@@ -152,6 +152,7 @@ def test_the_last_line_is_what_the_library_said_of_the_gpu(part, document, liste
     said = {"listed": listed, "accepted": accepted, "said": "no kernels\n for 9.0"}
     document["steps"][part("steps").REFUSAL] = {"state": "done", "result": said}
     assert markdown(document).splitlines()[-2:] == ["", line]
+    assert "tensorrt-rtx/" not in markdown(document), "no row of a bundle of which nothing was measured"
 
 
 def test_what_was_not_run_is_said_so_in_the_table(tmp_path):
