@@ -34,6 +34,7 @@ class FakeOnnxRuntime:
         runs: numbers of the recordings that runs asked for.
         replays: how many runs were replays of a recording.
         released: recordings that were let go.
+        preloaded: folders that were searched for CUDA's libraries; None is beside the library itself.
     """
 
     SessionOptions = ort.SessionOptions
@@ -52,6 +53,7 @@ class FakeOnnxRuntime:
         self.driver, self.providers, self.__version__ = driver, providers, version
         self.falls_back, self.records, self.astray = falls_back, records, astray
         self.failure: Exception | None = None
+        self.preloaded: list[str | None] = []
         self.options: dict[str, str] = {}
         self.runs: list[int] = []
         self.replays = 0
@@ -60,7 +62,8 @@ class FakeOnnxRuntime:
     def get_available_providers(self) -> list[str]:
         return list(self.providers)
 
-    def preload_dlls(self) -> None:
+    def preload_dlls(self, directory: str | None = None) -> None:
+        self.preloaded.append(directory)
         sys.stdout.write("Failed to load libcublasLt.so.13\n" if self.falls_back else "all is well\n")
 
     def InferenceSession(

@@ -107,6 +107,17 @@ def test_gate_and_up_one_by_one_would_be_refused(tiny_export: Path, tmp_path: Pa
         opened(bundle)
 
 
+def test_cudas_libraries_are_found_wherever_packages_lie(fp16_bundle, opened, tmp_path, monkeypatch):
+    """ONNX Runtime itself looks beside itself, and an environment may see the packages of another one."""
+    folders = [tmp_path / name / "nvidia" / "cu13" / "lib" for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        monkeypatch.syspath_prepend(folder.parents[2])
+    session = opened(fp16_bundle)
+    assert set(map(str, folders)) <= set(session._runtime.preloaded)
+    assert session._runtime.preloaded[-1] is None, "last, when all are loaded: what it says then counts"
+
+
 def prefill(session: Session, prompt: list[int], row: int = 0) -> np.ndarray:
     last = np.array([[len(prompt) - 1]])
     return session.run(Batch(Phase.PREFILL, np.array([prompt]), np.zeros(1, np.int64), last, row))[0, 0].copy()
