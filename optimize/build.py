@@ -224,9 +224,10 @@ def build(
     _check_memory(order, calibration, memory)
     try_tokenizer(Path(source))
     if abilities.makes_engine:
-        from llmc.optimize.tensorrt.spec import resolve_engine
+        from llmc.optimize.tensorrt.spec import own_bits, resolve_engine
 
-        spec = resolve_engine(abilities, chosen, limits, for_heads(asked.engine or EngineRequest(), export.geometry))
+        wishes = for_heads(asked.engine or EngineRequest(), export.geometry)
+        spec = resolve_engine(abilities, chosen, limits, wishes, own_bits=own_bits(export.geometry))
         order = replace(order, engine=spec)
     with staged(Path(output), force=force) as folder:
         manifest = _make(order, folder, calibration)

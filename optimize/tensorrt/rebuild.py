@@ -30,7 +30,7 @@ from llmc.optimize.tensorrt.ladder import ladder
 from llmc.optimize.tensorrt.messages import RefusedError
 from llmc.optimize.tensorrt.products import compared, is_comparison
 from llmc.optimize.tensorrt.request import EngineRequest
-from llmc.optimize.tensorrt.spec import EngineSpec, resolve_engine
+from llmc.optimize.tensorrt.spec import EngineSpec, own_bits, resolve_engine
 from llmc.publish import file_entries, link, refuse_to_overwrite, staged
 from llmc.runtime import load
 from llmc.runtime.kv.budget import usable_memory
@@ -96,7 +96,8 @@ def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
 
 def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, progress: Progress) -> Manifest:
     target = capabilities(manifest.target.name)
-    spec = resolve_engine(target, manifest.recipe, manifest.limits, _as_asked(old), lowered=source)
+    bits = own_bits(manifest.geometry)
+    spec = resolve_engine(target, manifest.recipe, manifest.limits, _as_asked(old), own_bits=bits, lowered=source)
     spec = _for_same_gpus(spec, old)
     kept = _kept(manifest)
     for name in kept:

@@ -4,11 +4,12 @@ The library is found once and handed on, so every version of TensorRT and Tensor
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc.bundle import EngineConfig, Limits, Profile, Recipe, version
+from llmc.bundle import EngineConfig, Geometry, Limits, Profile, Recipe, version
 from llmc.errors import BuildError, GpuError, UsageError
 from llmc.optimize.recipe import between
 from llmc.optimize.targets import Capabilities
@@ -54,7 +55,13 @@ class EngineSpec:
 
 
 def resolve_engine(
-    target: Capabilities, recipe: Recipe, limits: Limits, request: EngineRequest, *, lowered: Path | None = None
+    target: Capabilities,
+    recipe: Recipe,
+    limits: Limits,
+    request: EngineRequest,
+    *,
+    own_bits: Collection[int] = (),
+    lowered: Path | None = None,
 ) -> EngineSpec:
     """Fill in the defaults and refuse what the library here cannot do.
 
@@ -62,6 +69,7 @@ def resolve_engine(
         target: what the engine is for.
         recipe, limits: of the bundle.
         request: what was asked for.
+        own_bits: of the integers that the checkpoint stores weights as.
         lowered: a bundle whose graph is to be compiled; it has the form of ``request``, and can get no other one.
 
     Raises:
@@ -69,7 +77,7 @@ def resolve_engine(
         UsageError: a value is out of range, or not for this library.
         BuildError: the library does not take the form of the bundle ``lowered``.
     """
-    precisions = _wanted(recipe)
+    precisions = _wanted(recipe, own_bits)
     library = None if request.deferred else load_library(target.engine)
     form = _form(request.form, library, target, lowered)
     level = _hardware_compatibility(request.hardware_compatibility, library, target)
@@ -208,15 +216,21 @@ def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capa
     )
 
 
+def own_bits(geometry: Geometry) -> set[int]:
+    """Bits of the integers that the checkpoint stores weights as."""
+    return {linear.codes.bits for linear in geometry.linears if linear.codes is not None}
+
+
 def lacking(target: Capabilities, spec: EngineSpec) -> set[str]:
     """The precisions that one of the GPUs to build for does not have."""
     return {precision for gpu in spec.config.compute_capabilities for precision in absent(target.name, gpu)}
 
 
-def _wanted(recipe: Recipe) -> set[str]:
+def _wanted(recipe: Recipe, own_bits: Collection[int]) -> set[str]:
     """The precisions that a GPU must have: those of the weights, and that of the activations."""
-    stored = {"int4" if name == "source" else name for name in recipe.precisions()}
-    return stored | {COMPUTES[recipe.compute]}
+    stored = recipe.precisions()
+    own = {"int8" if bits == 8 else "int4" for bits in own_bits} if "source" in stored else set()
+    return (stored - {"source"}) | own | {COMPUTES[recipe.compute]}
 
 
 def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> None:

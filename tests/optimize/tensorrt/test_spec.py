@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,16 @@ def test_the_precisions_that_a_gpu_has_are_taken(here: Callable[..., Any]):
     assert resolve(precision="int8").config.compute_capabilities == ("7.5",)
     here("11.4", RTX_4090)
     assert resolve(precision="fp8").config.compute_capabilities == ("8.9",)
+
+
+@pytest.mark.parametrize(("bits", "lacks"), [(8, False), (4, True), (3, True)])
+def test_of_a_checkpoints_own_integers_their_bits_count(here: Callable[..., Any], bits: int, lacks: bool):
+    here("11.4", OLD_SERVER)
+    abilities = capabilities("tensorrt")
+    asked = Request(precision="source", head="int8")
+    recipe, _ = resolve_recipe(asked, abilities, LIMITS.max_context, "test", coded=True)
+    with pytest.raises(UsageError, match="has int4 from") if lacks else nullcontext():
+        resolve_engine(abilities, recipe, LIMITS, EngineRequest(), own_bits={bits})
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
