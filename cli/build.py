@@ -184,7 +184,7 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
 
 
 def print_report(report: BuildReport) -> None:
-    """The bundle, its size, and its distance from the unquantized model."""
+    """The bundle, its size, its distance from the unquantized model, and what its user should know."""
     manifest = report.manifest
     rows = [
         ("model", f"{manifest.source.name}, {show.amount(manifest.source.parameters)} parameters"),
@@ -192,6 +192,7 @@ def print_report(report: BuildReport) -> None:
         *((name, show.size(entry.size)) for name, entry in manifest.files.items()),
         ("total", show.size(report.size)),
         ("time", f"{report.seconds:.1f} s"),
+        *(("note", note) for note in manifest.notes),
     ]
     show.print_rows(rows)
     click.echo(f"wrote {report.output}")

@@ -63,7 +63,7 @@ from llmc.optimize.passes import lower
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
-from llmc.optimize.targets import Capabilities, capabilities
+from llmc.optimize.targets import NATIVE, OLD, Capabilities, capabilities
 from llmc.optimize.tensorrt.request import EngineRequest, for_heads
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.origin import check_unchanged, copy_tokenizer
@@ -81,9 +81,6 @@ if TYPE_CHECKING:
     from llmc.optimize.tensorrt.spec import EngineSpec
 
 log = logging.getLogger(__name__)
-
-# Opset and IR version: the newest that ONNX Runtime 1.23 and TensorRT 10.3 read, and what native engines need.
-OLD, NATIVE = (21, 10), (24, 11)
 
 
 @dataclass(frozen=True)
@@ -230,9 +227,10 @@ def build(
     _check_memory(order, calibration, memory)
     try_tokenizer(Path(source))
     if abilities.makes_engine:
-        from llmc.optimize.tensorrt.spec import resolve_engine
+        from llmc.optimize.tensorrt.spec import own_bits, resolve_engine
 
-        spec = resolve_engine(abilities, chosen, limits, for_heads(asked.engine or EngineRequest(), export.geometry))
+        wishes = for_heads(asked.engine or EngineRequest(), export.geometry)
+        spec = resolve_engine(abilities, chosen, limits, wishes, own_bits=own_bits(export.geometry))
         order = replace(order, engine=spec)
     with staged(Path(output), force=force) as folder:
         manifest = _make(order, folder, calibration)
@@ -294,10 +292,11 @@ def _built(order: _Order, folder: Path, calibrated: Calibrated) -> tuple[_Order,
     from llmc.optimize.tensorrt.ladder import ladder
     from llmc.optimize.tensorrt.messages import RefusedError, ToldError
     from llmc.optimize.tensorrt.select import SelectError
+    from llmc.optimize.tensorrt.spec import lacking
 
     first: BuildError | None = None
     refused: list[Message] = []
-    for step in ladder(order.recipe):
+    for step in ladder(order.recipe, lacking(order.target, order.engine)):
         tried = replace(order, recipe=step.recipe, wide_scales=step.wide_scales, fallback=step.name)
         try:
             graphs = _compile(tried, folder, calibrated)
@@ -437,7 +436,7 @@ def _compared(order: _Order, engine: EngineConfig | None, folder: Path) -> list[
         return []
     from llmc.optimize.tensorrt.products import compared
 
-    return compared(order.engine, order.recipe, order.export.geometry, folder, order.progress)
+    return compared(order.engine, order.recipe, engine.fallback, order.export.geometry, folder, order.progress)
 
 
 def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:

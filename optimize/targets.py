@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from llmc.errors import UsageError
 
+# Opset and IR version: the newest that ONNX Runtime 1.23 and TensorRT 10.3 read, and what native engines need.
+OLD, NATIVE = (21, 10), (24, 11)
+
 
 @dataclass(frozen=True)
 class Capabilities:

@@ -7,7 +7,6 @@ shapes.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -17,7 +16,8 @@ from llmc.bundle import EngineConfig, Geometry
 from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.inventory import Attention
 from llmc.optimize.progress import Progress
-from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.targets import NATIVE
+from llmc.optimize.tensorrt.builder import build_model
 from llmc.optimize.tensorrt.network import Layer, Ranges
 from llmc.optimize.tensorrt.spec import EngineSpec
 
@@ -27,7 +27,6 @@ PROFILES = ("decode", "prefill")
 # What the builder says where it may not take an attention apart.
 NO_KERNEL = "not supported by a dedicated kernel"
 TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
-OPSET, IR_VERSION = 24, 11
 
 
 def decomposed(
@@ -72,18 +71,15 @@ def decomposed(
 
 
 def _fuses(spec: EngineSpec, folder: Path, attention: Attention, ranges: Ranges) -> bool:
-    graph, output = folder / ".attention.onnx", folder / ".attention.plan"
-    plain = replace(spec, config=replace(spec.config, stripped=False))
+    output = folder / ".attention.plan"
     try:
-        graph.write_bytes(attention_graph(attention, spec.config).SerializeToString())
-        build_engine(plain, graph, output, [ranges], decomposable=False)
+        build_model(spec, attention_graph(attention, spec.config), output, [ranges], decomposable=False)
     except BuildError as error:
         if NO_KERNEL not in str(error):
             raise
         return False
     finally:
-        for path in (graph, output):
-            path.unlink(missing_ok=True)
+        output.unlink(missing_ok=True)
     return True
 
 
@@ -102,4 +98,4 @@ def attention_graph(attention: Attention, config: EngineConfig) -> onnx.ModelPro
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
         [helper.make_tensor_value_info("output", kind, ["batch", attention.heads, "sequence", dim])],
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", NATIVE[0])], ir_version=NATIVE[1])

@@ -11,10 +11,12 @@ int8 and 2.0 in int4, and 0.3 GB besides.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import onnx
 
 from llmc.bundle import EngineConfig
 from llmc.errors import BuildError, GpuError, ResourceError
@@ -104,6 +106,25 @@ def build_engine(
     return EngineReport(network.summary(), network.aliases(), (*network.messages, *messages))
 
 
+def build_model(
+    spec: EngineSpec,
+    model: onnx.ModelProto,
+    output: Path,
+    profiles: Sequence[Ranges],
+    *,
+    decomposable: bool = True,
+    progress: Progress = silent,
+) -> EngineReport:
+    """:func:`build_engine` of a model that has its weights in itself: it is no file of the bundle, from which weights
+    could be put into a stripped engine, so its engine is whole."""
+    graph, whole = output.with_name(f".{output.name}.onnx"), replace(spec, config=replace(spec.config, stripped=False))
+    try:
+        graph.write_bytes(model.SerializeToString())
+        return build_engine(whole, graph, output, profiles, decomposable=decomposable, progress=progress)
+    finally:
+        graph.unlink(missing_ok=True)
+
+
 def _build(work: _Work, progress: Progress) -> list[Message]:
     """Build and write the engine; a failed build leaves no file."""
     monitor = Monitor(progress)
@@ -115,7 +136,7 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
         with logger(work.spec.library).collected() as messages:
             built = monitor.watch(partial(_serialize, work, config, staged))
         if not built or any(message.severity == "INTERNAL_ERROR" for message in messages):
-            raise failure(f"building {work.output.name}", messages, work.network.messages)
+            raise failure(f"building {work.output.name}", messages, work.network.messages, work.spec.config.workspace)
         staged.replace(work.output)
     except OSError as error:
         raise ResourceError(f"{work.output} cannot be written ({error.strerror})") from error

@@ -8,8 +8,8 @@ from pathlib import Path
 from llmc.bundle import EngineConfig, Geometry, Profile
 from llmc.optimize.progress import Progress
 from llmc.optimize.tensorrt.attention import decomposed
-from llmc.optimize.tensorrt.builder import build_engine
-from llmc.optimize.tensorrt.messages import ToldError, transcript
+from llmc.optimize.tensorrt.builder import EngineReport, build_engine
+from llmc.optimize.tensorrt.messages import ToldError, WorkspaceError, transcript
 from llmc.optimize.tensorrt.network import Ranges
 from llmc.optimize.tensorrt.select import build_select
 from llmc.optimize.tensorrt.spec import EngineSpec
@@ -42,17 +42,13 @@ def compile_engine(
 
     Raises:
         BuildError: the library refuses a part of the graph, or finds no kernels.
-        ResourceError: memory or disk does not suffice.
+        ResourceError: memory or disk does not suffice, or the workspace that was asked for.
         GpuError: the library finds no GPU and needs one.
     """
     config, folder = spec.config, graph.parent
     if spec.library is None:
         return config
-    if config.workspace is None and spec.gpu is not None and spec.gpu.integrated:
-        spec = replace(spec, config=replace(config, workspace=integrated_workspace(config, geometry)))
-    report = build_engine(
-        spec, graph, folder / ENGINE_FILE, profiles_of(config), inspector=folder / INSPECTOR_FILE, progress=progress
-    )
+    served, report, unfit = _built(spec, graph, geometry, progress)
     # In-place caches are what the native form is for: the parser must have kept every one of them.
     wanted = 0 if config.form == "primitives" else 2 * len(geometry.caches)
     if len(report.aliases) != wanted:
@@ -63,10 +59,10 @@ def compile_engine(
         )
     candidates = min(CANDIDATES, geometry.vocab_size)
     small = build_select(
-        spec, folder / SELECT_FILE, vocab_size=geometry.vocab_size, candidates=candidates, progress=progress
+        served, folder / SELECT_FILE, vocab_size=geometry.vocab_size, candidates=candidates, progress=progress
     )
-    unfused = decomposed(spec, folder, geometry, report.layers, profiles_of(config), progress)
-    said = (*report.messages, *small.messages)
+    unfused = decomposed(served, folder, geometry, report.layers, profiles_of(config), progress)
+    said = (*unfit, *report.messages, *small.messages)
     if notable := (*report.warnings, *small.warnings):
         log.warning("%s warned while it built (%s); all is in %s", spec.library.__name__, notable[0], LOG_FILE)
     (folder / LOG_FILE).write_text(transcript((*refused, *said)), encoding="utf-8")
@@ -79,6 +75,29 @@ def compile_engine(
         log=LOG_FILE,
         decomposed=unfused,
     )
+
+
+def _built(
+    spec: EngineSpec, graph: Path, geometry: Geometry, progress: Progress
+) -> tuple[EngineSpec, EngineReport, tuple[Message, ...]]:
+    """Write the decoder's engine and its summary. The spec with the workspace that served, the report, and what the
+    library said of one that did not.
+
+    On an integrated GPU the workspace is limited where nobody asked for one, unless no kernel fits into that.
+    """
+
+    def built(spec: EngineSpec) -> EngineReport:
+        file, profiles = graph.with_name(ENGINE_FILE), profiles_of(spec.config)
+        return build_engine(spec, graph, file, profiles, inspector=graph.with_name(INSPECTOR_FILE), progress=progress)
+
+    if spec.config.workspace is not None or spec.gpu is None or not spec.gpu.integrated:
+        return spec, built(spec), ()
+    limited = replace(spec, config=replace(spec.config, workspace=integrated_workspace(spec.config, geometry)))
+    try:
+        return limited, built(limited), ()
+    except WorkspaceError as error:
+        log.warning("no kernel fits into %d bytes of workspace: trying without a limit", limited.config.workspace)
+        return spec, built(spec), error.messages
 
 
 def integrated_workspace(config: EngineConfig, geometry: Geometry) -> int:

@@ -1,6 +1,8 @@
 """Flags of the library's compiler that keep it from known mistakes, by GPU and by the library's version.
 
-Not run on such a GPU: the table is what NVIDIA's own TensorRT Edge-LLM sets, and what its users reported.
+Not run on such a GPU: the table is what NVIDIA's own TensorRT Edge-LLM sets, and what its users reported. When the
+compiler reads them is documented nowhere; Edge-LLM sets them after it has loaded the library and before it makes a
+builder, and leaves them until the engine is serialized, and so does llmc.
 """
 
 import os
@@ -10,9 +12,10 @@ from dataclasses import dataclass
 
 from llmc.bundle import version
 
-# Read by the library's compiler (Myelin) when a builder is made.
+# An environment variable of the library's compiler (Myelin).
 VARIABLE = "__LUNOWUD"
-THOR = ("11.0", "10.1")  # its compute capability since CUDA 13, and before
+# Thor's compute capability since CUDA 13, and before: by CUDA's documents, no JetPack for Thor has CUDA 12.
+THOR = ("11.0", "10.1")
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,14 @@ class Rule:
 
 EDGE = "https://github.com/NVIDIA/TensorRT-Edge-LLM"
 RULES = (
-    Rule(THOR, (10, 13), (10, 15), "-peep:match_dual_gemm=off", f"{EDGE}, its builder"),
+    Rule(THOR, (10, 13), (10, 15), "-peep:match_dual_gemm=off", f"{EDGE}, its builders"),
+    Rule(THOR, (11, 0), None, "-peep:match_dual_gemm=off", f"{EDGE}, its builder in Python, from 10.0 on"),
     Rule(
         THOR,
         (10, 15),
         None,
         "-mlir:autotune:num_threads=1 -mlir:collective:fp4=off -cask_fusion:async_policy=1",
-        f"{EDGE}, its builder",
+        f"{EDGE}, its builders",
     ),
     # Products that share an input are merged wrongly for a batch of one, as every engine's prefill has: fluent text
     # that is wrong.

@@ -5,6 +5,7 @@ not infer output types for operation: dequantize", TensorRT issue 4832, on Orin)
 and a GPU take can only be tried.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from llmc.bundle import Recipe
@@ -13,6 +14,7 @@ INTEGERS = {"int8", "int4", "source"}
 FLOATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 # The blocks of 4 bits that the documents name; others are extras.
 DOCUMENTED_BLOCK = 128
+WIDE_SCALES = "scales in float32"  # in manifests, too
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,18 @@ class Step:
     wide_scales: bool = False
 
 
-def ladder(recipe: Recipe) -> tuple[Step, ...]:
-    """Steps to try in turn, the first as asked for and the last in floats; one where no weights are integers."""
+def ladder(recipe: Recipe, lacking: Collection[str] = ()) -> tuple[Step, ...]:
+    """Steps to try in turn, the first as asked for and the last in floats; one where no weights are integers.
+
+    ``lacking`` are precisions that a GPU to build for does not have: no step has them that was not asked for.
+    """
     steps = [Step("", recipe)]
     if INTEGERS.isdisjoint(recipe.precisions()):
         return tuple(steps)
     if recipe.compute != "float32":
-        steps.append(Step("scales in float32", recipe, wide_scales=True))
+        steps.append(Step(WIDE_SCALES, recipe, wide_scales=True))
     small = _stored(recipe, "int4", DOCUMENTED_BLOCK)
-    if small != recipe:
+    if small != recipe and "int4" not in lacking:
         steps.append(Step(f"int4 in blocks of {DOCUMENTED_BLOCK}", small))
     steps.append(Step(FLOATS[recipe.compute], _stored(recipe, FLOATS[recipe.compute], 0)))
     return tuple(steps)

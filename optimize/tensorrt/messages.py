@@ -19,9 +19,9 @@ UNUSED = re.compile(r"\bunused\b", re.IGNORECASE)
 REFUSED = re.compile(r"\bunsupported\b|\bignored\b|\bnot supported\b", re.IGNORECASE)
 PART = re.compile(r"\b(?:node|operator|layer|attribute|input|output|tensor)s?\b", re.IGNORECASE)
 NO_DRIVER = re.compile(r"cudaError 35|CUDA_SUCCESS|CUDA initialization failure")
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|OutOfMemory|FAILED_ALLOCATION|insufficient memory|within workspace limit", re.IGNORECASE
-)
+OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|FAILED_ALLOCATION|insufficient memory", re.IGNORECASE)
+# Also said where there is no kernel whatever the workspace, as of attention by TensorRT 10.7 on Orin.
+NO_WORKSPACE = re.compile(r"insufficient workspace|within workspace limit", re.IGNORECASE)
 SAID_AT_MOST = 4
 
 
@@ -59,21 +59,40 @@ class RefusedError(ToldError):
     """The parser or the builder makes no engine of a graph."""
 
 
-def failure(what: str, messages: Sequence[Message], parsing: Sequence[Message] = ()) -> LlmcError:
-    """The error for a build that the library gave up, told from what it logged while it built; ``parsing`` is what it
-    had logged before.
+class WorkspaceError(ResourceError):
+    """No kernel fits into the workspace that the builder was allowed; ``messages`` as of :class:`ToldError`."""
+
+    def __init__(self, text: str, messages: Sequence[Message]) -> None:
+        super().__init__(text)
+        self.messages = tuple(messages)
+
+
+def failure(
+    what: str, messages: Sequence[Message], parsing: Sequence[Message] = (), workspace: int | None = None
+) -> LlmcError:
+    """The error for a build that the library gave up, told from what it logged while it built.
 
     A build without a driver ends in the same errors of CUDA as one on a broken GPU, so they are told apart from what
     the graph is to blame for.
+
+    Args:
+        what: was done.
+        messages: logged meanwhile.
+        parsing: logged before.
+        workspace: bytes that the builder was allowed; None for the library's own limit, all of the GPU's memory.
     """
     errors = list(dict.fromkeys(message.text.strip() for message in messages if message.is_error))
     if errors and not NO_DRIVER.search(errors[0]):
         errors = [error for error in errors if not NO_DRIVER.search(error)]  # its aftermath where there is no driver
     said = "; ".join(errors[:SAID_AT_MOST]) or "it said nothing"
-    if OUT_OF_MEMORY.search(said):
-        return ResourceError(
-            f"{what} ran out of memory: {said}; allow a larger workspace, or ask for a smaller context, chunk or batch"
+    if workspace is not None and NO_WORKSPACE.search(said):
+        return WorkspaceError(
+            f"{what} found no kernel within a workspace of {workspace} bytes: {said}; allow more with workspace in the "
+            "recipe's [engine] table, or leave it out, or ask for a smaller context, chunk or batch",
+            (*parsing, *messages),
         )
+    if OUT_OF_MEMORY.search(said):
+        return ResourceError(f"{what} ran out of memory: {said}; ask for a smaller context, chunk or batch")
     if errors and NO_DRIVER.search(errors[0]):
         return GpuError(
             f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, or leave out stripped"

@@ -22,20 +22,21 @@ from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, Re
 from llmc.inventory import HEAD
 from llmc.optimize.lower.context import ARRAY_TYPES, WeightOnly, quant_configs
 from llmc.optimize.progress import Progress
-from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.targets import OLD
+from llmc.optimize.tensorrt.builder import build_model
+from llmc.optimize.tensorrt.ladder import WIDE_SCALES
 from llmc.optimize.tensorrt.spec import EngineSpec
 from llmc.runtime.host.cuda import Driver, open_driver
-from llmc.runtime.sessions.tensorrt.engine import ALIGNMENT, Context, Engine
+from llmc.runtime.kv.device_cache import ALIGNMENT
+from llmc.runtime.sessions.tensorrt.engine import Context, Engine
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels
 
 log = logging.getLogger(__name__)
 
-OPSET, IR_VERSION = 21, 10
 # Products in a row, with weights of their own: bytes of these in floats. Half of it, in 8 bits, is more than an H200
 # (50 MB) or an RTX 5090 (96 MB) caches: what stayed there would be read faster than a model's weights are.
 BYTES, MOST_PRODUCTS = 256_000_000, 64
 WARM_UP, ROUNDS, STEPS = 10, 5, 20
-KINDS = ("int8", "floats")
 # In the notes of bundles, which name the GPU before.
 SLOWER, FAILED = "is the slower one, by a factor of", "int8 was not timed beside floats"
 
@@ -56,16 +57,26 @@ class Compared:
         )
 
 
-def compared(spec: EngineSpec, recipe: Recipe, geometry: Geometry, folder: Path, progress: Progress) -> list[str]:
+def compared(
+    spec: EngineSpec, recipe: Recipe, fallback: str, geometry: Geometry, folder: Path, progress: Progress
+) -> list[str]:
     """A sentence for the bundle about which of int8 and floats is the slower one on the GPU here, or why that is not
-    known; none where no weights have 8 bits. ``folder`` is to write in, and keeps nothing."""
+    known; none where no weights have 8 bits.
+
+    Args:
+        spec: of the engine.
+        recipe: of what was built.
+        fallback: the step of the ladder that served.
+        geometry: of the decoder.
+        folder: to write in; it keeps nothing.
+    """
     assert spec.gpu is not None
     if not stores_bytes(recipe, geometry):
         return []
     progress("timing int8 beside floats")
     try:
         with closing(open_driver()) as driver:
-            found = compare(spec, folder, geometry, driver)
+            found = compare(spec, folder, geometry, driver, wide_scales=fallback == WIDE_SCALES)
     except (BuildError, BundleError, GpuError, MissingExtraError, ResourceError) as error:
         log.warning("%s: %s", FAILED, error)
         return [f"on {spec.gpu.name}: {FAILED} ({printable(str(error))})"]
@@ -93,49 +104,56 @@ def compare(
     geometry: Geometry,
     driver: Driver,
     clock: Callable[[], float] = time.perf_counter,
-    build: Callable[..., Any] = build_engine,
+    build: Callable[..., Any] = build_model,
+    *,
+    wide_scales: bool = False,
 ) -> Compared:
     """Build both as small engines in ``folder``, which are removed again, and time them in turns.
+
+    ``wide_scales`` tells that the decoder's scales are float32.
 
     Raises:
         BuildError: the library refuses one of them.
         GpuError, BundleError: they do not run.
     """
     widest = max((linear for linear in geometry.linears if linear.name != HEAD), key=lambda linear: linear.size)
-    plain = replace(spec, config=replace(spec.config, stripped=False))
-    paths = [folder / f".{kind}.plan" for kind in KINDS]
+    compute = spec.config.compute
+    scales = {"int8": "float32" if wide_scales else compute, "floats": None}
+    paths = [folder / f".{kind}.plan" for kind in scales]
     try:
-        for kind, path in zip(KINDS, paths, strict=True):
-            graph = path.with_suffix(".onnx")
-            made = products(widest.inputs, widest.outputs, spec.config.compute, integers=kind == "int8")
-            graph.write_bytes(made.SerializeToString())
-            build(plain, graph, path, [{"rows": (1, 1, 1)}])
+        for kind, path in zip(scales.values(), paths, strict=True):
+            build(spec, products(widest.inputs, widest.outputs, compute, kind), path, [{"rows": (1, 1, 1)}])
         return Compared(*_timed(spec, paths, driver, clock))
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
-            path.with_suffix(".onnx").unlink(missing_ok=True)
             path.with_suffix(".kernels").unlink(missing_ok=True)
 
 
-def products(inputs: int, outputs: int, compute: str, *, integers: bool) -> onnx.ModelProto:
-    """``x`` [rows, inputs] -> ``y``: products to [rows, outputs] and back again, as many as :data:`BYTES` allow."""
+def products(inputs: int, outputs: int, compute: str, scales: str | None) -> onnx.ModelProto:
+    """``x`` [rows, inputs] -> ``y``: products to [rows, outputs] and back again, as many as :data:`BYTES` allow.
+
+    ``scales`` is the type of the scales of weights of 8 bits; None for weights in floats.
+    """
     array, generator = ARRAY_TYPES[compute], np.random.default_rng(0)
     pairs = -(-min(MOST_PRODUCTS, max(2, BYTES // (inputs * outputs * array.itemsize))) // 2)
-    nodes, weights, value = [], [], "x"
+    kind = helper.np_dtype_to_tensor_dtype(array)
+    nodes, weights, value = [helper.make_node("Cast", ["given"], ["x"], to=kind)], [], "x"
     for number, (rows, columns) in enumerate([(inputs, outputs), (outputs, inputs)] * pairs):
         codes = generator.integers(-127, 128, (rows, columns), np.int8)
         scale, name = 1 / (127 * rows), f"w{number}"
-        if integers:
-            weights += [numpy_helper.from_array(codes, f"{name}.codes")]
-            weights += [numpy_helper.from_array(np.full(columns, scale).astype(array), f"{name}.scales")]
-            nodes.append(helper.make_node("DequantizeLinear", [f"{name}.codes", f"{name}.scales"], [name], axis=1))
-        else:
+        if scales is None:
             weights.append(numpy_helper.from_array((codes * scale).astype(array), name))
+        else:
+            weights.append(numpy_helper.from_array(codes, f"{name}.codes"))
+            weights.append(numpy_helper.from_array(np.full(columns, scale, ARRAY_TYPES[scales]), f"{name}.scales"))
+            found = name if scales == compute else f"{name}.{scales}"
+            nodes.append(helper.make_node("DequantizeLinear", [f"{name}.codes", f"{name}.scales"], [found], axis=1))
+            if found != name:
+                nodes.append(helper.make_node("Cast", [found], [name], to=kind))
         nodes.append(helper.make_node("MatMul", [value, name], [f"y{number}"]))
         value = f"y{number}"
     nodes.append(helper.make_node("Cast", [value], ["y"], to=TensorProto.FLOAT))
-    nodes.insert(0, helper.make_node("Cast", ["given"], ["x"], to=helper.np_dtype_to_tensor_dtype(array)))
     graph = helper.make_graph(
         nodes,
         "products",
@@ -143,7 +161,7 @@ def products(inputs: int, outputs: int, compute: str, *, integers: bool) -> onnx
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", inputs])],
         weights,
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OLD[0])], ir_version=OLD[1])
 
 
 def _timed(spec: EngineSpec, paths: Sequence[Path], driver: Driver, clock: Callable[[], float]) -> list[float]:

@@ -30,12 +30,12 @@ from llmc.optimize.tensorrt.ladder import ladder
 from llmc.optimize.tensorrt.messages import RefusedError
 from llmc.optimize.tensorrt.products import compared, is_comparison
 from llmc.optimize.tensorrt.request import EngineRequest
-from llmc.optimize.tensorrt.spec import EngineSpec, resolve_engine
+from llmc.optimize.tensorrt.spec import EngineSpec, own_bits, resolve_engine
 from llmc.publish import file_entries, link, refuse_to_overwrite, staged
 from llmc.runtime import load
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import replay
-from llmc.runtime.sessions.tensorrt.library import nameable_gpus
+from llmc.runtime.sessions.tensorrt.library import lists_gpu, nameable_gpus
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,8 @@ def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
 
 def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, progress: Progress) -> Manifest:
     target = capabilities(manifest.target.name)
-    spec = resolve_engine(target, manifest.recipe, manifest.limits, _as_asked(old), lowered=source)
+    bits = own_bits(manifest.geometry)
+    spec = resolve_engine(target, manifest.recipe, manifest.limits, _as_asked(old), own_bits=bits, lowered=source)
     spec = _for_same_gpus(spec, old)
     kept = _kept(manifest)
     for name in kept:
@@ -121,7 +122,7 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
     # That of another GPU, or of this one and another version, says nothing of this engine.
     notes = tuple(note for note in manifest.notes if not is_comparison(note))
     if runs:
-        notes = (*notes, *compared(spec, manifest.recipe, manifest.geometry, folder, progress))
+        notes = (*notes, *compared(spec, manifest.recipe, plan.fallback, manifest.geometry, folder, progress))
     made = replace(manifest, target=here, engine=plan, device=device, files=files, notes=notes)
     write_manifest(made, folder)
     verified = _replayed(folder, made, here=runs, progress=progress)
@@ -164,10 +165,10 @@ def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -
 
 def _for_same_gpus(spec: EngineSpec, old: EngineConfig) -> EngineSpec:
     """The GPUs that were named when the bundle was built, where the library builds for named ones; but for the GPU
-    here if that is another."""
-    named = old.compute_capabilities
-    possible = nameable_gpus(spec.library)
-    if not named or not set(named) <= set(possible) or (spec.gpu and spec.gpu.compute_capability not in named):
+    here if that is another on which its engines run."""
+    named, possible = old.compute_capabilities, nameable_gpus(spec.library)
+    here = spec.gpu and spec.gpu.compute_capability
+    if not named or not set(named) <= set(possible) or (here and here not in named and lists_gpu(spec.library, here)):
         return spec
     return replace(spec, config=replace(spec.config, compute_capabilities=named))
 

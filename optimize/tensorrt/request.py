@@ -21,8 +21,8 @@ class EngineRequest:
         version_compatible: whether newer versions of the library may run it (default false).
         stripped: leave the weights out of the engine; they are taken from the graph's file at load (default false).
         deferred: make no engine now; ``llmc build --rebuild`` compiles it where it is to run (default false).
-        workspace: bytes of scratch memory for one kernel; default: the library's, and on an
-            integrated GPU what attention needs at most.
+        workspace: bytes of scratch memory for one kernel; default: the library's, and on an integrated GPU what
+            attention needs at most, unless no kernel fits into that.
         optimization_level: 0 ... 5, how long the builder searches; default: the library's.
     """
 

@@ -1,6 +1,5 @@
 """The small engine beside a decoder's: from logits on the device to their largest, so that few bytes leave it."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -8,14 +7,13 @@ from onnx import TensorProto, helper
 
 from llmc.errors import BuildError
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.tensorrt.builder import EngineReport, build_engine
+from llmc.optimize.targets import OLD
+from llmc.optimize.tensorrt.builder import EngineReport, build_model
 from llmc.optimize.tensorrt.messages import RefusedError
 from llmc.optimize.tensorrt.spec import EngineSpec
 
 # TensorRT's limit on the k of its TopK layer.
 CANDIDATES_AT_MOST = 3840
-# What TensorRT 10.3 reads, and nothing newer is needed.
-OPSET, IR_VERSION = 17, 8
 
 
 class SelectError(BuildError):
@@ -37,7 +35,7 @@ def select_graph(vocab_size: int, candidates: int) -> onnx.ModelProto:
         ],
         [k],
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OLD[0])], ir_version=OLD[1])
 
 
 def build_select(
@@ -49,15 +47,13 @@ def build_select(
         SelectError: the library refuses it.
         LlmcError: as :func:`llmc.optimize.tensorrt.builder.build_engine`.
     """
-    graph, rows = output.with_name(f".{output.name}.onnx"), spec.config.decode.batch
-    whole = replace(spec, config=replace(spec.config, stripped=False))  # no graph in the bundle could refit it
+    rows = spec.config.decode.batch
     try:
-        graph.write_bytes(select_graph(vocab_size, candidates).SerializeToString())
-        return build_engine(whole, graph, output, [{"rows": (1, 1, rows)}], progress=progress)
+        return build_model(
+            spec, select_graph(vocab_size, candidates), output, [{"rows": (1, 1, rows)}], progress=progress
+        )
     except RefusedError as error:
         raise SelectError(
             f"{error}; this engine finds the largest of {vocab_size} logits and holds no weights, so no other "
             "precision helps: report this, and build with another version of the library"
         ) from error
-    finally:
-        graph.unlink(missing_ok=True)

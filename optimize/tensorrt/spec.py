@@ -4,11 +4,12 @@ The library is found once and handed on, so every version of TensorRT and Tensor
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc.bundle import EngineConfig, Limits, Profile, Recipe, version
+from llmc.bundle import EngineConfig, Geometry, Limits, Profile, Recipe, version
 from llmc.errors import BuildError, GpuError, UsageError
 from llmc.optimize.recipe import between
 from llmc.optimize.targets import Capabilities
@@ -54,7 +55,13 @@ class EngineSpec:
 
 
 def resolve_engine(
-    target: Capabilities, recipe: Recipe, limits: Limits, request: EngineRequest, *, lowered: Path | None = None
+    target: Capabilities,
+    recipe: Recipe,
+    limits: Limits,
+    request: EngineRequest,
+    *,
+    own_bits: Collection[int] = (),
+    lowered: Path | None = None,
 ) -> EngineSpec:
     """Fill in the defaults and refuse what the library here cannot do.
 
@@ -62,6 +69,7 @@ def resolve_engine(
         target: what the engine is for.
         recipe, limits: of the bundle.
         request: what was asked for.
+        own_bits: of the integers that the checkpoint stores weights as.
         lowered: a bundle whose graph is to be compiled; it has the form of ``request``, and can get no other one.
 
     Raises:
@@ -69,7 +77,7 @@ def resolve_engine(
         UsageError: a value is out of range, or not for this library.
         BuildError: the library does not take the form of the bundle ``lowered``.
     """
-    precisions = _wanted(recipe)
+    precisions = _wanted(recipe, own_bits)
     library = None if request.deferred else load_library(target.engine)
     form = _form(request.form, library, target, lowered)
     level = _hardware_compatibility(request.hardware_compatibility, library, target)
@@ -81,22 +89,17 @@ def resolve_engine(
                 f"hardware_compatibility is 'ampere', but GPUs before {first} know no {precision}; leave it out"
             )
     buckets = bucket_sizes(limits.max_context)
-    wanted = _compute_capabilities(request.compute_capabilities, library, target, precisions)
     gpu = next(iter(probe_driver().devices), None) if library is not None else None
+    included = gpu if level == "none" else None
+    wanted = _compute_capabilities(request.compute_capabilities, library, target, precisions, included)
+    bound = library is not None and not nameable_gpus(library)  # to the GPU that it builds on, as TensorRT is
     flags = ""
-    if library is not None and not nameable_gpus(library):  # TensorRT builds on the GPU that it builds for
+    if bound or lowered is not None:  # what is compiled again is for this machine
         _refuse_old(target, gpu, precisions)
-        flags = compiler_flags(library_version(library), gpu.compute_capability) if gpu is not None else ""
-        with compiled_with(flags):
-            made(library, library.Builder)  # so without one it refuses now, and not after hours of calibration
+    if bound:
+        flags = _tried(library, gpu)
         wanted = (gpu.compute_capability,) if gpu is not None else ()
-    elif gpu is not None and not lists_gpu(library, gpu.compute_capability):
-        log.warning(
-            "%s lists compute capability %s and newer, %s has %s: the engine does not run here, its graph is judged "
-            "on the CPU",
-            *(target.engine, ", ".join(nameable_gpus(library)), gpu.name, gpu.compute_capability),
-        )
-    if library is not None and nameable_gpus(library) and request.stripped and gpu is None:
+    if library is not None and not bound and request.stripped and gpu is None:
         raise GpuError(f"{target.engine} leaves weights out of engines only beside a GPU; leave --stripped out")
     effort, memory = request.optimization_level, request.workspace
     config = EngineConfig(
@@ -120,6 +123,8 @@ def resolve_engine(
         optimization_level=effort and between("optimization_level", effort, 0, 5),
         flags=flags,
     )
+    if gpu is not None:
+        _warn_of_other(gpu, config, library, target)
     return EngineSpec(library, library_version(library) if library is not None else "none", gpu, config)
 
 
@@ -163,12 +168,17 @@ def bucket_sizes(max_context: int) -> tuple[int, ...]:
     return (*sizes, -(-max_context // BLOCK) * BLOCK)
 
 
-def _compute_capabilities(asked: str | None, library: Any, target: Capabilities, wanted: set[str]) -> tuple[str, ...]:
-    """The GPUs to build for, none for the library's own choice: all from Ampere on."""
+def _compute_capabilities(
+    asked: str | None, library: Any, target: Capabilities, wanted: set[str], here: Device | None
+) -> tuple[str, ...]:
+    """The GPUs to build for, none for the library's own choice, which is all from Ampere on; one ``here`` that is older
+    is among them, if it has what is wanted."""
     known = nameable_gpus(library) if library is not None else ()
     possible = tuple(gpu for gpu in known if wanted.isdisjoint(absent(target.name, gpu)))
     if asked is None:
-        return () if set(possible) >= {gpu for gpu in known if version(gpu) >= AMPERE} else possible
+        usual = {gpu for gpu in known if version(gpu) >= AMPERE}
+        older = here is not None and here.compute_capability in set(possible) - usual
+        return () if usual <= set(possible) and not older else possible
     if library is None:
         raise UsageError(f"compute_capabilities is {asked!r}, but a deferred engine is for the GPU where it is built")
     if not known:
@@ -183,10 +193,44 @@ def _compute_capabilities(asked: str | None, library: Any, target: Capabilities,
     return found
 
 
-def _wanted(recipe: Recipe) -> set[str]:
+def _tried(library: Any, gpu: Device | None) -> str:
+    """The flags for the library's compiler, with which it has made a builder: one that cannot is refused now, and not
+    after hours of calibration."""
+    flags = compiler_flags(library_version(library), gpu.compute_capability) if gpu is not None else ""
+    with compiled_with(flags):
+        made(library, library.Builder)
+    return flags
+
+
+def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capabilities) -> None:
+    """Warn where an engine is not for the GPU here."""
+    if not lists_gpu(library, gpu.compute_capability):
+        gpus = f"{target.engine} lists compute capability {', '.join(nameable_gpus(library))} and newer"
+    elif not config.fits_gpu(gpu.compute_capability):
+        gpus = f"the engine is for compute capability {config.gpus}"
+    else:
+        return
+    log.warning(
+        "%s, %s has %s: the engine does not run here, its graph is judged on the CPU",
+        *(gpus, gpu.name, gpu.compute_capability),
+    )
+
+
+def own_bits(geometry: Geometry) -> set[int]:
+    """Bits of the integers that the checkpoint stores weights as."""
+    return {linear.codes.bits for linear in geometry.linears if linear.codes is not None}
+
+
+def lacking(target: Capabilities, spec: EngineSpec) -> set[str]:
+    """The precisions that one of the GPUs to build for does not have."""
+    return {precision for gpu in spec.config.compute_capabilities for precision in absent(target.name, gpu)}
+
+
+def _wanted(recipe: Recipe, own_bits: Collection[int]) -> set[str]:
     """The precisions that a GPU must have: those of the weights, and that of the activations."""
-    stored = {"int4" if name == "source" else name for name in recipe.precisions()}
-    return stored | {COMPUTES[recipe.compute]}
+    stored = recipe.precisions()
+    own = {"int8" if bits == 8 else "int4" for bits in own_bits} if "source" in stored else set()
+    return (stored - {"source"}) | own | {COMPUTES[recipe.compute]}
 
 
 def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> None:
@@ -195,10 +239,11 @@ def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> N
     Raises:
         UsageError: with the first GPU that has it.
     """
-    lacking = {} if gpu is None else absent(target.name, gpu.compute_capability)
-    for precision in sorted(wanted & lacking.keys()):
-        assert gpu is not None
-        raise UsageError(
-            f"{target.engine} has {precision} from compute capability {lacking[precision]} on, {gpu.name} has "
-            f"{gpu.compute_capability}; build with another precision"
-        )
+    if gpu is None:
+        return
+    for precision, first in absent(target.name, gpu.compute_capability).items():
+        if precision in wanted:
+            raise UsageError(
+                f"{target.engine} has {precision} from compute capability {first} on, {gpu.name} has "
+                f"{gpu.compute_capability}; build with another precision"
+            )

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -18,9 +19,10 @@ from gpu_check.measure import seconds_of, spread, without_graphs
 from gpu_check.steps import NotHereError, Options
 from llmc.bundle import read_bundle
 from llmc.errors import LlmcError, MissingExtraError
+from llmc.runtime.host import cuda as driver
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.onnxruntime import cuda, cuda_provider
-from llmc.runtime.sessions.tensorrt import library
+from llmc.runtime.sessions.tensorrt import engine, library
 
 POSITION, STEPS = 2000, 16
 # How layers are called that compute attention in one kernel, products of matrices, and those that only move data.
@@ -112,13 +114,19 @@ def digest(layers: list[Any]) -> dict[str, Any]:
 
 
 def refusal(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
-    """The answer of TensorRT-RTX on this GPU: a few tokens, or its refusal."""
+    """The answer of TensorRT-RTX on this GPU: a few tokens, or its refusal. The library is asked even where it does not
+    list the GPU, which sessions refuse before: what it says itself is what nobody knows."""
     models.check_here(target)
+    with contextlib.closing(driver.open_driver()) as gpu:
+        listed = library.lists_gpu(library.load_library(target), gpu.device.compute_capability)
     try:
-        with models.opened(target, geometry, precision, options) as model:
+        with (
+            patch.object(engine, "lists_gpu", lambda *_: True),
+            models.opened(target, geometry, precision, options) as model,
+        ):
             answer = model.generate([10, 11, 12], max_tokens=8, temperature=0, ignore_eos=True)
-            return {"accepted": True, "said": str(list(answer.token_ids))}
+            return {"listed": listed, "accepted": True, "said": str(list(answer.token_ids))}
     except MissingExtraError:
         raise
     except LlmcError as error:
-        return {"accepted": False, "said": f"{type(error).__name__}: {error}"}
+        return {"listed": listed, "accepted": False, "said": f"{type(error).__name__}: {error}"}

@@ -67,9 +67,9 @@ def without_graphs() -> Iterator[None]:
 
 
 def captures(session: Any) -> int | None:
-    """Number of calls that a session has recorded; None where it does not record."""
+    """Number of calls that a session has recorded, or TensorRT-RTX may; None where it does not record."""
     if hasattr(session, "_steps"):
-        return sum(bool(step.graph) for step in session._steps._kept.values())
+        return sum(bool(step.graph or step.own) for step in session._steps._kept.values())
     return getattr(session, "_recordings", None)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpu_check.steps import BUNDLES, UNASKED
+from gpu_check.steps import BUNDLES, REFUSAL, UNASKED
 
 NOT_RUN = "not run"
 Document = dict[str, Any]
@@ -77,11 +77,21 @@ def markdown(document: Document) -> str:
     """A line about the machine, and a row for each bundle, whether it was run or not."""
     rows = [["bundle", "verified", *figures(document, BUNDLES[0])]]
     rows.append(["---"] * len(rows[0]))
+    known = {name.partition("/")[2] for name in document["steps"] if name != REFUSAL}
     for bundle in BUNDLES:
-        if bundle in {name.partition("/")[2] for name in document["steps"]} or UNASKED.isdisjoint(bundle.split("/")):
+        if bundle in known or UNASKED.isdisjoint(bundle.split("/")):
             shown = [NOT_RUN if x is None else form.format(x) for x, form in figures(document, bundle).values()]
             rows.append([bundle, verified(document, bundle), *shown])
-    return "\n".join([heading(document), "", *(f"| {' | '.join(row)} |" for row in rows)])
+    return "\n".join([heading(document), "", *(f"| {' | '.join(row)} |" for row in rows), *answer(document)])
+
+
+def answer(document: Document) -> list[str]:
+    """Lines with TensorRT-RTX's own words about this GPU, once it was asked."""
+    found = result(document, REFUSAL)
+    if not found:
+        return []
+    known, taken = "lists" if found["listed"] else "does not list", "runs" if found["accepted"] else "refuses"
+    return ["", f"TensorRT-RTX {known} this GPU and {taken} an engine on it: {' '.join(found['said'].split())}"]
 
 
 def heading(document: Document) -> str:

@@ -5,9 +5,12 @@ the fields of a :class:`Driver` or a :class:`Library`. It imports only the stand
 starts fast, and nothing but the examined library can go wrong.
 """
 
+import contextlib
 import ctypes
+import glob
 import importlib
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -15,6 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 DRIVER_LIBRARY = "libcuda.so.1"
@@ -177,14 +181,31 @@ def onnxruntime() -> Library:
 
 def _loads_provider(library: Any, provider: str) -> str:
     """Nothing if ``provider`` takes a graph, else why it does not."""
-    preload = getattr(library, "preload_dlls", None)
-    if preload is not None:
-        preload()  # CUDA's libraries as pip installs them
+    sys.stderr.write(preloaded(library))
     try:
         session = library.InferenceSession(IDENTITY, providers=[provider], enable_fallback=0)
     except Exception as error:  # noqa: BLE001 - the library's own kinds of error
         return _first_line(error)
     return "" if provider in session.get_providers() else f"{provider} cannot be loaded; its reason is on stderr"
+
+
+def preloaded(library: Any) -> str:
+    """Load CUDA's libraries as pip installs them, and say what ONNX Runtime says of it.
+
+    It looks for them beside itself only, and not where torch, say, has brought them into another folder of packages;
+    what is loaded already it takes.
+    """
+    load = getattr(library, "preload_dlls", None)
+    if load is None:
+        return ""
+    folders = (sorted(glob.glob(f"{glob.escape(path)}/nvidia/*/lib")) for path in dict.fromkeys(sys.path))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()):  # of one folder it complains of what others have
+        for folder in chain.from_iterable(folders):
+            load(directory=folder)
+    with contextlib.redirect_stdout(said):
+        load()
+    return said.getvalue()
 
 
 def tensorrt(name: str) -> Library:

@@ -19,8 +19,9 @@ REBUILD = "llmc build --rebuild"
 OLDEST_DRIVER = {"12": "525", "13": "580"}
 # What TensorRT-RTX lists; "and later" beyond them: https://docs.nvidia.com/deeplearning/tensorrt-rtx
 RTX_GPUS = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
-# The first compute capability that has a precision, by target. Sources: the support matrices of TensorRT and of
-# TensorRT-RTX 1.5 (https://docs.nvidia.com/deeplearning), for int4 of TensorRT that of NVIDIA's Model Optimizer.
+# The first compute capability that has a precision, by target; not run on any. Sources: the support matrices of
+# TensorRT and of TensorRT-RTX 1.5 (https://docs.nvidia.com/deeplearning); for int4 of TensorRT, of which its own says
+# nothing, that of NVIDIA's Model Optimizer.
 PRECISIONS = {
     "cuda": {"fp32": "7.5", "fp16": "7.5", "int8": "7.5", "int4": "7.5"},
     "tensorrt": {"fp32": "7.5", "fp16": "7.5", "bf16": "8.0", "int8": "7.5", "int4": "8.0", "fp8": "8.9"},

@@ -16,7 +16,8 @@ from llmc.runtime.kv.cache import KVCache, Values
 
 # Of pinned memory through which positions are read and written; longer ranges go in pieces.
 STAGING_BYTES = 16 * 2**20
-# Kernels read whole vectors, so every tensor begins on such a boundary, as memory of cuMemAlloc does.
+# Kernels read whole vectors, so every tensor begins on such a boundary, as memory of cuMemAlloc does; TensorRT asks it
+# of the memory that its contexts work in, too.
 ALIGNMENT = 256
 
 

@@ -296,6 +296,7 @@ def test_report_shows_recipe_quality_and_sizes(llmc, library: FakeLibrary, expor
     ran = llmc("build", export_folder, "-o", "out")
     for text in ("int8, blocks of 128, split phases", "KL 0.00100 mean", "98.0%", "5.0 MB", "2.5 s", "wrote out"):
         assert text in ran.out
+    assert "num_beams=4 is not supported and was left out" in ran.out, "what the bundle notes"
     assert ran.err == ""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import onnx
 from doubles.cuda import SERVER, FakeDriver
 from doubles.onnxruntime_cuda import FakeOnnxRuntime
+from doubles.recorded import RTX_VERSION
 from doubles.replays import in_this_process
 from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 
@@ -33,12 +34,16 @@ def install(put: Replace = setattr) -> list[FakeDriver]:
     """Put the doubles in the place of driver, ONNX Runtime and TensorRT; every driver that is opened, in order."""
     opened: list[FakeDriver] = []
     runtime = FakeOnnxRuntime(FakeDriver())
-    library = FakeTensorRT(FakeDriver(), VERSION)
+    libraries = {
+        "tensorrt": FakeTensorRT(FakeDriver(), VERSION),
+        "tensorrt-rtx": FakeTensorRT(FakeDriver(), RTX_VERSION, compiles=True),
+    }
     real = build.build
 
     def open_driver() -> FakeDriver:
         opened.append(FakeDriver())
-        runtime.driver = library.driver = opened[-1]
+        for user in (runtime, *libraries.values()):
+            user.driver = opened[-1]
         return opened[-1]
 
     def build_bundle(source: Path, folder: Path, **options: Any) -> None:
@@ -51,7 +56,7 @@ def install(put: Replace = setattr) -> list[FakeDriver]:
     for module in (cuda, cuda_session, tensorrt_session):
         put(module, "open_driver", open_driver)
     for module in (engine_library, tensorrt_session):
-        put(module, "load_library", lambda target: library)
+        put(module, "load_library", libraries.__getitem__)
     for module in (cuda_provider, cuda_session):
         put(module, "import_onnxruntime_gpu", lambda: runtime)
     put(build, "build", build_bundle)

@@ -2,14 +2,17 @@
 
 It enforces what is documented of the provider: memory on the device, its options, and recordings that are replayed with
 the addresses and shapes that they were made with. A recording is run twice when it is made, as ONNX Runtime warms up.
+And it refuses what is slow there: products of an attention or an MLP that read the same activation one by one.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 from doubles.cuda import FakeDriver, RuleBrokenError
 
@@ -31,6 +34,7 @@ class FakeOnnxRuntime:
         runs: numbers of the recordings that runs asked for.
         replays: how many runs were replays of a recording.
         released: recordings that were let go.
+        preloaded: folders that were searched for CUDA's libraries; None is beside the library itself.
     """
 
     SessionOptions = ort.SessionOptions
@@ -49,6 +53,7 @@ class FakeOnnxRuntime:
         self.driver, self.providers, self.__version__ = driver, providers, version
         self.falls_back, self.records, self.astray = falls_back, records, astray
         self.failure: Exception | None = None
+        self.preloaded: list[str | None] = []
         self.options: dict[str, str] = {}
         self.runs: list[int] = []
         self.replays = 0
@@ -57,7 +62,8 @@ class FakeOnnxRuntime:
     def get_available_providers(self) -> list[str]:
         return list(self.providers)
 
-    def preload_dlls(self) -> None:
+    def preload_dlls(self, directory: str | None = None) -> None:
+        self.preloaded.append(directory)
         sys.stdout.write("Failed to load libcublasLt.so.13\n" if self.falls_back else "all is well\n")
 
     def InferenceSession(
@@ -67,7 +73,21 @@ class FakeOnnxRuntime:
         assert (name, enable_fallback) == (PROVIDER, 0)
         if self.options["enable_cuda_graph"] == "1" and not self.records:
             raise RuntimeError("This session cannot use the graph capture feature as requested by the user as nodes")
+        check_packed(onnx.load(path, load_external_data=False).graph)
         return FakeSession(self, ort.InferenceSession(path, settings, providers=["CPUExecutionProvider"]))
+
+
+def check_packed(graph: onnx.GraphProto) -> None:
+    """Refuse products of the same kind, of one module, that share an input: one of all reads weights faster."""
+    weights = {tensor.name for tensor in graph.initializer}
+    readers = Counter(
+        (node.input[0], node.name.rpartition(".")[0], node.op_type, *(a.i for a in node.attribute if a.name == "bits"))
+        for node in graph.node
+        if "MatMul" in node.op_type and node.input[1] in weights
+    )
+    shared = [f"{module}: {operator} of {value}" for (value, module, operator, *_), n in readers.items() if n > 1]
+    if shared:
+        raise RuleBrokenError(f"several products read one activation, {shared[0]}")
 
 
 @dataclass

@@ -37,9 +37,11 @@ SCRATCH = (1 << 30) + 1
 RTX_VERSION = "1.7.1.116"
 RTX_GPUS = (75, 80, 86, 89, 120, 121)
 # Types that a GPU has no kernels for, after the vendors' support matrices; of int8 and int4 as types of weights.
+FP8 = {"FLOAT8E4M3FN"}
+AMPERE = {"8.0": FP8, "8.6": FP8, "8.7": FP8}
 LACKING = {
-    "tensorrt": {"7.5": {"BFLOAT16", "INT4"}},
-    "tensorrt_rtx": {"7.5": {"BFLOAT16", "INT8", "INT4"}},
+    "tensorrt": {"7.5": {"BFLOAT16", "INT4"} | FP8, **AMPERE},
+    "tensorrt_rtx": {"7.5": {"BFLOAT16", "INT8", "INT4"} | FP8, **AMPERE},
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 from doubles.cuda import ALIGNMENT, FakeDriver, RuleBrokenError, array_at
 
@@ -157,6 +158,12 @@ class FakeTensorRT:
             """Overridden by whoever listens."""
             raise NotImplementedError
 
+    class LayerInformationFormat(enum.Enum):
+        """How an inspector answers."""
+
+        ONELINE = 0
+        JSON = 1
+
     class ExecutionContextAllocationStrategy(enum.Enum):
         """Who allocates what contexts work in."""
 
@@ -182,6 +189,16 @@ class FakeTensorRT:
         self.contexts: list[Context] = []
         self.runtimes: list[Runtime] = []
 
+    def unlisted(self) -> str:
+        """What TensorRT-RTX says of a GPU that it does not list; nothing of any other, nor what TensorRT says."""
+        if not hasattr(self, "ComputeCapability"):
+            return ""
+        here = int(self.driver.device.compute_capability.replace(".", ""))
+        known = [gpu.value for gpu in self.ComputeCapability]
+        if here in known or here > max(known):
+            return ""
+        return f"The engine cannot run on this GPU, which has compute capability {here / 10}"
+
     def Runtime(self, logger: Any) -> "Runtime":
         """What loads engines."""
         if not self.starts:
@@ -205,6 +222,7 @@ class Runtime:
         except ValueError:
             content = {}
         reason = self._library.refuses or ("" if content.get("magic") == MAGIC else "the magic tag does not match")
+        reason = reason or self._library.unlisted()
         if reason:
             self._logger.log(Severity.ERROR, f"IRuntime::deserializeCudaEngine: Error Code 1: {reason}")
             return None
@@ -216,7 +234,8 @@ class Engine:
 
     def __init__(self, library: FakeTensorRT, logger: Any, content: dict[str, Any]) -> None:
         self.library, self.logger = library, logger
-        self.graph = open_graph(Path(content["onnx"]))
+        self.path = Path(content["onnx"])
+        self.graph = open_graph(self.path)
         self.profiles = content["profiles"]
         self.aliases: dict[str, str] = content["aliases"]
         self.inputs = {value.name: value for value in self.graph.get_inputs()}
@@ -254,10 +273,25 @@ class Engine:
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[Shape]:
         return [tuple(shape) for shape in self.profiles[profile][name]]
 
+    def create_engine_inspector(self) -> "Inspector":
+        return Inspector(onnx.load(self.path, load_external_data=False).graph)
+
     def create_execution_context(self, settings: Any) -> "Context":
         context = Context(self, settings)
         self.library.contexts.append(context)
         return context
+
+
+class Inspector:
+    """``IEngineInspector``: a layer for each node of the graph."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self._graph = graph
+
+    def get_engine_information(self, form: FakeTensorRT.LayerInformationFormat) -> str:
+        assert form is FakeTensorRT.LayerInformationFormat.JSON
+        layers = [{"Name": node.name, "LayerType": node.op_type} for node in self._graph.node]
+        return json.dumps({"Layers": layers, "Bindings": []})
 
 
 class CudaGraphStrategy(enum.Enum):

@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 import pytest
 from doubles.cuda import FakeDriver
-from doubles.machines import H200, NO_GPU, ORIN, T4, THOR
+from doubles.machines import H200, NO_GPU, ORIN, RTX_4090, T4, THOR
 from doubles.recorded import PLAN, RTX_VERSION, RecordedLibrary, recorded_rtx
 
 from llmc.bundle import Budget, EngineConfig, Manifest, read_bundle, verify_files
@@ -430,20 +430,27 @@ def test_on_its_gpu_a_bundle_is_verified_by_running_it(
     assert any(known.values()), "which calls compute the same bits is measured where it will run"
 
 
+@pytest.mark.parametrize("wide", [False, True])
 def test_on_its_gpu_int8_is_timed_beside_floats_and_rows_are_compared(
     exported: Callable[[str], Any],
     tmp_path: Path,
     installed: Callable[..., RecordedLibrary],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    wide: bool,
 ):
-    installed("11.4", H200)
+    installed("11.4", H200, refuses=lambda graph: NO_TYPES if wide and (INT8, HALF) in dequantized(graph) else "")
     compared: list[Any] = []
+
+    def compare(*_: object, wide_scales: bool) -> Compared:
+        assert wide_scales is wide, "as the engine has them"
+        return Compared(int8=3e-6, floats=1e-6)
+
     monkeypatch.setattr("llmc.optimize.build.load", lambda folder, **_: load(folder, self_test=False, emulate=True))
     monkeypatch.setattr("llmc.optimize.tensorrt.products.open_driver", FakeDriver)
     monkeypatch.setattr("llmc.optimize.build.check_rows", lambda *given: compared.append(given))
     monkeypatch.setattr("llmc.optimize.build.tolerance", lambda least, spread: 3.0)
-    monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", lambda *_: Compared(int8=3e-6, floats=1e-6))
+    monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", compare)
     report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="int8", **SMALL)
     [note] = [note for note in report.manifest.notes if "slower" in note]
     assert note.startswith("on NVIDIA H200: int8 is the slower one, by a factor of 3.00")
@@ -534,6 +541,19 @@ def test_a_refused_engine_that_selects_costs_no_precision(
     assert [step.partition(":")[0] for step in tried] == ["the engine is not built with int8"] * refuses_int8
 
 
+def test_no_step_of_the_ladder_has_a_precision_that_the_gpu_lacks(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    caplog: pytest.LogCaptureFixture,
+):
+    installed("11.4", T4, gpu="7.5", refuses=lambda graph: NO_TYPES if dequantized(graph) else "")
+    report = build(exported(BLOCKS).export, tmp_path / "bundle", target="tensorrt", precision="int8", **SMALL)
+    assert engine_of(report.manifest).fallback == "fp16"
+    tried = [line for line in caplog.messages if line.startswith("the engine is not built with")]
+    assert [line.partition(": ")[0].rpartition(" with ")[2] for line in tried] == ["int8", "scales in float32"]
+
+
 def test_a_builder_that_takes_nothing_says_why_it_did_not_take_what_was_asked_for(
     exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]
 ):
@@ -551,34 +571,39 @@ def test_a_builder_that_takes_nothing_says_why_it_did_not_take_what_was_asked_fo
 
 
 @pytest.mark.parametrize(
-    ("target", "precision", "has"),
+    ("target", "probe", "precision", "has"),
     [
-        ("tensorrt", "fp16", True),
-        ("tensorrt", "int8", True),
-        ("tensorrt", "bf16", False),
-        ("tensorrt", "int4", False),
-        ("tensorrt-rtx", "fp16", True),
-        ("tensorrt-rtx", "bf16", False),
-        ("tensorrt-rtx", "int8", False),
-        ("tensorrt-rtx", "int4", False),
+        ("tensorrt", T4, "fp16", True),
+        ("tensorrt", T4, "int8", True),
+        ("tensorrt", T4, "bf16", False),
+        ("tensorrt", T4, "int4", False),
+        ("tensorrt", ORIN, "fp8", False),
+        ("tensorrt", RTX_4090, "fp8", True),
+        ("tensorrt-rtx", T4, "fp16", True),
+        ("tensorrt-rtx", T4, "bf16", False),
+        ("tensorrt-rtx", T4, "int8", False),
+        ("tensorrt-rtx", T4, "int4", False),
+        ("tensorrt-rtx", RTX_4090, "fp8", True),
     ],
+    ids=lambda value: value.driver.devices[0].name if isinstance(value, Probe) else None,
 )
-def test_precisions_that_turing_does_not_have_are_refused_and_the_others_built(
+def test_precisions_that_a_gpu_does_not_have_are_refused_and_the_others_built(
     exported: Callable[[str], Any],
     tmp_path: Path,
     installed: Callable[..., RecordedLibrary],
     target: str,
+    probe: Probe,
     precision: str,
     has: bool,
 ):
     """The double refuses the types that the GPU lacks, after which the ladder would end in floats."""
-    rtx = target == "tensorrt-rtx"
-    library = installed(RTX_VERSION) if rtx else installed("11.4", T4, gpu="7.5")
-    engine = EngineRequest(compute_capabilities="7.5" if rtx else None)
+    rtx, gpu = target == "tensorrt-rtx", probe.driver.devices[0].compute_capability
+    library = installed(RTX_VERSION) if rtx else installed("11.4", probe, gpu=gpu)
+    engine = EngineRequest(compute_capabilities=gpu if rtx else None)
     order: dict[str, Any] = {"target": target, "precision": precision, "engine": engine, **SMALL}
     if has:
         plan = engine_of(build(exported(BLOCKS).export, tmp_path / "bundle", **order).manifest)
-        assert (plan.fallback, plan.compute_capabilities) == ("", ("7.5",))
+        assert (plan.fallback, plan.compute_capabilities) == ("", (gpu,))
         return
     with pytest.raises(UsageError, match=precision):
         build(exported(BLOCKS).export, tmp_path / "bundle", **order)
@@ -592,6 +617,35 @@ def test_thor_gets_packed_products_and_its_flags(
     installed("10.16", THOR, gpu="11.0", scratch=LEAST_WORKSPACE)
     report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
     assert "-peep:fc_h_fusion=off" in engine_of(report.manifest).flags
+
+
+def test_a_workspace_that_was_asked_for_and_is_too_small_costs_no_precision(
+    exported: Callable[[str], Any], untouched: Path, installed: Callable[..., RecordedLibrary]
+):
+    library = installed("11.4", H200)
+    order: dict[str, Any] = {"target": "tensorrt", "precision": "int8", "force": True, **SMALL}
+    with pytest.raises(ResourceError, match=r"within a workspace of 1048576 bytes: .*insufficient workspace"):
+        build(exported(BLOCKS).export, untouched, engine=EngineRequest(workspace=1 << 20), **order)
+    assert library.names("Builder").count("create_network") == 1, "no step of the ladder after the first"
+
+
+def test_a_workspace_that_nobody_asked_for_gives_way_on_a_board(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    caplog: pytest.LogCaptureFixture,
+):
+    library = installed("10.16", THOR, gpu="11.0", scratch=LEAST_WORKSPACE + 1)
+    report = build(exported(BLOCKS).export, tmp_path / "out" / "bundle", target="tensorrt", precision="int8", **SMALL)
+    assert whole(report)
+    plan = engine_of(report.manifest)
+    assert (plan.fallback, plan.workspace, plan.decomposed) == ("", None, ())
+    limits = [given[1] for given in library.arguments("IBuilderConfig", "set_memory_pool_limit")]
+    assert limits == [LEAST_WORKSPACE], "of the first attempt alone"
+    said = json.loads((report.output / "build-log.json").read_text())
+    assert any("insufficient workspace" in text for _, text in said)
+    assert json.loads((report.output / "engine.json").read_text())["workspace"] is None
+    assert f"no kernel fits into {LEAST_WORKSPACE} bytes of workspace" in caplog.text
 
 
 def test_attention_without_a_kernel_is_in_the_manifest(

@@ -7,18 +7,42 @@ import pytest
 
 import llmc
 from llmc.optimize.targets import TARGETS
-from llmc.runtime.host.targets import PRECISIONS, RTX_GPUS, absent
+from llmc.runtime.host.targets import NEEDS, PRECISIONS, RTX_GPUS, absent
+
+PAGES = Path(llmc.__path__[0]) / "recipes"
+
+
+def rows_of(page: str, header: str) -> list[list[str]]:
+    """Cells of a table: its header, which begins so, and its rows."""
+    lines = re.search(rf"^\| {re.escape(header)} .*?(?=\n\n)", (PAGES / page).read_text(encoding="utf-8"), re.S | re.M)
+    assert lines is not None
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[0].splitlines() if "---" not in line]
 
 
 def test_the_documentation_has_the_table():
-    text = (Path(llmc.__path__[0]) / "optimize" / "README.md").read_text(encoding="utf-8")
-    header, _, *rows = re.search(r"\| target \| fp32 .*?(?=\n\n)", text, re.S)[0].splitlines()
-    names = [cell.strip() for cell in header.split("|")[2:-1]]
-    found = {}
-    for row in rows:
-        target, *cells = [cell.strip(" `") for cell in row.split("|")[1:-1]]
-        found[target] = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
+    (_, _, *targets), *rows = rows_of("gpu.md", "precision | weights")
+    found: dict[str, dict[str, str]] = {target.strip("`"): {} for target in targets}
+    for name, _, *firsts in rows:
+        for target, first in zip(found, firsts, strict=True):
+            if first:
+                found[target][name.split("`")[1].removeprefix("--")] = first.strip(" *")
     assert found == PRECISIONS
+
+
+def test_the_table_of_boards_refuses_what_a_board_lacks():
+    (_, _, *names), *rows = rows_of("jetson.md", "JetPack, TensorRT")
+    for _, boards, *cells in rows:
+        lacking = {name for gpu in re.findall(r"\d+\.\d", boards) for name in absent("tensorrt", gpu)}
+        refused = {name.split()[0] for name, cell in zip(names, cells, strict=True) if "refused" in cell}
+        assert refused == lacking, boards
+
+
+def test_the_page_names_the_gpus_that_each_library_has_code_for():
+    text = " ".join((PAGES / "gpu.md").read_text(encoding="utf-8").split())
+    *most, last = RTX_GPUS
+    assert f"TensorRT-RTX lists {', '.join(most)} and {last}," in text
+    *most, last = (gpu if "." in gpu else f"{gpu}.x" for gpu in NEEDS["cuda"].gpus)
+    assert f"machine code for the compute capabilities {', '.join(most)} and {last}." in text
 
 
 def test_every_precision_of_a_target_for_gpus_is_in_the_table():

@@ -8,7 +8,6 @@ import os
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
 
 import contextlib
-import io
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from llmc.errors import (
     text_of,
 )
 from llmc.runtime.host.cuda import EMULATE, STICKY
+from llmc.runtime.host.probe_steps import preloaded
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, size_of
@@ -117,7 +117,7 @@ def open_graph(runtime: Any, file: Path, stream: int, compute: str) -> Graph:
         BundleError: ONNX Runtime refuses the graph.
         GpuError: it would have to run on the CPU.
     """
-    said = preloaded(runtime)
+    said = " ".join(preloaded(runtime).split())[:300]
     options = _provider_options(stream, compute)
     # In float32 attention is made of many operators, among them some whose sizes the host hands over.
     recording = [True, False] if compute == "float16" else [False]
@@ -155,16 +155,6 @@ def _opened(runtime: Any, file: Path, options: dict[str, str]) -> Any:
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     # Without that argument a provider that fails is replaced by the CPU, with a print.
     return runtime.InferenceSession(str(file), settings, providers=[(PROVIDER, options)], enable_fallback=0)
-
-
-def preloaded(runtime: Any) -> str:
-    """Load NVIDIA's libraries from the packages that pip installed; what ONNX Runtime prints about it."""
-    load = getattr(runtime, "preload_dlls", None)
-    said = io.StringIO()
-    if load is not None:
-        with contextlib.redirect_stdout(said):
-            load()
-    return " ".join(said.getvalue().split())[:300]
 
 
 def check_placement(file: Path, session: Any, said: str) -> None:

@@ -17,6 +17,7 @@ from llmc.bundle import EngineConfig, Geometry, Manifest
 from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.host.cuda import DeviceInfo
 from llmc.runtime.kv.cache import tensors_of
+from llmc.runtime.kv.device_cache import ALIGNMENT
 from llmc.runtime.sessions.cuda.blocks import Shape
 from llmc.runtime.sessions.tensorrt.kernels import Kernels
 from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, logger, made, nameable_gpus
@@ -24,8 +25,6 @@ from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, l
 # Types by the library's names.
 CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 DECODE, PREFILL = 0, 1  # numbers of the profiles
-# TensorRT asks it of the memory that contexts work in, and of tensors.
-ALIGNMENT = 256
 
 
 def required_config(folder: Path, manifest: Manifest) -> EngineConfig:

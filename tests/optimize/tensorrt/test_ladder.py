@@ -27,6 +27,11 @@ def test_int8_goes_by_wide_scales_and_4_bits_to_floats():
     ]
 
 
+def test_what_a_gpu_lacks_is_not_tried():
+    names = [step.name for step in ladder(recipe(precision="int8", scheme="rtn"), {"bf16", "int4", "fp8"})]
+    assert names == ["", "scales in float32", "fp16"]
+
+
 def test_int4_in_the_documented_blocks_has_no_others_to_try():
     names = [step.name for step in ladder(recipe(precision="int4", block_size=128, scheme="rtn"))]
     assert names == ["", "scales in float32", "fp16"]

@@ -19,7 +19,7 @@ from llmc.inventory import HEAD, Codes
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt import products as module
-from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.builder import build_model
 from llmc.optimize.tensorrt.products import Compared, compare, products, stores_bytes
 
 # Of GPUs for which engines are built: that of an RTX 5090.
@@ -27,12 +27,12 @@ LARGEST_CACHE = 96_000_000
 GEOMETRY = uniform("llama", 2, 72, 104, 4, 2, 16, 97, 64, False, (0, 0))
 
 
-def plan(spec: Any, graph: Path, output: Path, profiles: Sequence[Any]) -> None:
+def plan(spec: Any, model: onnx.ModelProto, output: Path, profiles: Sequence[Any]) -> None:
     """An engine of the double's."""
-    kept = graph.parent / "kept" / f"{output.name}.onnx"
+    kept = output.parent / "kept" / f"{output.name}.onnx"
     kept.parent.mkdir(exist_ok=True)
-    kept.write_bytes(graph.read_bytes())
-    size = onnx.load(kept).graph.input[0].type.tensor_type.shape.dim[1].dim_value
+    onnx.save(model, kept)
+    size = model.graph.input[0].type.tensor_type.shape.dim[1].dim_value
     content = {"magic": MAGIC, "onnx": str(kept), "profiles": [{"given": [[1, size]] * 3}], "aliases": {}}
     output.write_bytes(json.dumps(content).encode())
 
@@ -67,20 +67,34 @@ def test_a_builder_that_refuses_leaves_nothing(config: EngineConfig, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("integers", [True, False])
+@pytest.mark.parametrize("wide", [False, True])
+def test_scales_are_those_of_the_decoder(config: EngineConfig, tmp_path: Path, wide: bool):
+    driver = FakeDriver()
+    library = FakeTensorRT(driver)
+    clock = iter(range(1000)).__next__
+    compare(spec_of(library, config), tmp_path, GEOMETRY, driver, clock, plan, wide_scales=wide)
+    kinds = {
+        path.name: {weight.data_type for weight in onnx.load(path).graph.initializer}
+        for path in (tmp_path / "kept").iterdir()
+    }
+    scales = onnx.TensorProto.FLOAT if wide else onnx.TensorProto.FLOAT16
+    int8, floats = {onnx.TensorProto.INT8, scales}, {onnx.TensorProto.FLOAT16}
+    assert kinds == {".int8.plan.onnx": int8, ".floats.plan.onnx": floats}
+
+
+@pytest.mark.parametrize("scales", ["float16", "float32", None])
 def test_the_librarys_own_parser_and_builder_take_the_products(
-    rtx: Any, config: EngineConfig, tmp_path: Path, integers: bool
+    rtx: Any, config: EngineConfig, tmp_path: Path, scales: str | None
 ):
-    graph = tmp_path / "products.onnx"
-    graph.write_bytes(products(64, 96, "float16", integers=integers).SerializeToString())
-    report = build_engine(spec_of(rtx, config), graph, tmp_path / "products.plan", [{"rows": (1, 1, 1)}])
+    model, output = products(64, 96, "float16", scales), tmp_path / "products.plan"
+    report = build_model(spec_of(rtx, config), model, output, [{"rows": (1, 1, 1)}])
     assert sum(layer.type == "MATRIX_MULTIPLY" for layer in report.layers) >= 2
 
 
 def test_weights_of_8_bits_are_more_than_caches_hold_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     inputs, outputs = 2048, 8192
-    weights = products(inputs, outputs, "float16", integers=True).graph.initializer
+    weights = products(inputs, outputs, "float16", "float16").graph.initializer
     assert sum(len(weight.raw_data) for weight in weights if weight.data_type == onnx.TensorProto.INT8) > LARGEST_CACHE
 
 

@@ -17,6 +17,7 @@ from doubles.recorded import PLAN, RecordedLibrary
 from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
 from llmc.errors import BuildError, BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import build
+from llmc.optimize.tensorrt.ladder import WIDE_SCALES
 from llmc.optimize.tensorrt.products import Compared
 from llmc.optimize.tensorrt.rebuild import FORMER_WORKSPACE, rebuild
 from llmc.optimize.tensorrt.request import EngineRequest
@@ -301,11 +302,11 @@ def test_what_was_built_in_the_place_of_what_was_asked_for_is_still_said(
     folder = bundle()
     manifest = read_bundle(folder)
     assert manifest.engine is not None
-    engine = dataclasses.replace(manifest.engine, fallback="scales in float32")
+    engine = dataclasses.replace(manifest.engine, fallback=WIDE_SCALES)
     write_manifest(dataclasses.replace(manifest, engine=engine), folder)
     machine("11.4", H200)
     plan = rebuild(folder, folder, force=True).manifest.engine
-    assert plan is not None and plan.fallback == "scales in float32"
+    assert plan is not None and plan.fallback == WIDE_SCALES
 
 
 @pytest.mark.parametrize(
@@ -348,10 +349,17 @@ def test_int8_is_timed_beside_floats_anew(
 ):
     folder = bundle()
     manifest = read_bundle(folder)
+    assert manifest.engine is not None
     recipe = dataclasses.replace(manifest.recipe, precision="int8", head="int8")
-    write_manifest(dataclasses.replace(manifest, recipe=recipe, notes=(KEPT, ELSEWHERE)), folder)
+    wide = dataclasses.replace(manifest.engine, fallback=WIDE_SCALES)
+    write_manifest(dataclasses.replace(manifest, recipe=recipe, engine=wide, notes=(KEPT, ELSEWHERE)), folder)
+
+    def compare(*_: object, wide_scales: bool) -> Compared:
+        assert wide_scales, "as the graph has them"
+        return Compared(int8=3e-6, floats=1e-6)
+
     monkeypatch.setattr("llmc.optimize.tensorrt.products.open_driver", driver)
-    monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", lambda *_: Compared(int8=3e-6, floats=1e-6))
+    monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", compare)
     for _ in range(2):
         machine("11.4", probe)
         rebuild(folder, folder, force=True)

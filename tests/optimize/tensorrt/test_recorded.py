@@ -79,14 +79,14 @@ def test_a_limit_below_what_attention_needs_fails_its_build(
     if not lacks:
         build_decoder(RecordedLibrary("11.4"), decoder, asked)
         return
-    with pytest.raises(BuildError, match=r"for node n\.mixed due to insufficient workspace"):
+    with pytest.raises(ResourceError, match=r"for node n\.mixed due to insufficient workspace"):
         build_decoder(RecordedLibrary("11.4"), decoder, asked)
 
 
-@pytest.mark.parametrize(("rtx", "lacks"), [(False, {"BFLOAT16", "INT4"}), (True, {"BFLOAT16", "INT8", "INT4"})])
-@pytest.mark.parametrize("kind", ["FLOAT16", "BFLOAT16", "INT8", "INT4"])
+@pytest.mark.parametrize(("rtx", "turing"), [(False, {"BFLOAT16", "INT4"}), (True, {"BFLOAT16", "INT8", "INT4"})])
+@pytest.mark.parametrize("kind", ["FLOAT16", "BFLOAT16", "INT8", "INT4", "FLOAT8E4M3FN"])
 def test_types_that_a_gpu_does_not_have_fail_the_build(
-    save: Callable[..., Path], primitive: EngineConfig, rtx: bool, lacks: set[str], kind: str
+    save: Callable[..., Path], primitive: EngineConfig, rtx: bool, turing: set[str], kind: str
 ):
     path = save(PRIMITIVE)
     model = onnx.load(path)
@@ -94,11 +94,12 @@ def test_types_that_a_gpu_does_not_have_fail_the_build(
         onnx.TensorProto(name="w", dims=[0], data_type=onnx.TensorProto.DataType.Value(kind))
     )
     path.write_bytes(model.SerializeToString())
-    for gpu in ("7.5", "8.0"):
+    float8 = {"FLOAT8E4M3FN"}
+    for gpu, lacks in {"7.5": turing | float8, "8.0": float8, "8.6": float8, "8.9": set()}.items():
         library = recorded_rtx() if rtx else RecordedLibrary("11.4", gpu=gpu)
         asked = replace(primitive, compute_capabilities=(gpu,))
-        if gpu == "7.5" and kind in lacks:
-            with pytest.raises(BuildError, match=rf"{kind} is not supported on compute capability 7\.5"):
+        if kind in lacks:
+            with pytest.raises(BuildError, match=rf"{kind} is not supported on compute capability {gpu}"):
                 build_decoder(library, path, asked)
         else:
             build_decoder(library, path, asked)

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,36 @@ def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here: 
     assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").config.compute_capabilities == ("8.6", "8.9")
 
 
+def test_an_old_gpu_that_is_here_is_built_for_if_it_has_what_is_asked_for(
+    here: Callable[..., Any], rtx: Any, caplog: pytest.LogCaptureFixture
+):
+    here(rtx, OLD_SERVER)
+    assert resolve("tensorrt-rtx").config.compute_capabilities == RTX_GPUS
+    assert resolve("tensorrt-rtx", hardware_compatibility="ampere").config.compute_capabilities == ()
+    caplog.clear()
+    assert resolve("tensorrt-rtx", precision="int8").config.compute_capabilities == ()
+    assert "is for compute capability 8.0 and newer that the library knows, Tesla T4 has 7.5" in caplog.text
+
+
+def test_an_engine_for_other_gpus_says_that_it_does_not_run_here(
+    here: Callable[..., Any], rtx: Any, caplog: pytest.LogCaptureFixture
+):
+    here(rtx, RTX_4090)
+    resolve("tensorrt-rtx")
+    resolve("tensorrt-rtx", compute_capabilities="8.9")
+    assert caplog.text == ""
+    resolve("tensorrt-rtx", compute_capabilities="8.6")
+    assert "8.6, NVIDIA GeForce RTX 4090 has 8.9: the engine does not run here" in caplog.text
+
+
+def test_what_the_gpu_here_lacks_is_not_compiled_again_for_it(here: Callable[..., Any], rtx: Any, tmp_path: Path):
+    """Else the engine would be for other GPUs, and loading it would ask for another rebuild."""
+    here(rtx, OLD_SERVER)
+    recipe, _ = resolve_recipe(Request(precision="int8"), capabilities("tensorrt-rtx"), 1000, "test")
+    with pytest.raises(UsageError, match=r"tensorrt-rtx has int8 from compute capability 8\.0 on, Tesla T4 has 7\.5"):
+        resolve_engine(capabilities("tensorrt-rtx"), recipe, LIMITS, EngineRequest(), lowered=tmp_path)
+
+
 FLOAT8_GPUS = ("8.9", "12.0", "12.1")
 
 
@@ -209,6 +240,16 @@ def test_the_precisions_that_a_gpu_has_are_taken(here: Callable[..., Any]):
     assert resolve(precision="int8").config.compute_capabilities == ("7.5",)
     here("11.4", RTX_4090)
     assert resolve(precision="fp8").config.compute_capabilities == ("8.9",)
+
+
+@pytest.mark.parametrize(("bits", "lacks"), [(8, False), (4, True), (3, True)])
+def test_of_a_checkpoints_own_integers_their_bits_count(here: Callable[..., Any], bits: int, lacks: bool):
+    here("11.4", OLD_SERVER)
+    abilities = capabilities("tensorrt")
+    asked = Request(precision="source", head="int8")
+    recipe, _ = resolve_recipe(asked, abilities, LIMITS.max_context, "test", coded=True)
+    with pytest.raises(UsageError, match="has int4 from") if lacks else nullcontext():
+        resolve_engine(abilities, recipe, LIMITS, EngineRequest(), own_bits={bits})
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])

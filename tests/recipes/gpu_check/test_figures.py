@@ -139,6 +139,22 @@ def test_what_was_built_instead_is_said_beside_the_speed(part, document):
     assert part("report").verified(document, NAME) == "yes"
 
 
+@pytest.mark.parametrize(
+    ("listed", "accepted", "line"),
+    [
+        (False, False, "TensorRT-RTX does not list this GPU and refuses an engine on it: no kernels for 9.0"),
+        (True, True, "TensorRT-RTX lists this GPU and runs an engine on it: no kernels for 9.0"),
+    ],
+)
+def test_the_last_line_is_what_the_library_said_of_the_gpu(part, document, listed: bool, accepted: bool, line: str):
+    markdown = part("report").markdown
+    assert "TensorRT-RTX" not in markdown(document)
+    said = {"listed": listed, "accepted": accepted, "said": "no kernels\n for 9.0"}
+    document["steps"][part("steps").REFUSAL] = {"state": "done", "result": said}
+    assert markdown(document).splitlines()[-2:] == ["", line]
+    assert "tensorrt-rtx/" not in markdown(document), "no row of a bundle of which nothing was measured"
+
+
 def test_what_was_not_run_is_said_so_in_the_table(tmp_path):
     (tmp_path / "none.json").write_text(json.dumps({"schema": 2, "started": "", "steps": {}}))
     command = [sys.executable, str(SCRIPT), "--markdown", "--out", str(tmp_path / "none.json")]

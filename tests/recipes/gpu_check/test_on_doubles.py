@@ -4,19 +4,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from doubles import gpu
-from doubles.cuda import FakeDriver
-from doubles.tensorrt import Engine
+from doubles.cuda import SERVER, FakeDriver
+from doubles.tensorrt import ComputeCapability, Inspector
 
 from llmc.bundle import read_bundle
 
 SCRIPT = Path(__file__).parent / "doubled.py"
 ROWS, CONTEXT = 8, 512
+BUNDLE = "tensorrt-tiny-fp32"
 Part = Callable[[str], ModuleType]
 
 
@@ -31,7 +33,7 @@ def made(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         from llmc.optimize import build
 
         limits: dict[str, Any] = {"max_context": CONTEXT, "max_batch": ROWS}
-        build.build(tiny_export, work / "tensorrt-tiny-fp32", target="tensorrt", precision="fp32", **limits)
+        build.build(tiny_export, work / BUNDLE, target="tensorrt", precision="fp32", **limits)
     return work
 
 
@@ -99,39 +101,31 @@ def test_an_engine_is_timed_alone_in_a_batch_and_without_graphs(
 
 
 def test_an_engine_is_timed_by_bucket(part: Part, asked: tuple[Any, ...], made: Path):
-    found, engine = part("measure").buckets(*asked), read_bundle(made / "tensorrt-tiny-fp32").engine
+    found, engine = part("measure").buckets(*asked), read_bundle(made / BUNDLE).engine
     assert engine is not None and len(engine.buckets) > 1
     assert [step["positions"] for step in found["steps"]] == list(engine.buckets)
     low, high = (step["p50_s"] for step in (found["steps"][0], found["steps"][-1]))
     assert found["s_per_position"] == pytest.approx((high - low) / (engine.buckets[-1] - engine.buckets[0]))
 
 
-class Inspector:
-    """What an engine says it is made of."""
-
-    def get_engine_information(self, form: str) -> str:
-        assert form == "json"
-        layers = [
-            {"Name": "__myl_Fc_1", "LayerType": "gemm", "TacticName": "sm90_xmma_gemm_f16"},
-            {"Name": "_gemm_mha_v2", "LayerType": "kgen", "TacticName": ""},
-            "Reformatting CopyNode for Input Tensor 0",
-            {"Name": "norm", "LayerType": "kgen", "Weights": "copy"},
-        ]
-        return json.dumps({"Layers": layers, "Bindings": []})
+LAYERS = [
+    {"Name": "__myl_Fc_1", "LayerType": "gemm", "TacticName": "sm90_xmma_gemm_f16"},
+    {"Name": "_gemm_mha_v2", "LayerType": "kgen", "TacticName": ""},
+    "Reformatting CopyNode for Input Tensor 0",
+    {"Name": "norm", "LayerType": "kgen", "Weights": "copy"},
+]
 
 
 def test_layers_of_an_engine_are_counted_by_kind(part: Part, asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
     from llmc.runtime.sessions.tensorrt import library as tensorrt
 
-    library = tensorrt.load_library("tensorrt")
-    form = type("Form", (), {"JSON": "json"})
-    monkeypatch.setattr(library, "LayerInformationFormat", form, raising=False)
-    monkeypatch.setattr(Engine, "create_engine_inspector", lambda engine: Inspector(), raising=False)
+    assert part("kernels").layers(*asked)["types"]["Attention"] == read_bundle(asked[-1].work / BUNDLE).geometry.layers
+    monkeypatch.setattr(Inspector, "get_engine_information", lambda self, form: json.dumps({"Layers": LAYERS}))
     found = part("kernels").layers(*asked)
     assert found["layers"] == 4 and found["types"] == {"gemm": 1, "kgen": 2, "": 1}
     assert found["fused attention"] == {"count": 1, "names": ["_gemm_mha_v2 kgen"]}
     assert [found[kind]["count"] for kind in ("products", "slices and copies")] == [2, 1]
-    monkeypatch.setattr(library, "refuses", "another version")
+    monkeypatch.setattr(tensorrt.load_library("tensorrt"), "refuses", "another version")
     with pytest.raises(part("steps").NotHereError, match="cannot be loaded"):
         part("kernels").layers(*asked)
 
@@ -141,10 +135,29 @@ def test_a_gpu_that_is_accepted_and_one_that_is_refused_are_both_a_result(
 ):
     from llmc.runtime.sessions.tensorrt import library as tensorrt
 
-    assert part("kernels").refusal(*asked)["accepted"] is True
-    monkeypatch.setattr(tensorrt.load_library("tensorrt"), "refuses", "unsupported compute capability 9.0")
     found = part("kernels").refusal(*asked)
-    assert found["accepted"] is False and "unsupported compute capability 9.0" in found["said"]
+    assert (found["listed"], found["accepted"]) == (True, True)
+    monkeypatch.setattr(tensorrt.load_library("tensorrt"), "refuses", "another version")
+    found = part("kernels").refusal(*asked)
+    assert (found["listed"], found["accepted"]) == (True, False) and "another version" in found["said"]
+
+
+def test_of_a_gpu_that_it_does_not_list_the_library_itself_is_asked(
+    part: Part, asked: tuple[Any, ...], made: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the refusal would be llmc's own, and known before."""
+    from llmc.runtime.sessions.tensorrt import library as tensorrt
+
+    monkeypatch.setattr(tensorrt.load_library("tensorrt"), "ComputeCapability", ComputeCapability, raising=False)
+    h200 = replace(SERVER, name="NVIDIA H200", compute_capability="9.0")
+    monkeypatch.setattr(gpu, "FakeDriver", lambda: FakeDriver(h200))
+    manifest = read_bundle(made / BUNDLE)
+    assert manifest.engine is not None
+    for_many = replace(manifest, engine=replace(manifest.engine, compute_capabilities=()))
+    monkeypatch.setattr("llmc.runtime.model.read_bundle", lambda *_, **__: for_many)
+    found = part("kernels").refusal(*asked)
+    assert (found["listed"], found["accepted"]) == (False, False)
+    assert "The engine cannot run on this GPU, which has compute capability 9.0" in found["said"]
 
 
 # ------------------------------------------------------------------------------------------------------------ a driver

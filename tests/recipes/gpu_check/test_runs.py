@@ -241,13 +241,18 @@ def simulated(part: Part, patch: pytest.MonkeyPatch, hangs: Callable[[str], bool
     return machine
 
 
+def first_skips() -> list[str]:
+    """The patterns that the page has the first run leave out."""
+    page = (SCRIPT.with_suffix("") / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"--skip '(.+?)'", page.partition("## Thirty minutes")[2])[:4]
+
+
 @pytest.mark.parametrize("hanging", ["", "build/cuda/1b/fp16", "measure/cuda/0.5b/fp16"])
 def test_two_runs_of_nine_minutes_are_enough_though_one_step_hangs(part, monkeypatch, tmp_path, hanging):
     main = part("main")
     takes_s = 20.0  # what steps may take on average
     machine = simulated(part, monkeypatch, lambda name: name == hanging, takes_s)
-    page = (SCRIPT.with_suffix("") / "README.md").read_text(encoding="utf-8")
-    skipped = [f"--skip={pattern}" for pattern in re.findall(r"--skip '(.+?)'", page.partition("## Two runs")[2])[:4]]
+    skipped = [f"--skip={pattern}" for pattern in first_skips()]
     for patterns in (skipped, skipped[:-1]):
         start = machine.seconds
         main.main(["--out", str(tmp_path / "x.json"), "--minutes", "9", *patterns], None)
@@ -256,6 +261,13 @@ def test_two_runs_of_nine_minutes_are_enough_though_one_step_hangs(part, monkeyp
     assert [name for name, state in states.items() if state != "done"] == [hanging] * bool(hanging)
     assert states.get(hanging, "timed out") == "timed out"
     assert len(states) == 2 + 6 * 6 + 2  # six bundles, each built, measured, verified ...; and torch's
+
+
+def test_the_page_shows_what_the_first_run_says(part):
+    page = (SCRIPT.with_suffix("") / "README.md").read_text(encoding="utf-8")
+    left = [step.name for step in part("steps").chosen([], first_skips()) if step.name not in ("machine", "driver")]
+    number, total, name = re.findall(r"`\[(\d+)/(\d+)\] (\S+/\S+): done`", page)[0]
+    assert (left[int(number) - 1], len(left)) == (name, int(total))
 
 
 def test_a_run_goes_on_where_the_last_one_ended_and_tries_again_at_the_end(part, monkeypatch, tmp_path):

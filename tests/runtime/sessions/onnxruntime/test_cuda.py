@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles.cuda import ORIN, SERVER, FakeDriver, small
+from doubles.cuda import ORIN, SERVER, FakeDriver, RuleBrokenError, small
 from doubles.onnxruntime_cuda import EngineError, FakeOnnxRuntime
 
 from llmc.bundle import Manifest, read_bundle
@@ -93,6 +93,29 @@ def reference(bundle: Path) -> Iterator[Session]:
     session.cache.reserve(ROWS, 256)
     yield session
     session.close()
+
+
+def test_gate_and_up_one_by_one_would_be_refused(tiny_export: Path, tmp_path: Path, opened, monkeypatch):
+    from llmc.optimize import passes
+    from llmc.optimize.build import build
+
+    apart = tuple(step for step in passes.PASSES["cuda"] if step.name != "pack gate and up")
+    monkeypatch.setitem(passes.PASSES, "cuda", apart)
+    limits: dict[str, Any] = {"max_context": 512, "max_batch": ROWS}
+    bundle = build(tiny_export, tmp_path / "bundle", target="cuda", precision="int4", **limits).output
+    with pytest.raises(RuleBrokenError, match=r"several products read one activation, .*mlp: MatMulNBits"):
+        opened(bundle)
+
+
+def test_cudas_libraries_are_found_wherever_packages_lie(fp16_bundle, opened, tmp_path, monkeypatch):
+    """ONNX Runtime itself looks beside itself, and an environment may see the packages of another one."""
+    folders = [tmp_path / name / "nvidia" / "cu13" / "lib" for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        monkeypatch.syspath_prepend(folder.parents[2])
+    session = opened(fp16_bundle)
+    assert set(map(str, folders)) <= set(session._runtime.preloaded)
+    assert session._runtime.preloaded[-1] is None, "last, when all are loaded: what it says then counts"
 
 
 def prefill(session: Session, prompt: list[int], row: int = 0) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from doubles.cuda import SERVER, FakeDriver
 from doubles.tensorrt import CudaGraphStrategy, Engine, FakeTensorRT, KernelStrategy
 
-from llmc.errors import GpuError
+from llmc.errors import BundleError, GpuError
 from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.tensorrt import kernels as module
@@ -102,6 +102,17 @@ def test_a_gpu_that_the_library_does_not_list_is_refused_before_the_engine_is_re
     with pytest.raises(GpuError, match=r"runs on compute capability 7\.5, 8\.0, .* and newer, NVIDIA H200 has 9\.0"):
         setup.plan(compute_capabilities=()).open()
     assert setup.library.runtimes == []
+
+
+def test_an_engine_on_a_gpu_that_the_library_does_not_list_would_be_refused_by_the_library(
+    bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    """So that code which does not look first fails here, too."""
+    setup = compiling(bundle())
+    setup.driver.device = replace(SERVER, name="NVIDIA H200", compute_capability="9.0")
+    monkeypatch.setattr("llmc.runtime.sessions.tensorrt.engine.lists_gpu", lambda *_: True)
+    with pytest.raises(BundleError, match=r"refuses engine\.plan .*has compute capability 9\.0"):
+        setup.plan(compute_capabilities=()).open()
 
 
 def test_kernels_are_kept_from_run_to_run(bundle: Callable[..., Any], kept: Path):
