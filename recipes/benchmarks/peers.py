@@ -236,7 +236,9 @@ def main() -> int:
         parser.error(f"--group {' '.join(args.group)}: {args.systems} has {', '.join(groups)}")
     origin = provenance()
     chosen = [entry for entry in entries if not args.group or entry.group in args.group]
-    work = ("--prompts", *args.prompts, "--new-tokens", args.new_tokens)
+    work = ["--prompts", *args.prompts, "--new-tokens", args.new_tokens]
+    if args.warm_up:
+        work += ["--warm-up", args.warm_up]
     rows = run_all(pythons, chosen, args.systems.parent, work, args.rounds, args.timeout)
     measured = {"prompts": args.prompts, "new_tokens": args.new_tokens}
     results = {**origin, **measured, "rows": [asdict(row) for row in rows]}

@@ -268,9 +268,12 @@ def prompt_ids(length: int, salt: int) -> list[int]:
     return [i % 10_000 + 10 + salt for i in range(length)]
 
 
-def measured(generate: Generate, length: int, salt: int, new_tokens: int) -> dict[str, float]:
-    """Tokens per second, after an untimed call with a prompt as long; decode leaves out the first new token."""
-    generate(prompt_ids(length, salt), WARM_UP_TOKENS)
+def measured(
+    generate: Generate, length: int, salt: int, new_tokens: int, warm_up: int | None = None
+) -> dict[str, float]:
+    """Tokens per second, after an untimed call with a prompt as long, or of at most ``warm_up`` tokens; decode leaves
+    out the first new token."""
+    generate(prompt_ids(min(length, warm_up or length), salt), WARM_UP_TOKENS)
     ttft_s, decode_s = generate(prompt_ids(length, salt + 1), new_tokens)
     rates = {"prefill_tok_s": length / ttft_s, "decode_tok_s": (new_tokens - 1) / decode_s}
     return {"prompt": length, **{phase: round(rate, 2) for phase, rate in rates.items()}}
@@ -289,6 +292,7 @@ def lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=positive, nargs="+", default=[128, 512, 2048], help="lengths in tokens")
     several = partial(positive, least=2)  # for the first one belongs to the prefill
     parser.add_argument("--new-tokens", type=several, default=64, help="tokens to generate after each prompt")
+    parser.add_argument("--warm-up", type=positive, help="longest untimed prompt, in tokens; default: as the timed one")
 
 
 def positive(text: str, least: int = 1) -> int:
@@ -327,7 +331,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             for i, count in enumerate(args.together)
         ]
     else:
-        results = [measured(generate, n, 2 * i, args.new_tokens) for i, n in enumerate(args.prompts)]
+        results = [measured(generate, n, 2 * i, args.new_tokens, args.warm_up) for i, n in enumerate(args.prompts)]
     files = [args.model] if args.model.is_file() else [file for file in args.model.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     return {
