@@ -40,9 +40,6 @@ KEPT_BINDINGS = 32
 # Bindings of calls with at most this many tokens (a chunk has more), or as many as the cache has rows, are kept, and
 # share memory for their logits: steps, and drafts with the token before them.
 SHARED_OUTPUTS = 32
-# Weights of one graph are packed by all threads, for graphs differ in size and the last one would have one processor;
-# engines before 1.31 know nothing of it, and take no notice.
-PACKING = {"session.prepack.enable_parallel": "1"}
 
 
 class OnnxRuntimeSession(Session):
@@ -230,7 +227,7 @@ def _opened(
         check_weights(path, files)
         options = compiled.session_options(runtime, threads)
         options.graph_optimization_level = level
-        for key, value in (*PACKING.items(), *config):
+        for key, value in config:
             options.add_session_config_entry(key, value)
         with translated(f"{path}: loading"):
             return compiled.inference_session(runtime, str(path), options)

@@ -1,20 +1,17 @@
 """ONNX Runtime behind the seam: rows, bindings, fallbacks, and every way in which it refuses."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from doubles.caches import read, write
 
-from llmc.bundle import WEIGHTS_FILE, Manifest, read_bundle
+from llmc.bundle import Manifest, read_bundle
 from llmc.errors import RequestError, UsageError
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
-from llmc.runtime.sessions.onnxruntime import compiled
 from llmc.runtime.sessions.onnxruntime import cpu as module
 from llmc.runtime.sessions.onnxruntime.cpu import _Binding
 
@@ -336,37 +333,3 @@ def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[
     session.cache.reserve(ROWS, 512)
     assert np.array_equal(decode(session, [7], [37], first_row=1), want)
     assert len(binds) == len(set(binds)) > 4
-
-
-# ---------------------------------------------------------------------------------------------------------- opening
-
-
-def test_weights_are_on_their_way_while_graphs_are_opened_and_all_threads_pack_them(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-):
-    coming: list[Path] = []
-    seen: list[tuple[list[Path], str]] = []
-
-    @contextmanager
-    def read_ahead(path: Path) -> Iterator[None]:
-        coming.append(path)
-        yield
-        coming.remove(path)
-
-    def noted(runtime: Any, graph: str, options: Any) -> Any:
-        seen.append(([*coming], options.get_session_config_entry("session.prepack.enable_parallel")))
-        return real(runtime, graph, options)
-
-    real = compiled.inference_session
-    monkeypatch.setattr(compiled, "inference_session", noted)
-    monkeypatch.setattr(module, "read_ahead", read_ahead)
-    manifest, answers = read_bundle(tiny_bundle), []
-    for packing in (module.PACKING, {"session.prepack.enable_parallel": "0"}):
-        monkeypatch.setattr(module, "PACKING", packing)
-        session = open_session(tiny_bundle, manifest, 2)
-        session.cache.reserve(1, 64)
-        answers.append(prefill(session, PROMPTS[0]))
-        session.close()
-    assert seen == [([tiny_bundle / WEIGHTS_FILE], packs) for packs in "1100"]
-    assert coming == []
-    np.testing.assert_array_equal(*answers)
