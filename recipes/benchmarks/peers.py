@@ -11,9 +11,10 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from machine import QUIET_CPUS, Disturbance, provenance, table
@@ -86,7 +87,13 @@ def read_systems(path: Path) -> tuple[dict[str, Path], tuple[Entry, ...]]:
     return {"llmc": Path(sys.executable), **{name: path.parent / python for name, python in pythons.items()}}, entries
 
 
-def run_script(python: str | Path, script: str, *arguments: object, timeout_s: float | None = None) -> str:
+def run_script(
+    python: str | Path,
+    script: str,
+    *arguments: object,
+    timeout_s: float | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """Run one of these scripts in another interpreter, and return the last line it prints; a library may print, too.
 
     Raises:
@@ -95,7 +102,12 @@ def run_script(python: str | Path, script: str, *arguments: object, timeout_s: f
     command = [str(python), str(HERE / script), *map(str, arguments)]
     try:
         done = subprocess.run(
-            command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s, check=True
+            command,
+            env=os.environ | ENVIRONMENT | dict(environment),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=True,
         )
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{script} failed: no result after {timeout_s:.0f} s") from error
@@ -174,6 +186,15 @@ def tables(rows: Sequence[Row], prompts: Sequence[int]) -> Iterator[str]:
         yield table((group, *(title.format(prompt) for _, title, prompt in columns)), *lines)
 
 
+def sizes(rows: Sequence[Row]) -> str:
+    """A Markdown table of what each system's files take on disk, and its process in memory at its peak."""
+    ran = [row for row in rows if row.rounds]
+    head = ("10^6 bytes", "on disk", "resident at the peak")
+    peaks = [max(found["peak_rss_mb"] for found in row.rounds) for row in ran]
+    files = [row.rounds[0]["details"]["files_mb"] for row in ran]
+    return table(head, *((row.entry.name, size, f"{peak}") for row, size, peak in zip(ran, files, peaks, strict=True)))
+
+
 def cell(row: Row, reference: Row | None, phase: str, prompt: int) -> str:
     """A system's best rate, beside the reference's."""
     rate = row.best(phase, prompt)
@@ -215,12 +236,14 @@ def main() -> int:
         parser.error(f"--group {' '.join(args.group)}: {args.systems} has {', '.join(groups)}")
     origin = provenance()
     chosen = [entry for entry in entries if not args.group or entry.group in args.group]
-    work = ("--prompts", *args.prompts, "--new-tokens", args.new_tokens)
+    work = ["--prompts", *args.prompts, "--new-tokens", args.new_tokens]
+    if args.warm_up:
+        work += ["--warm-up", args.warm_up]
     rows = run_all(pythons, chosen, args.systems.parent, work, args.rounds, args.timeout)
     measured = {"prompts": args.prompts, "new_tokens": args.new_tokens}
     results = {**origin, **measured, "rows": [asdict(row) for row in rows]}
     args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print("\n\n".join([*tables(rows, args.prompts), footer(rows, args.new_tokens, origin["machine"])]))
+    print("\n\n".join([*tables(rows, args.prompts), sizes(rows), footer(rows, args.new_tokens, origin["machine"])]))
     return int(any(row.failed for row in rows) or not any(row.rounds for row in rows))
 
 

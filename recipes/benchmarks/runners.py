@@ -2,11 +2,13 @@
 
     python runners.py SYSTEM MODEL --threads N
     python runners.py SYSTEM MODEL --threads N --together 1 8 --prompts 128     # requests at once instead
+    python runners.py SYSTEM MODEL --threads N --first --prompts 32             # opening it and one token instead
 
 Runs in the interpreter that has the system and need not have llmc, so what a system needs is imported where it is used.
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import platform
@@ -243,6 +245,13 @@ RUNNERS: dict[str, tuple[Callable[[argparse.Namespace], System], tuple[str, ...]
     "openvino": (openvino, ("openvino-genai", "openvino")),
     "genai": (genai, ("onnxruntime-genai", "onnxruntime")),
 }
+# What is imported before the time of opening a system begins.
+MODULES = {
+    "llmc": ("llmc.runtime", "onnxruntime"),
+    "llamacpp": ("llamacpp_logits",),
+    "openvino": ("openvino", "openvino_genai"),
+    "genai": ("onnxruntime_genai",),
+}
 
 TOGETHER: dict[str, Callable[[argparse.Namespace], tuple[Together, dict[str, str]]]] = {
     "llmc": llmc_together,
@@ -259,9 +268,12 @@ def prompt_ids(length: int, salt: int) -> list[int]:
     return [i % 10_000 + 10 + salt for i in range(length)]
 
 
-def measured(generate: Generate, length: int, salt: int, new_tokens: int) -> dict[str, float]:
-    """Tokens per second, after an untimed call with a prompt as long; decode leaves out the first new token."""
-    generate(prompt_ids(length, salt), WARM_UP_TOKENS)
+def measured(
+    generate: Generate, length: int, salt: int, new_tokens: int, warm_up: int | None = None
+) -> dict[str, float]:
+    """Tokens per second, after an untimed call with a prompt as long, or of at most ``warm_up`` tokens; decode leaves
+    out the first new token."""
+    generate(prompt_ids(min(length, warm_up or length), salt), WARM_UP_TOKENS)
     ttft_s, decode_s = generate(prompt_ids(length, salt + 1), new_tokens)
     rates = {"prefill_tok_s": length / ttft_s, "decode_tok_s": (new_tokens - 1) / decode_s}
     return {"prompt": length, **{phase: round(rate, 2) for phase, rate in rates.items()}}
@@ -280,6 +292,7 @@ def lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=positive, nargs="+", default=[128, 512, 2048], help="lengths in tokens")
     several = partial(positive, least=2)  # for the first one belongs to the prefill
     parser.add_argument("--new-tokens", type=several, default=64, help="tokens to generate after each prompt")
+    parser.add_argument("--warm-up", type=positive, help="longest untimed prompt, in tokens; default: as the timed one")
 
 
 def positive(text: str, least: int = 1) -> int:
@@ -287,6 +300,20 @@ def positive(text: str, least: int = 1) -> int:
     if (number := int(text)) < least:
         raise argparse.ArgumentTypeError(f"{number} is too few, expected at least {least}")
     return number
+
+
+def first_token(open_system: Callable[[argparse.Namespace], System], args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of opening the system and of both, opening it and the first token after a prompt; the processor's
+    seconds of both; and, on Linux, 10^6 bytes that the process has asked the disk for."""
+    started, busy, read = time.perf_counter(), time.process_time(), Path("/proc/self/io")
+    generate, _ = open_system(args)
+    open_s = time.perf_counter() - started
+    generate(prompt_ids(args.prompts[0], 0), 1)
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - busy
+    found = {"open_s": round(open_s, 3), "seconds": round(seconds, 3), "cpu_s": round(cpu_s, 2)}
+    if read.exists():
+        found["read_mb"] = int(read.read_text(encoding="ascii").split("\nread_bytes:")[1].split()[0]) // 10**6
+    return found
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
@@ -304,7 +331,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             for i, count in enumerate(args.together)
         ]
     else:
-        results = [measured(generate, n, 2 * i, args.new_tokens) for i, n in enumerate(args.prompts)]
+        results = [measured(generate, n, 2 * i, args.new_tokens, args.warm_up) for i, n in enumerate(args.prompts)]
     files = [args.model] if args.model.is_file() else [file for file in args.model.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     return {
@@ -323,8 +350,18 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="what the system loads: a bundle, an exported folder, a GGUF file")
     parser.add_argument("--threads", type=positive, required=True, help="CPUs the process may use")
     parser.add_argument("--together", type=positive, nargs="+", help="requests at once, instead of one after another")
+    parser.add_argument(
+        "--first", action="store_true", help="instead: the time until the first token, opening included"
+    )
     lengths(parser)
-    print(json.dumps(report(parser.parse_args())), flush=True)
+    args = parser.parse_args()
+    if args.first:
+        for module in MODULES[args.system]:
+            importlib.import_module(module)
+        found: dict[str, Any] = first_token(RUNNERS[args.system][0], args)
+    else:
+        found = report(args)
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from llmc.bundle import WEIGHTS_FILE, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import computable, cpu_model
+from llmc.runtime.host.read_ahead import read_ahead
 from llmc.runtime.host.threads import on_leaving
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
@@ -222,12 +223,13 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
             if place.entry is not None:
                 disk_cache.remove(place.entry)
     plain = {name: folder / name for name in names}
-    if manifest.recipe.phases != "single":
-        return _opened(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_ALL)
-    # Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would compute
-    # something else than the graph says.
-    once = "session.disable_quant_qdq", "1"
-    return _opened(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_BASIC, once)
+    with read_ahead(folder / WEIGHTS_FILE):  # all of it is about to be packed
+        if manifest.recipe.phases != "single":
+            return _opened(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_ALL)
+        # Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would
+        # compute something else than the graph says.
+        once = "session.disable_quant_qdq", "1"
+        return _opened(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_BASIC, once)
 
 
 def _opened(

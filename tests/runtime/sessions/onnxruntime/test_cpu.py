@@ -1,17 +1,20 @@
 """ONNX Runtime behind the seam: rows, bindings, fallbacks, and every way in which it refuses."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from doubles.caches import read, write
 
-from llmc.bundle import Manifest, read_bundle
+from llmc.bundle import WEIGHTS_FILE, Manifest, read_bundle
 from llmc.errors import RequestError, UsageError
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
+from llmc.runtime.sessions.onnxruntime import compiled
 from llmc.runtime.sessions.onnxruntime import cpu as module
 from llmc.runtime.sessions.onnxruntime.cpu import _Binding
 
@@ -357,3 +360,28 @@ def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[
     session.cache.reserve(ROWS, 512)
     assert np.array_equal(decode(session, [7], [37], first_row=1), want)
     assert len(binds) == len(set(binds)) > 4
+
+
+# ---------------------------------------------------------------------------------------------------------- opening
+
+
+def test_weights_are_on_their_way_while_graphs_are_opened(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
+    coming: list[Path] = []
+    seen: list[list[Path]] = []
+
+    @contextmanager
+    def read_ahead(path: Path) -> Iterator[None]:
+        coming.append(path)
+        yield
+        coming.remove(path)
+
+    def noted(*arguments: Any) -> Any:
+        seen.append([*coming])
+        return real(*arguments)
+
+    real = compiled.inference_session
+    monkeypatch.setattr(compiled, "inference_session", noted)
+    monkeypatch.setattr(module, "read_ahead", read_ahead)
+    open_session(tiny_bundle, read_bundle(tiny_bundle), 1).close()
+    assert seen == [[tiny_bundle / WEIGHTS_FILE]] * 2
+    assert coming == []
