@@ -80,6 +80,12 @@ class Sample(Sequence):
         """Draw tokens as long as they agree with the drafts, and one more."""
         output: SamplerOutput[Sample] = SamplerOutput(self)
         choices = output.choices
+        if not self.drafts:
+            try:
+                choices.append(self.sampler(logits[0], self.tokens))
+            except BaseException as error:  # noqa: BLE001  # raised again where the request is known
+                output.error = error
+            return output
 
         def token(i: int) -> int:
             tokens = [*self.tokens, *(choice.token for choice in choices)] if choices else self.tokens

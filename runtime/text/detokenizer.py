@@ -53,6 +53,8 @@ class TextStream:
 
     def _until_stop(self, text: str) -> str:
         """The part of ``text`` that no stop string can claim any more; the rest is held."""
+        if not self._stop and not self._held:
+            return text
         stops = self._stop if self._stopping else ()
         found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
         if found:

@@ -79,8 +79,11 @@ class OnnxRuntimeSession(Session):
         binding.input_ids[:] = batch.input_ids
         binding.past_lengths[:] = batch.past_lengths
         binding.logit_indices[:] = batch.logit_indices
-        with translated("running the model"):
+        try:
             binding.session.run_with_iobinding(binding.io, self._options)
+        except Exception:
+            with translated("running the model"):
+                raise
         self.cache.computed(batch.first_row, ends)
         self._logits, self._hidden = binding.logits, binding.hidden
         return self._logits

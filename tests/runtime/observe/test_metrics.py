@@ -225,10 +225,10 @@ def test_energy_is_absent_until_it_is_measured(engine: EngineMetrics):
     assert (engine.snapshot().energy_joules, engine.snapshot().joules_per_token) == (2.0, 0.5)
 
 
-def test_gauges_are_as_set_last(engine: EngineMetrics):
+def test_gauges_are_those_of_the_moment(engine: EngineMetrics):
     assert engine.snapshot().gauges == Gauges()
     gauges = Gauges(waiting=3, running=2, kv_reserved_bytes=4096, kv_used_bytes=1024, prefix_cache_bytes=512)
-    engine.gauges = gauges
+    engine.read_gauges = lambda: gauges
     assert engine.snapshot().gauges == gauges
 
 
