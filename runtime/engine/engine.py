@@ -389,7 +389,10 @@ class Engine:
     @property
     def _busy(self) -> bool:
         """True while a request wants steps."""
-        return any(not request.comparing for request in self._requests.values())
+        for request in self._requests.values():  # noqa: SIM110  # asked for in every step: no generator
+            if not request.comparing:
+                return True
+        return False
 
     def _receive(self) -> None:
         """Requests and cancellations that came; without anything to do, wait for one."""

@@ -52,6 +52,7 @@ class Sample(Sequence):
         self._parts: list[str] = []
         self._ends = ends
         self._guide = guide
+        self.speculates = speculate is not None
         self._speculate = speculate
         self._speculator: Speculator | None = None
         self._rows = 1  # of the step that it was asked for drafts for
