@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +30,9 @@ def _mix(state: int) -> int:
 
 def uniforms(seed: int, position: int) -> Iterator[float]:
     """The numbers of draws 0, 1, ... at a position."""
-    draw = 0
-    while True:
-        yield uniform(seed, position, draw)
-        draw += 1
+    here = _mix(_mix(seed) ^ position)
+    for draw in count():
+        yield (_mix(here ^ draw) >> 11) * 2.0**-53
 
 
 def pick(cumulative: npt.NDArray[np.float64], point: float) -> int:
