@@ -12,8 +12,8 @@ import pytest
 from llmc.runtime.observe.histogram import Histogram
 from llmc.runtime.observe.metrics import OUTCOMES, PENDING, EngineMetrics, EngineSnapshot, Gauges, RequestTimeline
 
-# A token is recorded and counted with fourteen calls; this leaves room for another figure, and none for an algorithm whose cost grows
-# with what has been recorded.
+# A token is recorded and counted with sixteen calls; this leaves room for another figure, and none for an algorithm
+# whose cost grows with what has been recorded.
 TOKEN_CALLS = 20
 EXACT = 1e-12  # differences of a few doubles near 100
 
