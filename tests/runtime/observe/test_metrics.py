@@ -217,6 +217,13 @@ def test_calls_are_counted_by_phase(engine: EngineMetrics):
     assert snapshot.batch_size.mean == 4.5
 
 
+def test_events_that_nobody_looks_at_do_not_pile_up(engine: EngineMetrics):
+    for _ in range(10 * PENDING + 1):
+        engine.step("decode", 0.01, 1)
+        assert len(engine._events) < PENDING
+    assert engine.snapshot().step["decode"].count == 10 * PENDING + 1
+
+
 def test_energy_is_absent_until_it_is_measured(engine: EngineMetrics):
     assert (engine.snapshot().energy_joules, engine.snapshot().joules_per_token) == (None, None)
     engine.timeline(1).token(count=4)
