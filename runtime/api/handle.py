@@ -37,6 +37,7 @@ class OutputCollector:
         self._pid = os.getpid()
         self._make_lock()
         self._deltas: deque[Delta] = deque()
+        self._taking = 0  # threads that wait for a piece
         self._readers: list[Waiter] = []  # on event loops; of the pieces, and of the end alone
         self._waiters: list[Waiter] = []
         self.result: GenerationResult | None = None
@@ -56,7 +57,8 @@ class OutputCollector:
         """Add a piece."""
         with self._lock:
             self._deltas.append(delta)
-            self._changed.notify_all()
+            if self._taking:
+                self._changed.notify_all()
             for reader in self._readers:
                 reader.wake()
 
@@ -79,8 +81,12 @@ class OutputCollector:
         """
         self.refuse_forked()
         with self._lock:
-            if not self._waited(self._changed, lambda: bool(self._deltas) or self.ended, timeout):
-                raise TimeoutError(f"nothing came within {timeout} s; the request goes on")
+            self._taking += 1
+            try:
+                if not self._waited(self._changed, lambda: bool(self._deltas) or self.ended, timeout):
+                    raise TimeoutError(f"nothing came within {timeout} s; the request goes on")
+            finally:
+                self._taking -= 1
             return self._deltas.popleft() if self._deltas else None
 
     def poll(self) -> Delta | None:

@@ -1,13 +1,14 @@
 """Many requests at once: one thread that works, and any number of threads that ask."""
 
 import logging
+import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -127,8 +128,9 @@ class Engine:
         self._pid = os.getpid()
         self._then: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
+        self._first_deadline = math.inf  # of these, or of some that ended before theirs
         self._arriving = 0  # requests accepted, and not seen by the engine's thread yet
-        self._unserved = 0  # seen, and without a row yet
+        self.metrics.read_gauges = self._gauges
         self._closing = False
         self._freed = False
         self._lost: GpuError | None = None
@@ -301,7 +303,9 @@ class Engine:
 
     def _accept(self, request: RequestState) -> None:
         self._start_thread()
-        if (waiting := self._arriving + self._unserved) >= self.options.max_queue:
+        most = self.options.max_queue
+        # Not even counted as long as all requests together are fewer.
+        if self._arriving + len(self._requests) >= most and (waiting := self._arriving + self._unserved()) >= most:
             raise QueueFullError(f"{waiting} requests wait already, as many as may; try again later")
         self._arriving += 1
         self._inbox.put(partial(self._enqueue, request))
@@ -330,7 +334,7 @@ class Engine:
     def _serve(self) -> None:
         mark_serving()
         try:
-            while self._busy or not self._closing or not self._inbox.empty():
+            while not self._closing or self._busy or not self._inbox.empty():
                 try:
                     self.step()
                 except BaseException as error:  # noqa: BLE001  # without this thread, clients would wait for ever
@@ -348,7 +352,6 @@ class Engine:
             return
         for sequence in self._scheduler.admit():
             self._outputs.begin(sequence)
-        self._gauge()
         self._prefill()
         self._decode()
 
@@ -395,20 +398,23 @@ class Engine:
         self._scheduler.decoded(outputs)
         for request, reason in failed.items():
             self._fail(request, reason)
-        self._outputs.commit([output for output in outputs if output.sequence.request not in failed])
+        if failed:
+            outputs = [output for output in outputs if output.sequence.request not in failed]
+        self._outputs.commit(outputs)
 
     # ------------------------------------------------------------------------------------------ messages
 
     @property
     def _busy(self) -> bool:
         """True while a request wants steps."""
-        return any(not request.comparing for request in self._requests.values())
+        for request in self._requests.values():  # noqa: SIM110  # asked for in every step: no generator
+            if not request.comparing:
+                return True
+        return False
 
     def _receive(self) -> None:
         """Requests and cancellations that came; without anything to do, wait for one."""
         while not (self._busy and self._inbox.empty()):
-            if not self._busy:
-                self._gauge()
             with suppress(queue.Empty):
                 self._inbox.get(timeout=self._patience())()
             if not self._busy:
@@ -423,10 +429,10 @@ class Engine:
         return None if first is None or first == float("inf") else max(0.0, first - time.monotonic())
 
     def _enqueue(self, request: RequestState) -> None:
-        self._requests[request.number] = request
         with self._lock:
+            self._requests[request.number] = request
             self._arriving -= 1
-            self._unserved += 1
+        self._first_deadline = min(self._first_deadline, request.deadline)
         self._scheduler.add(request)
 
     def _cancelled(self, number: int) -> None:
@@ -435,39 +441,38 @@ class Engine:
 
     def _expire(self) -> None:
         """Fail those whose time is over."""
-        now = time.monotonic()
+        if self._first_deadline == math.inf or (now := time.monotonic()) < self._first_deadline:
+            return
         for request in [request for request in self._requests.values() if request.deadline <= now]:
             limit = request.request.deadline_s
             self._fail(request, DeadlineError(f"the deadline of {limit:g} s passed; {request.progress()}"))
+        self._first_deadline = min((request.deadline for request in self._requests.values()), default=math.inf)
 
     def _forget(self, number: int) -> None:
         """May be called by any thread: it only leaves a message."""
         self._inbox.put(partial(self._requests.pop, number, None))
 
-    def _gauge(self) -> None:
-        """Note how things are; and how many places in the queue are taken."""
-        with self._lock:
-            self._unserved = sum(request.timeline.admitted is None for request in self._requests.values())
-        prefixes = 0 if self.prefixes is None else self.prefixes.counters.bytes
-        self.metrics.gauges = Gauges(
-            waiting=self._unserved,
-            running=sum(bool(request.group.sequences) for request in self._requests.values()),
+    # ------------------------------------------------------------------------------------------ levels, on any thread
+
+    def _unserved(self) -> int:
+        """Requests that the engine's thread has seen, and that wait for a row."""
+        return sum(request.timeline.admitted is None for request in list(self._requests.values()))
+
+    def _gauges(self) -> Gauges:
+        """How things are; between two steps, if these run meanwhile, as they just were."""
+        return Gauges(
+            waiting=self._unserved(),
+            running=sum(bool(request.group.sequences) for request in list(self._requests.values())),
             kv_reserved_bytes=self._scheduler.reserved_bytes,
             kv_used_bytes=self._scheduler.used_bytes,
-            prefix_cache_bytes=prefixes,
+            prefix_cache_bytes=0 if self.prefixes is None else self.prefixes.counters.bytes,
         )
 
     # ------------------------------------------------------------------------------------------ failures
 
-    @contextmanager
-    def _guarded(self, request: RequestState) -> Iterator[None]:
+    def _guarded(self, request: RequestState) -> "_Guard":
         """Make whatever goes wrong inside the end of this request and of no other, unless it concerns all rows."""
-        try:
-            yield
-        except BaseException as error:  # even a client's SystemExit is not the engine's end
-            if is_fatal(error):
-                raise
-            self._fail(request, named(error))
+        return _Guard(partial(self._fail, request))
 
     def _fail(self, request: RequestState, error: BaseException) -> None:
         """End a request that cannot go on; its rows are free at once."""
@@ -511,6 +516,27 @@ class Engine:
         with self._lock:
             self._lost, self._closing = lost, True
         return lost
+
+
+class _Guard:
+    """A context from which no error comes out but a fatal one; others are told to ``fail``, even a client's SystemExit.
+
+    Each step enters some, and a generator for each would cost several times as much.
+    """
+
+    __slots__ = ("_fail",)
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None or is_fatal(error):
+            return False
+        self._fail(named(error))
+        return True
 
 
 def is_fatal(error: BaseException) -> bool:

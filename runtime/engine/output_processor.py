@@ -64,7 +64,9 @@ class OutputProcessor:
         """Draw the tokens of a call's sequences, from logits [B, 1 + drafts, V]; a dummy row may come after them."""
         states = [None] * len(call) if hidden is None else hidden
         work = zip(call, logits, states, strict=False)
-        return list(self._pool.map(_sampled, work) if self._pool and len(call) > 1 else map(_sampled, work))
+        if self._pool and len(call) > 1:
+            return list(self._pool.map(_sampled, work))
+        return [sequence.sample(row, state) for sequence, row, state in work]
 
     def commit(self, outputs: Sequence[SamplerOutput[Any]]) -> None:
         """Make what a step gave part of the sequences, request by request."""

@@ -52,6 +52,7 @@ class Sample(Sequence):
         self._parts: list[str] = []
         self._ends = ends
         self._guide = guide
+        self.speculates = speculate is not None
         self._speculate = speculate
         self._speculator: Speculator | None = None
         self._rows = 1  # of the step that it was asked for drafts for
@@ -80,6 +81,12 @@ class Sample(Sequence):
         """Draw tokens as long as they agree with the drafts, and one more."""
         output: SamplerOutput[Sample] = SamplerOutput(self)
         choices = output.choices
+        if not self.drafts:
+            try:
+                choices.append(self.sampler(logits[0], self.tokens))
+            except BaseException as error:  # noqa: BLE001  # raised again where the request is known
+                output.error = error
+            return output
 
         def token(i: int) -> int:
             tokens = [*self.tokens, *(choice.token for choice in choices)] if choices else self.tokens

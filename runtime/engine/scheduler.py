@@ -249,11 +249,13 @@ class Scheduler:
 
     def next_decode(self) -> list[Sequence]:
         """Those who decode in this step, with drafts to verify, and room in the cache for all."""
-        for sequence in [item for item in self._decoding() if len(item.context) > self.max_context]:
-            self._slide(sequence)
         decoding = self._decoding()
+        full = [item for item in decoding if len(item.context) > self.max_context]
+        for sequence in full:
+            self._slide(sequence)
+        decoding = self._decoding() if full else decoding
         for sequence in decoding:
-            if sequence.row >= 0:  # its request did not fail with another sequence
+            if sequence.speculates and sequence.row >= 0:  # its request did not fail with another sequence
                 with self._guarded(sequence.request):
                     room = min(self.max_context - len(sequence.context), self._most_drafts)
                     sequence.drafts = sequence.propose(room, len(decoding))

@@ -38,9 +38,11 @@ class Sequence(Slot, ABC):
     Attributes:
         key: names it to drafters.
         reused: tokens that were in the row before the first chunk: the prefix cache's.
+        speculates: whether it may :meth:`propose` drafts.
     """
 
     context: list[int]
+    speculates = False
 
     def __init__(self, group: "SequenceGroup[Any]", context: list[int]) -> None:
         super().__init__(context)

@@ -8,6 +8,7 @@ begin at 10 ms, where a small model on an edge device has long ended its step.
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -25,6 +26,9 @@ BATCH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 24.0, 32.0,
 PHASES = ("prefill", "decode")
 OUTCOMES = ("stop", "length", "cancelled", "deadline", "refused", "error")
 
+# Events that wait to be counted, at most. A step of the model evicts every cache, so counting one event after it takes
+# ten times as long as counting one of many.
+PENDING = 64
 
 # Histograms of seconds by the names of the snapshot's fields.
 _SECONDS = ("ttft", "tpot", "itl", "e2e", "queue")
@@ -98,7 +102,7 @@ class EngineSnapshot:
     """Everything that an engine counted since it was made, at one moment; counters never fall.
 
     Each field has its meaning beside it. Of ``requests`` all OUTCOMES are there; ``energy_joules`` is None until the
-    application counts some; ``gauges`` are as the engine set them last; ``uptime_s`` seconds have passed.
+    application counts some; ``gauges`` are those of this moment; ``uptime_s`` seconds have passed.
     """
 
     uptime_s: float
@@ -165,16 +169,21 @@ class EngineMetrics:
     """Counters, histograms and gauges of one engine.
 
     Requests are recorded through the timelines that :meth:`timeline` gives out; what belongs to no request is recorded
-    here. Every method may be called from any thread, and takes a few microseconds at most.
+    here. Every method may be called from any thread, and mostly takes a microsecond: events are counted some at a time,
+    or when somebody looks.
 
     Args:
         clock: seconds that never go back; the default is ``time.monotonic``.
+
+    Attributes:
+        read_gauges: gives the levels of this moment, on the thread of whoever looks; the engine sets it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.gauges = Gauges()  # replaced whole, so a reader never sees half of it
+        self.read_gauges: Callable[[], Gauges] = Gauges
         self._began = clock()
+        self._events: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._lock = threading.Lock()
         self._counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self._requests = dict.fromkeys(OUTCOMES, 0)
@@ -182,6 +191,11 @@ class EngineMetrics:
         self._histograms = {name: Histogram(SECONDS_BUCKETS) for name in _SECONDS}
         self._batch_size = Histogram(BATCH_BUCKETS)
         self._step = {phase: Histogram(SECONDS_BUCKETS) for phase in PHASES}
+
+    @property
+    def gauges(self) -> Gauges:
+        """The levels of this moment."""
+        return self.read_gauges()
 
     def timeline(self, prompt_tokens: int) -> "RequestTimeline":
         """A request enters the queue now; whatever its timeline records is counted here too."""
@@ -193,9 +207,11 @@ class EngineMetrics:
 
     def step(self, phase: str, seconds: float, rows: int) -> None:
         """A call of the session ended: its phase (of :data:`PHASES`), duration and rows."""
-        with self._lock:
-            self._step[phase].observe(seconds)
-            self._batch_size.observe(rows)
+        self._note(self._count_step, phase, seconds, rows)
+
+    def tokens(self, count: int, ttft: Sequence[float], itl: Sequence[float]) -> None:
+        """A step committed ``count`` tokens of a request, after these times to the first token and between tokens."""
+        self._note(self._count, {"output_tokens": count}, "", {"ttft": ttft, "itl": itl})
 
     def add_energy(self, joules: float) -> None:
         """Energy was used; without a single call the total stays None, which is not 0."""
@@ -210,23 +226,43 @@ class EngineMetrics:
             outcome: of the request, if it ended.
             **seconds: observations by the name of their histogram.
         """
-        with self._lock:
-            for name, number in added.items():
-                self._counters[name] += number
-            for name, values in seconds.items():
-                for value in values:
-                    self._histograms[name].observe(value)
-            if outcome:
-                self._requests[outcome] = self._requests.get(outcome, 0) + 1
+        self._note(self._count, added, outcome, seconds)
+
+    def _note(self, count: Callable[..., None], *event: Any) -> None:
+        self._events.append((count, event))
+        if len(self._events) >= PENDING:
+            with self._lock:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Count the events that were noted; whoever calls it holds the lock."""
+        while self._events:
+            count, event = self._events.popleft()
+            count(*event)
+
+    def _count(self, added: Mapping[str, int], outcome: str, seconds: Mapping[str, Iterable[float]]) -> None:
+        for name, number in added.items():
+            self._counters[name] += number
+        for name, values in seconds.items():
+            for value in values:
+                self._histograms[name].observe(value)
+        if outcome:
+            self._requests[outcome] = self._requests.get(outcome, 0) + 1
+
+    def _count_step(self, phase: str, seconds: float, rows: int) -> None:
+        self._step[phase].observe(seconds)
+        self._batch_size.observe(rows)
 
     def snapshot(self) -> EngineSnapshot:
         """All numbers of one moment: no event is counted in one and missing in another."""
+        gauges = self.gauges
         with self._lock:
+            self._settle()
             histograms = {name: histogram.copy() for name, histogram in self._histograms.items()}
             counted: dict[str, Any] = {**self._counters, **histograms}
             return EngineSnapshot(
                 uptime_s=self.clock() - self._began,
-                gauges=self.gauges,
+                gauges=gauges,
                 requests=dict(self._requests),
                 energy_joules=self._joules,
                 batch_size=self._batch_size.copy(),
@@ -294,7 +330,7 @@ class RequestTimeline:
         first = () if self._times else (at - self.queued,)
         self._times.extend([at] * count)
         self._gaps.extend(gaps)
-        self._engine.count({"output_tokens": count}, ttft=first, itl=gaps)
+        self._engine.tokens(count, first, gaps)
 
     def draft(self, proposed: int, accepted: int) -> None:
         """Speculation proposed tokens, and the model agreed with ``accepted`` of them."""

@@ -7,6 +7,8 @@ WINDOW = 5
 """Last observations of a shape, of which the median counts."""
 WEIGHT = 0.3
 """Of the newest median in the moving average: speed that changes for good shows after some ten calls."""
+NOTED = 64
+"""Observations that are only noted, at most."""
 
 
 class StepCosts:
@@ -17,19 +19,29 @@ class StepCosts:
     never seen are read from the line through the nearest two known ones over the total number of tokens of the same
     phase, held inside what any call keeps to: more tokens cost no less, and cost no more per token.
 
-    The phase is any name: what is no session's call, such as a drafter's work, may be kept beside it.
+    The phase is any name: what is no session's call, such as a drafter's work, may be kept beside it. Observations are
+    only noted until somebody asks, for without speculation nobody does.
     """
 
     def __init__(self) -> None:
         self._phases: defaultdict[str, _Phase] = defaultdict(_Phase)
+        self._noted: list[tuple[str, int, int, float]] = []
 
     def observe(self, phase: str, rows: int, tokens: int, seconds: float) -> None:
         """Learn that a call of ``rows`` rows, each of ``tokens`` new tokens, took ``seconds``."""
         assert rows > 0 and tokens > 0 and seconds >= 0
-        self._phases[phase].observe(rows, tokens, seconds)
+        self._noted.append((phase, rows, tokens, seconds))
+        if len(self._noted) >= NOTED:
+            self._learn()
+
+    def _learn(self) -> None:
+        for phase, rows, tokens, seconds in self._noted:
+            self._phases[phase].observe(rows, tokens, seconds)
+        self._noted.clear()
 
     def predict(self, phase: str, rows: int, tokens: int) -> float | None:
         """Seconds that a call of this shape will take; None as long as no call of the phase was seen."""
+        self._learn()
         known = self._phases[phase]
         shape = known.shapes.get((rows, tokens))
         if shape is not None:
@@ -38,6 +50,7 @@ class StepCosts:
 
     def count(self, phase: str, rows: int, tokens: int) -> int:
         """Number of calls of this shape that were seen, up to 5. The first may have paid for what later ones reuse."""
+        self._learn()
         shape = self._phases[phase].shapes.get((rows, tokens))
         return 0 if shape is None else len(shape.last)
 

@@ -112,6 +112,7 @@ class ModelRunner:
         self._choice = GraphChoice(self._policy.prefill_graph_from)
         self._strict = level is Determinism.STRICT
         self._candidates = 0 if manifest.engine is None else manifest.engine.candidates
+        self._last = _zeros(0, Phase.DECODE, 0, 0)  # step without drafts
         self._seconds = 0.0  # of the last call
 
     def reserve(self, rows: int, positions: int) -> None:
@@ -151,26 +152,32 @@ class ModelRunner:
             return self._verify(call[0], call[0].drafts)[None], None
         if self._policy.row_by_row:
             return self._one_by_one(call)
-        new = [[sequence.context[sequence.cached]] for sequence in call]
-        past = [sequence.cached for sequence in call]
-        if self._policy.in_pairs and len(call) % 2:
-            # Nothing that counts is overwritten: the neighbour's next position is written again before it is read.
-            neighbour = self._rows.at(call[-1].row + 1)
-            new.append([0])
-            past.append(0 if neighbour is None else neighbour.cached)
         # The largest logits are enough only where these decide every sequence's token.
-        few = all(0 < sequence.needs < self._candidates for sequence in call)
-        ids, lengths, indices = np.array(new, np.int64), np.array(past, np.int64), np.zeros((len(new), 1), np.int64)
-        wanted = self._candidates if few else 0
-        shared = self._chooses and len({id(sequence.owner) for sequence in call}) > 1
+        few = self._candidates > 0 and all(0 < sequence.needs < self._candidates for sequence in call)
+        shared = len(call) > 1 and self._chooses and len({id(sequence.owner) for sequence in call}) > 1
         phase = self._choice.next(len(call)) if shared else self.phase(len(call))
-        logits = self._run(Batch(phase, ids, lengths, indices, call[0].row, wanted))
+        logits = self._run(self._step(call, phase, self._candidates if few else 0))
         if shared:
             self._choice.observe(phase, len(call), self._seconds)
         if few and not all(suffice(row, sequence.needs) for row, sequence in zip(logits[:, 0], call, strict=False)):
             logits = self.session.full_logits()
         hidden = self.session.hidden
         return logits, None if hidden is None else hidden[:, 0]
+
+    def _step(self, call: Sequence[Slot], phase: Phase, candidates: int) -> Batch:
+        """A call that feeds last tokens; mostly the last step's, whose arrays are written in place."""
+        odd = self._policy.in_pairs and len(call) % 2
+        rows, first, last = len(call) + odd, call[0].row, self._last
+        if (len(last.input_ids), last.phase, last.first_row, last.candidates) != (rows, phase, first, candidates):
+            self._last = last = _zeros(rows, phase, first, candidates)
+        ids, lengths = last.input_ids, last.past_lengths
+        for i, sequence in enumerate(call):
+            ids[i, 0], lengths[i] = sequence.context[sequence.cached], sequence.cached
+        if odd:
+            # Nothing that counts is overwritten: the neighbour's next position is written again before it is read.
+            neighbour = self._rows.at(call[-1].row + 1)
+            lengths[-1] = 0 if neighbour is None else neighbour.cached
+        return last
 
     def phase(self, tokens: int) -> Phase:
         """The graph for so many tokens of one request."""
@@ -218,8 +225,17 @@ class ModelRunner:
         return logits
 
 
+def _zeros(rows: int, phase: Phase, first_row: int, candidates: int) -> Batch:
+    """A step of so many rows, with nothing in it yet."""
+    ids, lengths, indices = (np.zeros(shape, np.int64) for shape in ((rows, 1), rows, (rows, 1)))
+    return Batch(phase, ids, lengths, indices, first_row, candidates)
+
+
 def calls(sequences: Sequence[_S]) -> Iterator[list[_S]]:
     """Sequences that can share a call: in rows side by side, none with drafts; those with drafts are alone."""
+    if not any(sequence.drafts for sequence in sequences):
+        yield list(sequences)
+        return
     for drafted, neighbours in groupby(sequences, lambda sequence: bool(sequence.drafts)):
         group = list(neighbours)
         yield from [[sequence] for sequence in group] if drafted else [group]

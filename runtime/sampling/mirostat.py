@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from llmc.runtime.sampling.draws import pick
+from llmc.runtime.sampling.draws import pick_weighted
 from llmc.runtime.sampling.masses import Logits, largest
 from llmc.runtime.sampling.truncation import Distribution, distribution
 
@@ -46,8 +46,7 @@ class _Mirostat(ABC):
         """
         weighed = distribution(logits)
         tokens = self._kept(logits, weighed)
-        weights = weighed.weights.take(tokens).astype(np.float64)
-        token = int(tokens[pick(weights.cumsum(), uniform)])
+        token = int(tokens[pick_weighted(weighed.weights.take(tokens), uniform)])
         surprise = (weighed.peak - float(logits[token]) + math.log(weighed.total)) / _LOG_2
         self.mu -= self._eta * (surprise - self._tau)
         return token

@@ -5,7 +5,8 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,7 @@ CUTS = FILTERS[FILTERS.index("top_k") :]
 _MANY = 8192  # candidates, above which a pass over the vocabulary in float32 beats one over them in float64
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A token and, if the request asked for them, the log-probabilities where it was chosen."""
 
     token: int

@@ -53,6 +53,8 @@ class TextStream:
 
     def _until_stop(self, text: str) -> str:
         """The part of ``text`` that no stop string can claim any more; the rest is held."""
+        if not self._stop and not self._held:
+            return text
         stops = self._stop if self._stopping else ()
         found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
         if found:
@@ -103,6 +105,9 @@ class _IncrementalDecoder:
     whose text was returned already. And a character may be spread over tokens: byte-level tokens are joined before
     UTF-8 is decoded, where what is incomplete shows as one U+FFFD at the end, so that one is held back. Byte-fallback
     tokens are stricter: one bad byte turns a whole run of them into U+FFFD, so a run waits for its end.
+
+    Where tokens are bytes and nothing else, the window is empty after whole characters: most tokens are decoded alone,
+    once.
     """
 
     # An incomplete character has at most 3 bytes, hence 3 tokens; one more stands before them.
@@ -116,6 +121,12 @@ class _IncrementalDecoder:
         self._returned = 0  # characters of the window's text
 
     def push(self, token_id: int) -> str:
+        joins = self._tokenizer.joins_bytes
+        if joins and not self._window and token_id not in self._shown:
+            text = self._tokenizer.decode((token_id,))
+            if text.endswith(_REPLACEMENT):
+                self._window, self._returned = [token_id], len(text) - 1
+            return text[: self._returned] if self._window else text
         if self._tokenizer.is_silent(token_id):
             return self._named(token_id) if token_id in self._shown else ""
         self._window.append(token_id)
@@ -125,7 +136,9 @@ class _IncrementalDecoder:
         open_end = text.endswith(_REPLACEMENT)
         certain = len(text) - open_end
         delta, self._returned = text[self._returned : certain], certain
-        if len(self._window) > self._LONGEST:
+        if joins and not open_end:
+            self._window, self._returned = [], 0
+        elif len(self._window) > self._LONGEST:
             del self._window[: -self._KEPT]
             self._returned = len(self._tokenizer.decode(self._window)) - open_end
         return delta

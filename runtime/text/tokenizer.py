@@ -34,6 +34,10 @@ class Tokenizer:
     Args:
         backend: the loaded tokenizer.json.
         special_tokens: texts by name (``bos_token``, ``eos_token``, ...), as chat templates see them.
+
+    Attributes:
+        joins_bytes: whether a text is the bytes of its tokens one after the other, whichever these are: after whole
+            characters a token's text is that of the token alone.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
@@ -43,6 +47,7 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_ids = _byte_ids(backend)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+        self.joins_bytes = type(backend.decoder).__name__ == "ByteLevel"
         self._is_byte_level = backend.decoder is not None and b"ByteLevel" in backend.decoder.__getstate__()
 
     @classmethod

@@ -87,8 +87,11 @@ class OnnxRuntimeSession(Session):
         binding.logit_indices[:] = batch.logit_indices
         if binding.new_lengths is not None:
             binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
-        with translated("running the model"):
+        try:
             binding.session.run_with_iobinding(binding.io, self._options)
+        except Exception:
+            with translated("running the model"):
+                raise
         self.cache.computed(batch.first_row, ends)
         self._logits, self._hidden = binding.logits, binding.hidden
         return self._logits

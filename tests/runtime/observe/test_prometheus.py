@@ -45,7 +45,8 @@ def metrics() -> EngineMetrics:
     engine.step("prefill", 0.09, 1)
     engine.step("decode", 0.02, 7)
     engine.add_energy(12.5)
-    engine.gauges = Gauges(waiting=3, running=2, kv_reserved_bytes=1 << 40, kv_used_bytes=1023, prefix_cache_bytes=511)
+    gauges = Gauges(waiting=3, running=2, kv_reserved_bytes=1 << 40, kv_used_bytes=1023, prefix_cache_bytes=511)
+    engine.read_gauges = lambda: gauges
     return engine
 
 

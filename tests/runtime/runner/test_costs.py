@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.runtime.runner.costs import StepCosts
+from llmc.runtime.runner.costs import NOTED, StepCosts
 from llmc.runtime.sessions import Phase
 
 # Ten calls move the average past this share of a change that stays.
@@ -137,3 +137,12 @@ def test_predicting_looks_at_little_of_what_was_seen():
         assert totals.looks <= LOOKS
     assert len(totals) == 256 and min(totals) == 1
     assert totals.looks > LOOKS, "a search of all of them would be noticed"
+
+
+def test_observations_that_nobody_asks_for_do_not_pile_up():
+    costs = StepCosts()
+    for _ in range(10 * NOTED + 1):
+        costs.observe(Phase.DECODE, 1, 1, 0.010)
+        assert len(costs._noted) < NOTED
+    assert len(costs._noted) == 1
+    assert costs.predict(Phase.DECODE, 1, 1) == pytest.approx(0.010, rel=ROUNDING) and not costs._noted

@@ -255,3 +255,20 @@ class Counting:
     def decode(self, ids: Sequence[int]) -> str:
         self.decoded += len(ids)
         return self._tokenizer.decode(ids)
+
+
+def test_bytes_joined_need_no_token_before(
+    byte_level: Tokenizer, metaspace: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    assert byte_level.joins_bytes and not metaspace.joins_bytes
+    ids, windows = byte_ids(byte_level, "ab👍c".encode()), []
+    decode = byte_level.decode
+    monkeypatch.setattr(byte_level, "decode", lambda window: windows.append(len(window)) or decode(window))
+    assert "".join(stream(byte_level, ids)[0]) == "ab👍c"
+    assert windows[:-1] == [1, 1, 1, 2, 3, 4, 1]  # the last one is the end's
+
+
+def test_a_decoder_that_joins_no_bytes_is_not_taken_for_one(metaspace: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(metaspace, "joins_bytes", True)
+    with pytest.raises(AssertionError):
+        assert_equals_decoding_at_once(metaspace, metaspace.encode("two words, and a third"))
