@@ -14,6 +14,10 @@ REACH = 2
 class Drafter(Protocol):
     """Guesses the next tokens of sequences. Not thread-safe: the engine's thread alone calls it."""
 
+    costs_by_token: bool
+    """True if more drafts take longer: then it is asked for as many as pay. Otherwise it is asked for all there is room
+    for, and the fewer it has, the less sure of them it is."""
+
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
         """Up to ``count`` tokens that may follow ``tokens`` (prompt and generated so far); none if it has no idea.
 
@@ -37,6 +41,8 @@ class PromptLookup:
     Saxena, Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding; the bound by the length
     of the match is SuffixDecoding's, https://arxiv.org/abs/2411.04975.
     """
+
+    costs_by_token = False
 
     def __init__(self) -> None:
         self._indices: dict[int, _Index] = {}
