@@ -48,6 +48,8 @@ TIMED_CALLS = 9  # of each length and graph, of which the median counts
 class WrongDraft:
     """Always proposes, and is wrong unless chance wills otherwise."""
 
+    costs_by_token = False
+
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
         """Tokens that have nothing to do with the text."""
         return [(tokens[-1] + 7 * i) % 1000 + 1 for i in range(1, count + 1)]

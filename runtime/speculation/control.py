@@ -12,7 +12,7 @@ and of few shapes, as sessions that bind buffers per shape like them."""
 TRIAL = 3
 """Drafts that are guessed, and compared with what comes, while none are verified."""
 
-STAKE = 1.5
+STAKE, SHARED_STAKE = 1.5, 6.0
 """Tokens' worth of time that drafting may lose before anything was won: a sequence, and an engine as a whole."""
 ALLOWANCE = 0.005
 """Share of a token's time that each token without drafts adds to that."""
@@ -25,12 +25,13 @@ LENIENCE = 0.9
 a wrong stop costs much."""
 
 UNSURE = (4, 6, 14, 30)
+SUREST = len(UNSURE)
 """Classes of drafts whose drafter had fewer than it was asked for, by the most that it had: prompt lookup gives two for
 each token of its match, so these are matches of 2, 3, up to 7 and up to 15 tokens. All that was asked for is a class of
 its own, the surest."""
-PRIORS = ((1.0, 3.0), (1.5, 3.0), (1.65, 3.0), (2.1, 3.0), (2.1, 3.0))
-"""Accepted and judged drafts of each class assumed before the first: measured for prompt lookup on text that copies
-nothing (0.34, 0.55, 0.55, 0.72 of the first drafts came true), and of the surest class as a draft model might have."""
+PRIORS = ((1.0, 2.0), (1.2, 2.0), (1.3, 2.0), (1.5, 2.0), (1.6, 2.0))
+"""Accepted and judged drafts of each class assumed before the first: between what prompt lookup has where answers copy
+(0.6 to 0.97) and where they do not (0.34, 0.55, 0.55, 0.72 and 0.67), and outvoted soon."""
 MEMORY = 64
 """Judged drafts over which acceptance is averaged."""
 AGED, STALE = 2.0, 32
@@ -46,8 +47,8 @@ class Ledger:
     many short answers do not each lose a stake.
     """
 
-    def __init__(self) -> None:
-        self.left = STAKE
+    def __init__(self, stake: float = SHARED_STAKE) -> None:
+        self.left = stake
 
     def earn(self) -> None:
         """A token came without drafts."""
@@ -66,8 +67,11 @@ class DraftLength:
     tokens per second is taken, if it wins by a margin over a step without drafts. The probability is kept for each
     class of drafts, by how many the drafter had (:data:`UNSURE`).
 
-    A call is made only if both ledgers could pay for the rejection of all its drafts. So, as far as the costs are
-    known, no text and no drafter makes a sequence lose more than 1.5 tokens' worth of time, and 0.5 % of each token's.
+    A call is made only if both ledgers could pay for the rejection of all its drafts. So, as far as costs are known,
+    no text and no drafter makes the sequences of an engine lose more than six tokens' worth of time in all, and 0.5 %
+    of that of each token; and one of them no more than 1.5 and that share. But drafts that came true without being
+    verified, and would have won, let it lose as much again: that is bounded where they are right as often when they are
+    verified, as any are that do not know.
 
     Args:
         costs: measured seconds of calls; may be shared by all sequences of a session.
@@ -97,15 +101,16 @@ class DraftLength:
         self.longest = lengths[-1]
         self._acceptance = [_Acceptance(*prior) for prior in PRIORS]
         self._shared = ledger or Ledger()
-        self._own = Ledger()
+        self._own = Ledger(STAKE)
         self._staked = 0.0
+        self._promise = 0.0  # what drafts that came true unverified would have won since the last loss
         self._class = 0  # of the drafts that are being verified
         self._position = 0  # tokens so far
         self._streak = 0
 
     def length(self, rows: int = 1) -> int:
         """Drafts to ask for before the next step of a batch of ``rows`` sequences, this one included; 0 for none."""
-        return self._chosen(self.longest, -1, rows)[0]
+        return self._chosen(self.longest, SUREST, rows)[0]
 
     def keep(self, had: int, asked: int, rows: int = 1) -> int:
         """Of ``had`` drafts, where ``asked`` were asked for, how many to verify (the first ones); often 0.
@@ -133,6 +138,8 @@ class DraftLength:
         if self._costs.count(self._phase(proposed + 1), 1, proposed + 1) == 1:
             lost = min(lost, self._staked)  # it may have paid for what later calls of its shape reuse
         self._own.book(lost)
+        if lost > 0:
+            self._promise = 0.0
         self._shared.book(lost - self._staked)
         self._staked = 0.0
 
@@ -140,6 +147,8 @@ class DraftLength:
         """Learn that of ``guessed`` > 0 drafts that were not verified so many came true; the others as in ``keep``."""
         assert 0 <= right <= guessed and guessed > 0
         self._acceptance[kind_of(had, asked)].count(guessed, right, self._position)
+        if both := self._seconds(guessed, 1):
+            self._promise = min(max(self._promise + right + 1 - both[1] / both[0], 0.0), STAKE)
 
     def plain(self) -> None:
         """Learn that a step without drafts committed one token."""
@@ -158,8 +167,8 @@ class DraftLength:
         if self._streak >= REMEASURE:
             return 0, 0.0
         length, gain, stake = self._best(had, rows, self._acceptance[kind].share)
-        surest = kind in (-1, len(UNSURE))
-        return (length, stake) if gain > (LENIENCE if surest and self._own.left > STAKE else MARGIN) else (0, 0.0)
+        bar = LENIENCE if kind == SUREST and self._own.left > STAKE else MARGIN
+        return (length, stake) if gain > bar else (0, 0.0)
 
     def _best(self, had: int, rows: int, acceptance: float) -> tuple[int, float, float]:
         """The best length up to ``had``, how many times faster than without drafts it is, and what it could lose.
@@ -169,13 +178,15 @@ class DraftLength:
         for ever.
         """
         best, gain, stake, settled = 0, 0.0, 0.0, None
-        most = min(self._own.left, self._shared.left)
+        own = max(self._own.left, min(self._own.left + self._promise, STAKE))
+        most = min(own, self._shared.left)
         for length in self._lengths:
             if length > had:
                 break
             tokens = length + 1
             count = self._costs.count(self._phase(tokens), 1, tokens)
-            both = self._seconds(length, rows, most=(settled or tokens / 2 * (self.step(1) or 0.0)) if count == 1 else None)
+            once = (settled or tokens / 2 * (self.step(1) or 0.0)) if count == 1 else None
+            both = self._seconds(length, rows, most=once)
             if count > 1:
                 settled = self._costs.predict(self._phase(tokens), 1, tokens)
             if both is None:
@@ -230,7 +241,7 @@ class _Acceptance:
 
 def kind_of(had: int, asked: int) -> int:
     """The class of drafts whose drafter had so many of those that it was asked for: the higher, the surer."""
-    return len(UNSURE) if had >= asked else bisect_left(UNSURE, had)
+    return SUREST if had >= asked else bisect_left(UNSURE, had)
 
 
 def expected(length: int, a: float) -> float:

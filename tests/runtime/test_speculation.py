@@ -169,6 +169,8 @@ def test_tokens_are_those_that_come_without_speculation(temperature: float, adve
 class Oracle:
     """Knows what comes and is wrong every ``wrong``-th time."""
 
+    costs_by_token = True
+
     def __init__(self, answer: Sequence[int], wrong: int = 5) -> None:
         self.answer = list(answer)
         self.wrong = wrong
