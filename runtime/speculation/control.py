@@ -18,6 +18,9 @@ ALLOWANCE = 0.005
 """Share of a token's time that each token without drafts adds to that."""
 MOST = 10.0
 """Tokens' worth of time up to which that is saved, and winnings are."""
+MOST_AT_FIRST = 1.0
+"""Tokens' worth of time beyond its stake that the first call of a shape is booked with: it may have paid for what later
+ones reuse."""
 MARGIN = 1.05
 """Speculation must be expected to win by this factor: costs are noisy, and rows that join a batch have a price."""
 LENIENCE = 0.9
@@ -136,7 +139,7 @@ class DraftLength:
         both = self._seconds(proposed, rows, seconds)
         lost = 0.0 if both is None else rows * both[1] / both[0] - (rows + accepted)
         if self._costs.count(self._phase(proposed + 1), 1, proposed + 1) == 1:
-            lost = min(lost, self._staked)  # it may have paid for what later calls of its shape reuse
+            lost = min(lost, self._staked + MOST_AT_FIRST - accepted)
         self._own.book(lost)
         if lost > 0:
             self._promise = 0.0
@@ -174,19 +177,17 @@ class DraftLength:
         """The best length up to ``had``, how many times faster than without drafts it is, and what it could lose.
 
         A length that was verified once counts as no dearer than the settled one before it, or where there is none as
-        half of as many steps, so it is tried again: the first call of a shape may have been slow, and would be believed
-        for ever.
+        what is assumed of unknown ones, so it is tried again: the first call of a shape may have been slow, and would
+        be believed for ever.
         """
         best, gain, stake, settled = 0, 0.0, 0.0, None
-        own = max(self._own.left, min(self._own.left + self._promise, STAKE))
-        most = min(own, self._shared.left)
+        most = min(max(self._own.left, self._promise), self._shared.left)
         for length in self._lengths:
             if length > had:
                 break
             tokens = length + 1
             count = self._costs.count(self._phase(tokens), 1, tokens)
-            once = (settled or tokens / 2 * (self.step(1) or 0.0)) if count == 1 else None
-            both = self._seconds(length, rows, most=once)
+            both = self._seconds(length, rows, most=(settled or self._assumed(tokens)) if count == 1 else None)
             if count > 1:
                 settled = self._costs.predict(self._phase(tokens), 1, tokens)
             if both is None:
@@ -209,11 +210,17 @@ class DraftLength:
         plain = self.step(rows)
         call = costs.predict(self._phase(length + 1), 1, length + 1)
         others = self.step(rows - 1) if rows > 1 else 0.0
-        if not plain or call is None or others is None:
+        if not plain or others is None:
             return None
+        if call is None:
+            call = self._assumed(length + 1)
         if drafting is None:
             drafting = costs.predict(self._drafter, 1, length) or 0.0
         return plain, others + (call if most is None else min(call, most)) + drafting
+
+    def _assumed(self, tokens: int) -> float:
+        """Seconds of a call of so many tokens as long as none is known: a step, and a quarter for each token."""
+        return (1 + tokens / 4) * (self.step(1) or 0.0)
 
 
 class _Acceptance:
