@@ -15,7 +15,7 @@ from llmc.runtime.speculation.speculator import Speculator
 
 RECORDED = Path(__file__).parent.parent / "data" / "speculation_texts.json"
 # Speed against steps without drafts: what issue 14 asks for where nothing is copied. Where an answer copies it asks for
-# 2; the summary is short (71 tokens), and of the others the least has 4.3 (2.2 where a verification costs 2.3 steps).
+# 2; the summary is short (71 tokens), and of the others the least has 4.0.
 LEAST, LEAST_COPYING, LEAST_SUMMARY = 0.98, 2.0, 1.3
 # Seconds of a step and of verifications of 1, 3, ... 31 drafts: `speculation_gain.py` on two threads.
 MACHINES = {
