@@ -32,7 +32,7 @@ SUREST = len(UNSURE)
 """Classes of drafts whose drafter had fewer than it was asked for, by the most that it had: prompt lookup gives two for
 each token of its match, so these are matches of 2, 3, up to 7 and up to 15 tokens. All that was asked for is a class of
 its own, the surest."""
-PRIORS = ((1.0, 2.0), (1.2, 2.0), (1.3, 2.0), (1.5, 2.0), (1.6, 2.0))
+PRIORS = ((0.9, 1.5), (1.05, 1.5), (1.2, 1.5), (1.275, 1.5), (1.35, 1.5))
 """Accepted and judged drafts of each class assumed before the first: between what prompt lookup has where answers copy
 (0.6 to 0.97) and where they do not (0.34, 0.55, 0.55, 0.72 and 0.67), and outvoted soon."""
 MEMORY = 64

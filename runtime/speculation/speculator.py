@@ -5,6 +5,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from llmc.runtime.runner.costs import StepCosts
+from llmc.runtime.speculation.answers import AnswerLookup
 from llmc.runtime.speculation.control import TRIAL, DraftLength
 from llmc.runtime.speculation.drafters import Drafter
 
@@ -70,10 +71,12 @@ class Speculator:
         self._rest -= 1
         self.control.plain()
 
-    def close(self) -> None:
-        """The sequence has ended."""
+    def close(self, answer: Sequence[int] = ()) -> None:
+        """The sequence has ended with this answer."""
         self._drafter.forget(self._key)
         self.control.close()
+        if answer and isinstance(self._drafter, AnswerLookup):
+            self._drafter.answers.add(answer)
 
     def _found(self, tokens: Sequence[int], room: int, rows: int) -> list[int]:
         """Drafts worth a call; others may be watched."""
