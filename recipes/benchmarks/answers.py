@@ -89,7 +89,7 @@ _NAMES = [
     "Sam",
     "Tess",
 ]
-_CITIES = ["Paris", "Berlin", "Madrid", "Rome", "Vienna", "Lisbon", "Oslo", "Prague", "Dublin", "Athens"]
+_CITIES = ("Paris", "Berlin", "Madrid", "Rome", "Vienna", "Lisbon", "Oslo", "Prague", "Dublin", "Athens")
 _PRODUCTS = ("lamp", "desk", "office chair", "water bottle", "notebook", "garden hose", "bicycle helmet")
 _COMPLAINTS = ("arrived broken", "came in the wrong colour", "was never delivered", "stopped working after a week")
 
@@ -121,8 +121,8 @@ def form_of(name: str, number: int) -> tuple[str, str]:
 # Questions that are asked again and again about other mails, and answered in the same form.
 FORMS = {
     "JSON, schema in the prompt": (
-        "Extract the data as JSON with the keys customer (first_name, city, is_registered), order (order_number, items: "
-        "product_name, quantity, price_eur) and complaint (description, priority, requires_human)."
+        "Extract the data as JSON with the keys customer (first_name, city, is_registered), order (order_number, "
+        "items: product_name, quantity, price_eur) and complaint (description, priority, requires_human)."
     ),
     "JSON, schema not in the prompt": "Extract the data from the mail as JSON.",
     "letter of a template": "Write an answer to this mail.",
