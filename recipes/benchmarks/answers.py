@@ -67,7 +67,7 @@ FREE = {
     "explanation": "Explain how a bicycle stays upright when it moves.",
 }
 
-_NAMES = [
+_NAMES = (
     "Alice",
     "Bob",
     "Carol",
@@ -83,12 +83,7 @@ _NAMES = [
     "Max",
     "Nora",
     "Omar",
-    "Pia",
-    "Quinn",
-    "Rosa",
-    "Sam",
-    "Tess",
-]
+)
 _CITIES = ("Paris", "Berlin", "Madrid", "Rome", "Vienna", "Lisbon", "Oslo", "Prague", "Dublin", "Athens")
 _PRODUCTS = ("lamp", "desk", "office chair", "water bottle", "notebook", "garden hose", "bicycle helmet")
 _COMPLAINTS = ("arrived broken", "came in the wrong colour", "was never delivered", "stopped working after a week")
