@@ -33,7 +33,7 @@ class Request:
         add_special_tokens: whether the tokenizer puts its own tokens, such as BOS, around a text prompt.
         shown_tokens: special tokens whose names are part of the text; others give none.
         draft_scope: a name; prompt lookup may find what comes next in ended answers to requests of the same name as
-            well. None: in the request's own text alone.
+            well. None: in the request's own text alone. It means nothing to engines without ``draft="lookup"``.
         thinking: the reasoning before the answer: forms count from the answer on, and a budget bounds it.
     """
 
