@@ -27,7 +27,7 @@ from llmc.inventory import Positions
 from llmc.strict import decode as decode
 from llmc.strict import open_regular, read_json
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 GRAPH_CONTRACT_VERSION = 3
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -355,13 +355,15 @@ class ExportManifest:
 
 @dataclass(frozen=True)
 class Graph:
-    """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong."""
+    """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong.
+    ``overwritten`` are positions behind a step's token whose keys and values the step may write over."""
 
     file: str
     weight_bytes: Bytes
     step_weight_bytes: Bytes
     cpu_features: tuple[str, ...]
     invariance: Invariance = NOTHING_KNOWN
+    overwritten: Annotated[int, range(1 << 12)] = 0
 
 
 @dataclass(frozen=True)

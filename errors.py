@@ -197,14 +197,18 @@ def require(module: str, extra: str) -> ModuleType:
     Raises:
         MissingExtraError: the module is not installed, or only a folder without code is left of it.
     """
-    advice = f"it is in the extra '{extra}': {install_command(extra)}"
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # something else is missing, inside of it
             raise
-        raise MissingExtraError(f"{module} is not installed; {advice}") from error
+        raise MissingExtraError(f"{module} is not installed; {_where(extra)}") from error
     if getattr(found, "__file__", None) is None and hasattr(found, "__path__"):  # a namespace package
         left = ", ".join(found.__path__)
-        raise MissingExtraError(f"{module} is not installed, only the folder {left} is there: remove it; {advice}")
+        said = f"{module} is not installed, only the folder {left} is there: remove it; {_where(extra)}"
+        raise MissingExtraError(said)
     return found
+
+
+def _where(extra: str) -> str:
+    return f"it is in the extra '{extra}': {install_command(extra)}"

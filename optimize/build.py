@@ -56,7 +56,7 @@ from llmc.optimize.lower.context import (
     check_patterns,
     quant_configs,
 )
-from llmc.optimize.lower.onnxruntime import lone_steps
+from llmc.optimize.lower.onnxruntime import folded_heads
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.passes import lower
@@ -131,20 +131,20 @@ class _Order:
         return f"{self.target.name}-primitives" if self.form == "primitives" else self.target.name
 
     @property
-    def folds_lone_steps(self) -> bool:
-        """True if the graph of decode is one of its own that has what can be folded, and the installed engine can."""
-        wanted, geometry, cache = self.target.folds_lone_steps, self.export.geometry, self.recipe.cache
+    def overwritten(self) -> int:
+        """Positions behind a step's token that its folded heads write over; 0 where the graph of decode is not one of
+        its own, has none that can be folded, or the installed engine cannot."""
+        wanted, geometry, cache = self.target.folds_heads, self.export.geometry, self.recipe.cache
         if not wanted or geometry.encoder or self.recipe.phases != "split":
-            return False
-        if not any(lone_steps.foldable(attention, cache) for attention in geometry.attentions):
-            return False
-        return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(wanted)
+            return 0
+        installed = version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__)
+        return folded_heads.overwritten(geometry.attentions, cache) if installed >= version(wanted) else 0
 
     @property
     def minimum(self) -> str:
         """The oldest engine that the graphs run on."""
         cache = self.target.caches[self.recipe.cache]
-        return max(cache, self.target.folds_lone_steps, key=version) if self.folds_lone_steps else cache
+        return max(cache, self.target.folds_heads, key=version) if self.overwritten else cache
 
 
 def build(
@@ -333,7 +333,7 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
                 order.recipe.cache,
                 order.recipe.compute,
                 done,
-                folds_lone_steps=order.folds_lone_steps,
+                folds_heads=order.overwritten > 0,
                 wide_scales=order.wide_scales,
             )
             lower(model, order.lowering, plan, order.dump)
@@ -341,7 +341,7 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
             whole = "encoder" if geometry.encoder else "decoder"
             name = f"{phase if phase in ('prefill', 'decode') else whole}.onnx"
             ir.save(model, folder / name)
-            graphs[phase] = _describe(model.graph, name, stored, order.target)
+            graphs[phase] = _describe(model.graph, name, stored, order, phase)
     if len(graphs) == 1:
         return dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
     return graphs
@@ -356,7 +356,7 @@ def _declare(model: ir.Model, order: _Order) -> None:
         model.opset_imports["com.microsoft"] = 1
 
 
-def _describe(graph: ir.Graph, name: str, stored: QuantConfigs, target: Capabilities) -> Graph:
+def _describe(graph: ir.Graph, name: str, stored: QuantConfigs, order: _Order, phase: str) -> Graph:
     """Bytes of weights in memory and per token (embedding rows stay on disk until read), and what the CPU must have."""
     sizes = {
         name: value.const_value.nbytes
@@ -365,12 +365,13 @@ def _describe(graph: ir.Graph, name: str, stored: QuantConfigs, target: Capabili
     }
     tables = sum(size for name, size in sizes.items() if name.startswith("rotary_emb."))
     integers = stored.w8a8 is not None and any(node.op_type == "MatMulIntegerToFloat" for node in graph)
-    features = target.w8a8_features.get(platform.machine(), ()) if integers else ()
+    features = order.target.w8a8_features.get(platform.machine(), ()) if integers else ()
     return Graph(
         file=name,
         weight_bytes=sum(sizes.values()),
         step_weight_bytes=sum(sizes.values()) - tables,
         cpu_features=features,
+        overwritten=order.overwritten if phase == "decode" else 0,
     )
 
 
@@ -469,7 +470,7 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
             disk_cache.prune("reference", KEPT_BYTES)
         if verified == "device":
             order.progress("comparing calls of different sizes")
-            manifest = measured(model.runner.session, manifest, lone_apart=order.folds_lone_steps)
+            manifest = measured(model.runner.session, manifest)
             if order.target.has_gpu:
                 check_rows(model.runner.session, replace(manifest, golden_tolerance=allowed))
         if model.runner.session.substitutes:

@@ -16,7 +16,7 @@ class Capabilities:
     ``activations``: how activations may be quantized, the first one the default.
     ``w8a8_features``: CPU features without which the engine's uint8 x int8 product saturates, by machine.
     ``has_gpu``: bundles run on a GPU.
-    ``folds_lone_steps``: the oldest engine whose attention takes queries without new keys; empty for none.
+    ``folds_heads``: the oldest engine whose attention takes several tokens in each of several rows; empty for none.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Capabilities:
     activations: tuple[str, ...] = ("per-token", "static")
     asymmetric: bool = True
     has_gpu: bool = True
-    folds_lone_steps: str = ""
+    folds_heads: str = ""
 
     @property
     def makes_engine(self) -> bool:
@@ -62,7 +62,7 @@ TARGETS = {
         # vpmaddubsw saturates at 16 bits; vpdpbusd accumulates in 32. Arm's dot products accumulate in 32 bits always.
         w8a8_features={"x86_64": ("vnni",), "aarch64": ()},
         has_gpu=False,
-        folds_lone_steps="1.31",
+        folds_heads="1.32",
     ),
     "cuda": Capabilities(
         name="cuda",

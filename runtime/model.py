@@ -74,7 +74,7 @@ def load(
             ``llmc build --auto`` found best on a machine of this size.
         max_context: longest sequence in tokens; default and upper bound: what the bundle was built for.
         prefill_chunk: prompt tokens per call; default and upper bound: what memory was planned for.
-        self_test: replay golden prompts before anything else; default: a short one of them, the first time that this
+        self_test: replay golden prompts before anything else; default: the shortest of them, the first time that this
             machine loads this bundle with this engine, as far as the cache remembers.
         verify: hash every file before it is used; default: 64 MiB of each file, the first time that this machine loads
             these files, unless ``self_test`` is False; False: none.

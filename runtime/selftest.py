@@ -38,10 +38,7 @@ VECTOR_TOLERANCE = 0.05
 KEPT_VALUES = 256
 # Decode steps per golden prompt at load: enough to run the decode graph on a cache that both graphs filled.
 QUICK_TOKENS = 4
-# Positions that these steps reach, where enough was recorded: from there on the graph of decode may compute a lone
-# token by other nodes (llmc.optimize.lower.onnxruntime.lone_steps).
-QUICK_POSITIONS = 32
-# Golden prompts at a load that nobody asked to test, the shortest that reach them: each runs every node of both graphs.
+# Golden prompts at a load that nobody asked to test, the shortest: each one runs every node of both graphs.
 QUICK_PROMPTS = 1
 KIND = "selftest"
 CACHE_BYTES = 1_000_000
@@ -159,9 +156,8 @@ def replay(
     """Run the golden prompts on a loaded bundle.
 
     Args:
-        limit: tokens that are generated after each of them at most, but for those that it takes to reach
-            :data:`QUICK_POSITIONS`; default: as many as were recorded.
-        prompts: how many of them, the shortest, first of those that reach so far; default: all.
+        limit: tokens that are generated after each of them at most; default: as many as were recorded.
+        prompts: how many of them, the shortest; default: all.
 
     Raises:
         BundleError: the results differ beyond the manifest's tolerance, or there are none to compare with.
@@ -175,7 +171,7 @@ def replay(
     largest, equal, compared = 0.0, 0, 0
     for number, case in enumerate(cases, 1):
         _check(model, case, number)
-    chosen = sorted(cases, key=_quickness)[:prompts] if prompts else cases
+    chosen = sorted(cases, key=lambda case: len(case.prompt))[:prompts] if prompts else cases
     for number, case in enumerate(chosen, 1):
         progress(f"golden prompt {number} of {len(chosen)}")
         # Without logits of prefill's graph, that of decode stood in for it where the bundle was built.
@@ -183,7 +179,7 @@ def replay(
         largest = max(largest, _first_logits(model, case, graph))
         # Tokens follow from the graphs that ran, so they compare where the same ones run.
         if split == bool(case.top_logits):
-            wanted = case.tokens if limit is None else case.tokens[: max(limit, _reaching(case))]
+            wanted = case.tokens[:limit]
             compared += len(wanted)
             equal += _same_tokens(model, case, wanted)
     return VerifyReport(len(model.manifest.files), len(chosen), compared, equal, largest)
@@ -222,15 +218,6 @@ def _replay_vectors(model: Loaded, progress: Callable[[str], None], prompts: int
             )
         largest = max(largest, apart)
     return VerifyReport(len(model.manifest.files), len(cases), 0, 0, largest)
-
-
-def _reaching(case: GoldenPrompt) -> int:
-    """Tokens to generate after its prompt for a step that sees :data:`QUICK_POSITIONS`; the last is not fed."""
-    return QUICK_POSITIONS + 1 - len(case.prompt)
-
-
-def _quickness(case: GoldenPrompt) -> tuple[bool, int]:
-    return len(case.tokens) < _reaching(case), len(case.prompt)
 
 
 def _check(model: Loaded, case: GoldenPrompt, number: int) -> None:

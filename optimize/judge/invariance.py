@@ -31,21 +31,20 @@ Same = Callable[[int], bool]
 Values = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.generic]]
 
 
-def measured(session: Session, manifest: Manifest, lone_apart: bool = False) -> Manifest:
+def measured(session: Session, manifest: Manifest) -> Manifest:
     """The manifest with what each graph of the loaded bundle guarantees; the session's cache is overwritten.
 
-    Nothing is guaranteed of a graph that this machine cannot run, nor in contexts below :data:`SMALLEST_CONTEXT`.
-    With ``lone_apart`` the graph of decode computes a lone token by other nodes from some position on, beyond those
-    that are measured: it is never taken for one beside others.
+    Nothing is guaranteed of a graph that this machine cannot run, nor in contexts below :data:`SMALLEST_CONTEXT`. A
+    token alone in its row whose heads are folded is computed by other nodes than one among several, and never taken for
+    it.
     """
     if manifest.limits.max_context < SMALLEST_CONTEXT:
         return manifest
     probe = _Probe(session, manifest)
     phases = [phase for phase in Phase if phase is Phase.DECODE or not session.substitutes]
     found = {phase.value: probe.invariance(phase) for phase in phases}
-    if lone_apart:
-        decode, alone = found[Phase.DECODE.value], manifest.limits.max_batch == 1
-        found[Phase.DECODE.value] = replace(decode, single=False, rows=decode.rows if alone else _both(decode.rows, 2))
+    if manifest.graphs[Phase.DECODE.value].overwritten:  # however equal it is after the few tokens of these calls
+        found[Phase.DECODE.value] = replace(found[Phase.DECODE.value], single=False)
     if session.changes_kernels:  # they would be measured as they happen to be now; those of one token stay
         found = {Phase.DECODE.value: Invariance(rows=found[Phase.DECODE.value].rows)}
     graphs = {

@@ -106,7 +106,7 @@ class LoweringContext:
         compute: type of activations: float32, float16 or bfloat16.
         wide_scales: scales of TensorRT's integer weights are float32 whatever ``compute`` is.
         linear_done: called after each linear, for progress.
-        folds_lone_steps: whether the engine's attention takes queries without new keys.
+        folds_heads: whether the engine's attention takes several tokens in each of several rows.
     """
 
     phase: str
@@ -119,7 +119,7 @@ class LoweringContext:
     compute: str = "float32"
     linear_done: Callable[[], None] = lambda: None
     contract: int = GRAPH_CONTRACT_VERSION
-    folds_lone_steps: bool = False
+    folds_heads: bool = False
     wide_scales: bool = False
 
     @property

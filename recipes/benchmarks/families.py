@@ -1,16 +1,19 @@
 """Speed of every family beside llama's, at one size, on the CPU: what a family costs beyond its arithmetic.
 
-    python families.py FOLDER [--precisions int8 int4] [--rounds 3] [--only gemma2 phi]
+    python families.py FOLDER [--precisions int8 int4] [--rounds 3] [--only gemma2 phi] [--threads 2]
 
 Writes random bfloat16 checkpoints with the same number of weights into FOLDER, exports and builds them, and times each
-bundle in every round; the best counts. A bundle that is there is not built again. Speeds are tokens per second of
-processor time on one thread, which other work on the machine changes less than what a clock shows. Ratios are per
-weight that a token is multiplied with: tokens per second times weights, over the same of llama in this run.
+bundle in every round. A bundle that is there is not built again, and with no rounds nothing is timed. Speeds are tokens
+per second: on one thread of processor time, which other work on the machine changes less than what a clock shows; on
+more threads, which wait for each other, by the clock. Ratios are per weight that a token is multiplied with: tokens per
+second times weights, over the same of llama in the same round. Medians count, with the least and the most.
 """
 
 import argparse
 import json
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import count as count_from
 from pathlib import Path
@@ -28,11 +31,12 @@ from llmc.optimize.build import build
 from llmc.runtime import Model, load
 from llmc.runtime.bench.client import draw_prompt
 
+LAYERS = 8  # enough that the head is a twentieth of the work
 SIZE = {
-    "hidden_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "hidden_size": 1024,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
     "head_dim": 64,
     "vocab_size": 4096,
     "max_position_embeddings": 4096,
@@ -40,12 +44,24 @@ SIZE = {
 }
 STEP = 64  # inner widths are multiples of this: every scheme has whole blocks
 WIDTHS = ("shared_intermediate_size", "intermediate_size", "n_inner")  # the first that a config has is the inner width
-LLAMA_WIDTH = 1408
+LLAMA_WIDTH = 3072
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.015625,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 # What a family needs beside the size to be what is published.
 ASKED: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 64},
     "gemma3_text": {"query_pre_attn_scalar": 64},
-    "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": ["attention"] * 2},
+    "granite": GRANITE,
+    "granitemoehybrid": {
+        **GRANITE,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["attention"] * LAYERS,
+    },
     "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1e3}},
     "mistral": {"sliding_window": None},
     "phi": {"tie_word_embeddings": False},
@@ -96,36 +112,45 @@ def prepare(family: str, keys: dict[str, Any], precision: str, folder: Path) -> 
     return bundle
 
 
-def rates(bundle: Path, length: int, new_tokens: int) -> dict[str, float]:
-    """Tokens per second of processor time: those of a prompt, and those generated after a short one.
+def rates(bundle: Path, length: int, new_tokens: int, threads: int) -> dict[str, float]:
+    """Tokens per second: those of a prompt, and those generated after a short one.
 
     Each is the best of many short stretches, for other work disturbs a short one less often.
     """
-    with load(bundle, threads=1, self_test=False) as model:
+    clock = time.process_time if threads == 1 else time.perf_counter
+    with load(bundle, threads=threads, self_test=False) as model:
         vocabulary, numbers = model.manifest.geometry.vocab_size, count_from(0)
 
-        def best(prompt: int, tokens: int, times: int) -> float:  # no two prompts alike: nothing is cached
-            return min(seconds(model, draw_prompt(vocabulary, prompt, 0, next(numbers)), tokens) for _ in range(times))
+        def best(length: int, tokens: int, times: int) -> float:  # no two prompts alike: nothing is cached
+            prompts = (draw_prompt(vocabulary, length, 0, next(numbers)) for _ in range(times))
+            return min(seconds(model, prompt, tokens, clock) for prompt in prompts)
 
         best(length, 2, 1)  # the first calls allocate; they are not counted
         first, answer = best(SHORT, 1, 2 * REPEATS), best(SHORT, 1 + new_tokens, 2 * REPEATS)
         return {"prefill": length / best(length, 1, REPEATS), "decode": new_tokens / (answer - first)}
 
 
-def seconds(model: Model, prompt: list[int], new_tokens: int) -> float:
-    """Processor time of one answer."""
-    start = time.process_time()
+def seconds(model: Model, prompt: list[int], new_tokens: int, clock: Callable[[], float]) -> float:
+    """Time of one answer."""
+    start = clock()
     model.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True)
-    return time.process_time() - start
+    return clock() - start
 
 
-def rows(best: dict[str, dict[str, float]], weights: dict[str, int]) -> list[tuple[str, ...]]:
-    """Of each family its weights, its rates, and per parameter the ratio to llama's; a slow one is marked."""
+def rows(rounds: list[dict[str, dict[str, float]]], weights: dict[str, int]) -> list[tuple[str, ...]]:
+    """Of each family its weights, its rates, and per weight the ratio to llama's; a slow one is marked.
+
+    Both are medians over the rounds, each of which holds the rates of every family by phase; the least and the largest
+    ratio follow.
+    """
     found = []
-    for family, speeds in best.items():
-        scale = weights[family] / weights["llama"]
-        ratios = {phase: speeds[phase] * scale / best["llama"][phase] for phase in PHASES}
-        cells = [f"{speeds[phase]:.0f} ({ratios[phase]:.2f}{'!' * (ratios[phase] < SLOWEST)})" for phase in PHASES]
+    for family in rounds[0]:
+        scale, cells = weights[family] / weights["llama"], []
+        for phase in PHASES:
+            ratios = [speeds[family][phase] * scale / speeds["llama"][phase] for speeds in rounds]
+            rate, ratio = (statistics.median(of) for of in ([speeds[family][phase] for speeds in rounds], ratios))
+            mark = "!" * (ratio < SLOWEST)
+            cells.append(f"{rate:.0f} ({ratio:.2f}{mark}; {min(ratios):.2f} to {max(ratios):.2f})")
         found.append((f"`{family}`", f"{weights[family] / 1e6:.1f}", *cells))
     return found
 
@@ -138,6 +163,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=FAMILIES, help="these families, and llama")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--json", type=Path, help="where to write every round")
     args = parser.parse_args()
@@ -151,18 +177,15 @@ def main() -> None:
         for precision in args.precisions
     }
     rounds = [
-        {precision: {family: rates(path, args.prompt, args.new_tokens) for family, path in made.items()}
+        {precision: {family: rates(path, args.prompt, args.new_tokens, args.threads) for family, path in made.items()}
          for precision, made in bundles.items()}
         for _ in range(args.rounds)
     ]  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps({**provenance(), "weights": weights, "rounds": rounds}))
-    for precision in args.precisions:
-        best = {
-            family: {phase: max(found[precision][family][phase] for found in rounds) for phase in PHASES}
-            for family in geometries
-        }
-        print(table((precision, "10^6 weights", f"prefill {args.prompt}", "decode"), *rows(best, weights)))
+    for precision in args.precisions if rounds else ():
+        made = rows([found[precision] for found in rounds], weights)
+        print(table((precision, "10^6 weights", f"prefill {args.prompt}", "decode"), *made))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,42 @@
 """Measure what HTTP adds: one loaded model, asked in the process and through the service, in turns.
 
 In the process threads call ``Model.stream_chat`` and note each token on the engine's thread, which is the least that a
-client can cost. Through HTTP the same prompts come from ``llmc bench serve`` in a process of its own, as clients are.
-Both are closed loops of as many clients. TTFT counts from the call or the request, so it holds template and tokenizer
-on both sides. What a client waits beyond the engine's own TTFT (of the same requests, from the queue to the token) is
-also told by itself: it does not depend on how requests met each other in the queue. At last more streams than rows run
-at once, and each must come to its end.
+client can cost. Through HTTP the same prompts come from a process of its own, as clients are, over ``llmc bench``'s
+connections; it shares the processors with the service. Both are closed loops of as many clients, whose first requests
+are not counted: they open connections. Answers are of different lengths, the same ones both ways: clients of equal
+answers meet each other in the queue again and again, or never. TTFT counts from the call or the request, so it holds
+template and tokenizer on both sides. What a client waits beyond the engine's own TTFT (of the same requests, from the
+queue to the token) is also told by itself: it does not depend on how requests met each other in the queue. At last more
+streams than rows run at once, and each must come to its end.
 """
 
 import argparse
 import asyncio
 import cProfile
+import itertools
 import json
 import logging
+import multiprocessing
 import pstats
 import statistics
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import uvicorn
 from engine_measures import Check, Found, run
-from serving import clients
 
 from llmc.runtime import Delta, Model
 from llmc.runtime.bench.exchange import Exchange
 from llmc.runtime.bench.prompts import Length, WordCount, drawn
+from llmc.runtime.bench.serve_load import send
 from llmc.runtime.bench.serve_report import point
+from llmc.runtime.bench.wire import Client, server_at
 from llmc.runtime.bench.wire import run as run_on_loop
 from llmc.runtime.observe.tracing import fields_of
 from llmc.runtime.server.app import make_app
@@ -43,6 +48,9 @@ from llmc.runtime.server.pool import ModelPool
 MAX_TTFT_MS, MAX_TPOT_MS = 2.0, 0.3  # that HTTP may add
 AT = 8  # the concurrency that the targets are for
 SLOWEST = 30  # functions that --profile lists
+FEWEST = 48  # timed requests of a round
+LIMIT_S = 60.0  # of one request
+Work = list[tuple[str, int]]  # prompts, and the tokens of their answers
 
 
 class EngineTimes(logging.Handler):
@@ -127,43 +135,90 @@ class Service:
         self._thread.join()
 
 
-def in_process(model: Model, prompts: Sequence[str], concurrency: int, max_tokens: int) -> dict[str, Any]:
-    """The point of so many threads that ask one prompt after the other."""
-    exchanges, todo = list[Exchange](), iter(prompts)
+def body_of(prompt: str, tokens: int) -> bytes:
+    """The body of a request for so many tokens."""
+    exact = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps({"messages": [{"role": "user", "content": prompt}], **exact, **streamed}).encode()
 
-    def client() -> None:
-        while (prompt := next(todo, None)) is not None:
+
+def found(exchanges: list[Exchange], concurrency: int, busy: float = 0.0) -> dict[str, Any]:
+    """The figures of these exchanges.
+
+    Raises:
+        SystemExit: one failed.
+    """
+    failed = next((exchange.failure for exchange in exchanges if exchange.failure is not None), None)
+    if failed is not None:
+        raise SystemExit(f"a request failed: {failed.kind}: {failed.message}")
+    return asdict(point(exchanges, rate=None, concurrency=concurrency, client_cpu=busy, slo={}))
+
+
+def in_process(model: Model, work: Work, concurrency: int) -> dict[str, Any]:
+    """The point of so many threads that ask one prompt after the other."""
+    exchanges = list[Exchange]()
+
+    def client(todo: Iterator[tuple[str, int]], exchanges: list[Exchange]) -> None:
+        while (asked := next(todo, None)) is not None:
+            prompt, tokens = asked
             exchange = Exchange(time.perf_counter())
             exchange.sent = exchange.due
 
             last = threading.Event()  # whoever waits for a result is woken by each piece, which is not free
 
-            def note(delta: Delta, exchange: Exchange = exchange, last: threading.Event = last) -> None:
+            def note(
+                delta: Delta, exchange: Exchange = exchange, last: threading.Event = last, tokens: int = tokens
+            ) -> None:
                 exchange.chunks.append(time.perf_counter())
-                if len(exchange.chunks) == max_tokens:
+                if len(exchange.chunks) == tokens:
                     last.set()
 
             messages = [{"role": "user", "content": prompt}]
-            handle = model.stream_chat(messages, max_tokens=max_tokens, temperature=0, ignore_eos=True, on_delta=note)
+            handle = model.stream_chat(messages, max_tokens=tokens, temperature=0, ignore_eos=True, on_delta=note)
             last.wait()
             exchange.completion_tokens = handle.result().usage.completion_tokens
             exchange.ended = time.perf_counter()
             exchanges.append(exchange)
 
     with ThreadPoolExecutor(concurrency) as pool:
-        for started in [pool.submit(client) for _ in range(concurrency)]:
-            started.result()
-    return asdict(point(exchanges, rate=None, concurrency=concurrency, client_cpu=0.0, slo={}))
+        for todo, kept in ((iter(work[:concurrency]), []), (iter(work[concurrency:]), exchanges)):
+            for started in [pool.submit(client, todo, kept) for _ in range(concurrency)]:
+                started.result()
+    return found(exchanges, concurrency)
 
 
-def over_http(url: str, prompts: Sequence[str], concurrency: int, max_tokens: int) -> dict[str, Any]:
-    """The point that ``llmc bench serve`` finds."""
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(prompt)}\n" for prompt in prompts)
-        file.flush()
-        counts = ("--concurrency", concurrency, "--requests", len(prompts), "--warm-up", 0)
-        [found] = clients(url, "--prompts", file.name, "--max-tokens", max_tokens, *counts)
-    return found
+def over_http(clients: Executor, url: str, work: Work, concurrency: int) -> dict[str, Any]:
+    """The point of so many clients in another process."""
+    exchanges, busy = clients.submit(ask, url, work, concurrency).result()
+    return found(exchanges, concurrency, busy)
+
+
+def ask(url: str, work: Work, concurrency: int) -> tuple[list[Exchange], float]:
+    """Ask one prompt after the other on each of so many connections; the exchanges but for the first of each, and the
+    share of this process's time that it worked."""
+    return run_on_loop(_asked(url, work, concurrency))
+
+
+async def _asked(url: str, work: Work, concurrency: int) -> tuple[list[Exchange], float]:
+    client = Client(server_at(url), LIMIT_S)
+
+    async def worker(todo: Iterator[tuple[str, int]], exchanges: list[Exchange]) -> None:
+        while (asked := next(todo, None)) is not None:
+            body, exchange = body_of(*asked), Exchange(time.perf_counter())
+            exchanges.append(exchange)
+            await send(client, "/chat/completions", body, exchange)
+
+    async def workers(todo: Work) -> list[Exchange]:
+        exchanges, shared = list[Exchange](), iter(todo)
+        await asyncio.gather(*(worker(shared, exchanges) for _ in range(concurrency)))
+        return exchanges
+
+    await workers(work[:concurrency])  # which open the connections
+    cpu, start = time.process_time(), time.perf_counter()
+    exchanges = await workers(work[concurrency:])
+    busy = (time.process_time() - cpu) / (time.perf_counter() - start)
+    client.close()
+    return exchanges, busy
 
 
 def difference(rounds: Sequence[dict[str, Any]], concurrency: int, name: str) -> float:
@@ -188,33 +243,39 @@ def measure(args: argparse.Namespace) -> Found:
     options = {"threads": args.threads, "prefix_cache_bytes": 0, "max_batch": AT}
     service = Service(ServerConfig(models={"model": args.bundle}, **options))
     length, numbers = Length(args.words, args.words), iter(range(1_000_000))
-    draw = drawn(length, 0.0, 0, WordCount())
+    draw, answers = drawn(length, 0.0, 0, WordCount()), Length(args.new_tokens // 2, args.new_tokens * 3 // 2)
 
-    def prompts(count: int) -> list[str]:
-        return [str(draw(next(numbers))) for _ in range(count)]
+    def prompts(count: int) -> Work:
+        return [(str(draw(number)), answers.draw(0, number)) for number in itertools.islice(numbers, count)]
 
     rounds: list[dict[str, Any]] = []
+    clients = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    asked: dict[str, Callable[[Work, int], dict[str, Any]]] = {
+        "process": partial(in_process, service.model),
+        "http": partial(over_http, clients, service.url),
+    }
     try:
         for number in range(args.rounds + 1):
-            found: dict[str, Any] = {}
+            of_round: dict[str, Any] = {}
             for concurrency in (1, AT):
-                count = args.requests * concurrency if number else concurrency
-                work = (prompts(count), concurrency, args.new_tokens)
-                ways = [("process", in_process, service.model), ("http", over_http, service.url)]
-                for way, ask, where in ways if number % 2 else ways[::-1]:
+                timed = max(args.requests * concurrency, FEWEST) if number else concurrency
+                work = prompts(timed + concurrency)
+                for way in list(asked)[:: 1 if number % 2 else -1]:
                     before = service.cpu_s()
                     with EngineTimes() as own:
-                        answered = ask(where, *work)
+                        point = asked[way](work, concurrency)
                         service.model.engine.call(lambda: None)  # a client may have its result before the log its line
-                    spent = (service.cpu_s() - before) / (len(work[0]) * args.new_tokens)
-                    of_engine = {"loop_cpu_per_token_s": spent, "engine_ttft_p50_s": statistics.median(own.ttft)}
-                    found.setdefault(str(concurrency), {})[way] = {**answered, **of_engine}
-            rounds.append(found)
-        many = over_http(service.url, prompts(args.streams), args.streams, args.new_tokens)
+                    spent = (service.cpu_s() - before) / sum(tokens for _, tokens in work)
+                    ttft = statistics.median(own.ttft[concurrency:])
+                    answered = {**point, "loop_cpu_per_token_s": spent, "engine_ttft_p50_s": ttft}
+                    of_round.setdefault(str(concurrency), {})[way] = answered
+            rounds.append(of_round)
+        many = asked["http"](prompts(2 * args.streams), args.streams)
         if args.profile:
             with service.profiled():
-                over_http(service.url, prompts(args.requests * AT), AT, args.new_tokens)
+                asked["http"](prompts((args.requests + 1) * AT), AT)
     finally:
+        clients.shutdown()
         service.close()
     return findings(rounds[1:], many, args)
 
@@ -249,8 +310,8 @@ def main() -> None:
         __doc__,
         rounds=5,
         words=(96, "words of the prompts"),
-        new_tokens=(64, "tokens of each answer"),
-        requests=(4, "requests of each client in a round"),
+        new_tokens=(64, "tokens of an answer in the mean; they have half to one and a half times as many"),
+        requests=(12, "timed requests of each client in a round"),
         streams=(64, "streams at once at last"),
         profile=(False, "profile the event loop of the service in one more round"),
     )

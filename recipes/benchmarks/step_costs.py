@@ -105,7 +105,7 @@ def part_of(node: dict[str, Any], vocab_size: int) -> str:
     if operator in PRODUCTS:
         widths = [shape[-1] for output in node["args"]["output_type_shape"] for shape in output.values()]
         return "head" if vocab_size in widths else "body"
-    if operator in ("GroupQueryAttention", "RotaryEmbedding") or ".self_attn.lone." in node["name"]:
+    if operator in ("GroupQueryAttention", "RotaryEmbedding") or ".self_attn.folded." in node["name"]:
         return "attention"
     return "norms" if operator.endswith("LayerNormalization") else "rest"
 

@@ -301,6 +301,8 @@ def token_ids(prompt: object) -> list[int]:
         raise UsageError("the prompt is bytes, expected text or token ids; decode it first")
     listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, memoryview)
     ids: list[Any] = list(prompt) if listed else [None]  # type: ignore[call-overload]
+    if {*map(type, ids)} == {int}:  # nearly always
+        return ids
     if not all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in ids):
         raise UsageError(f"the prompt is {written(prompt)}, expected text or a list of token ids (integers)")
     return [int(token) for token in ids]
@@ -312,6 +314,6 @@ def check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
     Raises:
         UsageError: with the first such id.
     """
-    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
-    if wrong is not None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise UsageError(f"{where} token id {written(wrong)}, which is out of range, expected 0 ... {vocab_size - 1}")

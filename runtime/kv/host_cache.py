@@ -17,14 +17,16 @@ class HostCache(KVCache):
     """A :class:`KVCache` in numpy arrays. Positions that were never written take no memory.
 
     Attributes:
-        arrays: [rows, kv_heads, capacity, head_dim] or [rows, ...] for each of the ``tensors``; others after growth.
+        arrays: [rows, kv_heads, capacity + spare, head_dim] or [rows, ...] for each of the ``tensors``; others after
+            growth. The spare positions are those that a step may write over behind its token, of which nothing is kept.
     """
 
     arrays: tuple[NDArray[Any], ...] = ()
 
     def _grow(self, rows: int, capacity: int) -> None:
+        spare = max(graph.overwritten for graph in self._manifest.graphs.values())
         # All of the new before anything of the old goes, so a failure changes nothing: fresh pages take no memory.
-        room = [_fresh(tensor.of(rows, capacity), self.dtype) for tensor in self.tensors]
+        room = [_fresh(tensor.of(rows, capacity + spare), self.dtype) for tensor in self.tensors]
         self._forget()
         before, self.arrays = list(self.arrays), tuple(room)
         kinds = [tensor.kind for tensor in self.tensors]

@@ -4,28 +4,38 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from starlette.types import Scope
 
-from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.errors import ApiError, no_route
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_of
+
+PREFIX = "/admin/models"
+
+
+def refusal(scope: Scope) -> ApiError | None:
+    """The refusal of whoever is no admin: 404, as of any route that is not there, where the file of keys names no
+    admin; 403, where the key is another one's."""
+    state = scope.get("state", {})
+    key = state.get("key")
+    if not state.get("has_admin") or key is None:
+        return no_route(scope)
+    if not key.admin:
+        return ApiError(403, f"the key {key.name!r} is no admin's; use one that has admin = true in the file of keys")
+    return None
 
 
 async def admitted(request: Request) -> None:
     """Refuse whoever is no admin.
 
     Raises:
-        ApiError: 404, as of any route that is not there, where the file of keys names no admin; 403, another key is.
+        ApiError: 404 or 403.
     """
-    state = request.scope.get("state", {})
-    key = state.get("key")
-    if not state.get("has_admin") or key is None:
-        path = request.scope["path"][:200]
-        raise ApiError(404, f"there is no route {path!r}; GET /openapi.json lists those there are")
-    if not key.admin:
-        raise ApiError(403, f"the key {key.name!r} is no admin's; use one that has admin = true in the file of keys")
+    if (error := refusal(request.scope)) is not None:
+        raise error
 
 
-router = APIRouter(prefix="/admin/models", tags=["Administration"], dependencies=[Depends(admitted)])
+router = APIRouter(prefix=PREFIX, tags=["Administration"], dependencies=[Depends(admitted)])
 Served = Annotated[Service, Depends(service_of)]
 
 

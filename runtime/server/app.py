@@ -11,8 +11,9 @@ from starlette.responses import Response
 from llmc import __version__
 from llmc.errors import LlmcError
 from llmc.runtime.server import admin, chat, completions, embeddings, health, messages, page, responses, tokens
-from llmc.runtime.server.errors import OPENAI_ERRORS, ApiError, from_llmc, response
+from llmc.runtime.server.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
 from llmc.runtime.server.metrics import HttpMetrics
+from llmc.runtime.server.routing import ShortWay, short_routes
 from llmc.runtime.server.service import Service
 from llmc.runtime.server.validation import api_error, no_query
 
@@ -51,6 +52,7 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
         page.mount(app)
     for kind, answer in HANDLERS.items():
         app.add_exception_handler(kind, answer)
+    app.add_middleware(ShortWay, routes=short_routes(ROUTERS))
     app.add_middleware(app.state.metrics.middleware)
     for operations in app.openapi()["paths"].values():
         for operation in operations.values():
@@ -70,11 +72,15 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.scope["path"][:200]
+    path = request.scope["path"]
+    if error.status_code == 404:
+        return response(request.scope, no_route(request.scope))
+    # The methods of routes that only admins see are not told to others.
+    if path.startswith(admin.PREFIX) and (hidden := admin.refusal(request.scope)) is not None:
+        return response(request.scope, hidden)
     said = {
         400: "the body cannot be read, expected a JSON object in UTF-8, without integers of thousands of digits",
-        404: f"there is no route {path!r}; GET /openapi.json lists those there are",
-        405: f"{request.method} is not a method of {path!r}; GET /openapi.json lists what is",
+        405: f"{request.method} is not a method of {path[:200]!r}; GET /openapi.json lists what is",
     }.get(error.status_code, str(error.detail))
     return response(request.scope, ApiError(error.status_code, said, headers=error.headers))
 

@@ -41,6 +41,23 @@ ToolFormat = Annotated[
 Logged = Annotated[str | None, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$", description="for the log")]
 
 
+# In a fleet it decides which replica a conversation goes to that none has begun with; prefixes are cached without it.
+CacheKey = Annotated[
+    str | None, Field(description="requests with the same one go to the same replica of a fleet; echoed by responses")
+]
+Retention = Annotated[
+    Literal["in_memory"] | None, Field(description="in_memory, where no folder keeps prefixes beyond the process")
+]
+Verbosity = Annotated[
+    Literal["low", "medium", "high"] | None, Field(description="for templates that show it; medium is for all")
+]
+_Tags = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+Metadata = Annotated[
+    Annotated[_Tags, Field(max_length=16)] | None,
+    Field(description="up to 16 tags, for the log; echoed by responses"),
+]
+
+
 class StreamOptions(Body):
     """Settings of a stream."""
 

@@ -1,8 +1,8 @@
 """OpenAI's chat completions: messages in, messages out, tools and reasoning included."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response, WebSocket
@@ -15,11 +15,15 @@ from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta
 from llmc.runtime.server.bodies import (
     Body,
+    CacheKey,
     Logged,
+    Metadata,
+    Retention,
     Sampled,
     StreamOptions,
     ToolFormat,
     Usage,
+    Verbosity,
     biases,
     check_stream,
     told,
@@ -217,6 +221,11 @@ class ChatRequest(Sampled):
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
+    metadata: Metadata = None
+    verbosity: Verbosity = None
+    prompt_cache_key: CacheKey = None
+    prompt_cache_retention: Retention = None
+    safety_identifier: Logged = None
     user: Logged = None
 
     def arguments(self) -> dict[str, Any]:
@@ -297,6 +306,33 @@ def reasoned(model: Model, variables: dict[str, Any] | None, thinks: bool | None
         said = "chat_template_kwargs holds enable_thinking, which contradicts reasoning_effort; leave one of them out"
         raise ApiError(400, said, param="chat_template_kwargs")
     return found
+
+
+def worded(
+    model: Model, variables: dict[str, Any] | None, verbosity: Verbosity, tools: bool, name: str
+) -> dict[str, Any] | None:
+    """Variables of the chat template: those given, and the length of answers, where the template shows it. What all
+    models do without being told is ``medium``.
+
+    Args:
+        tools: whether the request has some, for which a template of its own may be there.
+        name: of the parameter.
+
+    Raises:
+        ApiError: the template does not show it, or the given variables say the contrary.
+    """
+    if verbosity is None:
+        return variables
+    given = (variables or {}).get("verbosity", verbosity)
+    if given != verbosity:
+        said = f"chat_template_kwargs holds verbosity, which contradicts {name}; leave one of them out"
+        raise ApiError(400, said, param="chat_template_kwargs")
+    if "verbosity" in model.chat_template.variables(tools):
+        return {**(variables or {}), "verbosity": verbosity}
+    if verbosity != "medium":
+        said = f"{name} is {verbosity!r}, which the model's chat template does not show to the model; write it into "
+        raise ApiError(400, f"{said}a message", param=name)
+    return variables
 
 
 def form(wanted: ResponseFormat | None) -> dict[str, Any]:
@@ -400,13 +436,22 @@ async def chunks(
     """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage unless the client wants none."""
     chunk_of = Chunks(head_of("chat.completion.chunk", body, service))
 
+    def members(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
+        return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}]}
+
     def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
-        return chunk_of(choices=[{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}])
+        return chunk_of(**members(index, delta, **rest))
+
+    @cache
+    def of_text(index: int) -> Callable[[str], str]:
+        return chunk_of.of_texts(lambda text: members(index, {"content": text}))
 
     for index in range(outputs):
         yield chunk(index, {"role": "assistant", "content": ""})
     async for delta in handle.deltas_async():
-        if (piece := piece_of(delta)) or delta.logprobs:
+        if delta.content and not (delta.reasoning or delta.tool_calls or delta.logprobs):
+            yield of_text(delta.index)(delta.content)
+        elif (piece := piece_of(delta)) or delta.logprobs:
             yield chunk(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None))
     result = await handle
     for index, message in enumerate(result.messages):
@@ -421,12 +466,15 @@ async def chunks(
 
 async def _opened(body: ChatRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
     """Submit the request; model and request are held until ``held`` is closed."""
-    note(user=body.user)
+    note(user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata or None)
+    service.check_retention(body.prompt_cache_retention)
     arguments = service.bounded(body.arguments()) | {"parse_special": service.parses_special(body.parse_special)}
     messages = conversation(body.messages)
     model = await held.enter_async_context(service.generator(body.model))
     with named(body.names):
-        arguments["chat_template_kwargs"] = reasoned(model, body.chat_template_kwargs, body.thinks)
+        variables = reasoned(model, body.chat_template_kwargs, body.thinks)
+        variables = worded(model, variables, body.verbosity, bool(body.tools), "verbosity")
+        arguments["chat_template_kwargs"] = variables
         handle = await submitted(partial(model.stream_chat, messages, **arguments))
     held.callback(handle.cancel)
     return model, handle

@@ -175,6 +175,11 @@ def response(scope: Mapping[str, Any], error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, error.headers)
 
 
+def no_route(scope: Mapping[str, Any]) -> ApiError:
+    """The refusal of an address that is none of this server's."""
+    return ApiError(404, f"there is no route {scope['path'][:200]!r}; GET /openapi.json lists those there are")
+
+
 # ------------------------------------------------------------------------------------------------------ as documented
 
 

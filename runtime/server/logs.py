@@ -18,6 +18,9 @@ from llmc.runtime.observe.tracing import JsonFormatter, continued_trace, event, 
 
 log = logging.getLogger(__name__)
 
+# The key of the scope under which a stream finds how what comes between its start and its end is sent: past all that
+# stands around it, which looks at its start and its end alone, and would cost each token more than its JSON does.
+PIECES = "llmc.pieces"
 LOGGED_BYTES = 64 << 10  # of what is received, and of what is sent, where they are logged on purpose
 LEVELS = {
     "llmc": logging.INFO,
@@ -108,10 +111,10 @@ class RequestLog:
     """Write a line for each request, or connection of a WebSocket, once it has ended; the outermost of all.
 
     Fields: ``request_id``, ``key`` (its name), ``method``, ``route`` (the pattern, as the path may hold anything),
-    ``status``, ``model``, ``user`` (as the client names him), ``prompt_tokens``, ``cached_tokens``, ``output_tokens``,
-    ``ttft_s``, ``duration_s``. Errors that nobody foresaw are logged with the place where they happened, and without
-    their message, which may quote the request. A trace that the request continues (``traceparent``) is continued, where
-    OpenTelemetry is in use.
+    ``status``, ``model``, ``user``, ``safety_identifier`` and ``metadata`` (as the client gives them),
+    ``prompt_tokens``, ``cached_tokens``, ``output_tokens``, ``ttft_s``, ``duration_s``. Errors that nobody foresaw are
+    logged with the place where they happened, and without their message, which may quote the request. A trace that the
+    request continues (``traceparent``) is continued, where OpenTelemetry is in use.
 
     Args:
         app: the application.
@@ -137,10 +140,11 @@ class RequestLog:
         token = _RECORD.set(record)
         if scope["type"] == "websocket":
             self._sockets.add(record)
-        receive, send = self._overheard(record, receive, _status_noted(record, send))
+        receive, send = self._overheard(record, receive, send)
+        scope[PIECES] = send
         try:
             with continued_trace(scope["headers"]):
-                await self._app(scope, receive, send)
+                await self._app(scope, receive, _status_noted(record, send))
         except Exception as error:  # noqa: BLE001 - written here with the request's id; the framework has answered
             record.fields.setdefault("status", 500)
             self._failed(scope, error)

@@ -330,6 +330,10 @@ class MessageRequest(Sampled, Prompted):
         choice = self.tool_choice
         if self.tool_format is not None and not self.tools:
             raise ApiError(400, "tool_format is given without tools; leave it out, or give them", param="tool_format")
+        parallel = isinstance(choice, NoChoice | None) or not choice.disable_parallel_tool_use
+        if not parallel and not self.tools:
+            name = "tool_choice.disable_parallel_tool_use"
+            raise ApiError(400, f"{name} is true, but tools is empty; leave it out, or give the tools", param=name)
         return {
             **self.sampling(
                 max_tokens=self.max_tokens,
@@ -338,7 +342,7 @@ class MessageRequest(Sampled, Prompted):
             ),
             "tool_choice": self._tool_choice(),
             "tool_format": self.tool_format,
-            "parallel_tool_calls": isinstance(choice, NoChoice | None) or not choice.disable_parallel_tool_use,
+            "parallel_tool_calls": parallel,
             "reasoning_budget": self._budget(),
         }
 

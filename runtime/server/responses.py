@@ -16,8 +16,20 @@ from typing_extensions import NotRequired, TypedDict
 from llmc.errors import LlmcError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
-from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, biases, check_stream, told
-from llmc.runtime.server.chat import EFFORTS, reasoned
+from llmc.runtime.server.bodies import (
+    Body,
+    CacheKey,
+    Logged,
+    Metadata,
+    Retention,
+    Sampled,
+    ToolFormat,
+    Verbosity,
+    biases,
+    check_stream,
+    told,
+)
+from llmc.runtime.server.chat import EFFORTS, reasoned, worded
 from llmc.runtime.server.errors import ApiError, from_llmc, named
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
@@ -170,7 +182,7 @@ class TextConfig(Body):
     """The form of the text."""
 
     format: Annotated[TextFormat | ObjectFormat | SchemaFormat | None, Field(discriminator="type")] = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity = None
 
 
 class Reasoning(Body):
@@ -230,8 +242,15 @@ class Prompted(Body):
         """
         return {
             "tools": [tool.plain() for tool in self.tools] if self.tools else None,
-            "chat_template_kwargs": reasoned(model, None, self.thinks),
+            "chat_template_kwargs": worded(
+                model, reasoned(model, None, self.thinks), self.verbosity, bool(self.tools), "text.verbosity"
+            ),
         }
+
+    @property
+    def verbosity(self) -> Verbosity:
+        """The length of the answer that the request asks for."""
+        return self.text.verbosity if self.text else None
 
     @property
     def thinks(self) -> bool | None:
@@ -247,17 +266,14 @@ class ResponseRequest(Sampled, Prompted):
     max_output_tokens: int | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-        ]
-        | None
-    ) = None
+    metadata: Metadata = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     background: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    prompt_cache_key: Annotated[str | None, Field(description="echoed; prefixes are cached without it")] = None
+    prompt_cache_key: CacheKey = None
+    prompt_cache_retention: Retention = None
+    safety_identifier: Logged = None
     user: Logged = None
     tool_format: ToolFormat = None
     stop: Annotated[str | list[str] | None, Field(description="extension of llmc")] = None
@@ -273,6 +289,9 @@ class ResponseRequest(Sampled, Prompted):
         check_stream(self.stream, self.stream_options)
         if self.tool_format is not None and not self.tools:
             raise ApiError(400, "tool_format is given without tools; leave it out, or give them", param="tool_format")
+        if self.parallel_tool_calls is False and not self.tools:  # true is what every response says of itself
+            said = "parallel_tool_calls is false, but tools is empty; leave it out, or give the tools"
+            raise ApiError(400, said, param="parallel_tool_calls")
         return {
             **self.sampling(
                 max_tokens=self.max_output_tokens,
@@ -478,7 +497,7 @@ def head_of(body: ResponseRequest, service: Service) -> dict[str, Any]:
         "background": False,
         "store": body.store is not False and service.responses.keeps,
         "temperature": body.temperature,  # type: ignore[attr-defined]
-        "text": {"format": given, "verbosity": "medium"},
+        "text": {"format": given, "verbosity": body.verbosity or "medium"},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [
             {"description": None, "parameters": None, "strict": True} | tool.model_dump(exclude_none=True)
@@ -547,7 +566,8 @@ class Turn:
         self._items = body.items()
         before = service.responses.conversation(owner, body.previous_response_id)
         self.messages = body.messages(before, self._items)
-        note(user=body.user)
+        note(user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata or None)
+        service.check_retention(body.prompt_cache_retention)
         self.arguments = service.bounded(body.arguments()) | {
             "parse_special": service.parses_special(body.parse_special)
         }

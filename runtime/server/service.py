@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +18,7 @@ from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.guard.accounts import charge, check_model
 from llmc.runtime.server.logs import watch
 from llmc.runtime.server.response_store import ResponseStore
+from llmc.runtime.text.sandbox import SlowError, quickly
 
 if TYPE_CHECKING:
     from llmc.runtime.server.config import ServerConfig
@@ -150,6 +151,16 @@ class Service:
             sampling = {**sampling, "deadline_s": min(sampling.get("deadline_s", longest), longest)}
         return sampling
 
+    def check_retention(self, asked: str | None) -> None:
+        """Refuse to keep prefixes in memory alone where a folder keeps them, too.
+
+        Raises:
+            ApiError: 400, naming the parameter.
+        """
+        if asked is not None and self.config.prefix_cache_folder is not None:
+            said = f"prompt_cache_retention is {asked!r}, but this server keeps prefixes in a folder; leave it out"
+            raise ApiError(400, said, param="prompt_cache_retention")
+
     def parses_special(self, asked: bool | None, default: bool = False) -> bool:
         """True if special tokens that a client's text spells are to be special tokens.
 
@@ -163,7 +174,7 @@ class Service:
 
 async def submitted(submit: Callable[[], H]) -> H:
     """A request submitted: at once where it is short, for a thread's waking takes as long as its work, and else in a
-    thread, as tokenizing a prompt and compiling a grammar may take long.
+    thread, as tokenizing a prompt, a chat template's work and compiling a grammar may take long.
 
     Those with a grammar share threads of their own, so that any number of slow ones keeps nobody else waiting.
 
@@ -172,9 +183,11 @@ async def submitted(submit: Callable[[], H]) -> H:
     """
     given = [*submit.args, submit.keywords] if isinstance(submit, partial) else []
     has_grammar = any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES)
+    handle = None
     if given and not has_grammar and room_beside(given, SHORT) >= 0:
-        handle = submit()
-    else:
+        with suppress(SlowError), quickly():  # of a chat template, which is a program
+            handle = submit()
+    if handle is None:
         handle = await to_thread.run_sync(submit, limiter=_compilers() if has_grammar else None)
     charge(handle)
     watch(handle)

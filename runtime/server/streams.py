@@ -2,8 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Mapping
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
+from json.encoder import encode_basestring
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -13,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.errors import ApiError, from_llmc
+from llmc.runtime.server.logs import PIECES
 
 T = TypeVar("T")
 HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients skip
@@ -23,6 +27,8 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 # What is encoded was made here and holds no circle; looking for one takes longer than all the rest.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
+
+_HOLE = secrets.token_hex(16)  # stands for a text while the rest of its chunk is encoded; nobody else can write it
 
 
 def encoded(value: Any) -> str:
@@ -49,6 +55,16 @@ class Chunks:
     def __call__(self, **rest: Any) -> str:
         """The chunk with ``rest``, at least one member, after its head."""
         return f"{self._head},{encoded(rest)[1:]}"
+
+    def of_texts(self, rest: Callable[[str], Mapping[str, Any]]) -> Callable[[str], str]:
+        """What makes chunks that differ in one text alone, which is what nearly all of a stream's do: all but the text
+        is encoded once.
+
+        Args:
+            rest: the members after the head, with this text among their values once.
+        """
+        before, after = self(**rest(_HOLE)).split(f'"{_HOLE}"')
+        return lambda text: f"{before}{encode_basestring(text)}{after}"
 
 
 class EventStream(Response):
@@ -83,39 +99,60 @@ class EventStream(Response):
         self._heartbeat_s = heartbeat_s
         self._heartbeat = heartbeat
         self._sent = 0
+        self._beaten = 0  # of those, at the last beat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it; the first of the three tasks that ends, ends the others."""
-        tasks = [
-            asyncio.ensure_future(self._send(send)),
-            asyncio.ensure_future(_until_gone(receive)),
-        ]
-        if self._heartbeat_s:
-            tasks.append(asyncio.ensure_future(self._beat(send)))
+        """Send all of it, unless the client leaves before."""
+        pieces: Send = scope.get(PIECES, send)
+        sending = asyncio.ensure_future(self._send(send, pieces))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        gone.add_done_callback(lambda gone: gone.cancelled() or (gone.exception(), sending.cancel()))
+        heart = _Heart(partial(self._beat, pieces), self._heartbeat_s)
         async with self._held:
             try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                await sending
+            except asyncio.CancelledError:
+                if not gone.done():  # it is this task that was cancelled, and with it the sending
+                    raise
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-        if not tasks[0].cancelled() and (error := tasks[0].exception()) is not None:
-            raise error
+                gone.cancel()
+                heart.stop()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, pieces: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._events) as events:  # type: ignore[type-var]
             async for piece in events:
                 self._sent += 1
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await pieces({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _beat(self, send: Send) -> None:
-        while True:
-            before = self._sent
-            await asyncio.sleep(self._heartbeat_s)
-            if before == self._sent:
-                await send({"type": "http.response.body", "body": self._heartbeat, "more_body": True})
+    async def _beat(self, pieces: Send) -> None:
+        if self._sent == self._beaten:
+            await pieces({"type": "http.response.body", "body": self._heartbeat, "more_body": True})
+        self._beaten = self._sent
+
+
+class _Heart:
+    """Runs ``beat`` every ``seconds`` until it is stopped; 0: never. A timer costs a stream less than a task."""
+
+    def __init__(self, beat: Callable[[], Coroutine[Any, Any, None]], seconds: float) -> None:
+        self._beat, self._seconds = beat, seconds
+        self._beating: asyncio.Task[None] | None = None
+        self._timer = self._wait() if seconds else None
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._beating is not None:
+            self._beating.cancel()
+
+    def _wait(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._seconds, self._due)
+
+    def _due(self) -> None:
+        if self._beating is None or self._beating.done():  # a client that does not read holds it up
+            self._beating = asyncio.ensure_future(self._beat())
+        self._timer = self._wait()
 
 
 async def _until_gone(receive: Receive) -> None:

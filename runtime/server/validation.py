@@ -170,4 +170,9 @@ def read_json(kind: type[M], text: str) -> M:
         body: Any = b"" if not text.strip() else text
         with suppress(ValueError, RecursionError):
             body = json.loads(text)
-        raise api_error([{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()], body) from error
+        raise refusal_of(error, body) from error
+
+
+def refusal_of(error: ValidationError, body: Any) -> ApiError:
+    """The refusal of a body that does not fit."""
+    return api_error([{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)], body)

@@ -15,7 +15,7 @@ import jinja2.meta
 
 from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime.text.control_tokens import Disguise
-from llmc.runtime.text.sandbox import DEEPEST, LARGEST_BITS, ExcessError, Sandbox
+from llmc.runtime.text.sandbox import DEEPEST, LARGEST_BITS, ExcessError, Sandbox, SlowError
 from llmc.runtime.text.tokenizer import CONFIG_FILE, Tokenizer, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -307,6 +307,8 @@ def _shown(value: Any) -> str:
 def _guarded(call: Callable[[Any], Any], argument: Any) -> Any:
     try:
         return call(argument)
+    except SlowError:
+        raise
     except ExcessError as error:
         raise RequestError(
             f"the model's chat template does what no template needs: {_line(error.message)}; mend it, or pass a prompt "

@@ -9,6 +9,8 @@ refused. So the bound depends on the template and the messages alone, never on t
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from itertools import chain
 from types import GeneratorType
@@ -30,6 +32,9 @@ from markupsafe import Markup
 # Work that a template may do whatever it is given, and for each character and item given to it. Those in use need up
 # to a dozen for each, and some tens of thousands for tools and dates; 4,000,000 take about a tenth of a second.
 BASE_WORK, WORK_PER_ITEM = 4_000_000, 64
+# Work of a rendering for which a thread's other tasks wait: ten milliseconds at most. Templates in use stay below it
+# where a conversation is short.
+QUICK_WORK = 25_000
 # However much it is given: what is made of it is held in memory, with up to 4 bytes for a unit of work.
 MOST_WORK = 256_000_000
 # A round of a loop, and a call, in the same unit; a character or item is 1. They take 0.1 to 1 us, and 10 to 50 us.
@@ -50,6 +55,27 @@ _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items())
 
 class ExcessError(SecurityError):
     """A template did more than it may."""
+
+
+class SlowError(Exception):
+    """A rendering takes longer than the present thread has for it; it may be done on another one."""
+
+
+_QUICK: ContextVar[bool] = ContextVar("llmc_quick_rendering", default=False)
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """Renderings of the block do no more work than :data:`QUICK_WORK`.
+
+    Raises:
+        SlowError: one would take more.
+    """
+    token = _QUICK.set(True)
+    try:
+        yield
+    finally:
+        _QUICK.reset(token)
 
 
 def weight(value: Any) -> int:
@@ -96,17 +122,21 @@ class Budget:
 
     def __init__(self, size: int) -> None:
         self._limit = min(BASE_WORK + WORK_PER_ITEM * size, MOST_WORK)
-        self._left = self._limit
+        self._is_quick = _QUICK.get()
+        self._left = QUICK_WORK if self._is_quick else self._limit
 
     def charge(self, work: int) -> None:
         """Count ``work`` that is about to be done; below zero is zero.
 
         Raises:
             ExcessError: it is more than is left.
+            SlowError: it is, of what may be done quickly.
         """
         if work > 0:
             self._left -= work
             if self._left < 0:
+                if self._is_quick:
+                    raise SlowError
                 raise ExcessError(f"it takes more than {self._limit:,} steps, characters and items for these messages")
 
     def steps(self, iterable: Any) -> Any:

@@ -21,6 +21,8 @@ from llmc.runtime.server.pool import ModelPool
 ABLE_TEMPLATE = """\
 {% if tools %}<|im_start|>system
 Write <tool_call>{"name": ..., "arguments": ...}</tool_call> to call one of {{ tools | tojson }}<|im_end|>
+{% endif %}{% if verbosity %}<|im_start|>system
+Verbosity: {{ verbosity }}<|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>

@@ -262,13 +262,11 @@ def test_the_first_load_tests_and_later_ones_remember(tiny_bundle: Path, replays
     assert len(replays) == 1
 
 
-def test_the_first_load_replays_one_prompt_alone(copied_bundle: Path, replays: list[int | None]):
-    """Unless it is asked for: then the damaged record of another one is found."""
+def test_the_first_load_replays_the_shortest_prompt_alone(copied_bundle: Path, replays: list[int | None]):
+    """Unless it is asked for: then the damaged record of a longer one is found."""
     manifest = read_bundle(copied_bundle)
-    reach = [case for case in manifest.golden if len(case.prompt) + len(case.tokens) > selftest.QUICK_POSITIONS]
-    shortest = min(reach, key=lambda case: len(case.prompt))
-    others = [case for case in manifest.golden if case is not shortest]
-    wrong = [replace(case, top_logits=(), decode_logits=tuple(x + 9 for x in case.decode_logits)) for case in others]
+    shortest, *longer = sorted(manifest.golden, key=lambda case: len(case.prompt))
+    wrong = [replace(case, top_logits=(), decode_logits=tuple(x + 9 for x in case.decode_logits)) for case in longer]
     write_manifest(replace(manifest, golden=(*wrong, shortest)), copied_bundle)
     loaded(copied_bundle)
     with pytest.raises(BundleError, match="logits differ"):
@@ -277,22 +275,6 @@ def test_the_first_load_replays_one_prompt_alone(copied_bundle: Path, replays: l
     write_manifest(replace(manifest, golden=(replace(shortest, top_logits=(), decode_logits=far),)), copied_bundle)
     with pytest.raises(BundleError, match="logits differ"):
         loaded(copied_bundle)
-
-
-def test_the_first_load_reaches_the_positions_from_which_a_lone_token_takes_other_nodes(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-):
-    """With the shortest prompt after which enough was recorded, and with the shortest where there is none."""
-    case, seen = model.manifest.golden[0], list[tuple[int, int]]()
-    cases = {length: replace(case, prompt=case.prompt[:1] * length) for length in (12, 16, 18, 24, 40)}
-    monkeypatch.setattr(selftest, "_first_logits", lambda *_: 0.0)
-    monkeypatch.setattr(
-        selftest, "_same_tokens", lambda _, case, tokens: seen.append((len(case.prompt), len(tokens))) or 0
-    )
-    for lengths in [(24, 16, 18, 40), (40, 12), (16, 12)]:
-        model.manifest = replace(model.manifest, golden=tuple(cases[length] for length in lengths))
-        replay(model, limit=selftest.QUICK_TOKENS, prompts=selftest.QUICK_PROMPTS)
-    assert seen == [(18, 15), (40, selftest.QUICK_TOKENS), (12, len(case.tokens))]
 
 
 def test_a_test_that_is_asked_for_always_runs_and_one_that_is_not_wanted_never(

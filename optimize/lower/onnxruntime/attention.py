@@ -74,25 +74,11 @@ def _linear_before(value: ir.Value | None) -> Linear:
     return Linear.of(node)
 
 
-def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
-    """llmc::CachedAttention -> GroupQueryAttention over the shared buffers of a CPU."""
-    return group_query_attention(graph, context, _lengths)
-
-
-def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
-    emit = Emitter(first, "positions")
-    sequence = emit("Shape", graph_input(graph, "input_ids"), start=1, end=2)
-    totals = emit("Cast", emit("Add", graph_input(graph, "past_lengths"), sequence), to=ir.DataType.INT32)
-    longest = emit("ReduceMax", totals, keepdims=0)
-    return [emit("Sub", totals, scalar(graph, 1, np.int32)), longest]
-
-
 def group_query_attention(graph: ir.Graph, context: LoweringContext, make_lengths: Lengths) -> int:
     """llmc::CachedAttention -> GroupQueryAttention; ``make_lengths`` is called once, for all layers."""
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if not attentions:
         return 0
-    rotate_before(graph, context)
     lengths = make_lengths(graph, attentions[0])
     for node in attentions:
         attention, tables = context.attention(node), rotary_tables(node, context)

@@ -8,27 +8,19 @@ Facts about ONNX Runtime come from its documentation (docs/OperatorKernels.md) a
 run on a GPU yet.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import (
-    attended,
-    counted_tokens,
-    group_query_attention,
-    rotate_before,
-    rotated,
-    token_positions,
-)
+from llmc.optimize.lower.onnxruntime.attention import counted_tokens, group_query_attention, rotate_before
+from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention
 from llmc.optimize.lower.rewrite import LLMC, Emitter, graph_input, nodes_of, replace, scalar, vector
-from llmc.optimize.lower.rotary import rotary_tables
 
 
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over shared buffers, or basic operators where it has no kernel."""
+    rotate_before(graph, context)
     if context.compute == "float16":
         return group_query_attention(graph, context, _lengths)
     if context.compute == "float32":  # the CUDA provider has GroupQueryAttention for 16 bits only
@@ -60,72 +52,28 @@ def _capacity(emit: Emitter) -> ir.Value:
 # -------------------------------------------------------------------------------------------------- basic operators
 
 
-@dataclass
-class _Shared:
-    """Values that all layers use: positions int64 [B, S], columns [B, 1, 1, S, 1], cache slots [C], masks by window."""
-
-    positions: ir.Value
-    columns: ir.Value
-    slots: ir.Value
-    masks: dict[int, ir.Value]
-
-
 def _basic_attention(graph: ir.Graph, context: LoweringContext) -> int:
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if attentions:
-        rotate_before(graph, context)
-        shared = _shared(graph, attentions[0])
+        shared = Shared.before(attentions[0], _Cache())
         for node in attentions:
-            replace(node, *_attend(node, shared, context))
+            replace(node, *basic_attention(node, shared, context))
     return len(attentions)
 
 
-def _shared(graph: ir.Graph, first: ir.Node) -> _Shared:
-    positions = token_positions(graph, first)
-    emit = Emitter(first, "positions")
-    zero, one = (scalar(graph, value, np.int64) for value in (0, 1))
-    slots = emit("Range", zero, emit("Squeeze", _capacity(emit)), one)
-    return _Shared(positions, emit("Unsqueeze", positions, vector(graph, [1, 2, 4])), slots, {})
+class _Cache:
+    """Caches that are read whole: how much of them counts is known on the device alone."""
 
+    def slots(self, emit: Emitter) -> ir.Value:
+        return _capacity(emit)
 
-def _attend(node: ir.Node, shared: _Shared, context: LoweringContext) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Attention [B, S, H * D] and the cache [B, KV, C, D] with the new keys and values in it."""
-    query, key, value, past_key, past_value = node.inputs[:5]
-    emit, attention = Emitter(node), context.attention(node)
-    graph, kv_heads, head_dim = emit.graph, attention.kv_heads, attention.head_dim
-    if tables := rotary_tables(node, context):
-        query, key = rotated(emit, attention, shared.positions, tables)
-    present_key, present_value = (
-        _written(emit, past, part, shared, (kv_heads, head_dim))
-        for past, part in ((past_key, key), (past_value, value))
-    )
-    keys, values = (
-        emit("Unsqueeze", present, vector(graph, [2])) for present in (present_key, present_value)
-    )  # (B, KV, 1, C, D)
-    mask = _mask(emit, shared, attention.window)
-    return attended(emit, attention, query, keys, values, mask), present_key, present_value
+    def written(self, emit: Emitter, past: ir.Value | None, heads: ir.Value, positions: ir.Value) -> ir.Value:
+        column = emit("Unsqueeze", positions, vector(emit.graph, [1, 3]))
+        places = emit("Expand", column, emit("Shape", heads))
+        return emit("ScatterElements", past, places, heads, axis=2)
 
-
-def _written(
-    emit: Emitter, past: ir.Value | None, part: ir.Value | None, shared: _Shared, heads: tuple[int, int]
-) -> ir.Value:
-    """The cache with new keys or values [B, S, KV * D] in it, in place where past and present share their memory."""
-    split = emit("Reshape", part, vector(emit.graph, [0, 0, *heads]))
-    turned = emit("Transpose", split, perm=[0, 2, 1, 3])  # (B, KV, S, D)
-    column = emit("Unsqueeze", shared.positions, vector(emit.graph, [1, 3]))
-    places = emit("Expand", column, emit("Shape", turned))
-    return emit("ScatterElements", past, places, turned, axis=2)
-
-
-def _mask(emit: Emitter, shared: _Shared, window: int) -> ir.Value:
-    """Cache slots that a position sees, bool [B, 1, 1, S, C]: all up to its own, or the last ``window`` of those."""
-    if window not in shared.masks:
-        mask = emit("LessOrEqual", shared.slots, shared.columns)
-        if window:
-            oldest = emit("Sub", shared.columns, scalar(emit.graph, window, np.int64))
-            mask = emit("And", mask, emit("Greater", shared.slots, oldest))
-        shared.masks[window] = mask
-    return shared.masks[window]
+    def read(self, _: Emitter, present: ir.Value) -> ir.Value:
+        return present
 
 
 # ------------------------------------------------------------------------------------------------------------ logits

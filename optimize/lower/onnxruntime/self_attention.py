@@ -9,6 +9,7 @@ from llmc.optimize.lower.onnxruntime.attention import (
     attended,
     counted_tokens,
     group_query_attention,
+    rotate_before,
     rotated,
     token_positions,
 )
@@ -37,6 +38,7 @@ def as_cached(graph: ir.Graph, _: LoweringContext) -> int:
 
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """The same operator -> attention over the tokens of the call."""
+    rotate_before(graph, context)
     count, masks = 0, dict[int, ir.Value]()
     for node in nodes_of(graph, "CachedAttention", LLMC):
         if not node.attributes[CAUSAL].as_int():

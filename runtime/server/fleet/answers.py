@@ -67,8 +67,10 @@ class Answer:
         """
         if not self._streams:
             raise ConnectionError(LOST)
-        ended = failed(self._scope, error or ApiError(500, LOST, code="replica_lost"), self._events)
-        await self._send({"type": "http.response.body", "body": ended, "more_body": False})
+        error = error or ApiError(500, LOST, code="replica_lost")
+        ended = failed(self._scope, error, self._events)
+        # The status is for the front's own sockets: not every dialect's event tells it, and HTTP's has been sent.
+        await self._send({"type": "http.response.body", "body": ended, "more_body": False, "status": error.status})
 
     def _begin(self, message: Message) -> None:
         streams = message["status"] == 200 and "text/event-stream" in Headers(raw=message["headers"]).get(

@@ -12,6 +12,7 @@ PROMPTS: dict[str, tuple[str, ...]] = {
     "/v1/messages": ("tools", "system", "messages"),
     "/v1/responses": ("tools", "instructions", "input"),
 }
+KEYED = ("/v1/chat/completions", "/v1/responses")  # routes whose requests may have a prompt_cache_key
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
 MARKS = ("cache_control", "id", "status")  # members of messages and parts that no template writes
 # Characters; about the 32 tokens of a block of the prefix cache.
@@ -21,10 +22,12 @@ MOST_BLOCKS = 1024
 
 
 def prefix_of(path: str, body: bytes) -> tuple[bytes, ...]:
-    """A name for each block of the prompt, each made of all that stands before it, too.
+    """A name for each block of the prompt, each made of all that stands before it, too; and before them one for the
+    client's ``prompt_cache_key``, where it gives one.
 
-    Two requests share as many names as their prompts share whole blocks from the beginning on. What is no prompt, no
-    JSON or shorter than a block has none; the replica will say what is wrong with it.
+    Two requests share as many names as their prompts share whole blocks from the beginning on; those of different keys
+    share none, so that each key's have a replica to come back to. What is no prompt, no JSON or shorter than a block
+    has no names of blocks; the replica will say what is wrong with it.
 
     Args:
         path: the route.
@@ -34,7 +37,11 @@ def prefix_of(path: str, body: bytes) -> tuple[bytes, ...]:
         return ()
     try:
         request = json.loads(body)
-        return tuple(_chained(_text(request, members))) if isinstance(request, dict) else ()
+        if not isinstance(request, dict):
+            return ()
+        key = request.get("prompt_cache_key")
+        first = _named(key, b"key") if isinstance(key, str) and path in KEYED else b""
+        return (*([first] if first else []), *_chained(_text(request, members), first))
     except (ValueError, RecursionError):
         return ()
 
@@ -71,10 +78,11 @@ def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def _chained(text: str) -> Iterator[bytes]:
-    former = b""
+def _chained(text: str, former: bytes) -> Iterator[bytes]:
     for start in range(0, min(len(text) // BLOCK, MOST_BLOCKS) * BLOCK, BLOCK):
-        former = blake2b(
-            text[start : start + BLOCK].encode("utf-8", "surrogatepass"), key=former, digest_size=16
-        ).digest()
+        former = _named(text[start : start + BLOCK], former)
         yield former
+
+
+def _named(text: str, former: bytes) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), key=former, digest_size=16).digest()

@@ -63,7 +63,7 @@ async def _events(
 
     relaying = asyncio.ensure_future(relayed())
     try:
-        refused = None  # the status of an answer that is none
+        refused = None  # the status of an answer that is none, or that ends with an error
         while (message := await sent.get()) is not None:
             if message.get("status", 200) >= 400:
                 refused = message["status"]

@@ -19,6 +19,8 @@ from llmc.runtime.server.guard.refusal import heard, refuse
 # for prompts of token ids, of which a million is more than any context.
 MOST_VALUES = 1_000_000
 LINGER_S = 2.0  # how long a client that sends too much is listened to, so that it reads why
+# The key of the scope under which an application finds the object that the body is.
+PARSED = "llmc.parsed"
 # The escape of half a character, which JSON allows and UTF-8 does not.
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -26,7 +28,8 @@ _OTHERS = bytes(set(range(256)) - set(b"[]{},"))
 
 
 class Bodies:
-    """Read the body, refuse what is beyond a limit, and hand the whole on in one message."""
+    """Read the body, refuse what is beyond a limit, and hand the whole on in one message; where it is declared to be a
+    JSON object, and is one, the object too."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self.app = app
@@ -46,9 +49,12 @@ class Bodies:
         if body is None:  # the client is gone
             return None
         try:
-            check_json(body, self._depth)
+            parsed = check_json(body, self._depth)
         except ApiError as error:
             return await refuse(scope, receive, send, error)
+        declared = Headers(scope=scope).get("content-type", "").partition(";")[0]
+        if isinstance(parsed, dict) and declared.strip().lower() == "application/json":
+            scope[PARSED] = parsed
         return await self.app(scope, _replayed(body, receive), send)
 
     def _check_text(self, text: str) -> None:
@@ -113,11 +119,11 @@ async def _refuse_and_linger(scope: Scope, receive: Receive, send: Send, error: 
     await refuse(scope, receive, hold, error)
 
 
-def check_json(content: bytes, deepest: int) -> None:
-    """Refuse JSON that is too deep or has too many values, before a parser spends memory on it, or that holds half of
-    an escaped character, which nobody could send back.
+def check_json(content: bytes, deepest: int) -> Any:
+    """The value that a body is, or None if it is no JSON, which is for another parser to say.
 
-    Names that an object has twice are refused, too. Nothing else is checked: what is no JSON is for the parser to say.
+    JSON is refused that is too deep or has too many values, before a parser spends memory on it, or that holds half of
+    an escaped character, which nobody could send back; and so are names that an object has twice.
 
     Raises:
         ApiError: 400, with the limit.
@@ -128,20 +134,24 @@ def check_json(content: bytes, deepest: int) -> None:
         _check_shape(content, deepest)  # most bodies have less, also counting what stands in texts
     if _HALF.search(content):
         _check_characters(content)
-    with suppress(ValueError, RecursionError):
-        json.loads(content, object_pairs_hook=_once)
+    try:
+        return json.loads(content, object_pairs_hook=_once)
+    except (ValueError, RecursionError):
+        return None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse a name that an object has twice: one of the two values would count for nothing.
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these members. A name that it has twice is refused: one of the two values would count for nothing.
 
     Raises:
         ApiError: 400, naming it.
     """
-    if len(dict(pairs)) < len(pairs):
+    found = dict(pairs)
+    if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = printable(next(name for name, count in counts.items() if count > 1)[:40])
         raise ApiError(400, f"{twice} is given twice in one object; leave one of them out", param=twice)
+    return found
 
 
 def _check_characters(content: bytes) -> None:

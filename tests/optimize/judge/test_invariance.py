@@ -147,16 +147,11 @@ def test_only_as_many_rows_as_the_bundle_serves_are_compared(manifest: Manifest,
     assert found.graphs["decode"].invariance == replace(ALL, rows=1 if max_batch == 1 else 2, single=max_batch > 1)
 
 
-@pytest.mark.parametrize(
-    ("flaw", "max_batch", "rows"),
-    [(FLAWS[0][0], 8, 2), (odd_rows, 8, 2), (six_rows, 8, 0), (FLAWS[0][0], 1, 1)],
-    ids=["exact", "pairs", "nothing", "one row"],
-)
-def test_a_lone_token_of_other_nodes_is_never_one_beside_others(manifest: Manifest, flaw, max_batch: int, rows: int):
-    """However equal it is after the few tokens that are measured; pairs are kept, and a row that is always alone."""
-    graphs = measured(Exact(flaw), with_limits(manifest, max_batch=max_batch), lone_apart=True).graphs
-    assert graphs["decode"].invariance == replace(ALL, rows=rows, single=False)
-    assert graphs["prefill"].invariance.single
+def test_a_token_whose_heads_are_folded_is_never_one_beside_others(manifest: Manifest):
+    """However equal it is after the few tokens that are measured."""
+    decode = replace(manifest.graphs["decode"], overwritten=3)
+    graphs = measured(Exact(), replace(with_limits(manifest), graphs=manifest.graphs | {"decode": decode})).graphs
+    assert graphs["decode"].invariance == replace(ALL, single=False)
 
 
 def test_nothing_is_known_of_a_graph_that_another_stands_in_for(manifest: Manifest):

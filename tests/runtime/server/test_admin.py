@@ -87,13 +87,19 @@ def test_other_keys_are_refused(admin: httpx.Client, method: str, path: str):
     assert admin.get("/admin/models").json() == before
 
 
+def test_another_method_is_told_of_to_admins_alone(admin: httpx.Client):
+    path = "/admin/models/first/reload"
+    answers = [admin.get(path, headers=as_key(key)) for key in (ADMIN, BOB, "sk-nobody-0123456789")]
+    assert [answer.status_code for answer in answers] == [405, 403, 401]
+
+
 def test_an_admin_of_some_models_leaves_the_others_alone(admin: httpx.Client):
     refused = admin.post("/admin/models/second/unload", headers=as_key(LIMITED))
     assert refused.status_code == 403 and phases(admin)["second"] == "ready"
     assert admin.post("/admin/models/none/unload").status_code == 404
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(("method", "path"), [*ROUTES, ("GET", ROUTES[1][1]), ("DELETE", ROUTES[0][1])])
 def test_where_no_key_is_an_admins_there_are_no_such_routes(
     nobodys: httpx.Client, address: str, method: str, path: str
 ):

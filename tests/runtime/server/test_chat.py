@@ -176,6 +176,14 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
         ({"chat_template_kwargs": {"custom": 1}}, "chat_template_kwargs"),
         ({"tool_format": "hermes"}, "tool_format"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"verbosity": "loud"}, "verbosity"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
+        ({"safety_identifier": "one\ntwo"}, "safety_identifier"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"metadata": dict.fromkeys(map(str, range(17)), "x")}, "metadata"),
+        ({"service_tier": "flex"}, "service_tier"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
@@ -198,6 +206,28 @@ def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"].startswith(param) and error["type"] == "invalid_request_error"
+
+
+def test_what_clients_say_of_themselves_changes_no_answer(client: openai.OpenAI):
+    said: dict[str, Any] = {"prompt_cache_key": "a", "safety_identifier": "b", "user": "c", "metadata": {"d": "e"}}
+    kept: dict[str, Any] = {"prompt_cache_retention": "in_memory", "verbosity": "medium", "store": False}
+    plain = client.chat.completions.create(**GREEDY)
+    answer = client.chat.completions.create(**GREEDY, **said, **kept, service_tier="auto")
+    assert answer.choices == plain.choices
+    assert answer.usage and plain.usage and answer.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_http: httpx.Client):
+    def prompt_tokens(**given: Any) -> int:
+        body = {"model": "able", "messages": MESSAGES, "max_tokens": 1, **given}
+        return int(able_http.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"])
+
+    told = prompt_tokens(verbosity="low")
+    assert told > prompt_tokens()
+    assert told == prompt_tokens(chat_template_kwargs={"verbosity": "low"})
+    body = {"model": "able", "messages": MESSAGES, "verbosity": "low", "chat_template_kwargs": {"verbosity": "high"}}
+    refused = able_http.post("/v1/chat/completions", json=body).json()["error"]
+    assert refused["param"] == "chat_template_kwargs" and "contradicts verbosity" in refused["message"]
 
 
 def test_a_body_that_is_no_json_is_refused(http: httpx.Client):

@@ -5,18 +5,25 @@ import io
 import json
 import logging
 import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from doubles.asgi import ask
+from doubles.serving import serving
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from llmc.runtime.api.handle import Handle, OutputCollector
 from llmc.runtime.observe.tracing import current_context, event
 from llmc.runtime.server import page
+from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.guard.accounts import cost
 from llmc.runtime.server.logs import Costs, RequestLog, TextFormatter, logging_to_stderr, note, route_noted
+from llmc.runtime.server.streams import EventStream
 
 SECRET = "a secret"
 HEADERS = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
@@ -70,6 +77,27 @@ def test_bodies_are_written_where_they_are_asked_for(lines: Any):
     assert (line["body"], line["answer"]) == ("a secret", "an answer")
 
 
+def test_pieces_of_a_stream_are_written_there_too_though_they_are_sent_past_what_stands_around_it(lines: Any):
+    async def events() -> AsyncIterator[bytes]:
+        yield b"one,"
+        yield b"two"
+
+    passed: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def around(message: Any) -> None:
+            passed.append(message["type"])
+            await send(message)
+
+        await EventStream(events(), AsyncExitStack(), 0)(scope, receive, around)
+
+    with logging_to_stderr("json"):
+        answer = ask(RequestLog(app, bodies=True))
+    (line,) = lines()
+    assert answer.body == b"one,two" and (line["status"], line["answer"]) == (200, "one,two")
+    assert passed == ["http.response.start", "http.response.body"]  # the start and the end
+
+
 @pytest.mark.parametrize("bodies", [False, True])
 def test_a_failure_is_written_with_its_place_and_its_message_only_where_bodies_are(bodies: bool, lines: Any):
     with logging_to_stderr("json"):
@@ -96,6 +124,27 @@ def test_the_page_leaves_its_route(lines: Any):
     with logging_to_stderr("json"):
         ask(RequestLog(route_noted(app)), "/")
     assert [line["route"] for line in lines()] == ["/"]
+
+
+def test_what_clients_say_of_themselves_is_in_the_line(tiny_bundle: Path, lines: Any):
+    config = ServerConfig(models={"tiny": tiny_bundle}, threads=1)
+    said = {"user": "ann", "safety_identifier": "h4sh", "metadata": {"team": "a\nb"}}
+    messages = [{"role": "user", "content": "Hello"}]
+    with logging_to_stderr("json"), serving(config, lambda app, config: RequestLog(app)) as url:
+        bodies = {
+            "chat/completions": {"messages": messages, "max_tokens": 1},
+            "responses": {"input": messages, "max_output_tokens": 1},
+        }
+        for path, body in bodies.items():
+            assert httpx.post(f"{url}/v1/{path}", json={**body, **said}, timeout=60).status_code == 200
+    found = [line for line in lines() if line.get("event", line.get("message")) == "request"]
+    assert [{name: line[name] for name in said} for line in found] == [said] * 2
+
+
+def test_a_value_of_a_client_never_begins_a_line():
+    record = logging.LogRecord("x", logging.INFO, "x.py", 1, "said", (), None)
+    record.__dict__["llmc_fields"] = {"metadata": {"a": "b\nc\x9bd"}}
+    assert len(TextFormatter().format(record).splitlines()) == 1 and "\x9b" not in TextFormatter().format(record)
 
 
 def test_people_get_lines_of_their_own():

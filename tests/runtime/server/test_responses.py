@@ -197,6 +197,10 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_openai
             "input[0].content[0]",
         ),
         ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
+        ({"safety_identifier": "x" * 257}, "safety_identifier"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(able_http: httpx.Client, given: dict[str, Any], param: str):
@@ -204,6 +208,13 @@ def test_what_is_not_honoured_is_refused_by_name(able_http: httpx.Client, given:
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param
+
+
+def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_openai: openai.OpenAI):
+    short = able_openai.responses.create(**GREEDY, text={"verbosity": "low"})
+    plain = able_openai.responses.create(**GREEDY)
+    assert short.text and short.text.verbosity == "low" and plain.text and plain.text.verbosity == "medium"
+    assert short.usage and plain.usage and short.usage.input_tokens > plain.usage.input_tokens
 
 
 def test_errors_are_those_of_the_client(able_openai: openai.OpenAI, able_http: httpx.Client):

@@ -1,6 +1,9 @@
-"""Chunks of a stream: JSON that is put together from parts is the JSON of the whole."""
+"""Streams: JSON of chunks put together from parts, signs of life, and how a stream ends."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ pytest.importorskip("starlette")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.runtime.server.streams import Chunks, encoded
+from llmc.runtime.server.streams import HEARTBEAT, Chunks, EventStream, encoded
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # halves of characters cannot be sent at all
 VALUES: Any = st.recursive(
@@ -37,6 +40,89 @@ def test_one_head_begins_all_chunks_of_a_stream():
     ]
 
 
+@given(HEADS, TEXTS, TEXTS)
+def test_chunks_that_differ_in_a_text_alone_are_those_of_the_whole(head: dict[str, Any], first: str, second: str):
+    chunks = Chunks(head)
+    of_text = chunks.of_texts(lambda text: {"choices": [{"delta": {"content": text}, "index": 0}], "usage": None})
+    for text in (first, second):
+        assert of_text(text) == chunks(choices=[{"delta": {"content": text}, "index": 0}], usage=None)
+
+
 def test_what_json_does_not_know_is_refused():
     with pytest.raises(ValueError, match="not JSON compliant"):
         Chunks({"id": "a"})(logprob=float("nan"))
+
+
+class Talk:
+    """A stream and its client.
+
+    Args:
+        heard: what the client does about a body.
+        heartbeat_s: as the stream's.
+
+    Attributes:
+        sent: bodies that came, and what ended: the events, and then what they need.
+    """
+
+    def __init__(self, heard: Callable[["Talk", bytes], object], heartbeat_s: float = 0) -> None:
+        self.sent: list[bytes] = []
+        self.goes_on, self.leaves = asyncio.Event(), asyncio.Event()
+        self._heard = heard
+        self._held = AsyncExitStack()
+        self._held.callback(self.sent.append, b"let go")
+        self._heartbeat_s = heartbeat_s
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            yield b"one"
+            await self.goes_on.wait()
+            yield b"two"
+        finally:
+            self.sent.append(b"closed")
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if body := message.get("body"):
+            self.sent.append(body)
+            self._heard(self, body)
+
+    async def __call__(self) -> list[bytes]:
+        self.answering = asyncio.current_task()
+        await EventStream(self._events(), self._held, self._heartbeat_s)({}, self._receive, self._send)
+        return self.sent
+
+    def cancel(self) -> None:
+        """Cancel the task that answers."""
+        assert self.answering is not None
+        self.answering.cancel()
+
+
+def talked(talk: Talk) -> list[bytes]:
+    return asyncio.run(talk())
+
+
+def test_a_stream_that_says_nothing_gives_signs_of_life_between_its_pieces():
+    found = talked(Talk(lambda talk, body: body == HEARTBEAT and talk.goes_on.set(), heartbeat_s=0.001))
+    assert found[:2] == [b"one", HEARTBEAT]
+    assert [piece for piece in found if piece != HEARTBEAT] == [b"one", b"two", b"closed", b"let go"]
+
+
+def test_a_client_that_leaves_ends_the_events_and_what_they_need():
+    assert talked(Talk(lambda talk, body: talk.leaves.set())) == [b"one", b"closed", b"let go"]
+
+
+def test_a_server_that_ends_does_not_leave_them_behind_either():
+    talk = Talk(lambda talk, body: talk.cancel())
+    with pytest.raises(asyncio.CancelledError):
+        talked(talk)
+    assert talk.sent == [b"one", b"closed", b"let go"]
+
+
+def test_what_goes_wrong_is_not_swallowed():
+    talk = Talk(lambda talk, body: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        talked(talk)
+    assert talk.sent == [b"one", b"closed", b"let go"]

@@ -3,6 +3,7 @@
 Nothing here runs on a GPU: that every operator has a CUDA kernel is read from ONNX Runtime's documentation.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -356,6 +357,41 @@ def test_no_value_goes_from_the_host_to_the_device_but_into_arguments_that_kerne
                 readers += node.outputs[0].uses()
             else:
                 assert (node.op_type, index) in on_the_host
+
+
+def test_fuse_skip_norms_hands_the_sum_on(exported, lowered):
+    lowering = lowered(exported(WINDOW).export, Float32(), "float32")
+    assert lowering.apply("fuse skip norms") == 3
+    assert [node.name for node in lowering.nodes("SimplifiedLayerNormalization")] == [
+        f"{LAYER}.input_layernorm",
+        "model.norm",
+    ]
+    first, second, _ = lowering.nodes("SkipSimplifiedLayerNormalization")
+    assert second.inputs[0] is first.outputs[3]
+    assert [value.name for value in first.outputs][1:3] == ["", ""]
+
+
+def test_fuse_skip_norms_keeps_every_epsilon(exported, lowered):
+    lowering = lowered(exported(QK_NORM).export, Float32(), "float32")
+    wanted = {}
+    for number, node in enumerate(lowering.nodes("RMSNormalization"), 1):
+        wanted[node.name] = number / 1000
+        node.attributes["epsilon"] = ir.AttrFloat32("epsilon", wanted[node.name])
+    lowering.apply("fuse skip norms")
+    norms = [*lowering.nodes("SimplifiedLayerNormalization"), *lowering.nodes("SkipSimplifiedLayerNormalization")]
+    # A node that takes the place of another one of its name is numbered.
+    found = {re.sub(r"_\d+$", "", node.name): node.attributes["epsilon"].as_float() for node in norms}
+    assert found == pytest.approx(wanted)
+
+
+def test_fuse_skip_norms_leaves_a_norm_of_something_else(exported, lowered):
+    lowering = lowered(exported(WINDOW).export, Float32(), "float32").before("fuse skip norms")
+    norm = lowering.nodes("SimplifiedLayerNormalization")[1]
+    between = ir.node("Identity", [norm.inputs[0]])
+    between.name = between.outputs[0].name = "between"
+    norm.prepend(between)
+    norm.replace_input_with(0, between.outputs[0])
+    assert lowering.apply("fuse skip norms") == 2
 
 
 def test_layers_are_fused(exported, lowered):

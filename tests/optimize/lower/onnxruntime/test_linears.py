@@ -182,15 +182,6 @@ def unnamed_embedding(graph: ir.Graph, _: LoweringContext) -> int:
     return 1
 
 
-def norm_of_something_else(graph: ir.Graph, _: LoweringContext) -> int:
-    norm = [node for node in graph if node.op_type == "SimplifiedLayerNormalization"][1]
-    node = ir.node("Identity", [norm.inputs[0]])
-    node.name = node.outputs[0].name = "between"
-    norm.prepend(node)
-    norm.replace_input_with(0, node.outputs[0])
-    return 1
-
-
 def decode_plan(export: Path, folder: Path) -> LoweringContext:
     geometry, limits = read_export(export).geometry, Limits(24, 1, 24)
     return LoweringContext("decode", geometry, limits, QuantConfigs(BLOCKS, BLOCKS), WeightFile(folder), Calibrated())
@@ -202,7 +193,7 @@ def decode_plan(export: Path, folder: Path) -> LoweringContext:
         ("raise linears", of_another_domain("MatMul"), 14, 15),
         ("pack projections", of_another_domain("CachedAttention"), 1, 2),
         ("lower attention", of_another_domain("CachedAttention"), 1, 2),
-        ("fuse skip norms", norm_of_something_else, 2, 3),
+        ("lower norms", of_another_domain("RMSNormalization"), 4, 5),
         ("fuse SiLU", of_another_domain("Sigmoid"), 1, 2),
         ("lower linears", of_another_domain("Linear"), 12, 15),  # the packed one of the first layer
         ("lower embedding", unnamed_embedding, 0, 1),

@@ -1,5 +1,7 @@
 """The lowered graph computes what the portable graph computes, however the tokens are fed."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -16,11 +18,12 @@ FLOAT_TOLERANCE = 1e-4
 # norms' weights are one larger, into 5 to 11 % (12 prompts). A wrong block, scale or token costs more than 70 %.
 ROUNDING_TOLERANCE = 0.15
 
+CAPPED = "gemma2-softcaps"
 TOKENS = 20
 PIECES = {"one piece": [TOKENS], "chunks": [7, 1, 12], "token by token": [1] * TOKENS}
 GRIDS = {"8 bits": Grid(8, 32), "4 bits": Grid(4, 32), "blocks wider than the rows": Grid(4, 128)}
 # The decoder stays the same decoder without these; they only make it faster.
-OPTIONAL = ("pack projections", "fuse skip norms", "fuse SiLU")
+OPTIONAL = ("pack projections", "fuse SiLU")
 
 
 # ------------------------------------------------------------------------------------------------------------ float32
@@ -73,7 +76,7 @@ def tables_swapped(lowered) -> None:
 
 
 def epsilon_off(lowered) -> None:
-    for node in lowered.nodes("SkipSimplifiedLayerNormalization"):
+    for node in lowered.nodes("SimplifiedLayerNormalization"):
         node.attributes["epsilon"] = ir.AttrFloat32("epsilon", 1e-3)
 
 
@@ -92,6 +95,46 @@ def test_a_planted_error_exceeds_the_float_tolerance(exported, lowering, decoder
     lowered.apply("remove dead nodes")
     plant(lowered)
     assert difference(decoder(lowered.write(), lowered.geometry)(ids), portable_logits(case)) > FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+def test_softcaps_of_decode_equal_the_portable_graph(exported, lowering, decoder, portable_logits, ids, pieces):
+    case = exported(CAPPED)
+    lowered = lowering(case.export)
+    lowered.context = replace(lowered.context, phase="decode")
+    logits = decoder(lowered.save(), lowered.geometry)(ids, pieces)
+    assert difference(logits, portable_logits(case)) <= FLOAT_TOLERANCE
+
+
+def softcap_left_out(lowered) -> None:
+    for node in lowered.nodes("Tanh"):
+        if ".self_attn" in node.name:
+            node.op_type = "Identity"
+
+
+def window_of_basic_attention_off_by_one(lowered) -> None:
+    for node in lowered.nodes("Greater"):
+        node.op_type = "GreaterOrEqual"
+
+
+def heads_of_the_cache_exchanged(lowered) -> None:
+    value = lowered.nodes("ScatterND")[0].inputs[1].producer().inputs[1].producer().inputs[1]
+    value.const_value = ir.tensor(value.const_value.numpy()[:, ::-1].copy(), name=value.name)
+
+
+BASIC_ERRORS = [softcap_left_out, window_of_basic_attention_off_by_one, heads_of_the_cache_exchanged]
+
+
+@pytest.mark.parametrize("plant", BASIC_ERRORS)
+def test_a_planted_error_in_basic_attention_exceeds_the_float_tolerance(
+    exported, lowering, decoder, portable_logits, ids, plant
+):
+    case = exported(CAPPED)
+    lowered = lowering(case.export)
+    lowered.apply("remove dead nodes")
+    plant(lowered)
+    logits = decoder(lowered.write(), lowered.geometry)(ids, PIECES["chunks"])
+    assert difference(logits, portable_logits(case)) > FLOAT_TOLERANCE
 
 
 # ----------------------------------------------------------------------------------------------- weights in blocks

@@ -1,6 +1,7 @@
 """Each pass of the CPU's lowering finds what it is for, and leaves alone what only looks like it."""
 
 import re
+from dataclasses import replace
 
 import onnx_ir as ir
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from llmc.errors import BuildError
 
 BIASES, QK_NORM, WINDOW = "llama-biases", "qwen3-tied-sharded", "mistral-window-wide-heads"
+CAPPED = "gemma2-softcaps"
 LAYER = "model.layers.0"
 
 
@@ -145,6 +147,24 @@ def test_lower_attention_reads_three_parts_that_are_not_one_split_in_order(expor
     assert lowered.node(f"{LAYER}.self_attn").inputs[:3] == parts
 
 
+@pytest.mark.parametrize(("phase", "expected"), [("prefill", 0), ("decode", 2), ("shared", 2)])
+def test_lower_attention_takes_softcaps_apart_where_many_tokens_come_at_once(exported, lowering, phase, expected):
+    lowered = lowering(exported(CAPPED).export)
+    lowered.context = replace(lowered.context, phase=phase)
+    assert lowered.apply("lower attention") == 2
+    whole = lowered.nodes("GroupQueryAttention")
+    assert len(whole) == expected
+    assert all(node.attributes["softcap"].as_float() == 2.0 for node in whole)
+    assert len([node for node in lowered.nodes("Tanh") if ".self_attn" in node.name]) == 2 - expected
+    assert names(lowered.graph.outputs)[2:] == [f"present.{i}.{part}" for i in (0, 1) for part in ("key", "value")]
+
+
+def test_lower_attention_makes_the_places_of_new_keys_once(exported, lowering):
+    lowered = lowering(exported(CAPPED).export)
+    lowered.apply("lower attention")
+    assert len({id(node.inputs[1]) for node in lowered.nodes("ScatterND")}) == 1
+
+
 # --------------------------------------------------------------------------------------- norms and activation
 
 
@@ -165,35 +185,17 @@ def test_lower_norms_refuses_a_weight_that_is_computed(exported, lowering):
         lowered.apply("lower norms")
 
 
-def test_fuse_skip_norms_hands_the_sum_on(exported, lowering):
-    lowered = lowering(exported(WINDOW).export)
-    assert lowered.apply("fuse skip norms") == 3
-    assert [node.name for node in lowered.nodes("SimplifiedLayerNormalization")] == [
-        f"{LAYER}.input_layernorm",
-        "model.norm",
-    ]
-    first, second, _ = lowered.nodes("SkipSimplifiedLayerNormalization")
-    assert second.inputs[0] is first.outputs[3]
-    assert names(first.outputs)[1:3] == ["", ""]
-
-
 def test_every_norm_keeps_its_own_epsilon(exported, lowering):
     lowered = lowering(exported(QK_NORM).export)
     wanted = {}
     for number, node in enumerate(lowered.nodes("RMSNormalization"), 1):
         wanted[node.name] = number / 1000
         node.attributes["epsilon"] = ir.AttrFloat32("epsilon", wanted[node.name])
-    lowered.apply("fuse skip norms")
-    norms = [*lowered.nodes("SimplifiedLayerNormalization"), *lowered.nodes("SkipSimplifiedLayerNormalization")]
+    lowered.apply("lower norms")
+    norms = lowered.nodes("SimplifiedLayerNormalization")
     # A node that takes the place of another one of its name is numbered.
     found = {re.sub(r"_\d+$", "", node.name): node.attributes["epsilon"].as_float() for node in norms}
     assert found == pytest.approx(wanted)
-
-
-def test_fuse_skip_norms_leaves_a_norm_of_something_else(exported, lowering):
-    lowered = lowering(exported(WINDOW).export).before("fuse skip norms")
-    through_identity(lowered.nodes("SimplifiedLayerNormalization")[1], 0)
-    assert lowered.apply("fuse skip norms") == 2
 
 
 def test_fuse_silu_takes_the_product_with_its_own_sigmoid(exported, lowering):

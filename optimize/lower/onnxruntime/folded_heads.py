@@ -1,0 +1,161 @@
+"""Steps of one token in each row: the heads that share keys and values become queries of one position.
+
+GroupQueryAttention multiplies the keys with one query head after the other when a row has one token, which takes most
+of a step in long contexts. Several tokens of a row it multiplies together. So the query heads of a group are given as
+that many tokens of the row, all at its position: the new key is written as often behind what the cache holds, and a
+bias hides all of them but the first. What a step writes beyond its token, the next one writes over.
+"""
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from llmc.inventory import Attention
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.onnxruntime.attention import MASKED
+from llmc.optimize.lower.rewrite import (
+    MICROSOFT,
+    Emitter,
+    constant,
+    graph_input,
+    nodes_of,
+    replace,
+    scalar,
+    vector,
+)
+
+GQA = "GroupQueryAttention"
+
+
+class _Branch(Emitter):
+    """Emits nodes that become a graph of their own, which runs or does not."""
+
+    def __init__(self, anchor: ir.Node) -> None:
+        super().__init__(anchor, f"{anchor.name}.folded")
+        self.nodes: list[ir.Node] = []
+
+    def many(
+        self, op: str, inputs: list[ir.Value | None], outputs: int, domain: str = "", **attributes: Any
+    ) -> list[ir.Value]:
+        """Insert a node with several outputs, and remember it."""
+        made = super().many(op, inputs, outputs, domain, **attributes)
+        node = made[0].producer()
+        assert node is not None
+        self.nodes.append(node)
+        return made
+
+
+def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
+    """GroupQueryAttention -> If(one token in each row, the same with folded heads, as it was)."""
+    if not context.folds_heads or context.phase != "decode":
+        return 0
+    attentions = [(node, context.geometry.attention[node.name or ""]) for node in nodes_of(graph, GQA, MICROSOFT)]
+    folded = [(node, attention) for node, attention in attentions if foldable(attention, context.cache)]
+    if not folded:
+        return 0
+    single = _single(folded[0][0])
+    groups = {group: _Group(folded[0][0], group) for group in sorted({group_size(item) for _, item in folded})}
+    for node, attention in folded:
+        emit = _Branch(node)
+        outputs = _folded(emit, attention, groups[group_size(attention)])
+        together = _graph(f"{node.name}.folded", emit.nodes, outputs)
+        several = ir.node(GQA, node.inputs, dict(node.attributes), domain=MICROSOFT, num_outputs=3)
+        several.name = f"{node.name}.several"
+        for value, output in zip(several.outputs, node.outputs, strict=True):
+            value.name = f"{output.name}.several"
+        otherwise = _graph(several.name, [several], list(several.outputs))
+        choose = Emitter(node, main="If")
+        replace(node, *choose.many("If", [single], 3, then_branch=together, else_branch=otherwise))
+    return len(folded)
+
+
+def group_size(attention: Attention) -> int:
+    """Query heads that share a head of keys and values."""
+    return attention.heads // attention.kv_heads
+
+
+def foldable(attention: Attention, cache: str) -> bool:
+    """True for heads in groups, without a window or a quantized cache."""
+    return cache == "float32" and group_size(attention) > 1 and not attention.window
+
+
+def overwritten(attentions: tuple[Attention, ...], cache: str) -> int:
+    """Positions behind a step's token that its folded heads write over."""
+    return max((group_size(attention) - 1 for attention in attentions if foldable(attention, cache)), default=0)
+
+
+def _graph(name: str, nodes: list[ir.Node], outputs: list[ir.Value]) -> ir.Graph:
+    """A branch of these nodes, taken out of the graph that they are in."""
+    for node in nodes:
+        if node.graph is not None:
+            node.graph.remove(node)
+    return ir.Graph([], outputs, nodes=nodes, name=name)
+
+
+def _single(first: ir.Node) -> ir.Value:
+    """True if the call has one token in each row, made in front of the ``first`` attention."""
+    emit = Emitter(first, "single")
+    tokens = emit("Squeeze", emit("Shape", graph_input(emit.graph, "input_ids"), start=1, end=2))
+    return emit("Equal", tokens, scalar(emit.graph, 1, np.int64))
+
+
+class _Group:
+    """Values that layers with groups of one size share, made in front of the first.
+
+    Attributes:
+        positions: of each query, int64 [B, G].
+        lengths, total: ``seqlens_k`` and ``total_sequence_length`` with a key for each query.
+        counts: queries of each row, int32 [B].
+        bias: float32 [B, 1, G, T]; hides all keys behind the new token's first.
+    """
+
+    def __init__(self, first: ir.Node, size: int) -> None:
+        emit = Emitter(first, f"fold_{size}")
+        graph, lengths, total = emit.graph, first.inputs[5], first.inputs[6]
+        past = emit("Unsqueeze", graph_input(graph, "past_lengths"), vector(graph, [1]))
+        self.positions = emit("Expand", past, vector(graph, [1, size]))
+        more = scalar(graph, size - 1, np.int32)
+        self.lengths, self.total = emit("Add", lengths, more), emit("Add", total, more)
+        self.counts = emit("Expand", vector(graph, [size], np.int32), emit("Shape", lengths))
+        keys = emit("Range", scalar(graph, 0, np.int32), self.total, scalar(graph, 1, np.int32))
+        seen = emit("LessOrEqual", keys, emit("Unsqueeze", lengths, vector(graph, [1, 2, 3])))  # (B, 1, 1, T)
+        hidden = emit("Where", seen, scalar(graph, 0.0, np.float32), scalar(graph, MASKED, np.float32))
+        self.bias = emit("Expand", hidden, vector(graph, [1, 1, size, 1]))
+
+
+def _heads_of_tokens(graph: ir.Graph, kv_heads: int, size: int) -> ir.Value:
+    """Of each query of a group, its head of every group, and the heads of keys and of values: int64 [G, 3 * KV]."""
+    shared = kv_heads * size + np.arange(2 * kv_heads)
+    heads = [[*(np.arange(kv_heads) * size + query), *shared] for query in range(size)]
+    return constant(graph, f"const.heads.{kv_heads}.{size}", np.array(heads, np.int64))
+
+
+def _folded(emit: Emitter, attention: Attention, group: _Group) -> list[ir.Value]:
+    """Outputs of the attention before which ``emit`` emits, for a call of one token in each row."""
+    graph, node, kv_heads, width = emit.graph, emit.anchor, attention.kv_heads, attention.head_dim
+    packed, key, value, past_key, past_value = node.inputs[:5]
+    size, rotates = group_size(attention), node.attributes["do_rotary"].as_int()
+    if key is not None:
+        packed = emit("Concat", packed, key, value, axis=-1)
+    heads = emit("Reshape", packed, vector(graph, [0, -1, width]))
+    tokens = emit("Gather", heads, _heads_of_tokens(graph, kv_heads, size), axis=1)  # (B, G, 3 * KV, D)
+    tokens = emit("Reshape", tokens, vector(graph, [0, size, 3 * kv_heads * width]))
+    tables = [*node.inputs[7:9], group.positions] if rotates else [None] * 3
+    attended, *present = emit.many(
+        GQA,
+        [tokens, None, None, past_key, past_value, group.lengths, group.total, *tables, group.bias]
+        + [None] * 5  # no sinks, scales of the cache or norms
+        + [group.counts],
+        3,
+        MICROSOFT,
+        num_heads=kv_heads,
+        kv_num_heads=kv_heads,
+        scale=node.attributes["scale"].as_float(),
+        softcap=node.attributes["softcap"].as_float(),
+        do_rotary=rotates,
+        rotary_interleaved=node.attributes["rotary_interleaved"].as_int(),
+    )
+    apart = emit("Reshape", attended, vector(graph, [0, size, kv_heads, width]))
+    together = emit("Transpose", apart, perm=[0, 2, 1, 3])
+    return [emit("Reshape", together, vector(graph, [0, 1, attention.heads * width])), *present]
