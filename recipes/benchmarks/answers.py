@@ -1,6 +1,7 @@
 """Questions to an instruct model: some with answers that copy from the question, others that give nothing to copy."""
 
 import json
+import random
 
 _CODE = '''def read_scores(path):
     """Read names and scores from a file with one pair on each line."""
@@ -64,4 +65,60 @@ COPYING = {
 FREE = {
     "story": "Write a long story about a lighthouse keeper and her cat.",
     "explanation": "Explain how a bicycle stays upright when it moves.",
+}
+
+_NAMES = (
+    "Alice",
+    "Bob",
+    "Carol",
+    "Dan",
+    "Eve",
+    "Fay",
+    "Gus",
+    "Hana",
+    "Ivan",
+    "Jo",
+    "Kai",
+    "Lea",
+    "Max",
+    "Nora",
+    "Omar",
+)
+_CITIES = ("Paris", "Berlin", "Madrid", "Rome", "Vienna", "Lisbon", "Oslo", "Prague", "Dublin", "Athens")
+_PRODUCTS = ("lamp", "desk", "office chair", "water bottle", "notebook", "garden hose", "bicycle helmet")
+_COMPLAINTS = ("arrived broken", "came in the wrong colour", "was never delivered", "stopped working after a week")
+
+
+def form_of(name: str, number: int) -> tuple[str, str]:
+    """Of a form of :data:`FORMS` the question of that number, about a mail that was made up, and a good answer."""
+    random_ = random.Random(number)
+    who, city, product, complaint = (random_.choice(of) for of in (_NAMES, _CITIES, _PRODUCTS, _COMPLAINTS))
+    order, count, euros = random_.randint(10_000, 99_999), random_.randint(1, 9), random_.randint(5, 400)
+    mail = (
+        f"My name is {who}, from {city}. I ordered {count} of your product {product} for {euros} euros, order {order}, "
+        f"and it {complaint}. Please help me quickly."
+    )
+    record = {
+        "customer": {"first_name": who, "city": city, "is_registered": True},
+        "order": {"order_number": order, "items": [{"product_name": product, "quantity": count, "price_eur": euros}]},
+        "complaint": {"description": complaint, "priority": random_.choice(("low", "high")), "requires_human": False},
+    }
+    letter = (
+        f"Dear {who},\n\nThank you for contacting our customer service. We are very sorry to hear that your {product} "
+        f"from order {order} {complaint}. We understand how frustrating this must be, and we will do our best to solve "
+        "the problem as soon as possible.\n\nWe have opened a case for you, and a colleague will look at it within two "
+        f"working days. If you would like a refund of {euros} euros instead, please answer this message.\n\nKind "
+        "regards,\nThe customer service team"
+    )
+    return f"{FORMS[name]}\n\nMail: {mail}", json.dumps(record, indent=2) if "JSON" in name else letter
+
+
+# Questions that are asked again and again about other mails, and answered in the same form.
+FORMS = {
+    "JSON, schema in the prompt": (
+        "Extract the data as JSON with the keys customer (first_name, city, is_registered), order (order_number, "
+        "items: product_name, quantity, price_eur) and complaint (description, priority, requires_human)."
+    ),
+    "JSON, schema not in the prompt": "Extract the data from the mail as JSON.",
+    "letter of a template": "Write an answer to this mail.",
 }

@@ -10,6 +10,8 @@
 * With --answers, instead, prompt lookup on real text, with an instruct model's tokenizer and template: answers that
   copy from the question (a code edit, JSON, a summary, a quotation), which the model is held to, so that a small one
   copies as a good one would; and its own answers, at temperature 1, to questions that give nothing to copy.
+* With --forms, instead, answers of one form to other questions, which the model is held to: prompt lookup in a
+  request's own text, and in the answers before it, too (`draft_scope`).
 
 Runs with and without drafts take turns in one engine; rates are tokens per second after the first token. Of drafts that
 are each right with probability a, those behind a wrong one are not accepted: a share of (a + ... + a^k) / k is.
@@ -28,7 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from answers import COPYING, FREE
+from answers import COPYING, FORMS, FREE, form_of
 from engine_measures import LONGEST_WAIT, Check, Found, median_ratio, opened, run, tokens
 
 from llmc.runtime import Engine, GenerationResult, Model, Request, SamplingParams
@@ -40,6 +42,7 @@ MIN_GAIN = {"int4": 1.5, "int8": 2.0}  # with the oracle, by precision
 MIN_ON_FREE_TEXT = 0.97
 MIN_LOOKUP_GAIN = 1.0  # on text that repeats itself
 MIN_COPYING_GAIN, MIN_ANSWERING_GAIN = 2.0, 0.98  # by prompt lookup, where an answer copies and where it cannot
+MIN_FORM_GAIN = 1.5  # by the answers before over prompt lookup alone
 PASSAGE = 48  # tokens that are repeated
 FORCED = 1e4  # above every logit
 TIMED_CALLS = 9  # of each length and graph, of which the median counts
@@ -47,6 +50,8 @@ TIMED_CALLS = 9  # of each length and graph, of which the median counts
 
 class WrongDraft:
     """Always proposes, and is wrong unless chance wills otherwise."""
+
+    costs_by_token = False
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
         """Tokens that have nothing to do with the text."""
@@ -202,6 +207,28 @@ def with_answers(args: argparse.Namespace) -> Found:
     return Found(checks, {"max_draft_tokens": args.max_draft_tokens, "pairs": pairs}, [(head, *lines)])
 
 
+def with_forms(args: argparse.Namespace) -> Found:
+    """Prompt lookup with a scope and without, where answers have one form; each round another question."""
+    pairs = []
+    with opened(args, draft="lookup", max_draft_tokens=args.max_draft_tokens, determinism=args.determinism) as model:
+        for name in FORMS:
+
+            def make(i: int, scoped: bool, name: str = name) -> Request:
+                question, text = form_of(name, i)
+                prompt = model.chat_tokens([{"role": "user", "content": question}])
+                answer = model.tokenizer.encode(text, add_special_tokens=False)
+                held = (held_to(prompt, answer),)
+                return Request(
+                    prompt, greedy(len(answer), True), logits_processors=held, draft_scope=name if scoped else None
+                )
+
+            pairs.append(compare(model.engine, name, make, args.rounds))
+    checks = [Check(f"{p['name']}: tokens per second, ratio", p["gain"], MIN_FORM_GAIN) for p in pairs]
+    head = ("tokens per second", "own text", "answers before, too", "drafted", "accepted", "ratio, least to most")
+    lines = [(*row(p), spread(p)) for p in pairs]
+    return Found(checks, {"max_draft_tokens": args.max_draft_tokens, "pairs": pairs}, [(head, *lines)])
+
+
 def spread(pair: dict[str, Any]) -> str:
     """The least and the most of a pair's ratios, round by round."""
     ratios = [drafts / plain for drafts, plain in zip(pair["drafts"], pair["plain"], strict=True)]
@@ -232,9 +259,11 @@ def verifications(model: Model, prompt: int, right: float) -> list[dict[str, flo
 
 
 def measure(args: argparse.Namespace) -> Found:
-    """All four comparisons, and the calls behind them; or the answers."""
+    """All four comparisons, and the calls behind them; or the answers, or the forms."""
     if args.answers:
         return with_answers(args)
+    if args.forms:
+        return with_forms(args)
     with opened(args) as model:
         calls = verifications(model, args.prompt, 1 - args.wrong)
         oracle = OracleDraft(args.wrong, model.manifest.geometry.vocab_size)
@@ -263,6 +292,7 @@ def main() -> None:
         wrong=(0.2, "probability that a token of the oracle is wrong"),
         max_draft_tokens=(31, "the engine's option"),
         answers=(False, "ask questions instead; the bundle is of an instruct model"),
+        forms=(False, "ask for answers of one form instead; as with --answers"),
         determinism=("fast", "level: fast or strict"),
     )
 

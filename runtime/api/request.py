@@ -10,6 +10,7 @@ from llmc.runtime.sampling.processors import Processor
 from llmc.runtime.tools.thinking import Thinking
 
 LONGEST_DEADLINE = 10**9  # seconds
+LONGEST_SCOPE = 256  # characters
 # Ends an output: called with its new tokens and the text so far after every token; true means stop.
 StoppingCriterion = Callable[[Sequence[int], str], bool]
 
@@ -31,6 +32,8 @@ class Request:
         on_delta: called with every :class:`llmc.runtime.api.results.Delta` on the engine's thread; be quick.
         add_special_tokens: whether the tokenizer puts its own tokens, such as BOS, around a text prompt.
         shown_tokens: special tokens whose names are part of the text; others give none.
+        draft_scope: a name; prompt lookup may find what comes next in ended answers to requests of the same name as
+            well. None: in the request's own text alone. It means nothing to engines without ``draft="lookup"``.
         thinking: the reasoning before the answer: forms count from the answer on, and a budget bounds it.
     """
 
@@ -44,6 +47,7 @@ class Request:
     on_delta: Callable[[Delta], None] | None = None
     add_special_tokens: bool = True
     shown_tokens: tuple[int, ...] = ()
+    draft_scope: str | None = None
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +65,7 @@ class Request:
                 raise UsageError(f"{name} is {written(getattr(self, name))}, expected a function or None")
         if self.thinking is not None and not isinstance(self.thinking, Thinking):
             raise UsageError(f"thinking is {written(self.thinking)}, expected Thinking or None")
+        _check_scope(self.draft_scope)
         if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > 1000:
             raise UsageError(
                 f"priority is {written(self.priority)}, expected an integer from -1000 to 1000 (lower is sooner)"
@@ -71,3 +76,10 @@ class Request:
             raise UsageError(
                 f"deadline_s is {written(seconds)}, expected seconds above 0, up to {LONGEST_DEADLINE}, or None"
             )
+
+
+def _check_scope(scope: object) -> None:
+    if scope is not None and not (isinstance(scope, str) and 0 < len(scope) <= LONGEST_SCOPE):
+        raise UsageError(
+            f"draft_scope is {written(scope)}, expected a name of up to {LONGEST_SCOPE} characters, or None"
+        )

@@ -41,8 +41,9 @@ from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
 from llmc.runtime.runner.model_runner import ModelRunner, calls
 from llmc.runtime.sessions import Session
+from llmc.runtime.speculation.answers import AnswerLookup, Scopes
 from llmc.runtime.speculation.control import LENGTHS, DraftLength, Ledger
-from llmc.runtime.speculation.drafters import Drafter
+from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -290,16 +291,23 @@ class Engine:
                 raise
             log.warning("what a lost GPU held could not be freed: %s", error)
 
-    def _speculators(self, drafter: Drafter | None) -> Callable[[int], Speculator] | None:
-        """A factory of speculators, each for the sequence of a key; they share the ledger and the measured costs."""
+    def _speculators(self, drafter: Drafter | None) -> Callable[[int, str | None], Speculator] | None:
+        """A factory of speculators, for a sequence's key and perhaps its scope; they share the ledger and the costs."""
         if drafter is None:
             return None
-        runner, ledger = self._runner, Ledger()
+        runner, ledger, scopes = self._runner, Ledger(), Scopes()
         lengths = tuple(length for length in LENGTHS if length <= self.options.max_draft_tokens)
         control = partial(
             DraftLength, runner.costs, type(drafter).__name__, runner.phase, lengths, runner.step_seconds, ledger
         )
-        return lambda key: Speculator(key, drafter, runner.costs, control())
+
+        def speculator(key: int, scope: str | None) -> Speculator:
+            scoped = isinstance(drafter, PromptLookup) and scope is not None
+            return Speculator(
+                key, AnswerLookup(drafter, scopes.of(scope)) if scoped else drafter, runner.costs, control()
+            )
+
+        return speculator
 
     def _accept(self, request: RequestState) -> None:
         self._start_thread()

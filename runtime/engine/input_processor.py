@@ -45,7 +45,8 @@ class InputProcessor:
     Args:
         max_context: longest sequence.
         max_rows: rows that one request may hold at once.
-        speculate: makes what drafts for a sample, by its key; None where there is nothing to speculate with.
+        speculate: makes what drafts for a sample, by its key and its scope; None where there is nothing to speculate
+            with.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class InputProcessor:
         tokenizer: Tokenizer,
         max_context: int,
         max_rows: int,
-        speculate: Callable[[int], Speculator] | None = None,
+        speculate: Callable[[int, str | None], Speculator] | None = None,
     ) -> None:
         self._speculate = speculate
         self.max_context = max_context

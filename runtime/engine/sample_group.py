@@ -25,7 +25,7 @@ class Sample(Sequence):
         sampler, text: choose its tokens, and turn them into text.
         ends: tokens that end it, each with the reason to tell.
         guide: ends it too, where nothing more is allowed.
-        speculate: makes what drafts for it, by its key; None for a sample that does not speculate.
+        speculate: makes what drafts for it, by its key and scope; None for a sample that does not speculate.
 
     Attributes:
         tokens: prompt and new tokens; ``context`` is the same list until the window slides.
@@ -39,7 +39,7 @@ class Sample(Sequence):
         text: TextStream,
         ends: Mapping[int, int | None],
         guide: Guide | None = None,
-        speculate: Callable[[int], Speculator] | None = None,
+        speculate: Callable[[int, str | None], Speculator] | None = None,
     ) -> None:
         super().__init__(group, list(group.request.prompt))
         self.index = index
@@ -73,7 +73,7 @@ class Sample(Sequence):
         if self._speculate is None or self.slid:
             return []
         if self._speculator is None:
-            self._speculator = self._speculate(self.key)
+            self._speculator = self._speculate(self.key, self.request.request.draft_scope)
         wanted = self.request.params.max_tokens - (len(self.tokens) - len(self.request.prompt)) - 1
         return self._speculator.drafts(self.tokens, max(0, min(room, wanted)), rows)
 
@@ -117,7 +117,7 @@ class Sample(Sequence):
 
     def close(self) -> None:
         if self._speculator is not None:
-            self._speculator.close()
+            self._speculator.close(self.new_tokens)
 
     def output(self) -> Output:
         """The finished completion; of several to choose from with its mean log-probability before any processor."""

@@ -1,5 +1,6 @@
-"""The number of tokens to draft: as many as pay, or none, and a look now and then whether that has changed."""
+"""The number of tokens to draft: as many as are expected to win, within what drafting may still lose."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from llmc.runtime.runner.costs import StepCosts
@@ -8,59 +9,57 @@ from llmc.runtime.sessions.base import Phase
 LENGTHS = (1, 3, 5, 7, 11, 15, 23, 31)
 """Draft lengths to choose from. A call has one token more, so calls are even, as kernels for pairs of rows like them,
 and of few shapes, as sessions that bind buffers per shape like them."""
+TRIAL = 3
+"""Drafts that are guessed, and compared with what comes, while none are verified."""
+
+STAKE, SHARED_STAKE = 1.5, 6.0
+"""Tokens' worth of time that drafting may lose before anything was won: a sequence, and an engine as a whole."""
+ALLOWANCE = 0.005
+"""Share of a token's time that each token without drafts adds to that."""
+MOST = 10.0
+"""Tokens' worth of time up to which that is saved, and winnings are."""
+MOST_AT_FIRST = 1.0
+"""Tokens' worth of time beyond its stake that the first call of a shape is booked with: it may have paid for what later
+ones reuse."""
 MARGIN = 1.05
 """Speculation must be expected to win by this factor: costs are noisy, and rows that join a batch have a price."""
 LENIENCE = 0.9
-"""The same while past winnings pay for it: estimates of acceptance are noisy too, and a wrong stop costs much."""
+"""The same for a drafter's surest guesses while past winnings pay: estimates are noisy too, and where guesses cost time
+a wrong stop costs much."""
 
+UNSURE = (4, 6, 14, 30)
+SUREST = len(UNSURE)
+"""Classes of drafts whose drafter had fewer than it was asked for, by the most that it had: prompt lookup gives two for
+each token of its match, so these are matches of 2, 3, up to 7 and up to 15 tokens. All that was asked for is a class of
+its own, the surest."""
+PRIORS = ((0.9, 1.5), (1.05, 1.5), (1.2, 1.5), (1.275, 1.5), (1.35, 1.5))
+"""Accepted and judged drafts of each class assumed before the first: between what prompt lookup has where answers copy
+(0.6 to 0.97) and where they do not (0.34, 0.55, 0.55, 0.72 and 0.67), and outvoted soon."""
 MEMORY = 64
 """Judged drafts over which acceptance is averaged."""
-PRIOR = (2.1, 3.0)
-"""Accepted and judged drafts assumed before the first: optimistic, and outvoted by three proposals."""
-AGED = 2.0
-"""Judged drafts that old acceptance still counts for when drafting is tried anew."""
-TRIAL = 3
-"""Drafts of a trial, which is made without knowing that it pays."""
-FIRST_BUDGET = 2.0
-"""Tokens' worth of time that the first trial may have lost and still go on; later ones end with any loss."""
-MAX_DEBT, MAX_CREDIT = 3.0, 10.0
-"""Tokens' worth of time: lost, after which drafting stops whatever the averages promise; won, that offset losses."""
-MOST_LOST, MOST_LOST_AT_FIRST = 4.0, 1.0
-"""Tokens' worth of time that one verification is booked with: a call that was interrupted must not end drafting for
-long, nor the first call of a shape, which may pay for what later ones reuse."""
-WAKING_DEBT = 1.0
-"""Tokens' worth of lost time up to which drafts that came true unverified may end a pause."""
-REPAYMENT = 0.02
-"""Share of the time that may go into trials: the debt that one token without drafts repays."""
-FIRST_PAUSE, LONGEST_PAUSE = 32, 512
-"""Tokens between trials: doubled each time that one fails."""
+AGED, STALE = 2.0, 32
+"""Judged drafts that old acceptance counts for, where none were judged for so many tokens."""
 REMEASURE = 64
 """Verifications in a row after which a step without drafts is made, for its cost grows with the context."""
 
 
 class Ledger:
-    """Losses (above 0) or winnings (below) of drafting in all sequences of an engine, in tokens' worth of time.
+    """What drafting may still lose, in tokens' worth of time: its stake, a share of the time since, and what it won.
 
-    Shared by their :class:`DraftLength`, it keeps many short requests from each paying for a trial of its own: while it
-    is above 0 no sequence begins one.
+    Each sequence has one, so that no answer pays much, whatever others won; and all of an engine share one, so that
+    many short answers do not each lose a stake.
     """
 
-    def __init__(self) -> None:
-        self.debt = 0.0
+    def __init__(self, stake: float = SHARED_STAKE) -> None:
+        self.left = stake
 
-    @property
-    def credit(self) -> float:
-        """Winnings that were not lost again."""
-        return max(0.0, -self.debt)
+    def earn(self) -> None:
+        """A token came without drafts."""
+        self.left = min(self.left + ALLOWANCE, MOST)
 
     def book(self, lost: float) -> None:
-        """Add what a verification lost or, below 0, won."""
-        self.debt = min(max(-MAX_CREDIT, self.debt + lost), MAX_DEBT + MOST_LOST)
-
-    def repay(self) -> None:
-        """A token came without drafts."""
-        if self.debt > 0:
-            self.debt = max(0.0, self.debt - REPAYMENT)
+        """Subtract what a verification lost or, below 0, won."""
+        self.left = min(self.left - lost, MOST)
 
 
 class DraftLength:
@@ -68,12 +67,14 @@ class DraftLength:
 
     If each draft is accepted with probability a, independently, a call that verifies k drafts commits E(k) = (1 -
     a^(k+1)) / (1 - a) tokens (Leviathan et al., https://arxiv.org/abs/2211.17192, equation 1). The k with the most
-    tokens per second wins, if it wins by a margin over a step without drafts; otherwise drafting is off.
+    tokens per second is taken, if it wins by a margin over a step without drafts. The probability is kept for each
+    class of drafts, by how many the drafter had (:data:`UNSURE`).
 
-    What is lost against steps without drafts is booked as a debt, in tokens' worth of time, and steps without drafts
-    repay 2 % of a token each. Trials (a few drafts without the promise of a gain) are made at the start and after
-    pauses of 32, 64, ... 512 tokens, but only free of debt, and go on while they lose nothing. So what text that nobody
-    can guess costs is bounded by that share and one trial.
+    A call is made only if both ledgers could pay for the rejection of all its drafts. So, as far as costs are known,
+    no text and no drafter makes the sequences of an engine lose more than six tokens' worth of time in all, and 0.5 %
+    of that of each token; and one of them no more than 1.5 and that share. But drafts that came true without being
+    verified, and would have won, let it lose as much again: that is bounded where they are right as often when they are
+    verified, as any are that do not know.
 
     Args:
         costs: measured seconds of calls; may be shared by all sequences of a session.
@@ -101,40 +102,30 @@ class DraftLength:
         self._phase = phase
         self._lengths = tuple(lengths)
         self.longest = lengths[-1]
-        self._trial_length = max((n for n in lengths if n <= TRIAL), default=lengths[0])
-        self._accepted, self._judged = PRIOR
-        self._ledger = ledger or Ledger()
-        self._own = Ledger()
-        self._on_trial = True
-        self._wait = FIRST_PAUSE if self._ledger.debt > 0 else 0.0
-        self._pause = FIRST_PAUSE
-        self._budget = FIRST_BUDGET + self._ledger.credit  # where drafting wins, an unlucky start is forgiven
+        self._acceptance = [_Acceptance(*prior) for prior in PRIORS]
+        self._shared = ledger or Ledger()
+        self._own = Ledger(STAKE)
+        self._staked = 0.0
+        self._promise = 0.0  # what drafts that came true unverified would have won since the last loss
+        self._class = 0  # of the drafts that are being verified
+        self._position = 0  # tokens so far
         self._streak = 0
-
-    @property
-    def acceptance(self) -> float:
-        """Probability that the next draft is accepted, from 0 to 1, as far as the past tells."""
-        return self._accepted / self._judged
-
-    @property
-    def active(self) -> bool:
-        """True while drafts are wanted, on trial or because they pay."""
-        return self._wait <= 0
 
     def length(self, rows: int = 1) -> int:
         """Drafts to ask for before the next step of a batch of ``rows`` sequences, this one included; 0 for none."""
-        return self.keep(self.longest, rows)
+        return self._chosen(self.longest, SUREST, rows)[0]
 
-    def keep(self, proposed: int, rows: int = 1) -> int:
-        """Of ``proposed`` drafts, how many to verify (the first ones): never more, and 0 where it does not pay."""
-        if not self.active or self.step(rows) is None or self._streak >= REMEASURE:
-            return 0
-        if self._on_trial:
-            if self._best(self.longest, rows, 1.0)[1] < 1.0:  # no length would pay even if everything were accepted
-                return 0
-            return max((n for n in self._lengths if n <= min(proposed, self._trial_length)), default=0)
-        best, gain = self._best(proposed, rows)
-        return best if gain > self._bar else 0
+    def keep(self, had: int, asked: int, rows: int = 1) -> int:
+        """Of ``had`` drafts, where ``asked`` were asked for, how many to verify (the first ones); often 0.
+
+        Whoever verifies that many says so by :meth:`verified`.
+        """
+        kind = kind_of(had, asked)
+        length, stake = self._chosen(had, kind, rows)
+        if length:
+            self._class, self._staked = kind, stake
+            self._shared.book(stake)  # not to be staked twice in a step
+        return length
 
     def verified(self, proposed: int, accepted: int, rows: int = 1, seconds: float | None = None) -> None:
         """Learn how many of ``proposed`` > 0 drafts the model accepted, once ``costs`` knows what that took.
@@ -143,119 +134,121 @@ class DraftLength:
         """
         assert 0 <= accepted <= proposed and proposed > 0
         self._streak += 1
-        self._count(proposed, accepted)
-        lost = self._lost(proposed, accepted, rows, seconds)
+        self._position += accepted + 1
+        self._acceptance[self._class].count(proposed, accepted, self._position)
+        both = self._seconds(proposed, rows, seconds)
+        lost = 0.0 if both is None else rows * both[1] / both[0] - (rows + accepted)
+        if self._costs.count(self._phase(proposed + 1), 1, proposed + 1) == 1:
+            lost = min(lost, self._staked + MOST_AT_FIRST - accepted)
         self._own.book(lost)
-        self._ledger.book(lost)
-        if self._own.debt > MAX_DEBT + self._ledger.credit:
-            self._stop()
-        elif self._pays(rows, MARGIN):
-            self._on_trial, self._pause = False, FIRST_PAUSE
-        elif self._on_trial:
-            if self._own.debt > self._budget:
-                self._stop()
-        elif not self._pays(rows, self._bar):
-            self._stop()
+        if lost > 0:
+            self._promise = 0.0
+        self._shared.book(lost - self._staked)
+        self._staked = 0.0
 
-    def watched(self, proposed: int, accepted: int, rows: int = 1) -> None:
-        """Learn from drafts that were compared with what came instead of verified; drafting that would pay wakes up."""
-        assert 0 <= accepted <= proposed and proposed > 0
-        self._count(proposed, accepted)
-        if not self.active and self._own.debt <= WAKING_DEBT and self._pays(rows, MARGIN):
-            self._wait, self._on_trial = 0.0, False
+    def watched(self, had: int, asked: int, guessed: int, right: int) -> None:
+        """Learn that of ``guessed`` > 0 drafts that were not verified so many came true; the others as in ``keep``."""
+        assert 0 <= right <= guessed and guessed > 0
+        self._acceptance[kind_of(had, asked)].count(guessed, right, self._position)
+        if both := self._seconds(guessed, 1):
+            self._promise = min(max(self._promise + right + 1 - both[1] / both[0], 0.0), STAKE)
 
-    def plain(self, rows: int = 1) -> None:
+    def plain(self) -> None:
         """Learn that a step without drafts committed one token."""
         self._streak = 0
-        self._own.repay()
-        self._ledger.repay()
-        if self._wait > 0:
-            self._wait -= 1
-            if self._wait <= 0:
-                self._try_again()
-        elif not self._on_trial and not self._pays(rows, self._bar):
-            self._stop()
+        self._position += 1
+        self._own.earn()
+        self._shared.earn()
 
-    def _try_again(self) -> None:
-        if self._ledger.debt > 0:
-            self._wait = FIRST_PAUSE
-            return
-        share = min(1.0, AGED / self._judged)
-        self._accepted, self._judged = self._accepted * share, self._judged * share
-        self._on_trial, self._budget, self._own.debt = True, 0.0, max(0.0, self._own.debt)
+    def close(self) -> None:
+        """The sequence has ended; what it staked and never verified is given back."""
+        self._shared.book(-self._staked)
+        self._staked = 0.0
 
-    def _stop(self) -> None:
-        self._wait = max(self._pause, self._own.debt / REPAYMENT)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self._on_trial = False
+    def _chosen(self, had: int, kind: int, rows: int) -> tuple[int, float]:
+        """The best length up to ``had``, and what it could lose; 0 if it is not expected to win."""
+        if self._streak >= REMEASURE:
+            return 0, 0.0
+        length, gain, stake = self._best(had, rows, self._acceptance[kind].share)
+        bar = LENIENCE if kind == SUREST and self._own.left > STAKE else MARGIN
+        return (length, stake) if gain > bar else (0, 0.0)
 
-    def _count(self, proposed: int, accepted: int) -> None:
-        judged = min(accepted + 1, proposed)  # what follows the first wrong draft was never judged
-        kept = (1 - 1 / MEMORY) ** judged
-        self._accepted = kept * self._accepted + accepted
-        self._judged = kept * self._judged + judged
+    def _best(self, had: int, rows: int, acceptance: float) -> tuple[int, float, float]:
+        """The best length up to ``had``, how many times faster than without drafts it is, and what it could lose.
 
-    @property
-    def _bar(self) -> float:
-        """The gain that is enough to go on."""
-        return MARGIN if self._own.debt >= 0 else LENIENCE
-
-    def _pays(self, rows: int, bar: float) -> bool:
-        return self._best(self.longest, rows)[1] > bar
-
-    def _best(self, proposed: int, rows: int, acceptance: float | None = None) -> tuple[int, float]:
-        """The best length up to ``proposed``, and how many times faster than without drafts it is.
-
-        A length that was verified once counts as no dearer than the settled one before it, so it is tried again: the
-        first call of a shape may have been slow, and would be believed for ever.
+        A length that was verified once counts as no dearer than the settled one before it, or where there is none as
+        what is assumed of unknown ones, so it is tried again: the first call of a shape may have been slow, and would
+        be believed for ever.
         """
-        acceptance = self.acceptance if acceptance is None else acceptance
-        best, gain, settled = 0, 0.0, None
+        best, gain, stake, settled = 0, 0.0, 0.0, None
+        most = min(max(self._own.left, self._promise), self._shared.left)
         for length in self._lengths:
-            if length > proposed:
+            if length > had:
                 break
-            count = self._costs.count(self._phase(length + 1), 1, length + 1)
-            factor = self._gain(length, rows, acceptance, settled if count == 1 else None)
-            if factor > gain:
-                best, gain = length, factor
+            tokens = length + 1
+            count = self._costs.count(self._phase(tokens), 1, tokens)
+            both = self._seconds(length, rows, most=(settled or self._assumed(tokens)) if count == 1 else None)
             if count > 1:
-                settled = self._costs.predict(self._phase(length + 1), 1, length + 1)
-        return best, gain
-
-    def _gain(self, length: int, rows: int, acceptance: float, most: float | None) -> float:
-        """Tokens per second of the whole batch with ``length`` drafts for this sequence, over those without.
-
-        The sequence leaves the batch of ``rows`` for a call of its own, which counts with at most ``most`` seconds, and
-        the others go on without it.
-        """
-        both = self._seconds(length, rows, most=most)
-        if both is None:
-            return 1.0
-        plain, drafted = both
-        return (rows - 1 + expected(length, acceptance)) / rows * plain / drafted
-
-    def _lost(self, proposed: int, accepted: int, rows: int, seconds: float | None) -> float:
-        """Tokens that steps without drafts would have made in the time of this one, over those that it made."""
-        both = self._seconds(proposed, rows, seconds)
-        if both is None:
-            return 0.0
-        plain, drafted = both
-        most = MOST_LOST if self._costs.count(self._phase(proposed + 1), 1, proposed + 1) > 1 else MOST_LOST_AT_FIRST
-        return min(most, rows * drafted / plain - (rows + accepted))
+                settled = self._costs.predict(self._phase(tokens), 1, tokens)
+            if both is None:
+                continue
+            ratio = both[1] / both[0]
+            factor = (rows - 1 + expected(length, acceptance)) / rows / ratio
+            if factor > gain and rows * (ratio - 1) <= most:
+                best, gain, stake = length, factor, max(0.0, rows * (ratio - 1))
+        return best, gain, stake
 
     def _seconds(
         self, length: int, rows: int, drafting: float | None = None, most: float | None = None
     ) -> tuple[float, float] | None:
-        """Seconds of a step of the batch without drafts, and with ``length`` for this sequence; None: not known yet."""
+        """Seconds of a step of the batch without drafts, and with ``length`` for this sequence; None: not known yet.
+
+        The sequence leaves the batch for a call of its own, which counts with at most ``most`` seconds, and the others
+        go on without it.
+        """
         costs = self._costs
         plain = self.step(rows)
         call = costs.predict(self._phase(length + 1), 1, length + 1)
         others = self.step(rows - 1) if rows > 1 else 0.0
-        if not plain or call is None or others is None:
+        if not plain or others is None:
             return None
+        if call is None:
+            call = self._assumed(length + 1)
         if drafting is None:
             drafting = costs.predict(self._drafter, 1, length) or 0.0
         return plain, others + (call if most is None else min(call, most)) + drafting
+
+    def _assumed(self, tokens: int) -> float:
+        """Seconds of a call of so many tokens as long as none is known: a step, and a quarter for each token."""
+        return (1 + tokens / 4) * (self.step(1) or 0.0)
+
+
+class _Acceptance:
+    """The share of a class's drafts that were accepted of late."""
+
+    def __init__(self, accepted: float, judged: float) -> None:
+        self._accepted, self._judged = accepted, judged
+        self._position = 0
+
+    @property
+    def share(self) -> float:
+        """Probability that the next draft is accepted, from 0 to 1, as far as the past tells."""
+        return self._accepted / self._judged
+
+    def count(self, proposed: int, accepted: int, position: int) -> None:
+        """Add what became of drafts, after so many tokens of the sequence."""
+        judged = min(accepted + 1, proposed)  # what follows the first wrong draft was never judged
+        kept = (1 - 1 / MEMORY) ** judged
+        if position - self._position > STALE:
+            kept = min(kept, AGED / self._judged)
+        self._position = position
+        self._accepted = kept * self._accepted + accepted
+        self._judged = kept * self._judged + judged
+
+
+def kind_of(had: int, asked: int) -> int:
+    """The class of drafts whose drafter had so many of those that it was asked for: the higher, the surer."""
+    return SUREST if had >= asked else bisect_left(UNSURE, had)
 
 
 def expected(length: int, a: float) -> float:

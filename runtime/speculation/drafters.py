@@ -14,6 +14,10 @@ REACH = 2
 class Drafter(Protocol):
     """Guesses the next tokens of sequences. Not thread-safe: the engine's thread alone calls it."""
 
+    costs_by_token: bool
+    """True if more drafts take longer: then it is asked for as many as pay. Otherwise it is asked for all there is room
+    for, and the fewer it has, the less sure of them it is."""
+
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
         """Up to ``count`` tokens that may follow ``tokens`` (prompt and generated so far); none if it has no idea.
 
@@ -38,23 +42,27 @@ class PromptLookup:
     of the match is SuffixDecoding's, https://arxiv.org/abs/2411.04975.
     """
 
+    costs_by_token = False
+
     def __init__(self) -> None:
-        self._indices: dict[int, _Index] = {}
+        self._indices: dict[int, Index] = {}
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
         """Up to ``count`` tokens that followed the longest suffix of ``tokens`` that occurred before."""
-        index = self._indices.get(key)
-        if index is None:
-            index = self._indices[key] = _Index()
-        index.extend(tokens)
-        start, matched = index.find(tokens)
-        if not matched:
-            return []
+        start, matched = self.find(key, tokens)
         count = min(count, REACH * matched)
         found = list(tokens[start : start + count])
         for i in range(count - len(found)):  # beyond the end
             found.append(found[i])
         return found
+
+    def find(self, key: int, tokens: Sequence[int]) -> tuple[int, int]:
+        """The place behind the longest match of the end of ``tokens`` in them; its length, 0 for none."""
+        index = self._indices.get(key)
+        if index is None:
+            index = self._indices[key] = Index()
+        index.extend(tokens)
+        return index.find(tokens, tokens)
 
     def forget(self, key: int) -> None:
         """Drop the sequence's index."""
@@ -65,7 +73,7 @@ class PromptLookup:
         self._indices.clear()
 
 
-class _Index:
+class Index:
     """Places at which each n-gram of a sequence last ended; of the longest ones those before, too. Only n-grams that
     something follows."""
 
@@ -88,8 +96,9 @@ class _Index:
                 after[gram] = end
         self._done = max(self._done, len(tokens) - 1)
 
-    def find(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """The place behind the longest match of the end of ``tokens``, of equal ones the last; the length, 0 for none.
+    def find(self, text: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
+        """The place in ``text``, which was taken in, behind the longest match of the end of ``tokens``, of equal ones
+        the last; the length, 0 for none.
 
         Beyond the largest of :data:`SIZES` only the last :data:`CANDIDATES` are compared, and up to :data:`LONGEST`
         tokens.
@@ -98,13 +107,13 @@ class _Index:
         for size in SIZES:
             start = self.after.get(tuple(tokens[end - size : end])) if size <= end else None
             if start is not None:
-                return self._longest(tokens, start) if size == SIZES[0] else (start, size)
+                return self._longest(text, tokens, start) if size == SIZES[0] else (start, size)
         return 0, 0
 
-    def _longest(self, tokens: Sequence[int], last: int) -> tuple[int, int]:
+    def _longest(self, text: Sequence[int], tokens: Sequence[int], last: int) -> tuple[int, int]:
         best, matched, place = last, 0, last
         for _ in range(CANDIDATES):
-            length = _common_end(tokens, place)
+            length = _common_end(text, tokens, place)
             if length > matched:
                 best, matched = place, length
             if matched == LONGEST or place not in self._before:
@@ -113,9 +122,10 @@ class _Index:
         return best, matched
 
 
-def _common_end(tokens: Sequence[int], place: int) -> int:
-    """Number of tokens before ``place``, at least the largest of :data:`SIZES`, that are those at the end."""
-    length, most, end = SIZES[0], min(place, LONGEST), len(tokens)
-    while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
+def _common_end(text: Sequence[int], tokens: Sequence[int], place: int) -> int:
+    """Number of tokens before ``place`` in ``text``, at least the largest of :data:`SIZES`, that end ``tokens``."""
+    length, end = SIZES[0], len(tokens)
+    most = min(place, end, LONGEST)
+    while length < most and text[place - 1 - length] == tokens[end - 1 - length]:
         length += 1
     return length

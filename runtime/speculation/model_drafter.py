@@ -57,6 +57,8 @@ class ModelDrafter:
         DraftError: the two have different tokenizers, or the model cannot take drafts back.
     """
 
+    costs_by_token = True
+
     def __init__(self, model: DraftModel, target: Loaded) -> None:
         check_same_tokenizer(model, target)
         self._model = model

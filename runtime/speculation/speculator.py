@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 from llmc.runtime.runner.costs import StepCosts
+from llmc.runtime.speculation.answers import AnswerLookup
 from llmc.runtime.speculation.control import TRIAL, DraftLength
 from llmc.runtime.speculation.drafters import Drafter
 
-WATCH_SHARE = 0.005
-"""Of a step's time: a drafter that takes less goes on while drafting is off, to see whether it would pay."""
+LOOK_SHARE = 0.005
+"""Of the time without drafts: looking for some takes no more, in the long run."""
 
 
 class Speculator:
@@ -17,8 +19,10 @@ class Speculator:
     Each step: :meth:`drafts`; the call, with its seconds told to ``costs``; :func:`verify`;
     :meth:`committed`.
 
-    While drafting is off, a drafter that costs next to nothing (prompt lookup) is watched: its guesses are compared
-    with the tokens that come anyway, so text that begins to repeat itself is noticed at once and for free.
+    Drafts that are not worth a call are watched: they are compared with the tokens that come anyway, so text that
+    begins to repeat itself is noticed, and neither that nor an inapt draft model is paid for by verifications. All that
+    this takes is timed, and after a look that found nothing worth a call there is none for so many tokens that it took
+    0.5 % of their time.
 
     Args:
         key: names the sequence to the drafter.
@@ -31,69 +35,87 @@ class Speculator:
         self._drafter = drafter
         self._costs = costs
         self._name = type(drafter).__name__
+        self._looking = f"{self._name}, no drafts"
         self.control = control
         self._length = 0
-        self._spent = 0.0
         self._seconds: float | None = None
-        self._guess: tuple[int, list[int]] | None = None
+        self._rest = 0.0
+        self._guess: _Guess | None = None
 
     def drafts(self, tokens: Sequence[int], room: int, rows: int = 1) -> list[int]:
         """Drafts to verify after ``tokens`` (prompt and generated so far), at most ``room``; often none.
 
         ``room`` is how many may be committed before the last one, from 0; ``rows`` the sequences in the batch.
         """
-        self._compare(tokens, rows)
-        if not self.control.active:
-            self._watch(tokens, rows)
+        if self._rest > 0 or room < 1:
             return []
-        self._guess = None
-        count = min(room, self.control.length(rows))
-        if count < 1:
+        start = perf_counter()
+        if not (plain := self.control.step(rows)):
             return []
-        found = self._propose(tokens, count)
-        return found[: self.control.keep(len(found), rows)]
+        # The drafter first reads the prompt, which is not the usual cost.
+        usual = self._length > 0
+        self._compare(tokens)
+        found = self._found(tokens, room, rows)
+        self._seconds = perf_counter() - start if usual else None
+        if not found and self._seconds is not None:
+            self._costs.observe(self._looking, 1, 1, self._seconds)
+            spent = self._costs.predict(self._looking, 1, 1) or 0.0
+            self._rest = rows * spent / plain / LOOK_SHARE
+        return found
 
     def committed(self, proposed: int, tokens: int, rows: int = 1) -> None:
         """Learn that after ``proposed`` drafts, or none, ``tokens`` tokens were committed, from 1."""
-        if not proposed:
-            self.control.plain(rows)
+        if proposed:
+            self.control.verified(proposed, tokens - 1, rows, self._seconds)
             return
-        self.control.verified(proposed, tokens - 1, rows, self._seconds)
+        self._rest -= 1
+        self.control.plain()
 
-    def close(self) -> None:
-        """The sequence has ended."""
+    def close(self, answer: Sequence[int] = ()) -> None:
+        """The sequence has ended with this answer."""
         self._drafter.forget(self._key)
+        self.control.close()
+        if answer and isinstance(self._drafter, AnswerLookup):
+            self._drafter.answers.add(answer)
+
+    def _found(self, tokens: Sequence[int], room: int, rows: int) -> list[int]:
+        """Drafts worth a call; others may be watched."""
+        asked = min(room, self.control.length(rows) if self._drafter.costs_by_token else self.control.longest)
+        had = self._propose(tokens, asked or TRIAL)
+        kept = self.control.keep(len(had), asked, rows) if asked and had else 0
+        if kept:
+            self._guess = None
+        elif had and self._guess is None:
+            self._guess = _Guess(len(tokens), had[:TRIAL], len(had), asked)
+        return had[:kept]
 
     def _propose(self, tokens: Sequence[int], count: int) -> list[int]:
         start = perf_counter()
         found = list(self._drafter.propose(self._key, tokens, count))[:count]
-        seconds = self._spent = perf_counter() - start
-        # The drafter first reads what it has not seen; after the prompt or a long pause that is not the usual cost.
         usual = self._length > 0 and len(tokens) - self._length <= self.control.longest + 1
-        self._length, self._seconds = len(tokens), seconds if usual else None
+        self._length = len(tokens)
         if usual and found:
-            self._costs.observe(self._name, 1, len(found), seconds)
+            self._costs.observe(self._name, 1, len(found), perf_counter() - start)
         return found
 
-    def _watch(self, tokens: Sequence[int], rows: int) -> None:
-        plain = self.control.step(rows)
-        cost = self._costs.predict(self._name, 1, TRIAL)
-        if plain is None or self._guess is not None:
-            return
-        if self._spent < plain if cost is None else cost < WATCH_SHARE * plain:
-            found = self._propose(tokens, TRIAL)
-            self._guess = (len(tokens), found) if found else None
-
-    def _compare(self, tokens: Sequence[int], rows: int) -> None:
+    def _compare(self, tokens: Sequence[int]) -> None:
         """Judge the last guess once it was wrong, or all of it has come."""
-        if self._guess is None:
+        if (guess := self._guess) is None:
             return
-        start, guess = self._guess
-        came = tokens[start : start + len(guess)]
-        right = next((i for i, (a, b) in enumerate(zip(guess, came, strict=False)) if a != b), len(came))
-        if right < len(came) or len(came) == len(guess):
+        came = tokens[guess.start : guess.start + len(guess.tokens)]
+        right = next((i for i, (a, b) in enumerate(zip(guess.tokens, came, strict=False)) if a != b), len(came))
+        if right < len(came) or len(came) == len(guess.tokens):
             self._guess = None
-            self.control.watched(len(guess), right, rows)
+            self.control.watched(guess.had, guess.asked, len(guess.tokens), right)
+
+
+class _Guess(NamedTuple):
+    """Drafts that are not verified: where, the first ones, how many there were, and how many were asked for."""
+
+    start: int
+    tokens: list[int]
+    had: int
+    asked: int
 
 
 def verify(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:

@@ -22,6 +22,7 @@ from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAP
 from llmc.runtime.sampling.params import MOST_COMPARED, PARAMETERS, STEPS
 from llmc.runtime.speculation import control
 from llmc.runtime.speculation.control import LENGTHS
+from llmc.runtime.speculation.speculator import LOOK_SHARE
 
 TABLE = re.compile(r"^\|(?P<head>[^\n]+)\|\n\|[-:| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n)+)", re.M)
 MB = 1_000_000
@@ -34,10 +35,11 @@ IN_WORDS = [
     f"at most {model.PENDING_BYTES // MB} MB waiting",
     f"at most {model.PREFIX_BYTES // MB} MB |",
     f"({', '.join(map(str, LENGTHS[:-1]))} or {LENGTHS[-1]}, at most",
-    f"expected to win less than {control.MARGIN - 1:.0%}".replace("%", " %"),
+    f"than {control.MARGIN - 1:.0%} (a draft model's".replace("%", " %"),
     f"to lose more than {1 - control.LENIENCE:.0%}".replace("%", " %"),
-    f"after {control.FIRST_PAUSE} tokens, then {2 * control.FIRST_PAUSE}, up to {control.LONGEST_PAUSE}",
-    f"{control.REPAYMENT:.0%}".replace("%", " %") + " of a token with each one",
+    f"may lose {control.STAKE} tokens' worth of time, {control.ALLOWANCE:.1%}".replace("%", " %") + " of that of each",
+    f"of an engine together {control.SHARED_STAKE:g} and",
+    f"takes no more than {LOOK_SHARE:.1%}".replace("%", " %") + " of the time",
     f"more than {grammars._LONGEST['json_schema']:,} characters of schema",
     f"{grammars._LONGEST['regex']:,} of regular expression",
     f"{grammars._LONGEST['grammar']:,} of grammar or choices",

@@ -169,6 +169,8 @@ def test_tokens_are_those_that_come_without_speculation(temperature: float, adve
 class Oracle:
     """Knows what comes and is wrong every ``wrong``-th time."""
 
+    costs_by_token = True
+
     def __init__(self, answer: Sequence[int], wrong: int = 5) -> None:
         self.answer = list(answer)
         self.wrong = wrong
@@ -277,4 +279,32 @@ def asked(seconds: float, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_while_drafting_is_off_only_a_drafter_that_costs_nothing_goes_on_guessing(monkeypatch: pytest.MonkeyPatch):
     assert asked(1e-5, monkeypatch) > 200
-    assert asked(1e-3, monkeypatch) < 12
+    assert asked(1e-3, monkeypatch) < 20  # a tenth of a step is 0.5 % of 20 of them
+
+
+class Late(Oracle):
+    """A draft model that is wrong for a while, and right from some token on; its drafts take a fifth of a step each."""
+
+    def __init__(self, answer: Sequence[int], clock: list[float], begins: int) -> None:
+        super().__init__(answer, wrong=1)
+        self.clock = clock
+        self.begins = begins
+
+    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
+        self.clock[0] += 0.002 * count
+        self.wrong = 1000 if len(tokens) >= self.begins else 1
+        return super().propose(key, tokens, count)
+
+
+def test_a_draft_model_that_becomes_right_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.perf_counter", lambda: clock[0])
+    wanted = plain(toy, random_sampler(5), [0, 1], 1200)
+    costs = StepCosts()
+    late = Late([0, 1, *wanted], clock, 300)
+    found, lengths = speculated(toy, random_sampler(5), [0, 1], 1200, speculator_of(0, late, costs), costs)
+    assert found == wanted
+    assert sum(length > 0 for length in lengths[:298]) < 10
+    assert len(lengths) < 900
+    never = Late([0, 1, *wanted], clock, 5000)  # planted
+    assert len(speculated(toy, random_sampler(5), [0, 1], 1200, speculator_of(0, never, costs), costs)[1]) > 1190

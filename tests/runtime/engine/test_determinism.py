@@ -95,7 +95,7 @@ class Always:
 class Guessing:
     """Drafts from sequences that are known to come, every third of them spoilt."""
 
-    name, free = "guessing", True
+    costs_by_token = False
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self._sequences = [list(sequence) for sequence in sequences]

@@ -153,3 +153,22 @@ def test_a_conversation_of_another_model_is_refused(tiny_bundle: Path, int4_bund
         model.engine.save(tmp_path / "talk", ids)
     with load(int4_bundle, self_test=False) as model, pytest.raises(RequestError, match="another model"):
         model.engine.restore(tmp_path / "talk")
+
+
+def test_answers_of_a_scope_help_the_next_requests_of_it_alone(tiny_bundle: Path, plain: Sequence[tuple[int, ...]]):
+    def accepted(model: Model, scope: str | None) -> int:
+        result = model.generate(PROMPTS[1], max_tokens=LENGTH, draft_scope=scope, **SETTINGS[0])
+        assert result.token_ids == plain[len(SETTINGS)]
+        return result.metrics.accepted
+
+    options = {"determinism": "strict", "draft": "lookup", "self_test": False}
+    with pytest.MonkeyPatch.context() as patch, load(tiny_bundle, **options) as model:
+        even_costs(patch)
+        alone = [accepted(model, None) for _ in range(2)][-1]
+        assert accepted(model, "a") <= alone  # nothing was answered in it yet
+        assert accepted(model, "a") > alone
+        assert accepted(model, "b") <= alone
+        assert accepted(model, None) <= alone
+        for wrong in ("", "x" * 257, 3):
+            with pytest.raises(UsageError, match="draft_scope"):
+                accepted(model, wrong)  # type: ignore[arg-type]

@@ -271,7 +271,7 @@ def test_nothing_that_a_request_brought_along_outlives_a_lost_gpu(
 
 def test_drafters_are_closed_with_an_engine_that_lost_its_gpu(make_engine: Any, remembering: Any):
     class Closing:
-        name, free, closed = "closing", True, False
+        costs_by_token, closed = False, False
 
         def propose(self, key: int, so_far: Sequence[int], count: int) -> list[int]:
             return []

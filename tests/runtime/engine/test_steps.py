@@ -117,7 +117,7 @@ def test_a_long_prompt_is_fed_however_many_short_ones_come(
 class Table:
     """Drafts from a sequence that is known to come."""
 
-    name, free = "table", True
+    costs_by_token = False
 
     def __init__(self, known: list[int]) -> None:
         self.known = known
