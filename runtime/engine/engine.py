@@ -302,10 +302,10 @@ class Engine:
         )
 
         def speculator(key: int, scope: str | None) -> Speculator:
-            scoped = isinstance(drafter, PromptLookup) and scope is not None
-            return Speculator(
-                key, AnswerLookup(drafter, scopes.of(scope)) if scoped else drafter, runner.costs, control()
-            )
+            chosen = drafter
+            if scope is not None and isinstance(drafter, PromptLookup):
+                chosen = AnswerLookup(drafter, scopes.of(scope))
+            return Speculator(key, chosen, runner.costs, control())
 
         return speculator
 

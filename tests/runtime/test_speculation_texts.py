@@ -14,10 +14,11 @@ from llmc.runtime.speculation.drafters import PromptLookup
 from llmc.runtime.speculation.speculator import Speculator
 
 RECORDED = Path(__file__).parent.parent / "data" / "speculation_texts.json"
-# Speed against steps without drafts: what issue 14 asks for where nothing is copied. Where an answer copies it asks for
+# Speed against steps without drafts: what we promise where nothing is copied. Where an answer copies we want
 # 2; the summary is short (71 tokens), and of the others the least has 4.0.
 LEAST, LEAST_COPYING, LEAST_SUMMARY = 0.98, 2.0, 1.3
-# Seconds of a step and of verifications of 1, 3, ... 31 drafts: `speculation_gain.py` on two threads.
+# Seconds of a step and of verifications of 1, 3, ... 31 drafts on two threads: measured of the first two, estimated of
+# the others.
 MACHINES = {
     "135M, int4": (4.81e-3, (5.28, 6.83, 8.51, 9.97, 11.39, 12.78, 15.43, 18.3)),
     "0.5B, int4": (9.66e-3, (10.05, 12.64, 15.42, 18.71, 24.64, 28.45, 35.07, 43.65)),
