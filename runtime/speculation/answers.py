@@ -14,7 +14,7 @@ END = -1
 
 
 class Answers:
-    """What followed what in the answers of a scope, the last 4,096 to 8,192 tokens of them."""
+    """The answers of a scope, the last 4,096 to 8,192 tokens of them, and what followed what in them."""
 
     def __init__(self) -> None:
         self._young, self._old = _Answers(), _Answers()
@@ -26,7 +26,7 @@ class Answers:
         self._young.add(answer[: MOST_TOKENS - 1])
 
     def find(self, tokens: Sequence[int], longer_than: int) -> list[int]:
-        """What followed the longest match of the end of ``tokens``, of more than so many; twice as much as matched."""
+        """Tokens that followed the longest match of the end of ``tokens``, of more than so many; twice as much as matched."""
         best: list[int] = []
         for part in (self._young, self._old):
             start, matched = part.index.find(part.tokens, tokens)
