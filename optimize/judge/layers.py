@@ -205,7 +205,7 @@ class _Graph:
         return np.concatenate(rows)[..., columns]
 
     def _answers(self, span: slice, positions: int) -> dict[str, NDArray[np.int64]]:
-        """Inputs that the graph asks for beside the usual ones, for a call of one row's tokens over a cache of so many positions."""
+        """Inputs beside the usual, for a call of one row's tokens over a cache of so many positions."""
         answers = {"cache_slots": np.arange(positions), "new_lengths": np.array([span.stop - span.start], np.int64)}
         return {name: answers[name] for name in self._asked}
 

@@ -26,7 +26,7 @@ class Answers:
         self._young.add(answer[: MOST_TOKENS - 1])
 
     def find(self, tokens: Sequence[int], longer_than: int) -> list[int]:
-        """Tokens that followed the longest match of the end of ``tokens``, of more than so many; twice as much as matched."""
+        """Tokens after the longest match of the end of ``tokens``, of more than so many; twice as much as matched."""
         best: list[int] = []
         for part in (self._young, self._old):
             start, matched = part.index.find(part.tokens, tokens)
