@@ -195,7 +195,7 @@ def test_a_value_of_any_length_is_quoted_in_part(folder: Path):
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    with pytest.raises(BundleError, match=r"version 8, written by llmc 9.9.9.*up to 7.*pip install -U llmc-deploy"):
+    with pytest.raises(BundleError, match=r"version 9, written by llmc 9.9.9.*up to 8.*pip install -U llmc-deploy"):
         bundle.read_bundle(folder)
 
 
@@ -210,7 +210,7 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
     with pytest.raises(
-        BundleError, match=r"schema version 6 of an older llmc \(0.1.0\), this one reads 7; make it again"
+        BundleError, match=r"schema version 7 of an older llmc \(0.1.0\), this one reads 8; make it again"
     ):
         bundle.read_bundle(folder)
 

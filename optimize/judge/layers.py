@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import BundleError
@@ -146,8 +147,10 @@ class _Graph:
         self._geometry = manifest.geometry
         self._cache_type = manifest.cache
         self._model = ir.load(self._path)
-        # A graph that was made for TensorRT asks which positions of the cache it may look at.
-        self._slots = [value.name for value in self._model.graph.inputs if value.name == "cache_slots"]
+        # A graph that was made for TensorRT asks which positions of the cache it may look at, one that packs rows how
+        # many new tokens count.
+        self._asked = {value.name for value in self._model.graph.inputs} & {"cache_slots", "new_lengths"}
+        self._spare = max(graph.overwritten for graph in manifest.graphs.values())
         _split_skip_norms(self._model.graph)
         self._values = {value.name for node in self._model.graph for value in node.outputs}
 
@@ -164,16 +167,16 @@ class _Graph:
             present: past for cache in caches for past, present in zip(cache.inputs, cache.outputs, strict=True)
         }
         # All layers may ask the first cache how many positions there are.
-        empty = empty_caches([self._geometry.caches[0], *caches], 1, ids.shape[1], dtype)
+        positions = ids.shape[1] + self._spare
+        empty = empty_caches([self._geometry.caches[0], *caches], 1, positions, dtype)
         outputs = [f"hidden.{layer + 1}", *presents]
-        run = self._part([f"hidden.{layer}", "past_lengths", *self._slots, *empty], outputs)
-        slots = dict.fromkeys(self._slots, np.arange(ids.shape[1]))
+        run = self._part([f"hidden.{layer}", "past_lengths", *self._asked, *empty], outputs)
         result = np.empty_like(hidden)
         for row in range(len(hidden)):
             held = dict(empty)
             for span in _calls(ids.shape[1], phase):
                 feeds = {f"hidden.{layer}": hidden[row : row + 1, span], "input_ids": ids[row : row + 1, span]}
-                feeds |= {"past_lengths": np.array([span.start], np.int64), **slots, **held}
+                feeds |= {"past_lengths": np.array([span.start], np.int64), **self._answers(span, positions), **held}
                 result[row, span], *updated = run(feeds)
                 held |= dict(zip(presents.values(), updated, strict=True))
         return result
@@ -181,11 +184,13 @@ class _Graph:
     def head(self, hidden: Float, ids: Ids, phase: Phase) -> Float:
         """Logits [S, V] of one row of last hidden states [1, S, H]."""
         last = f"hidden.{self._geometry.layers}"
-        run = self._part([last, "logit_indices"], ["logits"])
+        lengths = self._asked & {"new_lengths"}
+        run = self._part([last, "logit_indices", *lengths], ["logits"])
         parts = []
         for span in _calls(ids.shape[1], phase):
             indices = np.arange(span.stop - span.start)[None]
-            [logits] = run({last: hidden[:, span], "input_ids": ids[:, span], "logit_indices": indices})
+            feeds = {last: hidden[:, span], "input_ids": ids[:, span], "logit_indices": indices}
+            [logits] = run(feeds | {name: self._answers(span, 0)[name] for name in lengths})
             parts.append(logits[0])
         return np.concatenate(parts)
 
@@ -198,6 +203,11 @@ class _Graph:
         run = self._part([source], [output])
         rows = [run({source: x[row : row + 1], "input_ids": ids[row : row + 1]})[0] for row in range(len(x))]
         return np.concatenate(rows)[..., columns]
+
+    def _answers(self, span: slice, positions: int) -> dict[str, NDArray[np.int64]]:
+        """Inputs that the graph asks for beside the usual ones, for a call of one row's tokens over a cache of so many positions."""
+        answers = {"cache_slots": np.arange(positions), "new_lengths": np.array([span.stop - span.start], np.int64)}
+        return {name: answers[name] for name in self._asked}
 
     def _packed(self, projections: tuple[str, ...], name: str) -> slice:
         """The columns of a projection among the packed ones."""

@@ -466,7 +466,7 @@ class Engine:
         return sum(request.timeline.admitted is None for request in list(self._requests.values()))
 
     def _gauges(self) -> Gauges:
-        """How things are; between two steps, if these run meanwhile, as they just were."""
+        """Gauges as things are; between two steps, if these run meanwhile, as they just were."""
         return Gauges(
             waiting=self._unserved(),
             running=sum(bool(request.group.sequences) for request in list(self._requests.values())),

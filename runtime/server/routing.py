@@ -110,7 +110,7 @@ def arguments_of(function: Callable[..., Any]) -> list[tuple[str, Found]] | None
 
 
 def _found(parameter: inspect.Parameter) -> Found | None:
-    """What finds a parameter's value: the request itself, or an asynchronous function of nothing else."""
+    """The finder of a parameter's value: the request itself, or an asynchronous function of nothing else."""
     if parameter.annotation is Request:
         return _itself
     marks = get_args(parameter.annotation)[1:] if get_origin(parameter.annotation) is Annotated else ()

@@ -57,7 +57,7 @@ class Chunks:
         return f"{self._head},{encoded(rest)[1:]}"
 
     def of_texts(self, rest: Callable[[str], Mapping[str, Any]]) -> Callable[[str], str]:
-        """What makes chunks that differ in one text alone, which is what nearly all of a stream's do: all but the text
+        """A maker of chunks that differ in one text alone, which is what nearly all of a stream's do: all but the text
         is encoded once.
 
         Args:

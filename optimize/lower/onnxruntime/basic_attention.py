@@ -23,7 +23,7 @@ class Provider(Protocol):
         share their memory."""
 
     def read(self, emit: Emitter, present: ir.Value) -> ir.Value:
-        """What is read of a cache, [B, KV, T, D]."""
+        """The part of a cache that is read, [B, KV, T, D]."""
 
 
 @dataclass(frozen=True)

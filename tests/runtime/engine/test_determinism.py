@@ -88,7 +88,7 @@ class Always:
     def committed(self, proposed: int, tokens: int, rows: int = 1) -> None:
         assert 1 <= tokens <= proposed + 1
 
-    def close(self) -> None:
+    def close(self, answer: Sequence[int] = ()) -> None:
         self._drafter.forget(self._key)
 
 

@@ -347,7 +347,7 @@ def test_of_several_calls_in_a_step_only_the_one_that_fails_costs_its_requests(
         def committed(self, proposed: int, count: int, rows: int = 1) -> None:
             pass
 
-        def close(self) -> None:
+        def close(self, answer: Sequence[int] = ()) -> None:
             pass
 
     monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)

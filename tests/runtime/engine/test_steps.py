@@ -147,7 +147,7 @@ class Always:
     def committed(self, proposed: int, count: int, rows: int = 1) -> None:
         assert 1 <= count <= proposed + 1
 
-    def close(self) -> None:
+    def close(self, answer: Sequence[int] = ()) -> None:
         self._drafter.forget(self._key)
 
 
