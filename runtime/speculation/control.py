@@ -44,7 +44,7 @@ REMEASURE = 64
 
 
 class Ledger:
-    """The loss that drafting may still make, in tokens' worth of time: its stake, a share of the time since, and what it won.
+    """The loss that drafting may still make, in tokens' worth of time: stake, a share of the time since, and winnings.
 
     Each sequence has one, so that no answer pays much, whatever others won; and all of an engine share one, so that
     many short answers do not each lose a stake.
