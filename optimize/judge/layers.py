@@ -149,7 +149,7 @@ class _Graph:
         self._model = ir.load(self._path)
         # A graph that was made for TensorRT asks which positions of the cache it may look at, one that packs rows how
         # many new tokens count.
-        self._asked = {value.name for value in self._model.graph.inputs} & {"cache_slots", "new_lengths"}
+        self._asked = {"cache_slots", "new_lengths"} & {value.name or "" for value in self._model.graph.inputs}
         self._spare = max(graph.overwritten for graph in manifest.graphs.values())
         _split_skip_norms(self._model.graph)
         self._values = {value.name for node in self._model.graph for value in node.outputs}

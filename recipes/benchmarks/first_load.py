@@ -93,9 +93,9 @@ def lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
         cells = []
         for state in STATES:
             found = seconds(row, state)
-            ratios = [a / b for a, b in zip(seconds(ours, state), found, strict=False)]
-            spread = f" ({statistics.median(ratios):.2f}x; {min(ratios):.2f} to {max(ratios):.2f})"
-            cells.append(f"{statistics.median(found):.2f}" + ("" if row is ours else spread))
+            ratios = [a / b for a, b in zip(seconds(ours, state), found, strict=False)] if row is not ours else []
+            spread = f" ({statistics.median(ratios):.2f}x; {min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+            cells.append(f"{statistics.median(found):.2f}{spread}")
         busy = statistics.median(found["cold"]["cpu_s"] for found in row.rounds)
         read = statistics.median(found["cold"].get("read_mb", 0) for found in row.rounds)
         rate = statistics.median(found["disk_mb_s"] for found in row.rounds)

@@ -297,15 +297,14 @@ class Engine:
             return None
         runner, ledger, scopes = self._runner, Ledger(), Scopes()
         lengths = tuple(length for length in LENGTHS if length <= self.options.max_draft_tokens)
-        control = partial(
-            DraftLength, runner.costs, type(drafter).__name__, runner.phase, lengths, runner.step_seconds, ledger
-        )
 
         def speculator(key: int, scope: str | None) -> Speculator:
             chosen = drafter
             if scope is not None and isinstance(drafter, PromptLookup):
                 chosen = AnswerLookup(drafter, scopes.of(scope))
-            return Speculator(key, chosen, runner.costs, control())
+            name = type(chosen).__name__
+            control = DraftLength(runner.costs, name, runner.phase, lengths, runner.step_seconds, ledger)
+            return Speculator(key, chosen, runner.costs, control)
 
         return speculator
 

@@ -1,6 +1,7 @@
 """Files asked for before they are read, so that the disk is busy while the processor is."""
 
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,7 +36,7 @@ def read_ahead(path: Path) -> Iterator[None]:
                 os.posix_fadvise(file.fileno(), start, STEP, os.POSIX_FADV_WILLNEED)
 
     thread = None
-    if hasattr(os, "posix_fadvise") and path.is_file() and path.stat().st_size <= SHARE * available_memory():
+    if hasattr(os, "posix_fadvise") and _fits(path):
         with suppress(ResourceError):  # no thread can be started: it is only advice
             thread = threads.start(ask, "llmc-read-ahead", ended.set)
     try:
@@ -44,3 +45,11 @@ def read_ahead(path: Path) -> Iterator[None]:
         ended.set()
         if thread is not None:
             thread.join()
+
+
+def _fits(path: Path) -> bool:
+    try:
+        found = path.stat()
+    except OSError:  # whoever reads it says so
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size <= SHARE * available_memory()

@@ -9,6 +9,9 @@ WEIGHT = 0.3
 """Of the newest median in the moving average: speed that changes for good shows after some ten calls."""
 NOTED = 64
 """Observations that are only noted, at most."""
+OLD = 4096
+"""Observations of any shape after which those of one that was not among them no longer count for much: the machine may
+have been busy."""
 
 
 class StepCosts:
@@ -26,6 +29,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._phases: defaultdict[str, _Phase] = defaultdict(_Phase)
         self._noted: list[tuple[str, int, int, float]] = []
+        self._learnt = 0
 
     def observe(self, phase: str, rows: int, tokens: int, seconds: float) -> None:
         """Learn that a call of ``rows`` rows, each of ``tokens`` new tokens, took ``seconds``."""
@@ -36,7 +40,8 @@ class StepCosts:
 
     def _learn(self) -> None:
         for phase, rows, tokens, seconds in self._noted:
-            self._phases[phase].observe(rows, tokens, seconds)
+            self._learnt += 1
+            self._phases[phase].observe(rows, tokens, seconds, self._learnt)
         self._noted.clear()
 
     def predict(self, phase: str, rows: int, tokens: int) -> float | None:
@@ -49,10 +54,15 @@ class StepCosts:
         return known.between(rows * tokens) if known.shapes else None
 
     def count(self, phase: str, rows: int, tokens: int) -> int:
-        """Number of calls of this shape that were seen, up to 5. The first may have paid for what later ones reuse."""
+        """Number of calls of this shape that were seen, up to 5. The first may have paid for what later ones reuse.
+
+        If the last was :data:`OLD` observations ago, they count as one, and the next begins anew.
+        """
         self._learn()
         shape = self._phases[phase].shapes.get((rows, tokens))
-        return 0 if shape is None else len(shape.last)
+        if shape is None:
+            return 0
+        return 1 if shape.is_old(self._learnt) else len(shape.last)
 
 
 class _Shape:
@@ -61,8 +71,15 @@ class _Shape:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.last: deque[float] = deque(maxlen=WINDOW)
+        self._seen = 0
 
-    def observe(self, seconds: float) -> None:
+    def is_old(self, now: int) -> bool:
+        return now - self._seen > OLD
+
+    def observe(self, seconds: float, now: int) -> None:
+        if self.is_old(now):
+            self.last.clear()
+        self._seen = now
         self.last.append(seconds)
         count = len(self.last)
         median = sorted(self.last)[(count - 1) // 2]
@@ -78,14 +95,14 @@ class _Phase:
         self._latest: dict[int, _Shape] = {}
         self._totals: list[int] = []
 
-    def observe(self, rows: int, tokens: int, seconds: float) -> None:
+    def observe(self, rows: int, tokens: int, seconds: float, now: int) -> None:
         total = rows * tokens
         shape = self.shapes.get((rows, tokens))
         if shape is None:
             shape = self.shapes[rows, tokens] = _Shape()
             if total not in self._latest:
                 insort(self._totals, total)
-        shape.observe(seconds)
+        shape.observe(seconds, now)
         self._latest[total] = shape
 
     def between(self, total: int) -> float:

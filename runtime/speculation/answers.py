@@ -3,49 +3,45 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from llmc.runtime.speculation.drafters import REACH, Index, PromptLookup
+import numpy as np
 
-MOST_TOKENS = 4096
-"""Tokens of answers after which a scope begins anew; those before are kept until as many have come again."""
+from llmc.runtime.speculation.drafters import LONGEST, REACH, SIZES, PromptLookup
+
+MOST_TOKENS = 8192
+"""Tokens of answers that a scope remembers, the last ones, in 32 KiB."""
 MOST_SCOPES = 16
-"""Scopes that are remembered, those used last: at some 450 bytes for a token about 60 MB in all."""
+"""Scopes that are remembered, those used last."""
 END = -1
-"""Between two answers: no token."""
+"""Behind each answer: no token."""
 
 
 class Answers:
-    """The answers of a scope, the last 4,096 to 8,192 tokens of them, and what followed what in them."""
+    """The last answers of a scope, 8,192 tokens of them, which are searched as they are: an index would take a hundred
+    times the memory, and milliseconds of the engine for a long answer."""
 
     def __init__(self) -> None:
-        self._young, self._old = _Answers(), _Answers()
+        self._known = np.empty(0, np.int32)
 
     def add(self, answer: Sequence[int]) -> None:
         """Remember an answer; of one longer than a scope's memory its beginning."""
-        if len(self._young.tokens) + len(answer) >= MOST_TOKENS:
-            self._young, self._old = _Answers(), self._young
-        self._young.add(answer[: MOST_TOKENS - 1])
+        new = np.array([*answer[: MOST_TOKENS - 1], END], np.int32)
+        self._known = np.concatenate([self._known, new])[-MOST_TOKENS:].copy()
 
     def find(self, tokens: Sequence[int], longer_than: int) -> list[int]:
-        """Tokens after the longest match of the end of ``tokens``, of more than so many; twice as much as matched."""
-        best: list[int] = []
-        for part in (self._young, self._old):
-            start, matched = part.index.find(part.tokens, tokens)
-            if matched > longer_than:
-                followed = part.tokens[start : start + REACH * matched]
-                best, longer_than = followed[: followed.index(END)] if END in followed else followed, matched
-        return best
-
-
-class _Answers:
-    """Answers one behind the other, and their index."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.index = Index()
-
-    def add(self, answer: Sequence[int]) -> None:
-        self.tokens += [*answer, END]
-        self.index.extend(self.tokens)
+        """Tokens that followed the longest match of the end of ``tokens``, of equal ones the last, if it has more than
+        so many; twice as much as matched."""
+        known, matched = self._known, 1
+        places = np.flatnonzero(known == tokens[-1])
+        while len(places) and matched < min(LONGEST, len(tokens)):
+            # Before the first answer is the end of the last one, which matches nothing.
+            longer = places[known[places - matched] == tokens[-1 - matched]]
+            if not len(longer):
+                break
+            places, matched = longer, matched + 1
+        if not len(places) or matched < SIZES[-1] or matched <= longer_than:
+            return []
+        followed: list[int] = known[places[-1] + 1 :][: REACH * matched].tolist()
+        return followed[: followed.index(END)] if END in followed else followed
 
 
 class AnswerLookup:

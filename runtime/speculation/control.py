@@ -17,7 +17,7 @@ STAKE, SHARED_STAKE = 1.5, 6.0
 ALLOWANCE = 0.005
 """Share of a token's time that each token without drafts adds to that."""
 MOST = 10.0
-"""Tokens' worth of time up to which that is saved, and winnings are."""
+"""Tokens' worth of time up to which that is saved, and winnings are; and debts, which an interrupted drafter makes."""
 MOST_AT_FIRST = 1.0
 """Tokens' worth of time beyond its stake that the first call of a shape is booked with: it may have paid for what later
 ones reuse."""
@@ -44,7 +44,7 @@ REMEASURE = 64
 
 
 class Ledger:
-    """The loss that drafting may still make, in tokens' worth of time: its stake, a share of the time since, its gains.
+    """The loss that drafting may still make, in tokens' worth of time: stake, a share of the time since, and winnings.
 
     Each sequence has one, so that no answer pays much, whatever others won; and all of an engine share one, so that
     many short answers do not each lose a stake.
@@ -59,7 +59,7 @@ class Ledger:
 
     def book(self, lost: float) -> None:
         """Subtract what a verification lost or, below 0, won."""
-        self.left = min(self.left - lost, MOST)
+        self.left = max(min(self.left - lost, MOST), -MOST)
 
 
 class DraftLength:
@@ -98,7 +98,7 @@ class DraftLength:
         self.step = step or (lambda rows: costs.predict(Phase.DECODE, rows, 1))
         """Seconds of a step without drafts by its rows."""
         self._costs = costs
-        self._drafter = drafter
+        self.drafter = drafter
         self._phase = phase
         self._lengths = tuple(lengths)
         self.longest = lengths[-1]
@@ -178,7 +178,8 @@ class DraftLength:
 
         A length that was verified once counts as no dearer than the settled one before it, or where there is none as
         what is assumed of unknown ones, so it is tried again: the first call of a shape may have been slow, and would
-        be believed for ever.
+        be believed for ever. So is one that was not verified for long (:meth:`StepCosts.count`), for as many may have
+        been slow as were made.
         """
         best, gain, stake, settled = 0, 0.0, 0.0, None
         most = min(max(self._own.left, self._promise), self._shared.left)
@@ -215,7 +216,7 @@ class DraftLength:
         if call is None:
             call = self._assumed(length + 1)
         if drafting is None:
-            drafting = costs.predict(self._drafter, 1, length) or 0.0
+            drafting = costs.predict(self.drafter, 1, length) or 0.0
         return plain, others + (call if most is None else min(call, most)) + drafting
 
     def _assumed(self, tokens: int) -> float:

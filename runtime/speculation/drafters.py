@@ -45,7 +45,7 @@ class PromptLookup:
     costs_by_token = False
 
     def __init__(self) -> None:
-        self._indices: dict[int, Index] = {}
+        self._indices: dict[int, _Index] = {}
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
         """Up to ``count`` tokens that followed the longest suffix of ``tokens`` that occurred before."""
@@ -60,9 +60,9 @@ class PromptLookup:
         """The place behind the longest match of the end of ``tokens`` in them; its length, 0 for none."""
         index = self._indices.get(key)
         if index is None:
-            index = self._indices[key] = Index()
+            index = self._indices[key] = _Index()
         index.extend(tokens)
-        return index.find(tokens, tokens)
+        return index.find(tokens)
 
     def forget(self, key: int) -> None:
         """Drop the sequence's index."""
@@ -73,7 +73,7 @@ class PromptLookup:
         self._indices.clear()
 
 
-class Index:
+class _Index:
     """Places at which each n-gram of a sequence last ended; of the longest ones those before, too. Only n-grams that
     something follows."""
 
@@ -96,9 +96,8 @@ class Index:
                 after[gram] = end
         self._done = max(self._done, len(tokens) - 1)
 
-    def find(self, text: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
-        """The place in ``text``, which was taken in, behind the longest match of the end of ``tokens``, of equal ones
-        the last; the length, 0 for none.
+    def find(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """The place behind the longest match of the end of ``tokens``, of equal ones the last; the length, 0 for none.
 
         Beyond the largest of :data:`SIZES` only the last :data:`CANDIDATES` are compared, and up to :data:`LONGEST`
         tokens.
@@ -107,13 +106,13 @@ class Index:
         for size in SIZES:
             start = self.after.get(tuple(tokens[end - size : end])) if size <= end else None
             if start is not None:
-                return self._longest(text, tokens, start) if size == SIZES[0] else (start, size)
+                return self._longest(tokens, start) if size == SIZES[0] else (start, size)
         return 0, 0
 
-    def _longest(self, text: Sequence[int], tokens: Sequence[int], last: int) -> tuple[int, int]:
+    def _longest(self, tokens: Sequence[int], last: int) -> tuple[int, int]:
         best, matched, place = last, 0, last
         for _ in range(CANDIDATES):
-            length = _common_end(text, tokens, place)
+            length = _common_end(tokens, place)
             if length > matched:
                 best, matched = place, length
             if matched == LONGEST or place not in self._before:
@@ -122,10 +121,9 @@ class Index:
         return best, matched
 
 
-def _common_end(text: Sequence[int], tokens: Sequence[int], place: int) -> int:
-    """Number of tokens before ``place`` in ``text``, at least the largest of :data:`SIZES`, that end ``tokens``."""
-    length, end = SIZES[0], len(tokens)
-    most = min(place, end, LONGEST)
-    while length < most and text[place - 1 - length] == tokens[end - 1 - length]:
+def _common_end(tokens: Sequence[int], place: int) -> int:
+    """Number of tokens before ``place``, at least the largest of :data:`SIZES`, that are those at the end."""
+    length, most, end = SIZES[0], min(place, LONGEST), len(tokens)
+    while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
         length += 1
     return length

@@ -26,7 +26,7 @@ class Speculator:
 
     Args:
         key: names the sequence to the drafter.
-        costs: seconds of the session's calls; the drafter's are kept there too, under the name of its class.
+        costs: seconds of the session's calls; the drafter's are kept there too, under the name that ``control`` has.
         control: chooses their number.
     """
 
@@ -34,7 +34,7 @@ class Speculator:
         self._key = key
         self._drafter = drafter
         self._costs = costs
-        self._name = type(drafter).__name__
+        self._name = control.drafter
         self._looking = f"{self._name}, no drafts"
         self.control = control
         self._length = 0

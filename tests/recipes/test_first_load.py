@@ -53,6 +53,7 @@ def test_ratios_are_ours_over_theirs_within_each_round(script):
         ("peer", "1.00 (3.00x; 2.00 to 4.00)", "4.00 (0.25x; 0.20 to 0.50)", "1.0", "5", "300"),
         ("broken", *["runners.py failed"] * 5),
     ]
+    assert list(script("first_load").lines([broken, peer]))[1] == ("peer", "1.00", "4.00", "1.0", "5", "300")
 
 
 def test_each_round_opens_the_model_first_as_never_seen_and_then_again(

@@ -223,6 +223,14 @@ def test_a_good_oracle_is_used_and_changes_no_token():
     assert oracle.forgotten == [3]
 
 
+def test_the_seconds_of_a_drafter_are_kept_where_the_draft_length_reads_them():
+    wanted = plain(toy, random_sampler(5), [0, 1], 300)
+    costs = StepCosts()
+    speculator = Speculator(3, Oracle([0, 1, *wanted]), costs, DraftLength(costs, "any name"))
+    speculated(toy, random_sampler(5), [0, 1], 300, speculator, costs)
+    assert costs.predict("any name", 1, 3)
+
+
 def test_an_oracle_that_is_always_wrong_is_hardly_asked_and_changes_no_token():
     wanted = plain(toy, random_sampler(5), [0, 1], 300)
     costs = StepCosts()

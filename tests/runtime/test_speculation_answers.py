@@ -1,8 +1,10 @@
 """Prompt lookup in answers to former requests: found within a scope, bounded, and never outside of it."""
 
-from llmc.runtime.speculation import answers as module
-from llmc.runtime.speculation.answers import MOST_SCOPES, MOST_TOKENS, AnswerLookup, Answers, Scopes
-from llmc.runtime.speculation.drafters import PromptLookup
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmc.runtime.speculation.answers import END, MOST_SCOPES, MOST_TOKENS, AnswerLookup, Answers, Scopes
+from llmc.runtime.speculation.drafters import LONGEST, REACH, PromptLookup
 
 ANSWER = [*range(100, 130)]
 
@@ -55,14 +57,30 @@ def test_memory_is_bounded_and_the_last_answers_are_kept():
     lengths = (300, 5, 9000, 4096, 700, 1)
     for i in range(200):
         known.add([i * 10 + j % 7 for j in range(lengths[i % len(lengths)])])
-        parts = known._young, known._old
-        assert all(len(part.tokens) <= MOST_TOKENS for part in parts)
-        assert all(len(part.index.after) <= 3 * MOST_TOKENS for part in parts)
+        assert len(known._known) <= MOST_TOKENS
+        assert known._known.base is None, "what was dropped is kept by a view"
     known.add(ANSWER)
-    for i in range(10):
+    for i in range(20):
         known.add([5000 + 500 * i + j for j in range(400)])
     assert known.find([1, *ANSWER[:3]], 0) == ANSWER[3:9]
-    for i in range(20):
-        known.add([90_000 + 500 * i + j for j in range(400)])
+    known.add([90_000 + j for j in range(400)])
     assert known.find([1, *ANSWER[:3]], 0) == []
-    assert module.END < 0  # no token of any answer
+    assert END < 0  # no token of any answer
+
+
+def test_of_an_answer_that_is_longer_than_the_memory_the_beginning_is_kept():
+    assert lookup([*ANSWER, *range(1000, 1000 + MOST_TOKENS)]).propose(0, [1, *ANSWER[:3]], 3) == ANSWER[3:6]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=40), max_size=6), st.lists(st.integers(0, 2), min_size=1))
+def test_the_longest_match_is_that_of_a_search_place_by_place(answers: list[list[int]], tokens: list[int]):
+    known, best, follows = Answers(), 1, list[int]()
+    for answer in answers:
+        known.add(answer)
+        for place in range(1, len(answer) + 1):
+            same = [a == b for a, b in zip(reversed(answer[:place]), reversed(tokens), strict=False)]
+            length = min([*same, False].index(False), LONGEST)
+            if length >= max(best, 2):
+                best, follows = length, answer[place : place + REACH * length]
+    assert known.find(tokens, 0) == follows
+    assert known.find(tokens, best) == []

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.runtime.runner.costs import StepCosts
+from llmc.runtime.runner.costs import OLD, StepCosts
 from llmc.runtime.sessions import Phase
 from llmc.runtime.speculation import control as control_module
-from llmc.runtime.speculation.control import ALLOWANCE, LENGTHS, SHARED_STAKE, STAKE, DraftLength, Ledger
+from llmc.runtime.speculation.control import ALLOWANCE, LENGTHS, MOST, SHARED_STAKE, STAKE, DraftLength, Ledger
 
 # Share of the time without speculation that may be lost on text that nobody can guess: what issue 14 asks for.
 MOST_LOST = 0.02
@@ -260,6 +260,41 @@ def test_a_length_that_was_slow_once_is_tried_again():
         control.verified(length, length)
     assert control.length() == LENGTHS[-1]
     assert costs.count(Phase.PREFILL, 1, 4) > 1
+
+
+def drafted(costs: StepCosts, steps: int) -> int:
+    """How many steps of 64 tokens' answers are verifications, of drafts that all come true."""
+    ledger, found = Ledger(), 0
+    for step in range(steps):
+        if step % 16 == 0:
+            control = DraftLength(costs, ledger=ledger)
+        length = control.keep(31, 31)
+        found += length > 0
+        if length:
+            costs.observe(Phase.PREFILL, 1, length + 1, INT8.verify(length + 1))
+            control.verified(length, length)
+        else:
+            costs.observe(Phase.DECODE, 1, 1, INT8.plain)
+            control.plain()
+    return found
+
+
+def test_calls_that_were_all_slow_for_a_while_do_not_end_drafting_for_ever():
+    costs = settled(Machine(INT8.plain, 100 * INT8.call, INT8.per_token))
+    assert drafted(costs, OLD // 2) == 0
+    assert drafted(costs, OLD) > 0
+    assert drafted(costs, 64) > 32
+
+
+def test_a_drafter_that_was_interrupted_does_not_end_drafting_for_ever():
+    control = DraftLength(settled(INT8))
+    assert control.keep(3, 3) == 3
+    control.verified(3, 3, seconds=1e6)
+    steps = 0
+    while not control.length():
+        control.plain()
+        steps += 1
+    assert 100 < steps <= 2 * MOST / ALLOWANCE  # all it owes, and the same again to stake
 
 
 def test_nothing_is_drafted_where_even_perfect_drafts_would_not_pay():

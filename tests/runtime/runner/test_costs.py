@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.runtime.runner.costs import NOTED, StepCosts
+from llmc.runtime.runner.costs import NOTED, OLD, StepCosts
 from llmc.runtime.sessions import Phase
 
 # Ten calls move the average past this share of a change that stays.
@@ -95,6 +95,19 @@ def test_calls_of_a_shape_are_counted_up_to_five():
         costs.observe(Phase.DECODE, 1, 1, 1.0)
     assert counts == [0, 1, 2, 3, 4, 5, 5]
     assert costs.count(Phase.DECODE, 1, 2) == 0
+
+
+def test_of_calls_long_ago_only_one_counts_and_the_next_takes_their_place():
+    costs = learnt({(1, 1): 1.0})
+    for _ in range(OLD):
+        costs.observe(Phase.PREFILL, 1, 8, 0.020)
+    assert costs.count(Phase.DECODE, 1, 1) == 5
+    costs.observe(Phase.PREFILL, 1, 8, 0.020)
+    assert costs.count(Phase.DECODE, 1, 1) == 1
+    assert costs.predict(Phase.DECODE, 1, 1) == pytest.approx(1.0, rel=ROUNDING)
+    costs.observe(Phase.DECODE, 1, 1, 0.010)
+    assert costs.predict(Phase.DECODE, 1, 1) == pytest.approx(0.010, rel=ROUNDING)
+    assert costs.count(Phase.DECODE, 1, 1) == 1
 
 
 def test_a_change_that_stays_shows_within_ten_calls():
