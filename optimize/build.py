@@ -336,6 +336,7 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
                 order.recipe.compute,
                 done,
                 ragged_rows=order.ragged_rows,
+                overwritten=order.overwritten,
                 wide_scales=order.wide_scales,
             )
             lower(model, order.lowering, plan, order.dump)

@@ -108,6 +108,7 @@ class LoweringContext:
         linear_done: called after each linear, for progress.
         ragged_rows: whether the engine's attention takes several tokens in each of several rows, of any lengths; where
             it does, the cache is float32.
+        overwritten: positions behind a step's token that its folded heads write over, 0 where heads are not folded.
     """
 
     phase: str
@@ -121,7 +122,14 @@ class LoweringContext:
     linear_done: Callable[[], None] = lambda: None
     contract: int = GRAPH_CONTRACT_VERSION
     ragged_rows: bool = False
+    overwritten: int = 0
     wide_scales: bool = False
+
+    @property
+    def table_rows(self) -> int:
+        """Positions that rotary tables cover: those of the context, and behind it those that its last step writes over,
+        for which ONNX Runtime wants rows as well."""
+        return self.limits.max_context + self.overwritten
 
     @property
     def array_type(self) -> np.dtype[np.generic]:

@@ -16,7 +16,7 @@ Pair = tuple[ir.Value, ir.Value]
 
 @dataclass(frozen=True)
 class Tables:
-    """Cosine and sine [max_context, R/2] for keys, and for queries, the same unless those grow with the position."""
+    """Cosine and sine [positions, R/2] for keys, and for queries, the same unless those grow with the position."""
 
     key: Pair
     query: Pair
@@ -34,7 +34,7 @@ def rotary_tables(node: ir.Node, context: LoweringContext) -> Tables | None:
     magnitude, growth, period = (
         np.float32(node.attributes[name].as_float()) for name in ("magnitude", "growth", "period")
     )
-    positions = np.arange(context.limits.max_context, dtype=np.float32)
+    positions = np.arange(context.table_rows, dtype=np.float32)
     key = _pair(node.inputs[6], context, "", np.full_like(positions, magnitude))
     if not growth or context.limits.max_context <= period:
         return Tables(key, key)
@@ -45,7 +45,7 @@ def rotary_tables(node: ir.Node, context: LoweringContext) -> Tables | None:
 def table_pair(node: ir.Node, context: LoweringContext) -> Pair:
     """The tables of a ``llmc::RotatedHeads``, see :class:`Tables`."""
     magnitude = np.float32(node.attributes["magnitude"].as_float())
-    return _pair(node.inputs[2], context, "", np.full(context.limits.max_context, magnitude))
+    return _pair(node.inputs[2], context, "", np.full(context.table_rows, magnitude))
 
 
 def rotations(graph: ir.Graph, context: LoweringContext) -> list[tuple[ir.Node, Attention]]:
@@ -66,7 +66,7 @@ def rotations(graph: ir.Graph, context: LoweringContext) -> list[tuple[ir.Node, 
 
 
 def _pair(inv_freq: ir.Value | None, context: LoweringContext, prefix: str, lengths: NDArray[np.float32]) -> Pair:
-    """Tables whose rows are ``lengths`` [max_context] long."""
+    """Tables whose rows are ``lengths`` [positions] long."""
     assert inv_freq is not None and inv_freq.name and inv_freq.const_value is not None
     graph = inv_freq.graph
     assert graph is not None

@@ -382,8 +382,8 @@ class Engine:
         except Exception as error:  # the call that they share failed
             if is_fatal(error):
                 raise
-            for request in {sequence.request: None for sequence in sequences}:
-                self._fail(request, named(error))
+            for sequence in sequences:  # of as many requests
+                self._fail(sequence.request, named(error))
             return
         after = dict(zip(sequences, logits, strict=True))
         for sequence in self._scheduler.prefilled(sequences):

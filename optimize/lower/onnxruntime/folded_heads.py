@@ -48,7 +48,7 @@ class _Branch(Emitter):
 
 def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
     """GroupQueryAttention -> If(one token in each row, the same with folded heads, as it was)."""
-    if not context.ragged_rows or context.phase != "decode":
+    if not context.overwritten or context.phase != "decode":
         return 0
     attentions = [(node, context.geometry.attention[node.name or ""]) for node in nodes_of(graph, GQA, MICROSOFT)]
     folded = [(node, attention) for node, attention in attentions if foldable(attention)]

@@ -25,7 +25,8 @@ def folding(lowering):
 
     def start(export):
         lowered = lowering(export)
-        lowered.context = replace(lowered.context, phase="decode", ragged_rows=True)
+        spare = folded_heads.overwritten(lowered.geometry.attentions)
+        lowered.context = replace(lowered.context, phase="decode", ragged_rows=True, overwritten=spare)
         return lowered
 
     return start
@@ -94,13 +95,14 @@ def test_a_planted_error_exceeds_the_tolerance(exported, folding, decoder, porta
     assert difference(logits, portable_logits(case)) > 10 * FLOAT_TOLERANCE
 
 
-def test_the_cache_is_written_in_place_and_no_further_than_the_manifest_says(exported, folding, session, ids):
+@pytest.mark.parametrize("position", [11, CAPACITY - 1], ids=["amid the context", "its last"])
+def test_the_cache_is_written_in_place_and_no_further_than_the_manifest_says(exported, folding, session, ids, position):
     """As a runtime binds it: the buffer that comes in is the one that goes out, and no row is copied."""
     lowered = folding(exported("llama-biases").export)
     spare = folded_heads.overwritten(lowered.geometry.attentions)
     assert spare > 0
     decode = session(lowered.save() / DECODER_FILE)
-    position, caches = 11, empty_caches(lowered.geometry.caches, 1, CAPACITY, "float32")
+    caches = empty_caches(lowered.geometry.caches, 1, CAPACITY + spare, "float32")
     io = decode.io_binding()
     for name, value in {"input_ids": [ids[:1]], "past_lengths": [position], "logit_indices": [[0]]}.items():
         io.bind_cpu_input(name, np.array(value, np.int64))
@@ -118,7 +120,7 @@ def test_the_cache_is_written_in_place_and_no_further_than_the_manifest_says(exp
 
 @pytest.mark.parametrize(
     "options",
-    [{"ragged_rows": False}, {"phase": "prefill"}, {"phase": "shared"}],
+    [{"overwritten": 0}, {"phase": "prefill"}, {"phase": "shared"}],
     ids=["an engine that does not fold", "a graph that feeds chunks", "a graph for both"],
 )
 def test_graphs_that_gain_nothing_stay_as_they_are(exported, folding, options):

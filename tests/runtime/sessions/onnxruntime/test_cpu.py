@@ -132,6 +132,16 @@ def test_prompts_in_one_call_equal_prompts_alone(session: Session):
     assert deviation(prefill_together(session, mixed_up=True), wanted[:, 0]) > 10 * ROW_TOLERANCE["int8"]
 
 
+def test_the_last_position_of_the_context_is_decoded_like_any_other(session: Session, tiny_bundle: Path):
+    """Folded heads write over positions behind it, and ONNX Runtime wants rotary tables for those."""
+    last = read_bundle(tiny_bundle).limits.max_context - 1
+    session.cache.reserve(ROWS, last + 1)
+    text = np.random.default_rng(1).integers(3, 4096, last + 1).tolist()
+    whole = prefill(session, text)
+    prefill(session, text[:-1], row=2)
+    assert deviation(decode(session, [text[-1]], [last], first_row=2)[0], whole) <= ROW_TOLERANCE["int8"]
+
+
 def test_a_ragged_batch_equals_its_rows_one_by_one(opened: tuple[Session, Manifest]):
     session, manifest = opened
     found, wanted = together(session), one_by_one(session)
