@@ -152,6 +152,8 @@ class _Heart:
     def _due(self) -> None:
         if self._beating is None or self._beating.done():  # a client that does not read holds it up
             self._beating = asyncio.ensure_future(self._beat())
+            # Whatever hinders a beat hinders what is sent too, where it is told.
+            self._beating.add_done_callback(lambda beating: beating.cancelled() or beating.exception())
         self._timer = self._wait()
 
 

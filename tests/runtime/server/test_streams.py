@@ -1,6 +1,7 @@
 """Streams: JSON of chunks put together from parts, signs of life, and how a stream ends."""
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -126,3 +127,18 @@ def test_what_goes_wrong_is_not_swallowed():
     with pytest.raises(ZeroDivisionError):
         talked(talk)
     assert talk.sent == [b"one", b"closed", b"let go"]
+
+
+def test_signs_of_life_that_cannot_be_sent_leave_no_errors_behind(caplog: pytest.LogCaptureFixture):
+    failed = []
+
+    def heard(talk: Talk, body: bytes) -> None:
+        if body == HEARTBEAT:
+            failed.append(body)
+            if len(failed) == 3:
+                talk.goes_on.set()
+            raise OSError("the connection is closed")
+
+    talked(Talk(heard, heartbeat_s=0.001))
+    gc.collect()  # with which asyncio tells of errors that nobody asked for
+    assert len(failed) >= 3 and not caplog.records
