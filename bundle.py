@@ -592,6 +592,11 @@ class Manifest:
     vectors: Annotated[tuple[GoldenVector, ...], range(17)] = ()
     similarity: Similarity | None = None
 
+    @property
+    def overwritten(self) -> int:
+        """Positions behind the last that counts which some graph may write over."""
+        return max((graph.overwritten for graph in self.graphs.values()), default=0)
+
     def named_files(self) -> list[str]:
         """Every file that some part of the manifest names."""
         compiled = self.compiled.files.values() if self.compiled is not None else ()

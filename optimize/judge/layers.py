@@ -150,7 +150,7 @@ class _Graph:
         # A graph that was made for TensorRT asks which positions of the cache it may look at, one that packs rows how
         # many new tokens count.
         self._asked = {"cache_slots", "new_lengths"} & {value.name or "" for value in self._model.graph.inputs}
-        self._spare = max(graph.overwritten for graph in manifest.graphs.values())
+        self._spare = manifest.overwritten
         _split_skip_norms(self._model.graph)
         self._values = {value.name for node in self._model.graph for value in node.outputs}
 

@@ -24,9 +24,8 @@ class HostCache(KVCache):
     arrays: tuple[NDArray[Any], ...] = ()
 
     def _grow(self, rows: int, capacity: int) -> None:
-        spare = max(graph.overwritten for graph in self._manifest.graphs.values())
         # All of the new before anything of the old goes, so a failure changes nothing: fresh pages take no memory.
-        room = [_fresh(tensor.of(rows, capacity + spare), self.dtype) for tensor in self.tensors]
+        room = [_fresh(tensor.of(rows, capacity + self._manifest.overwritten), self.dtype) for tensor in self.tensors]
         self._forget()
         before, self.arrays = list(self.arrays), tuple(room)
         kinds = [tensor.kind for tensor in self.tensors]

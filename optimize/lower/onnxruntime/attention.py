@@ -29,6 +29,7 @@ from llmc.optimize.lower.rewrite import (
 from llmc.optimize.lower.rotary import Pair, Tables, rotary_tables, rotations, table_pair
 from llmc.optimize.quantize import kv_cache
 
+GQA = "GroupQueryAttention"
 HEAD_MULTIPLE, ROTATED_MULTIPLE = 8, 16
 MASKED = float(np.finfo(np.float32).min)
 QUANTIZED_CACHES = {"int8": "PER_TENSOR", "int8-channel": "PER_CHANNEL"}
@@ -84,14 +85,14 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
         attention, tables = context.attention(node), rotary_tables(node, context)
         query, key, value, past_key, past_value = node.inputs[:5]
         scales, attributes = _cache_scales(graph, attention, context)
-        emit = Emitter(node, main="GroupQueryAttention")
+        emit = Emitter(node, main=GQA)
         packed = _split_source(query, key, value)
         if tables and _rotated_apart(attention, tables):
             query, key = rotated(emit, attention, token_positions(graph, attentions[0]), tables)
             packed = tables = None
         optional = [*(tables.key if tables else (None, None)), *scales] if tables or scales else []
         outputs = emit.many(
-            "GroupQueryAttention",
+            GQA,
             [*((packed, None, None) if packed else (query, key, value)), past_key, past_value, *lengths, *optional],
             3,
             MICROSOFT,

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import MASKED
+from llmc.optimize.lower.onnxruntime.attention import GQA, MASKED
 from llmc.optimize.lower.rewrite import (
     MICROSOFT,
     Emitter,
@@ -24,8 +24,6 @@ from llmc.optimize.lower.rewrite import (
     scalar,
     vector,
 )
-
-GQA = "GroupQueryAttention"
 
 
 class _Branch(Emitter):

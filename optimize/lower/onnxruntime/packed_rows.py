@@ -14,7 +14,7 @@ import onnx_ir as ir
 from llmc.errors import BuildError
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import counted_tokens
+from llmc.optimize.lower.onnxruntime.attention import GQA, counted_tokens
 from llmc.optimize.lower.rewrite import (
     MICROSOFT,
     Emitter,
@@ -27,7 +27,6 @@ from llmc.optimize.lower.rewrite import (
 )
 
 NEW_LENGTHS = "new_lengths"
-GQA = "GroupQueryAttention"
 # Inputs of GroupQueryAttention: positions with the new tokens, less one; their bound; valid tokens of each row.
 SEQLENS_K, TOTAL, QUERY_SEQLENS = 5, 6, 16
 

@@ -282,15 +282,19 @@ def test_what_was_asked_of_the_builder_is_asked_again(
     assert 1 << 22 in limits
 
 
+def changed(folder: Path, **engine: Any) -> Path:
+    """The bundle in a folder, whose manifest says otherwise of its engine."""
+    manifest = read_bundle(folder)
+    assert manifest.engine is not None
+    write_manifest(dataclasses.replace(manifest, engine=dataclasses.replace(manifest.engine, **engine)), folder)
+    return folder
+
+
 def test_the_workspace_of_older_versions_which_nobody_asked_for_is_not_asked_for_again(
     bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
 ):
     """The double's attention needs more than that, and fails where it gets less."""
-    folder = bundle()
-    manifest = read_bundle(folder)
-    assert manifest.engine is not None
-    former = dataclasses.replace(manifest.engine, workspace=FORMER_WORKSPACE)
-    write_manifest(dataclasses.replace(manifest, engine=former), folder)
+    folder = changed(bundle(), workspace=FORMER_WORKSPACE)
     machine("11.4", H200)
     plan = rebuild(folder, folder, force=True).manifest.engine
     assert plan is not None and plan.workspace is None
@@ -299,11 +303,7 @@ def test_the_workspace_of_older_versions_which_nobody_asked_for_is_not_asked_for
 def test_what_was_built_in_the_place_of_what_was_asked_for_is_still_said(
     bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
 ):
-    folder = bundle()
-    manifest = read_bundle(folder)
-    assert manifest.engine is not None
-    engine = dataclasses.replace(manifest.engine, fallback=WIDE_SCALES)
-    write_manifest(dataclasses.replace(manifest, engine=engine), folder)
+    folder = changed(bundle(), fallback=WIDE_SCALES)
     machine("11.4", H200)
     plan = rebuild(folder, folder, force=True).manifest.engine
     assert plan is not None and plan.fallback == WIDE_SCALES
