@@ -12,6 +12,7 @@ from llmc import __version__
 from llmc.errors import LlmcError
 from llmc.runtime.server import admin, chat, completions, embeddings, health, messages, page, responses, tokens
 from llmc.runtime.server.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
+from llmc.runtime.server.ignored import Ignored
 from llmc.runtime.server.metrics import HttpMetrics
 from llmc.runtime.server.routing import ShortWay, short_routes
 from llmc.runtime.server.service import Service
@@ -53,6 +54,7 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
     for kind, answer in HANDLERS.items():
         app.add_exception_handler(kind, answer)
     app.add_middleware(ShortWay, routes=short_routes(ROUTERS))
+    app.add_middleware(Ignored)
     app.add_middleware(app.state.metrics.middleware)
     for operations in app.openapi()["paths"].values():
         for operation in operations.values():

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from typing_extensions import TypedDict
 
 from llmc.runtime import GenerationResult, Model, SamplingParams
 from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.ignored import ignore
 
 # Parameters whose names mean something else in a dialect, or which it has under another name or type.
 SPOKEN = {"max_tokens", "stop", "logprobs", "logit_bias", "n", "best_of", "prompt_logprobs", "detokenize"}
@@ -28,9 +29,22 @@ KINDS: dict[str, Any] = {
 
 
 class Body(BaseModel):
-    """A body that clients send: a parameter that is not known here is refused by name, and none is converted."""
+    """A body that clients send, or an object in one: null is absent, none of the rest is converted, and a parameter that
+    is not known here is refused by name."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    """Names of members that cannot change an answer: accepted, and told of in the header x-llmc-ignored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        for name in cls.IGNORED & given.keys():
+            if given[name] is not None:
+                ignore(name)
+        return {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
 
 
 # What the routes for chats share beside their own words.

@@ -1,0 +1,47 @@
+"""Parameters that a route accepts though they cannot change its answer; the header ``x-llmc-ignored`` names them."""
+
+from contextvars import ContextVar
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADER = "x-llmc-ignored"
+MOST = 32  # names in the header; a client may send thousands
+_NAMES: ContextVar[dict[str, None] | None] = ContextVar("llmc_ignored", default=None)
+
+
+def ignore(name: str) -> None:
+    """Accept a parameter without honouring it, and tell the client so.
+
+    Call it only for what cannot change this answer; everything else is honoured or refused.
+
+    Args:
+        name: the parameter, as ``annotations``; characters that a header cannot hold are left out of it.
+    """
+    names = _NAMES.get()
+    if names is not None and len(names) < MOST and (clean := "".join(filter(_fits, name[:64]))):
+        names[clean] = None
+
+
+def _fits(character: str) -> bool:
+    return character.isascii() and character.isprintable() and character != ","
+
+
+class Ignored:
+    """Middleware that names in each answer's header what :func:`ignore` was told of while the answer was made."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        names: dict[str, None] = {}
+        _NAMES.set(names)  # of this request's task alone
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start" and names:
+                MutableHeaders(scope=message)[HEADER] = ", ".join(names)
+            await send(message)
+
+        return await self.app(scope, receive, sending)
