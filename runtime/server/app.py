@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from llmc import __version__
 from llmc.errors import LlmcError
-from llmc.runtime.server import admin, chat, completions, embeddings, health, messages, page, responses, tokens
+from llmc.runtime.server import admin, chat, completions, embeddings, health, messages, ollama, page, responses, tokens
 from llmc.runtime.server.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
 from llmc.runtime.server.ignored import Ignored
 from llmc.runtime.server.metrics import HttpMetrics
@@ -29,6 +29,7 @@ ROUTERS = (
     responses.router,
     messages.router,
     messages.sockets,
+    ollama.router,
     embeddings.router,
     tokens.router,
     health.router,

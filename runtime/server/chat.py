@@ -464,7 +464,7 @@ async def chunks(
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-async def _opened(body: ChatRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
+async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
     """Submit the request; model and request are held until ``held`` is closed."""
     note(user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata or None)
     service.check_retention(body.prompt_cache_retention)
@@ -481,7 +481,7 @@ async def _opened(body: ChatRequest, held: AsyncExitStack, service: Service) -> 
 
 
 async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[str]:
-    model, handle = await _opened(body, held, service)
+    model, handle = await open_chat(body, held, service)
     return chunks(body, service, model, handle, handle.outputs)
 
 
@@ -492,7 +492,7 @@ async def chat_completions(body: ChatRequest, request: Request, service: Service
         if body.stream:
             events = guarded(await _events(service, body, held))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
-        model, handle = await _opened(body, held, service)
+        model, handle = await open_chat(body, held, service)
         result = await unless_gone(request, handle)
         return JSONResponse(completion(body, service, model, result))
 

@@ -168,6 +168,8 @@ def as_message(scope: Mapping[str, Any], error: ApiError) -> dict[str, Any]:
 
 def response(scope: Mapping[str, Any], error: ApiError) -> JSONResponse:
     """The error in the format of the dialect whose route was asked."""
+    if scope.get("path", "").startswith("/api/"):  # Ollama's
+        return JSONResponse({"error": error.message}, error.status, error.headers)
     if scope.get("path", "").startswith("/v1/messages"):
         request_id = scope.get("state", {}).get("request_id")
         told = {"request-id": request_id} if request_id else {}

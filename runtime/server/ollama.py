@@ -1,0 +1,419 @@
+"""Ollama's dialect: chats and prompts as its clients send them, over the parts of OpenAI's chats.
+
+Source: https://github.com/ollama/ollama/blob/main/docs/api.md
+"""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
+from datetime import datetime, timezone
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field
+from starlette.responses import JSONResponse
+
+from llmc.errors import LlmcError
+from llmc.runtime.api.chat import ChatHandle, Message
+from llmc.runtime.api.results import GenerationResult
+from llmc.runtime.server.bodies import Body
+from llmc.runtime.server.chat import ChatRequest, Tool, open_chat
+from llmc.runtime.server.errors import ApiError, from_llmc, named
+from llmc.runtime.server.guard.accounts import allowed
+from llmc.runtime.server.service import Service, service_of, submitted
+from llmc.runtime.server.streams import EventStream, encoded, unless_gone
+
+router = APIRouter(tags=["Ollama"])
+# The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
+SPOKEN_VERSION = "0.12.6"
+# Options under other names than llmc's; what else is an option is one of llmc's parameters.
+OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+THINKING = {True: None, False: "none", "low": "low", "medium": "medium", "high": "high"}
+
+
+class Options(Body):
+    """Sampling parameters in Ollama's names."""
+
+    # How Ollama's engine runs a model, and samplers that it has dropped.
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock"),
+            *("low_vram", "f16_kv", "vocab_only", "numa", "logits_all", "embedding_only"),
+            *("tfs_z", "penalize_newline"),
+        )
+    )
+
+    num_predict: Annotated[int | None, Field(description="below 0: as many as there is room for")] = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: Annotated[int | None, Field(description="0 or -1: penalties look at no token, or at all")] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    mirostat: Literal[0, 1, 2] | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The parameters by llmc's names.
+
+        Raises:
+            ApiError: a penalty shall look at the last tokens only.
+        """
+        given = self.model_dump(exclude_none=True)
+        last, penalty = given.pop("repeat_last_n", -1), given.get("repeat_penalty", 1.0)
+        if last == 0:
+            given.pop("repeat_penalty", None)
+        elif last > 0 and penalty != 1.0:
+            said = f"options.repeat_last_n is {last}, but repeat_penalty looks at all tokens; give -1, or leave it out"
+            raise ApiError(400, said, param="options.repeat_last_n")
+        if given.get("num_predict", 0) < 0:
+            del given["num_predict"]
+        return {OPTIONS.get(name, name): value for name, value in given.items()}
+
+
+class CalledFunction(Body):
+    """A function that the model called, with its arguments as an object."""
+
+    name: str
+    arguments: Annotated[dict[str, Any], Field(default_factory=dict)]
+    index: int | None = None
+
+
+class Call(Body):
+    """A call in a message of the assistant."""
+
+    IGNORED = frozenset({"id", "type"})
+    function: CalledFunction
+
+
+class OllamaMessage(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    images: Annotated[list[str] | None, Field(max_length=0, description="these models read text alone")] = None
+    tool_calls: list[Call] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Asked(Body):
+    """What chats and prompts have in common."""
+
+    IGNORED = frozenset({"keep_alive"})
+
+    model: str
+    stream: bool = True
+    format: Annotated[Literal["", "json"] | dict[str, Any], Field(description="json, or a JSON schema")] = ""
+    options: Options = Options()
+    think: bool | Literal["low", "medium", "high"] | None = None
+
+    def chat(self, service: Service, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
+        """The request in OpenAI's dialect."""
+        form: dict[str, Any] | None = None
+        if self.format:
+            schema = {"name": "format", "schema": self.format}
+            form = {"type": "json_object"} if self.format == "json" else {"type": "json_schema", "json_schema": schema}
+        effort = None if self.think is None else THINKING[self.think]
+        thinks = {"enable_thinking": True} if self.think is True else None
+        return ChatRequest.model_validate(
+            {
+                **self.options.plain(),
+                "model": named_model(service, self.model),
+                "messages": messages,
+                "response_format": form,
+                "reasoning_effort": effort,
+                "chat_template_kwargs": thinks,
+                **more,
+            }
+        )
+
+
+class OllamaChat(Asked):
+    """The body of POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Field(default_factory=list)]
+    tools: list[Tool] | None = None
+
+
+class OllamaPrompt(Asked):
+    """The body of POST /api/generate."""
+
+    prompt: str = ""
+    system: str = ""
+    raw: Annotated[bool, Field(description="the prompt as it is, without the chat template")] = False
+    suffix: Annotated[Literal[""], Field(description="not supported")] = ""
+    template: Annotated[Literal[""], Field(description="a bundle has its own")] = ""
+    context: Annotated[list[int] | None, Field(max_length=0, description="not supported: use /api/chat")] = None
+    images: Annotated[list[str] | None, Field(max_length=0, description="these models read text alone")] = None
+
+
+def named_model(service: Service, name: str) -> str:
+    """The model's name without the tag that clients add."""
+    return name if name in service.pool.names else name.removesuffix(":latest")
+
+
+def conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """The messages in OpenAI's dialect: calls get ids, which results without one refer to in their order."""
+    found, waiting = [], []
+    for number, message in enumerate(messages):
+        one: dict[str, Any] = {"role": message.role, "content": message.content, "name": message.name}
+        if message.role == "assistant":
+            one["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            ids = [f"call_{number}_{index}" for index in range(len(message.tool_calls))]
+            one["tool_calls"] = [
+                {
+                    "id": name,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
+                }
+                for name, call in zip(ids, message.tool_calls, strict=True)
+            ]
+            waiting = list(zip(ids, (call.function.name for call in message.tool_calls), strict=True))
+        if message.role == "tool":
+            wanted = message.tool_name or message.name
+            place = next((at for at, (_, name) in enumerate(waiting) if wanted in (None, name)), None)
+            one["tool_call_id"] = message.tool_call_id or (waiting.pop(place)[0] if place is not None else None)
+            del one["name"]
+        found.append(one)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- answer
+
+
+def head_of(body: Asked) -> dict[str, Any]:
+    """The members with which each line begins."""
+    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    return {"model": body.model, "created_at": now}
+
+
+def message_of(message: Message) -> dict[str, Any]:
+    """The assistant's message in Ollama's form."""
+    found: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning is not None:
+        found["thinking"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = calls_of(message)
+    return found
+
+
+def calls_of(message: Message) -> list[dict[str, Any]]:
+    """The calls of a message, their arguments as objects."""
+    return [
+        {"function": {"index": index, "name": call.name, "arguments": json.loads(call.arguments)}}
+        for index, call in enumerate(message.tool_calls)
+    ]
+
+
+def end_of(result: GenerationResult, reason: str) -> dict[str, Any]:
+    """The members with which an answer ends; times are in nanoseconds."""
+    times, usage = result.timings, result.usage
+
+    def ns(seconds: float) -> int:
+        return round(seconds * 1e9)
+
+    return {
+        "done": True,
+        "done_reason": "length" if reason == "length" else "stop",
+        "total_duration": ns(times.queue_s + times.ttft_s + times.decode_s),
+        "load_duration": ns(times.queue_s),
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": ns(times.ttft_s),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": ns(times.decode_s),
+    }
+
+
+async def lines(pieces: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Objects as lines of JSON; an error is the last one."""
+    async with aclosing(pieces) as objects:  # type: ignore[type-var]
+        try:
+            async for one in objects:
+                yield encoded(one).encode() + b"\n"
+        except (ApiError, LlmcError) as error:
+            refusal = error if isinstance(error, ApiError) else from_llmc(error)
+            yield encoded({"error": refusal.message}).encode() + b"\n"
+
+
+async def chat_pieces(body: Asked, handle: ChatHandle, member: Any) -> AsyncIterator[dict[str, Any]]:
+    """An answer as it comes: text and thoughts, then the calls, and the end.
+
+    Args:
+        member: makes the members of a line from the text, the thoughts and the calls.
+    """
+    async for delta in handle.deltas_async():
+        if delta.content or delta.reasoning:
+            yield {**head_of(body), **member(delta.content, delta.reasoning, None), "done": False}
+    result = await handle
+    [message] = result.messages
+    if message.tool_calls:
+        yield {**head_of(body), **member("", "", calls_of(message)), "done": False}
+    yield {**head_of(body), **member("", "", None), **end_of(result, message.finish_reason)}
+
+
+def chat_member(content: str, thinking: str, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """A line's message."""
+    more = {"thinking": thinking} if thinking else {}
+    return {"message": {"role": "assistant", "content": content, **more, **({"tool_calls": calls} if calls else {})}}
+
+
+def prompt_member(content: str, thinking: str, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """A line's piece of an answer to a prompt."""
+    return {"response": content, **({"thinking": thinking} if thinking else {})}
+
+
+class Lines(EventStream):
+    """Lines of JSON; no heartbeats, which the format has no room for."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, pieces: AsyncIterator[dict[str, Any]], held: AsyncExitStack) -> None:
+        super().__init__(lines(pieces), held, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- routes
+
+
+@router.post("/api/chat", response_model=None)
+async def chat(body: OllamaChat, request: Request, service: Service = Depends(service_of)) -> Response:  # noqa: B008
+    """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded."""
+    async with AsyncExitStack() as held:
+        if not body.messages:
+            return await loaded(body, service, held, chat_member)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+        asked = body.chat(service, conversation(body.messages), tools=tools)
+        _, handle = await open_chat(asked, held, service)
+        if body.stream:
+            return Lines(chat_pieces(body, handle, chat_member), held.pop_all())
+        result = await unless_gone(request, handle)
+        [message] = result.messages
+        answer = {**head_of(body), "message": message_of(message), **end_of(result, message.finish_reason)}
+        return JSONResponse(answer)
+
+
+@router.post("/api/generate", response_model=None)
+async def generate(body: OllamaPrompt, request: Request, service: Service = Depends(service_of)) -> Response:  # noqa: B008
+    """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false."""
+    async with AsyncExitStack() as held:
+        if not body.prompt:
+            return await loaded(body, service, held, prompt_member)
+        if body.raw:
+            return await complete(body, request, service, held)
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        asked = body.chat(service, [*system, {"role": "user", "content": body.prompt}])
+        _, handle = await open_chat(asked, held, service)
+        if body.stream:
+            return Lines(chat_pieces(body, handle, prompt_member), held.pop_all())
+        result = await unless_gone(request, handle)
+        [message] = result.messages
+        member = prompt_member(message.content, message.reasoning or "", None)
+        return JSONResponse({**head_of(body), **member, **end_of(result, message.finish_reason)})
+
+
+async def complete(body: OllamaPrompt, request: Request, service: Service, held: AsyncExitStack) -> Response:
+    """Answer a raw prompt."""
+    for name in ("system", "format", "think"):
+        if getattr(body, name):
+            raise ApiError(400, f"{name} is given beside raw, which leaves the template out; leave {name} out")
+    model = await held.enter_async_context(service.generator(named_model(service, body.model)))
+    with named({"max_tokens": "num_predict"}):
+        arguments = service.bounded(body.options.plain()) | {"parse_special": service.config.allow_special}
+        handle = await submitted(partial(model.stream, body.prompt, **arguments))
+    held.callback(handle.cancel)
+
+    async def pieces() -> AsyncIterator[dict[str, Any]]:
+        async for delta in handle.events_async():
+            if delta.text:
+                yield {**head_of(body), "response": delta.text, "done": False}
+        result = await handle
+        yield {**head_of(body), "response": "", **end_of(result, result.finish_reason)}
+
+    if body.stream:
+        return Lines(pieces(), held.pop_all())
+    result = await unless_gone(request, handle)
+    return JSONResponse({**head_of(body), "response": result.text, **end_of(result, result.finish_reason)})
+
+
+async def loaded(body: Asked, service: Service, held: AsyncExitStack, member: Any) -> Response:
+    """Load the model, which is what a request without a prompt asks for."""
+    await held.enter_async_context(service.model(named_model(service, body.model)))
+    return JSONResponse({**head_of(body), **member("", "", None), "done": True, "done_reason": "load"})
+
+
+def card(service: Service, name: str) -> dict[str, Any]:
+    """A model as Ollama lists it."""
+    manifest = service.pool.manifest(name)
+    family = manifest.geometry.model_type
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(service.started, timezone.utc).isoformat(),
+        "size": sum(entry.size for entry in manifest.files.values()),
+        "digest": manifest.source.fingerprint,
+        "details": {
+            "parent_model": "",
+            "format": "onnx",
+            "family": family,
+            "families": [family],
+            "parameter_size": "",
+            "quantization_level": manifest.recipe.precision,
+        },
+    }
+
+
+@router.get("/api/tags")
+async def tags(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+    """The models that are served to this client."""
+    return {"models": [card(service, name) for name in service.pool.names if allowed(name)]}
+
+
+@router.get("/api/ps")
+async def running(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+    """Those of them that are loaded."""
+    return {"models": [card(service, name) for name in service.pool.models() if allowed(name)]}
+
+
+@router.get("/api/version")
+async def version() -> dict[str, Any]:
+    """The version of Ollama whose dialect this is."""
+    return {"version": SPOKEN_VERSION}
+
+
+class Named(Body):
+    """The body of POST /api/show."""
+
+    IGNORED = frozenset({"verbose"})
+    model: str | None = None
+    name: Annotated[str | None, Field(description="the older name of model")] = None
+
+
+@router.post("/api/show")
+async def show(body: Named, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+    """What is known of a model, and what it can do."""
+    if not (name := body.model or body.name):
+        raise ApiError(400, "model is missing; give it", param="model")
+    name = service.name(named_model(service, name))
+    manifest = service.pool.manifest(name)
+    encoder, family = manifest.geometry.encoder, manifest.geometry.model_type
+    return {
+        **{key: value for key, value in card(service, name).items() if key in ("details", "modified_at")},
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "model_info": {
+            "general.architecture": family,
+            f"{family}.context_length": service.config.max_context or manifest.limits.max_context,
+        },
+        "capabilities": ["embedding"] if encoder else ["completion", "tools"],
+    }
