@@ -27,6 +27,7 @@ from llmc.runtime.api.options import EngineOptions, row_limit
 from llmc.runtime.model import MemoryNeed, Model, default_memory, load, memory_need
 from llmc.runtime.observe.tracing import event
 from llmc.runtime.server.logs import note
+from llmc.runtime.text.chat_template import has_template
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +189,10 @@ class ModelPool:
         """
         place = self._place(name)
         return self._read(place.folder) if place.current is None else place.current.model.manifest
+
+    def has_template(self, name: str) -> bool:
+        """True if the model that serves under a name, or would be loaded, has a chat template."""
+        return has_template(self._place(name).folder)
 
     def models(self) -> dict[str, Model]:
         """Loaded models by name, to look at their metrics; to use one, lease it."""

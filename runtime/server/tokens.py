@@ -44,6 +44,7 @@ def card(service: Service, name: str) -> ModelCard:
         "target": manifest.target.name,
         "precision": manifest.recipe.precision,
         "generates": manifest.geometry.encoder is None,
+        "chats": manifest.geometry.encoder is None and service.pool.has_template(name),
     }
     return {
         "id": name,

@@ -120,6 +120,11 @@ class ChatTemplate:
         return rendered if mark is None else _until(rendered, mark)
 
 
+def has_template(folder: Path) -> bool:
+    """True if a model's files hold a chat template; whether it can be used is seen where it is loaded."""
+    return (folder / TEMPLATE_FILE).is_file() or bool(read_tokenizer_config(folder).get("chat_template"))
+
+
 def _read_templates(folder: Path) -> dict[str, str]:
     """Sources by name; the file goes before the configuration."""
     file = folder / TEMPLATE_FILE

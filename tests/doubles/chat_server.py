@@ -37,6 +37,7 @@ class ChatServer:
         script: what is streamed: deltas, seconds to wait, WAIT, BREAK, or a mapping with ``error``.
         refusal: status, error and headers of what is answered instead.
         key: the key to ask for.
+        chats: whether the models have chat templates.
         requests: the bodies that came.
         gate: opens what waits.
         gone: set when a client closes its stream early.
@@ -56,6 +57,7 @@ class ChatServer:
         self.refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
         self.key: str | None = None
         self.names = ["tiny", "small"]
+        self.chats = True
         self.requests: list[dict[str, Any]] = []
         self.gate = threading.Event()
         self.gone = threading.Event()
@@ -73,7 +75,10 @@ class ChatServer:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "llmc"} for name in self.names]
+        listed = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "llmc", "x_llmc": {"chats": self.chats}}
+            for name in self.names
+        ]
         return self._locked(request) or JSONResponse({"object": "list", "data": listed})
 
     async def chat(self, request: Request) -> Response:

@@ -24,10 +24,10 @@ export class ApiError extends Error {
   }
 }
 
-/** The names of the models. */
+/** The models, and whether each can chat. */
 export async function readModels() {
   const answer = await (await request("v1/models")).json();
-  return answer.data.map((model) => model.id);
+  return answer.data.map((model) => ({ name: model.id, chats: model.x_llmc?.chats ?? true }));
 }
 
 /** Chunks of a streamed answer until its `[DONE]`; a stream that ends without it is an error. */

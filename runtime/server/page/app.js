@@ -18,12 +18,15 @@ const narrow = matchMedia("(max-width: 60rem)");
 const touch = matchMedia("(pointer: coarse)");
 
 const SAVE_EVERY_MS = 500; // while an answer comes, for whoever closes the page meanwhile
+const SHOWN = "llmc.shown"; // the conversation that this tab shows, also after it is loaded again
 
 let store;
 let conversations = []; // those with messages
 let current = newConversation(NO_SETTINGS);
 let running = null; // { conversation, message, controller }
 let views = new Map(); // of the messages of the current conversation, by id
+let models = []; // { name, chats }
+const tabs = new BroadcastChannel("llmc"); // the page's other tabs: the id of a conversation that changed, null for all
 
 async function start() {
   makeNumbers(get("numbers"));
@@ -35,7 +38,9 @@ async function start() {
   conversations = await store.readAll();
   conversations.forEach(endInterrupted);
   const [last] = listNewest();
-  if (last) current = newConversation(last.settings);
+  const shown = conversations.find((conversation) => conversation.id === sessionStorage.getItem(SHOWN));
+  if (last) current = shown ?? newConversation(last.settings);
+  tabs.onmessage = ({ data }) => readChange(data);
   showConversation();
   prompt.disabled = false; // it was while the history was read
   if (!touch.matches) prompt.focus();
@@ -125,6 +130,7 @@ function showHistory() {
 
 function openConversation(conversation) {
   current = conversation;
+  sessionStorage.setItem(SHOWN, current.id);
   showConversation();
   if (narrow.matches) showPanel("history", false);
   prompt.focus();
@@ -139,6 +145,7 @@ async function save(conversation) {
   if (!conversations.includes(conversation)) conversations.push(conversation);
   try {
     await store.write(conversation);
+    tabs.postMessage(conversation.id);
   } catch (error) {
     notify(`The browser did not keep this conversation: ${error.message}`);
   }
@@ -148,12 +155,29 @@ async function removeConversation(conversation) {
   if (!(await confirm(`Delete “${conversation.title}”?`))) return;
   await drop([conversation]);
   await store.remove(conversation.id);
+  tabs.postMessage(null);
 }
 
 async function removeAll() {
   if (!(await confirm(`Delete all conversations?`))) return;
   await drop(conversations);
   await store.clear();
+  tabs.postMessage(null);
+}
+
+/** Take over what another tab changed; an answer that is under way here goes on. */
+async function readChange(id) {
+  const changed = id === null ? await store.readAll() : [await store.read(id)].filter(Boolean);
+  const kept = id === null ? [] : conversations.filter((conversation) => conversation.id !== id);
+  conversations = [...kept, ...changed.map((read) => (running?.conversation.id === read.id ? running.conversation : read))];
+  const now = conversations.find((conversation) => conversation.id === current.id);
+  if (!now && current.messages.length && running?.conversation !== current) return startConversation();
+  if (now && now !== current) {
+    current = now;
+    views = new Map();
+    keepEnd(showMessages);
+  }
+  showHistory();
 }
 
 /** Forget conversations; an answer that one of them waits for is stopped and not kept. */
@@ -287,6 +311,7 @@ async function answer(parent, request) {
   const message = addMessage(conversation, parent, newAnswer(request.model));
   const controller = new AbortController();
   running = { conversation, message, controller };
+  sessionStorage.setItem(SHOWN, conversation.id);
   announce("The model is answering.");
   save(conversation);
   showMessages();
@@ -334,11 +359,11 @@ const stop = () => running?.controller.abort();
 
 async function loadModels() {
   try {
-    const names = await readModels();
-    get("model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+    models = await readModels();
+    get("model").replaceChildren(...models.map(({ name }) => make("option", { value: name }, name)));
     get("model").disabled = false;
-    showModel();
     notify("");
+    showModel();
   } catch (error) {
     if (error.status === 401) askForKey(error.message, loadModels);
     else notify(`The models cannot be listed: ${error.message}`, loadModels);
@@ -350,6 +375,9 @@ function showModel() {
   const names = Array.from(select.options, (option) => option.value);
   if (names.includes(current.settings.model)) select.value = current.settings.model;
   select.title = select.value;
+  const chats = models.find(({ name }) => name === select.value)?.chats ?? true;
+  get("send").disabled = !chats;
+  if (!chats) notify(`“${select.value}” has no chat template, so it cannot chat; use it in a terminal with: llmc run`);
 }
 
 let retryWithKey = () => {}; // what to do again with the key that was asked for

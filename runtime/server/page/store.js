@@ -26,6 +26,7 @@ function databaseStore(database) {
   return {
     lasts: true,
     readAll: () => settle(store("readonly").getAll()),
+    read: (id) => settle(store("readonly").get(id)),
     write: (conversation) => settle(store("readwrite").put(conversation)),
     remove: (id) => settle(store("readwrite").delete(id)),
     clear: () => settle(store("readwrite").clear()),
@@ -34,5 +35,5 @@ function databaseStore(database) {
 
 function memoryStore() {
   const ignore = async () => {};
-  return { lasts: false, readAll: async () => [], write: ignore, remove: ignore, clear: ignore };
+  return { lasts: false, readAll: async () => [], read: ignore, write: ignore, remove: ignore, clear: ignore };
 }

@@ -36,7 +36,7 @@ RENDERED = {
     "# A *title* #\ntext": "<h3>A <em>title</em></h3><p>text</p>",
     "**bold** __bold__ *it* _it_ ~~no~~ `a*b*`": "<p><strong>bold</strong> <strong>bold</strong> <em>it</em> "
     "<em>it</em> <del>no</del> <code>a*b*</code></p>",
-    "***both*** **a *b***": "<p><strong><em>both</em></strong> <strong>a <em>b</em></strong></p>",
+    "***both*** **a *b***": "<p><em><strong>both</strong></em> <strong>a <em>b</em></strong></p>",
     "snake_case_name 2 * 3 * 4 **open": "<p>snake_case_name 2 * 3 * 4 **open</p>",
     r"\*not\* `` a`b `` `open": "<p>*not* <code>a`b</code> `open</p>",
     "- a\n- b\n  - c\n\n  more\n- d": "<ul><li>a</li><li>b<ul><li>c</li></ul><p>more</p></li><li>d</li></ul>",
@@ -121,6 +121,28 @@ LONG = [
 
 def test_texts_made_to_take_long_are_rendered(page, render):
     assert [len(text) for text in LONG if not render(text) and text.strip()] == []
+
+
+# Bounds of what the browser's one thread may be held by, on a machine that computes something else beside it.
+LONGEST_MS = 3_000
+MOST_ELEMENTS = 100_000
+WIDE = "|" * 3_000 + "\n" + "|-" * 3_000 + "|\n" + "|\n" * 3_000  # 9 million cells if all were made
+
+
+@pytest.mark.parametrize("text", [WIDE, *(text for text in LONG if len(text) <= 100_000)], ids=lambda text: text[:8])
+def test_no_answer_freezes_the_page(page, text):
+    taken, elements = page.evaluate(
+        """async (text) => {
+        const { showMarkdown } = await import("/page/markdown.js");
+        const element = document.createElement("div");
+        const start = performance.now();
+        showMarkdown(element, text);
+        return [performance.now() - start, element.querySelectorAll("*").length];
+    }""",
+        text,
+    )
+    assert taken < LONGEST_MS
+    assert elements < MOST_ELEMENTS
 
 
 def test_blocks_that_did_not_change_stay_what_they_are(page):

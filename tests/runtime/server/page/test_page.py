@@ -363,9 +363,23 @@ class TestHistory:
         while not page.evaluate(KEPT, "So far"):
             page.wait_for_timeout(50)
         page.reload()
-        page.locator("#conversations .open").click()
+        expect(page.locator(".assistant .note")).to_have_text("Stopped.")  # the conversation is in view again
         assert texts(page) == ["Hi", "So far"]
-        expect(page.locator(".assistant .note")).to_have_text("Stopped.")
+
+    def test_of_another_tab_is_shown_and_followed_and_goes_with_it(self, page, context, server: ChatServer, ask):
+        other = context.new_page()
+        other.goto(server.url)
+        expect(other.locator("#model")).to_be_enabled()
+        ask("Hi")
+        done(page)
+        other.locator("#conversations .open").click()
+        expect(other.locator(".message.assistant .text").last).to_have_text("Hello there, you.")
+        ask("And you?")
+        expect(other.locator(".message.assistant")).to_have_count(2)
+        button(page, "Delete “Hi”").click()
+        button(page, "Delete").click()
+        expect(other.locator("#conversations .open")).to_have_count(0)
+        expect(other.locator(".message")).to_have_count(0)
 
     def test_of_one_that_is_deleted_while_it_is_answered_is_gone(self, page, server: ChatServer, ask):
         server.script = [*says("So far")[:-1], WAIT]
@@ -441,13 +455,19 @@ class TestErrors:
         expect(answer.get_by_role("alert")).to_contain_text(said)
         assert texts(page) == ["Hi", "So far"]
 
+    def test_a_model_without_a_chat_template_is_refused_at_the_start(self, page, server: ChatServer):
+        server.chats = False
+        page.reload()
+        expect(page.locator("#notice")).to_contain_text("llmc run")
+        expect(page.locator("#send")).to_be_disabled()
+
     def test_of_the_network_are_words(self, page, server: ChatServer, ask):
         page.route("**/v1/**", lambda route: route.abort())
         expect(ask("Hi").get_by_role("alert")).to_contain_text("The server cannot be reached. Is it running?")
         page.reload()
         expect(page.locator("#notice")).to_contain_text("The models cannot be listed")
         page.unroute("**/v1/**")
-        button(page, "Try again").click()
+        page.locator("#notice").get_by_role("button", name="Try again").click()
         expect(page.get_by_role("combobox", name="Model")).to_have_value("tiny")
 
     def test_of_a_missing_key_ask_for_it_and_keep_it_with_the_tab(self, page, server: ChatServer, ask):
@@ -458,7 +478,7 @@ class TestErrors:
         expect(page.get_by_text("Hello there, you.", exact=True).last).to_be_visible()
         page.reload()
         expect(page.get_by_role("combobox", name="Model")).to_have_value("tiny")
-        assert page.evaluate("Object.values(sessionStorage)") == ["sk-1"]
+        assert page.evaluate("sessionStorage.getItem('llmc.key')") == "sk-1"
         assert "sk-1" not in page.evaluate("JSON.stringify(localStorage)")
 
     def test_of_a_missing_key_at_the_start_ask_for_it_too(self, page, server: ChatServer):
