@@ -29,8 +29,8 @@ KINDS: dict[str, Any] = {
 
 
 class Body(BaseModel):
-    """A body that clients send, or an object in one: null is absent, none of the rest is converted, and a parameter that
-    is not known here is refused by name."""
+    """A body that clients send, or an object in one: null is absent, nothing else is converted, and a parameter that is
+    not known here is refused by name."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     IGNORED: ClassVar[frozenset[str]] = frozenset()

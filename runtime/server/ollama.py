@@ -107,7 +107,7 @@ class OllamaMessage(Body):
 
 
 class Asked(Body):
-    """What chats and prompts have in common."""
+    """The common part of chats and prompts."""
 
     IGNORED = frozenset({"keep_alive"})
 
@@ -400,7 +400,7 @@ class Named(Body):
 
 @router.post("/api/show")
 async def show(body: Named, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    """What is known of a model, and what it can do."""
+    """The facts of a model, and its abilities."""
     if not (name := body.model or body.name):
         raise ApiError(400, "model is missing; give it", param="model")
     name = service.name(named_model(service, name))
