@@ -488,7 +488,8 @@ class Model:
             # The template writes the special tokens itself.
             return tokenizer.encode_disguised(text, disguise) if disguise else tokenizer.encode(text, False)
 
-        return prompt, text_tokens(tokenizer, prompt, encode, self.engine.max_context, on_overflow)
+        shown = tokenizer.controls.unmark(prompt) if disguise else prompt
+        return shown, text_tokens(tokenizer, prompt, encode, self.engine.max_context, on_overflow)
 
     def reasoning_variables(self, wanted: bool) -> dict[str, Any]:
         """Variables of the chat template (``chat_template_kwargs``) that ask for reasoning, or for none.
