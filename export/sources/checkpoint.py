@@ -130,7 +130,7 @@ def _read_folder(folder: Path) -> Checkpoint:
         )
     tensors = _match(folder, config, found)
     if any(isinstance(tensor, MadeTensor) for tensor in stored.values()):
-        keys.note("weights in float8 are dequantized, for no kernel multiplies with their blocks")
+        keys.note("weights in float8 are dequantized to float32, for no kernel multiplies with their blocks")
     files = tuple(shard.path for shard in shards)
     source = _source(folder.resolve().name, (folder / CONFIG_FILE).read_bytes(), files, tensors)
     return Checkpoint(folder, config, generation, tensors, files, source, (*keys.notes, *left_out))
