@@ -35,6 +35,7 @@ DECODER_FILE = "decoder.onnx"
 MADE_FILE = "made.bin"  # weights of an export that no file of its checkpoint holds as the graph reads them
 WEIGHTS_FILE = "weights.bin"
 CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 # Everything the runtime may need to speak the model's language; only the first one must exist.
@@ -734,7 +735,8 @@ def unbuilt(folder: Path) -> str | None:
     """Kind of a folder that a bundle can be built of, ``an export`` or ``a checkpoint``; None for any other folder."""
     if (folder / BUNDLE_MANIFEST).exists():
         return None
-    kinds = {EXPORT_MANIFEST: "an export", CONFIG_FILE: "a checkpoint"}  # an export has a config.json too
+    # An export has a config.json, too.
+    kinds = {EXPORT_MANIFEST: "an export", CONFIG_FILE: "a checkpoint", ADAPTER_FILE: "an adapter"}
     return next((kind for name, kind in kinds.items() if (folder / name).exists()), None)
 
 

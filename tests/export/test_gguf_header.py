@@ -134,6 +134,7 @@ def test_a_truncated_file_is_named(folder, tmp_path, share):
         ({"attention.value_length": 8}, ["llama.attention.value_length is 8"]),
         ({"expert_count": 8}, ["llama.expert_count is 8", "expected 0"]),
         ({"expert_count": [0, 8]}, ["llama.expert_count is array([0, 8]", "expected 0"]),
+        ({"general.type": "adapter"}, ["is an adapter and no whole model"]),
         ({"split.count": [1, 2]}, ["is said to be one of array([1, 2]", "expected a name such as"]),
         ({"attention.brand_new": 1.5}, ["llama.attention.brand_new=1.5 is not known to llmc"]),
         ({"rope.freq_base": 10_000.0}, ["rope_freqs.weight are no factors of Llama 3's rule"]),

@@ -58,6 +58,10 @@ def read_gguf(path: Path) -> GgufModel:
     """
     headers = _headers(path)
     metadata = headers[0].metadata
+    if metadata.get("general.type") == "adapter":
+        raise CheckpointError(
+            f"{path} is an adapter and no whole model; merge it into its base model (llama-export-lora)"
+        )
     places = {entry.name: (header.path, entry) for header in headers for entry in header.tensors}
 
     def read(name: str) -> NDArray[Any]:
