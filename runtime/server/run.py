@@ -177,12 +177,12 @@ class Server(uvicorn.Server):
         Raises:
             UsageError, OSError: one cannot be used.
         """
-        fresh = None if self._settings.tls_cert is None else ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        if fresh is not None:  # the one that listens would keep half of a pair that does not match
+        fresh, listening_with = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.config.ssl
+        if self._settings.tls_cert is not None:  # the one that listens would keep half of a pair that does not match
             fresh.load_cert_chain(self._settings.tls_cert, self._settings.tls_key, password="")  # nobody to ask for one
         self._reload_keys()
-        if fresh is not None:
-            self.config.ssl.sni_callback = lambda connection, _name, _own: setattr(connection, "context", fresh)
+        if listening_with is not None:
+            listening_with.sni_callback = lambda connection, _name, _own: setattr(connection, "context", fresh)
 
     def _fail(self, error: LlmcError) -> None:
         self.failure = error

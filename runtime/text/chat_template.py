@@ -334,11 +334,11 @@ class _Copies:
         return key, self.plain(item, f"{where}.{key!s:.40}", depth + 1)
 
     def _word(self, word: str) -> str:
-        """What becomes of a role or a type."""
+        """The copy of a role or a type."""
         return word
 
     def _key(self, copied: Any, key: Any) -> Any:
-        """What becomes of a key, of which ``copied`` is made as of any value."""
+        """The copy of a key, of which ``copied`` is made as of any value."""
         return copied
 
     def _number(self, number: Any) -> Any:

@@ -147,7 +147,7 @@ class _Reader:
         return data
 
     def _texts(self, count: int) -> list[str]:
-        """What :meth:`_text` reads so many times, in an eighth of the time: vocabularies have 100,000s of texts."""
+        """``count`` texts as :meth:`_text` reads each, without its calls: vocabularies have 100,000s of them."""
         found, read, position = [], self._file.read, self._position
         try:
             for _ in range(count):
