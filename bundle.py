@@ -35,6 +35,7 @@ DECODER_FILE = "decoder.onnx"
 MADE_FILE = "made.bin"  # weights of an export that no file of its checkpoint holds as the graph reads them
 WEIGHTS_FILE = "weights.bin"
 CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 # Everything the runtime may need to speak the model's language; only the first one must exist.
@@ -71,6 +72,7 @@ Logits = Annotated[tuple[float, ...], range(1025)]
 # A build that replaces a bundle takes its place in two steps: so long the folder is gone at most.
 SWAP_S = 0.02
 MOST_TRIES = 10
+TICK_S = 0.02  # longer than that of any kernel's clock for files: 1 to 10 ms
 # Bytes of one value of the KV cache, by its type.
 CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
@@ -626,7 +628,7 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
     Raises:
         BundleError: not a bundle, written by a newer llmc, or files are missing or truncated, or lie elsewhere.
     """
-    return undisturbed(folder, lambda: _read_bundle(folder, engine_matters))
+    return undisturbed(folder, lambda place: _read_bundle(place, engine_matters))
 
 
 def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
@@ -668,10 +670,11 @@ def publication(folder: Path) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def undisturbed(folder: Path, work: Callable[[], T], undo: Callable[[T], object] = lambda result: None) -> T:
+def undisturbed(folder: Path, work: Callable[[Path], T], undo: Callable[[T], object] = lambda result: None) -> T:
     """The result of ``work`` on one and the same bundle: done again if another one took its place meanwhile.
 
     Args:
+        work: gets the folder, without links that might lead elsewhere while it works.
         undo: gets a result that is thrown away.
 
     Raises:
@@ -679,26 +682,61 @@ def undisturbed(folder: Path, work: Callable[[], T], undo: Callable[[T], object]
         LlmcError: whatever ``work`` raises, unless the bundle was replaced.
     """
     for _ in range(MOST_TRIES):
-        before = publication(folder)
+        place = Path(os.path.realpath(folder))
+        place = folder if place == Path(os.path.abspath(folder)) else place
+        before = standing(place)
         try:
-            result = work()
+            result = work(place)
         except LlmcError:
             if before is None:
                 time.sleep(SWAP_S)
-            if publication(folder) == before:
+            if standing(place) == before:
                 raise
         else:
-            if publication(folder) == before:
+            if standing(place) == before:
                 return result
             undo(result)
     raise BundleError(f"{folder} was replaced {MOST_TRIES} times while it was read; let the build end, and try again")
+
+
+def of_same(folder: Path, known: tuple[int, ...] | None, work: Callable[[Path], T]) -> T:
+    """The result of ``work`` on the bundle that was loaded from ``folder`` as the :func:`publication` ``known``.
+
+    Raises:
+        BundleError: another one has taken its place.
+    """
+
+    def checked(place: Path) -> T:
+        if publication(place) != known:
+            raise BundleError(
+                f"{folder} was replaced since it was loaded, and its chat template with it; load it again"
+            )
+        return work(place)
+
+    return undisturbed(folder, checked)
+
+
+def standing(folder: Path) -> tuple[int, ...] | None:
+    """Identity of what is published in ``folder`` for as long as it stands there: of a folder that is moved away and
+    comes back, too, another one. A change in the same tick of the file system's clock would be missed, so this waits
+    until a change is older."""
+    try:
+        found = folder.stat()
+        if 0 <= time.time_ns() - found.st_ctime_ns < TICK_S * 1e9:
+            time.sleep(TICK_S)
+            found = folder.stat()
+    except (OSError, ValueError):
+        return None
+    published = publication(folder)
+    return None if published is None else (*published, found.st_dev, found.st_ino, found.st_ctime_ns)
 
 
 def unbuilt(folder: Path) -> str | None:
     """Kind of a folder that a bundle can be built of, ``an export`` or ``a checkpoint``; None for any other folder."""
     if (folder / BUNDLE_MANIFEST).exists():
         return None
-    kinds = {EXPORT_MANIFEST: "an export", CONFIG_FILE: "a checkpoint"}  # an export has a config.json too
+    # An export has a config.json, too.
+    kinds = {EXPORT_MANIFEST: "an export", CONFIG_FILE: "a checkpoint", ADAPTER_FILE: "an adapter"}
     return next((kind for name, kind in kinds.items() if (folder / name).exists()), None)
 
 

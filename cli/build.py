@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.bundle import CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
+from llmc.bundle import ADAPTER_FILE, CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
 from llmc.cli import output as show
 from llmc.cli.inspect import bundle_rows
 from llmc.cli.options import (
@@ -171,7 +171,7 @@ def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path
     if (source / EXPORT_MANIFEST).exists():
         yield source
         return
-    if source.is_dir() and not (source / CONFIG_FILE).exists():
+    if source.is_dir() and not any((source / name).exists() for name in (CONFIG_FILE, ADAPTER_FILE)):
         refuse_bundle(source, "an export or a checkpoint")
         yield source
         return

@@ -79,6 +79,7 @@ def kind_of(path: Path) -> str:
     if path.is_file():
         return "checkpoint"  # in a GGUF file, or what is none is refused when it is read
     kinds = {bundle.BUNDLE_MANIFEST: "bundle", bundle.EXPORT_MANIFEST: "export", CONFIG_FILE: "checkpoint"}
+    kinds[bundle.ADAPTER_FILE] = "checkpoint"  # which is refused as such when it is read
     for name, kind in kinds.items():
         if (path / name).exists():
             return kind

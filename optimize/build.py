@@ -43,7 +43,7 @@ from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
 from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge.evaluate import evaluate, read_windows
-from llmc.optimize.judge.gate import Advice, advise, check, check_unrounded
+from llmc.optimize.judge.gate import Advice, advise, check, check_unrounded, doubted
 from llmc.optimize.judge.golden import SPREAD_FACTOR, golden_prompts, prompt_ids, tolerance
 from llmc.optimize.judge.invariance import measured
 from llmc.optimize.judge.overflow import check_range
@@ -471,6 +471,10 @@ def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated)
             seen = partial(_advice, order, folder, manifest, weights, quality, text.ids)
             check(quality, order.recipe.budget, seen)
             disk_cache.prune("reference", KEPT_BYTES)
+        doubts = doubted(
+            quality if text is not None and text.default else golden.quality, order.export.geometry.vocab_size
+        )
+        manifest = replace(manifest, notes=(*manifest.notes, *doubts))
         if verified == "device":
             order.progress("comparing calls of different sizes")
             manifest = measured(model.runner.session, manifest)

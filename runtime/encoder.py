@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import Manifest
+from llmc.bundle import Manifest, of_same, publication
 from llmc.errors import ContextError, RequestError, UsageError, written
 from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
 from llmc.runtime.text.control_tokens import Disguise
@@ -46,6 +46,7 @@ class TextEncoder:
         self._form = manifest.geometry.encoder
         self._call_tokens = manifest.limits.prefill_chunk
         self._folder, self._tokenizer = folder, tokenizer
+        self._publication = publication(folder)
         self._prompts = Prompts.from_folder(folder)
         self._lock = threading.Lock()
 
@@ -64,7 +65,8 @@ class TextEncoder:
     def _chat_template(self) -> "ChatTemplate":
         from llmc.runtime.text.chat_template import ChatTemplate  # jinja, for those who rank
 
-        return ChatTemplate.from_folder(self._folder, self._tokenizer)
+        read = partial(ChatTemplate.from_folder, tokenizer=self._tokenizer)
+        return of_same(self._folder, self._publication, read)
 
     def embed(
         self, texts: Sequence[str], *, dimensions: int | None, instruction: str | None, truncate: bool

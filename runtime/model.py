@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from llmc.bundle import Manifest, publication, read_bundle, undisturbed, unlisted_files, verify_files
-from llmc.errors import BundleError, EngineClosedError, UsageError, written
+from llmc.bundle import Manifest, of_same, publication, read_bundle, undisturbed, unlisted_files, verify_files
+from llmc.errors import EngineClosedError, UsageError, written
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
@@ -92,7 +92,7 @@ def load(
     """
     folder = _folder(bundle)
     arguments = (threads, max_context, prefill_chunk, self_test, verify, memory, emulate)
-    return undisturbed(folder, lambda: _load(folder, *arguments, options), Model.close)
+    return undisturbed(folder, lambda place: _load(place, *arguments, options), Model.close)
 
 
 def _load(
@@ -156,12 +156,12 @@ def verify(
     """
     folder = _folder(bundle)
 
-    def verified() -> VerifyReport:
-        manifest = read_bundle(folder)
-        for name in verify_files(folder, manifest):
+    def verified(place: Path) -> VerifyReport:
+        manifest = read_bundle(place)
+        for name in verify_files(place, manifest):
             progress(f"hashed {name}")
-        with load(folder, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
-            return replace(replayed(model, progress), unlisted=unlisted_files(folder, manifest))
+        with load(place, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
+            return replace(replayed(model, progress), unlisted=unlisted_files(place, manifest))
 
     return undisturbed(folder, verified)
 
@@ -488,7 +488,8 @@ class Model:
             # The template writes the special tokens itself.
             return tokenizer.encode_disguised(text, disguise) if disguise else tokenizer.encode(text, False)
 
-        return prompt, text_tokens(tokenizer, prompt, encode, self.engine.max_context, on_overflow)
+        shown = tokenizer.controls.unmark(prompt) if disguise else prompt
+        return shown, text_tokens(tokenizer, prompt, encode, self.engine.max_context, on_overflow)
 
     def reasoning_variables(self, wanted: bool) -> dict[str, Any]:
         """Variables of the chat template (``chat_template_kwargs``) that ask for reasoning, or for none.
@@ -567,13 +568,10 @@ class Model:
             BundleError: it was not read yet, and another bundle has taken the place of this one.
         """
         if self._chat_template is None:
-            if publication(self.folder) != self._publication:
-                raise BundleError(
-                    f"{self.folder} was replaced since it was loaded, and its chat template with it; load it again"
-                )
             from llmc.runtime.text.chat_template import ChatTemplate  # jinja, for those who chat
 
-            self._chat_template = ChatTemplate.from_folder(self.folder, self.tokenizer)
+            read = partial(ChatTemplate.from_folder, tokenizer=self.tokenizer)
+            self._chat_template = of_same(self.folder, self._publication, read)
         return self._chat_template
 
     def close(self, drain: bool = False) -> None:

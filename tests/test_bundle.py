@@ -430,8 +430,8 @@ def test_a_bundle_that_is_replaced_while_it_is_read_is_read_again(folder: Path, 
     def replace(version: str) -> None:
         bundle.write_manifest(dataclasses.replace(whole, llmc_version=version), folder)
 
-    def work() -> str:
-        found = bundle.read_bundle(folder).llmc_version
+    def work(place: Path) -> str:
+        found = bundle.read_bundle(place).llmc_version
         seen.append(found)
         if len(seen) == 1:
             replace("0.2.0 begins")
@@ -448,7 +448,7 @@ def test_a_bundle_that_is_replaced_while_it_is_read_is_read_again(folder: Path, 
 def test_a_bundle_that_is_replaced_without_end_is_refused(folder: Path):
     ticks = iter(range(100))
     with pytest.raises(BundleError, match="was replaced 10 times while it was read"):
-        bundle.undisturbed(folder, lambda: (folder / BUNDLE_MANIFEST).write_text("x" * next(ticks)))
+        bundle.undisturbed(folder, lambda place: (place / BUNDLE_MANIFEST).write_text("x" * next(ticks)))
 
 
 def test_every_number_of_a_manifest_has_a_range():

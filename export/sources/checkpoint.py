@@ -1,6 +1,7 @@
 """A Hugging Face folder or a GGUF file: its config in llmc's words, and where each of the decoder's tensors lies."""
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -25,6 +26,7 @@ from llmc.origin import fingerprint, own_file
 
 CONFIG_FILE = bundle.CONFIG_FILE
 GENERATION_FILE = "generation_config.json"
+ADAPTER_FILE = bundle.ADAPTER_FILE
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Buffers that some checkpoints store although they follow from the config.
 _COMPUTED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
@@ -112,6 +114,7 @@ def _read_folder(folder: Path) -> Checkpoint:
         )
     if (folder / bundle.EXPORT_MANIFEST).exists():
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
+    _refuse_adapter(folder)
     values = read_json(folder / CONFIG_FILE)
     keys, ending = Keys(values, str(folder / CONFIG_FILE)), read_ending(folder, values)
     quantization = read_quantization(keys)
@@ -130,10 +133,22 @@ def _read_folder(folder: Path) -> Checkpoint:
         )
     tensors = _match(folder, config, found)
     if any(isinstance(tensor, MadeTensor) for tensor in stored.values()):
-        keys.note("weights in float8 are dequantized, for no kernel multiplies with their blocks")
+        keys.note("weights in float8 are dequantized to float32, for no kernel multiplies with their blocks")
     files = tuple(shard.path for shard in shards)
     source = _source(folder.resolve().name, (folder / CONFIG_FILE).read_bytes(), files, tensors)
     return Checkpoint(folder, config, generation, tensors, files, source, (*keys.notes, *left_out))
+
+
+def _refuse_adapter(folder: Path) -> None:
+    if not os.path.lexists(folder / ADAPTER_FILE):
+        return
+    merged = "merge it into its base model (peft: merge_and_unload, save_pretrained) and export the result"
+    if os.path.lexists(folder / CONFIG_FILE):
+        raise CheckpointError(
+            f"{folder}: {ADAPTER_FILE} belongs to an adapter, which llmc would leave out; {merged}, or move "
+            f"{ADAPTER_FILE} away to export the base model alone"
+        )
+    raise CheckpointError(f"{folder} is an adapter ({ADAPTER_FILE}) and no whole model; {merged}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -182,19 +182,18 @@ class _Parts:
             self.how.block if 0 not in self.how.block else (1 if found[:1] == (outputs,) else outputs, inputs)
         )
         blocks = (-(-outputs // rows), -(-inputs // columns))
-        if found != blocks and found not in ((1,), (), (outputs,)):
+        if found != blocks and (0 not in self.how.block or found not in ((1,), (), (outputs,))):
             raise self._error(f"has {name} {list(found)}, but blocks of {rows} x {columns} need {list(blocks)}")
         scales = self._take(name, FLOATS, found)
-        dtype = "F16" if scales.dtype == "F16" else "BF16"
 
         def pieces() -> Iterator[NDArray[Any]]:
             factors = np.broadcast_to(self._read(scales).astype(np.float32).reshape(-1, blocks[1]), blocks)
             for start, stop in _spans(outputs, inputs):
                 values = self._read(codes, start, stop).astype(np.float32)
                 values *= np.repeat(factors[np.arange(start, stop) // rows], columns, axis=1)[:, :inputs]
-                yield values.astype(ARRAY_TYPES[dtype])
+                yield values
 
-        return MadeTensor(dtype, (outputs, inputs), pieces)
+        return MadeTensor("F32", (outputs, inputs), pieces)  # 16 bits would round the product once more
 
     # --------------------------------------------------------------------------------------------------- parts
 

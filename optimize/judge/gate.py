@@ -32,6 +32,10 @@ SHOWN = 16
 # Mean KL of a build in float32, in nats: sums in another order. The families' random tiny models are below 1e-9, and a
 # multiplier of the logits that the lowering had lost showed as 0.8.
 UNROUNDED_KL = 1e-4
+# An unquantized model may be so much in doubt about a token of llmc's own texts, as a share of what chance has, which
+# is the logarithm of the vocabulary: SmolLM2-135M has 0.31 and the model of recipes/tiny, with 3 million weights and
+# made for code, 0.54. Random weights have 1, and tokens of another vocabulary more.
+UNTRAINED_SHARE = 0.56
 BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp16": 16}
 
 
@@ -188,6 +192,18 @@ def check_unrounded(quality: Quality, recipe: Recipe) -> None:
             f"{quality.text}, expected at most {UNROUNDED_KL}: llmc made another model of this checkpoint. Nothing was "
             "published; please report it with the checkpoint's config.json"
         )
+
+
+def doubted(quality: Quality, vocab_size: int) -> list[str]:
+    """A sentence about an unquantized model that does not know llmc's own text, as none does with a wrong tokenizer."""
+    found = quality.reference_perplexity
+    if found is None or found <= vocab_size**UNTRAINED_SHARE:  # NaN is not
+        return []
+    return [
+        f"the unquantized model has a perplexity of {found:.4g} on {quality.text} (English for the most part), where "
+        f"chance has {vocab_size} and a language model at most {vocab_size**UNTRAINED_SHARE:.3g}: the checkpoint has "
+        "another model's tokenizer, or is not trained on such text"
+    ]
 
 
 def _worst(errors: Sequence[LayerError], broken: Sequence[Violation]) -> str:

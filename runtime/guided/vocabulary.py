@@ -49,10 +49,7 @@ class Vocabulary:
                 f"none of the model's end-of-sequence tokens {list(eos_token_ids)} is in its tokenizer; a guided "
                 "output needs one to end with"
             )
-        try:
-            tokens = library.LLTokenizer(backend.to_str(), n_vocab=exists.size, eos_token=list(known))
-        except ValueError as error:
-            raise GrammarError(f"guided decoding does not support the tokenizer: {shortened(str(error))}") from error
+        tokens = library.LLTokenizer(_Spellings(tokenizer, exists.size, known[0]), eos_token=list(known))
         return_freed_memory()
         eos = np.zeros(vocab_size, np.bool_)
         eos[list(known)] = True
@@ -82,6 +79,26 @@ class Vocabulary:
             reached[end] = any(reached[start] and content[start:end] in self.spellings for start in starts)
         if not reached[-1]:
             raise GrammarError(f"choice: no tokens of the model's vocabulary spell {shortened(repr(text))}")
+
+
+class _Spellings:
+    """A tokenizer as the library reads one, with the spellings that all parts of the runtime use."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.tokens = [tokenizer.spelling(token_id) for token_id in range(size)]
+        self.special_token_ids = [token_id for token_id in range(size) if tokenizer.is_silent(token_id)]
+        self._encode = tokenizer.encode
+        # Where a text begins with a space of the tokenizer's own, it is encoded behind what merges with nothing.
+        begun = b"".join(self.tokens[token_id] for token_id in tokenizer.encode("a", add_special_tokens=False))
+        self._before = "" if begun == b"a" else "\x02"
+
+    def __call__(self, text: str) -> list[int]:
+        before = self._encode(self._before, add_special_tokens=False)
+        return self._encode(self._before + text, add_special_tokens=False)[len(before) :]
 
 
 def shortened(text: str) -> str:

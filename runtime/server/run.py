@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -163,14 +164,25 @@ class Server(uvicorn.Server):
         """Do as SIGHUP asks; whatever fails is logged, and what was there before goes on."""
         notify(reloading())
         try:
-            self._reload_keys()
-            if self.config.ssl is not None and self._settings.tls_cert is not None:
-                self.config.ssl.load_cert_chain(self._settings.tls_cert, self._settings.tls_key)
+            self._reload_all()
         except (LlmcError, OSError) as error:
             log.error("keys and certificate stay as they are: %s", error)
         await self._pool.refresh()
         notify("READY=1")
         event(log, "reloaded")
+
+    def _reload_all(self) -> None:
+        """Take keys and certificate as their files say now: all of them, or none.
+
+        Raises:
+            UsageError, OSError: one cannot be used.
+        """
+        fresh, listening_with = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.config.ssl
+        if self._settings.tls_cert is not None:  # the one that listens would keep half of a pair that does not match
+            fresh.load_cert_chain(self._settings.tls_cert, self._settings.tls_key, password="")  # nobody to ask for one
+        self._reload_keys()
+        if listening_with is not None:
+            listening_with.sni_callback = lambda connection, _name, _own: setattr(connection, "context", fresh)
 
     def _fail(self, error: LlmcError) -> None:
         self.failure = error

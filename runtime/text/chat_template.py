@@ -5,16 +5,19 @@ They run in a sandbox with bounds (:mod:`llmc.runtime.text.sandbox`), and render
 """
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.meta
+import jinja2.nodes
 
 from llmc.errors import BundleError, RequestError, UsageError
-from llmc.runtime.text.control_tokens import Disguise
+from llmc.runtime.text.control_tokens import FIRST_STAND, LAST_STAND, ControlTokens, Disguise
 from llmc.runtime.text.sandbox import DEEPEST, LARGEST_BITS, ExcessError, Sandbox, SlowError
 from llmc.runtime.text.tokenizer import CONFIG_FILE, Tokenizer, read_tokenizer_config
 
@@ -23,6 +26,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 LARGEST_INPUT = 8_000_000
 # Keys whose values templates compare with words; where the value is one, it is not hidden as a control token.
 _COMPARED = ("role", "type")
+# Roles of which templates may make a control token, as '<|' + role + '|>', without naming them.
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 LONGEST_REASON = 500  # characters of what a template says when it refuses, which may be text without end
 # Names under which a message's reasoning is passed; templates read the first, older ones the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -34,17 +39,28 @@ class ChatTemplate:
     Args:
         templates: jinja sources by name; ``default`` is used, or ``tool_use`` for messages with tools.
         special_tokens: variables such as ``bos_token`` that every template sees.
+        controls: tokens that are marked where the template itself writes them; default: none are.
 
     Raises:
         RequestError: the template is not valid jinja.
     """
 
-    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        self._sandbox = Sandbox()
+    def __init__(
+        self, templates: Mapping[str, str], special_tokens: Mapping[str, str], controls: ControlTokens | None = None
+    ) -> None:
         self._special_tokens = dict(special_tokens)
         self._sources = dict(templates)
         self._variables: dict[str, frozenset[str]] = {}
-        self._templates = {name: _guarded(self._sandbox.from_string, source) for name, source in templates.items()}
+        self._compiled: dict[bool, _Compiled] = {}
+        self._controls = controls
+        self._compile(marked=True)
+
+    def _compile(self, marked: bool) -> "_Compiled":
+        """The templates, with marks or, for texts that may spell control tokens, without."""
+        if marked not in self._compiled:
+            mark = self._controls.mark if self._controls is not None and marked else str
+            self._compiled[marked] = _Compiled(self._sources, self._special_tokens, mark)
+        return self._compiled[marked]
 
     @classmethod
     def from_folder(cls, folder: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
@@ -54,7 +70,7 @@ class ChatTemplate:
             RequestError: the model has no chat template, or one that is not valid jinja.
             BundleError: a file cannot be read.
         """
-        return cls(_read_templates(Path(folder)), tokenizer.special_tokens)
+        return cls(_read_templates(Path(folder)), tokenizer.special_tokens, tokenizer.controls)
 
     def source(self, tools: bool) -> str:
         """The source of the template for messages with tools, or without."""
@@ -64,12 +80,13 @@ class ChatTemplate:
         """Names that the template for messages with tools, or without, may read of what it is given."""
         name = self._name(tools)
         if name not in self._variables:
-            names = jinja2.meta.find_undeclared_variables(self._sandbox.parse(self._sources[name]))
-            self._variables[name] = frozenset(names) - self._sandbox.globals.keys() - self._special_tokens.keys()
+            sandbox = self._compile(marked=True).sandbox
+            names = jinja2.meta.find_undeclared_variables(sandbox.parse(self._sources[name]))
+            self._variables[name] = frozenset(names) - sandbox.globals.keys() - self._special_tokens.keys()
         return self._variables[name]
 
     def _name(self, tools: bool) -> str:
-        return "tool_use" if tools and "tool_use" in self._templates else "default"
+        return "tool_use" if tools and "tool_use" in self._sources else "default"
 
     def render(
         self,
@@ -99,25 +116,53 @@ class ChatTemplate:
             RequestError: the template refuses the messages, fails, or works longer than a template may; or they have
                 more than :data:`LARGEST_INPUT` characters; or it leaves out the text that is to be gone on with.
         """
-        name = self._name(tools is not None)
-        copies = _Copies(disguise.hide if disguise else lambda text: text)
+        compiled, name = self._compile(marked=disguise is not None), self._name(tools is not None)
         checked = with_calls_as_mappings(_checked(messages))
         mark = secrets.token_hex(16) if continue_final_message else None
         if mark is not None:
             if add_generation_prompt:
                 raise UsageError("continue_final_message is True and add_generation_prompt too; set one of them")
             checked[-1] = _marked(checked[-1], f"{mark} ")
-        values = {
-            **self._special_tokens,
-            "messages": [copies.message(message, f"messages[{i}]") for i, message in enumerate(checked)],
-            "add_generation_prompt": add_generation_prompt,
-            "tools": copies.plain(tools, "tools"),
-            "documents": copies.plain(documents, "documents"),
-            **{key: copies.plain(value, key) for key, value in variables.items()},
-        }
-        rendered: str = _guarded(lambda given: self._sandbox.render(self._templates[name], given, copies.size), values)
-        rendered = disguise.unescaped(rendered) if disguise else rendered
+        others = {"tools": tools, "documents": documents, **variables}
+
+        def render(copies: _Copies) -> str:
+            values = {
+                **compiled.special_tokens,
+                "messages": [copies.message(message, f"messages[{i}]") for i, message in enumerate(checked)],
+                "add_generation_prompt": add_generation_prompt,
+                **{key: copies.plain(value, key) for key, value in others.items()},
+            }
+            rendered = compiled.render(name, values, copies.size)
+            return disguise.unescaped(rendered) if disguise else rendered
+
+        rendered = render(_Copies(disguise.hide if disguise else str))
+        if disguise is not None:
+            rendered = disguise.controls.settle(rendered, lambda: render(_HarmlessCopies(compiled.words)))
         return rendered if mark is None else _until(rendered, mark)
+
+
+class _Compiled:
+    """Templates by name, with what ``mark`` makes of their texts and of the special tokens."""
+
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], mark: Callable[[str], str]
+    ) -> None:
+        self.special_tokens = {name: mark(text) for name, text in special_tokens.items()}
+        self.sandbox = Sandbox(mark)
+        self._sources = sources
+        self._templates = {name: _guarded(self.sandbox.from_string, source) for name, source in sources.items()}
+
+    def render(self, name: str, values: dict[str, Any], size: int) -> str:
+        """The text of a template; ``size`` is that of its values."""
+        rendered: str = _guarded(lambda given: self.sandbox.render(self._templates[name], given, size), values)
+        return rendered
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Names and texts that the templates look for."""
+        trees = [self.sandbox.parse(source) for source in self._sources.values()]
+        texts = {node.value for tree in trees for node in tree.find_all(jinja2.nodes.Const)}
+        return frozenset({*texts, *(node.attr for tree in trees for node in tree.find_all(jinja2.nodes.Getattr))})
 
 
 def has_template(folder: Path) -> bool:
@@ -234,7 +279,7 @@ class _Copies:
     """
 
     def __init__(self, hide: Callable[[str], str]) -> None:
-        self._hide = hide
+        self._text = hide
         self.size = 0
         """Characters and items copied."""
 
@@ -266,15 +311,15 @@ class _Copies:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
-            return self._hide(str.__str__(value))  # whatever a subclass makes of str()
+            return self._text(str.__str__(value))  # whatever a subclass makes of str()
         if isinstance(value, int):
             if value.bit_length() > LARGEST_BITS:
                 raise UsageError(
                     f"{where} is an integer of {value.bit_length()} bits, at most {LARGEST_BITS} are expected"
                 )
-            return int.__int__(value)
+            return self._number(int.__int__(value))
         if isinstance(value, float):
-            return float.__float__(value)
+            return self._number(float.__float__(value))
         if depth == DEEPEST and isinstance(value, (Mapping, list, tuple)):
             raise UsageError(f"{where:.200} is nested more than {DEEPEST} deep; nest less")
         if isinstance(value, Mapping):
@@ -289,9 +334,42 @@ class _Copies:
             raise UsageError(f"{where} has the key {_shown(key)}, expected text or a number")
         if key in _COMPARED and isinstance(item, str) and item.isidentifier():
             self.size += len(item)
-            return key, str.__str__(item)
-        key = self.plain(key, f"a key of {where}")
+            return key, self._word(str.__str__(item))
+        key = self._key(self.plain(key, f"a key of {where}"), key)
         return key, self.plain(item, f"{where}.{key!s:.40}", depth + 1)
+
+    def _word(self, word: str) -> str:
+        """The copy of a role or a type."""
+        return word
+
+    def _key(self, copied: Any, key: Any) -> Any:
+        """The copy of a key, of which ``copied`` is made as of any value."""
+        return copied
+
+    def _number(self, number: Any) -> Any:
+        return number
+
+
+class _HarmlessCopies(_Copies):
+    """Copies of the same form that can be no part of a control token, but for roles and what the template looks for.
+
+    Args:
+        words: what it looks for.
+    """
+
+    def __init__(self, words: frozenset[str]) -> None:
+        super().__init__(lambda text: re.sub(r"\S", chr(LAST_STAND), text))
+        self._words = words
+        self._keys: dict[Any, str] = {}
+
+    def _word(self, word: str) -> str:
+        return word if word in self._words | _ROLES else self._text(word)
+
+    def _key(self, copied: Any, key: Any) -> Any:
+        return key if key in self._words else self._keys.setdefault(key, chr(FIRST_STAND + len(self._keys) % 1000) * 2)
+
+    def _number(self, number: Any) -> Any:
+        return number + 1  # another token, if it is a part of one
 
 
 def _line(message: object) -> str:

@@ -1,15 +1,20 @@
 """Control tokens are the template's: texts of messages that spell one, such as ``</s>``, stay text.
 
-Otherwise whoever writes a message could end it, and speak as the system. It takes two steps. While the template runs,
-what messages spell is hidden behind single characters (:class:`Disguise`), so that the template can trim, compare and
-slice as always. Then the prompt goes through a twin of the tokenizer that knows control tokens by other,
-unguessable names (:class:`ControlTokens`); those that the template wrote are given these names.
+Otherwise whoever writes a message could end it, and speak as the system. It takes three steps. Before the template is
+compiled, the control tokens in its source become single characters (marks), so that they are told from all that texts
+spell, also together with the template's own characters, as in ``<{{ key }}``. While it runs, what messages spell is
+hidden behind single characters, too (:class:`Disguise`), so that the template can trim, compare and slice as always.
+Then the prompt goes through a twin of the tokenizer that knows control tokens by other, unguessable names
+(:class:`ControlTokens`); the marks are given these names.
+
+A template may also put a control token together, as ``'<|' + role + '|>'``. Then the prompt spells tokens beside the
+marks, and they are the template's if the same conversation with harmless texts makes the same sequence of tokens.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import tokenizers
@@ -19,8 +24,10 @@ from llmc.errors import RequestError
 # Stands are Tangut ideographs: letters without case, which only JSON in ASCII escapes, and which no template writes.
 # Those that messages write are hidden, too, and what would make an escaped one of a backslash.
 FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
-_STAND = f"[{chr(FIRST_STAND)}-{chr(LAST_STAND)}]"
-_HIGH = "ud8[12][0-9a-f]"
+# Marks are of the first private area, which has room for any tokenizer's.
+FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD
+_STAND = f"[{chr(FIRST_STAND)}-{chr(LAST_STAND)}{chr(FIRST_MARK)}-{chr(LAST_MARK)}]"
+_HIGH = "ud(?:8[12]|b[89ab])[0-9a-f]"
 _ESCAPED_STAND = re.compile(rf"\\{_HIGH}\\ud[c-f][0-9a-f]{{2}}")
 
 
@@ -36,39 +43,77 @@ class ControlTokens:
         added = backend.get_added_tokens_decoder()
         nonce = secrets.token_hex(8)
         self._names = {token.content: f"{nonce}x{token_id}x" for token_id, token in added.items() if token.special}
-        self._controls = {token.content for token in added.values() if token.special} - {*unknown}
-        self._control_ids = {token_id for token_id, token in added.items() if token.content in self._controls}
+        self._control_ids = {
+            token_id: token.content
+            for token_id, token in added.items()
+            if token.special and token.content not in unknown
+        }
         self._twin = _twin_of(backend, added.values(), self._names)
         self._ids = {self._twin.token_to_id(self._names.get(t.content, t.content)): i for i, t in added.items()}
-        # By texts alone the tokenizer's own search finds the template's, unless it searches normalised text.
-        self._searches_text = backend.normalizer is None or not any(t.special and t.normalized for t in added.values())
+        # A word is not marked: templates compare roles and look up keys by words.
+        marks = zip(self._names, map(chr, range(FIRST_MARK, LAST_MARK + 1)), strict=False)
+        self._marks = {text: mark for text, mark in marks if not text.isidentifier()}
+        self.marked = {mark: text for text, mark in self._marks.items()}
+        """Control tokens by their marks."""
         plain = [token.content for token in added.values() if not token.special and not token.normalized]
         self._written = re.compile(f"{_any_of([*self._names, *plain])}|{_STAND}")
         self.spelt = re.compile(f"{_any_of(self._names)}|{_STAND}|{_HIGH}")
-        # A text may end with what the next one completes. Not where that is a letter: templates compare words.
-        self.beginnings = {text[:end] for text in self._names if not text[0].isalnum() for end in range(1, len(text))}
+
+    def mark(self, text: str) -> str:
+        """``text`` of a template, with a mark in place of each control token."""
+        return self._written.sub(lambda match: self._marks.get(match[0], match[0]), text)
+
+    def unmark(self, text: str) -> str:
+        """``text`` with control tokens in place of their marks."""
+        return self._written.sub(lambda match: self.marked.get(match[0], match[0]), text)
+
+    def settle(self, prompt: str, harmless: Callable[[], str]) -> str:
+        """``prompt``, in which all control tokens that are the template's are marked, and others are text.
+
+        Args:
+            prompt: as a template with marks wrote it.
+            harmless: renders the same conversation with texts that can be no part of a control token.
+
+        Raises:
+            RequestError: the template puts control tokens together, and texts make others of them.
+        """
+        found = self._written.findall(prompt)
+        if self._names.keys().isdisjoint(found):
+            return prompt
+        expected = self._written.findall(harmless())
+        if self._names.keys().isdisjoint(expected):
+            return prompt
+        if self._texts(found) != self._texts(expected):
+            raise RequestError(
+                "texts of the request and the model's chat template together spell a control token of the model "
+                f"({next(text for text in found if text in self._names)!r:.60} or another); leave it out"
+            )
+        return self.mark(prompt)
+
+    def _texts(self, found: Iterable[str]) -> list[str]:
+        """The control tokens among ``found``, whether marked or spelled."""
+        return [self.marked.get(text, text) for text in found if text in self.marked or text in self._names]
 
     def all_written(self, prompt: str, ids: Iterable[int]) -> bool:
-        """True if ``ids``, which the tokenizer itself made of ``prompt``, hold the control tokens that it spells."""
-        held = sum(token_id in self._control_ids for token_id in ids)
-        return self._searches_text and held == sum(text in self._controls for text in self._written.findall(prompt))
+        """True if the control tokens of ``ids`` are those that are marked in ``prompt``."""
+        held = [self._control_ids[token_id] for token_id in ids if token_id in self._control_ids]
+        controls = {*self._control_ids.values()}
+        return held == [text for mark in self._written.findall(prompt) if (text := self.marked.get(mark)) in controls]
 
     def encode(self, prompt: str, disguise: "Disguise") -> list[int]:
-        """Token ids of ``prompt``, in which what ``disguise`` hides is text.
+        """Token ids of ``prompt``, in which all but marks is text.
 
         Raises:
             RequestError: even so this tokenizer makes a control token of some text.
         """
-        expected = 0
 
         def named(match: re.Match[str]) -> str:
-            nonlocal expected
-            expected += match[0] in self._controls
-            return disguise.hidden.get(match[0]) or self._names.get(match[0], match[0])
+            text = self.marked.get(match[0])
+            return self._names[text] if text is not None else disguise.hidden.get(match[0], match[0])
 
         twin_ids = self._twin.encode_batch_fast([self._written.sub(named, prompt)], add_special_tokens=False)[0].ids
         ids = [self._ids.get(token_id, token_id) for token_id in twin_ids]
-        if sum(token_id in self._control_ids for token_id in ids) != expected:
+        if not self.all_written(prompt, ids):
             raise RequestError(
                 "the messages spell a control token of the model, and its tokenizer cannot encode it as text; leave it "
                 "out, or set parse_special"
@@ -84,24 +129,19 @@ class Disguise:
     """
 
     def __init__(self, controls: ControlTokens) -> None:
-        self._controls = controls
+        self.controls = controls
         self._stands: dict[str, str] = {}
         self.hidden: dict[str, str] = {}
         """Hidden texts by the character that stands for them."""
 
     def hide(self, text: str) -> str:
-        """``text`` with a character in place of each control token, and of the beginning of one at its end.
+        """``text`` with a character in place of each control token.
 
         Raises:
             RequestError: there are more texts to hide than characters.
         """
         stands = self._stands
-        text = self._controls.spelt.sub(lambda match: stands.get(match[0]) or self._stand(match[0]), text)
-        end = len(text.rstrip())
-        for start in range(max(0, end - max(map(len, self._controls.beginnings), default=0)), end):
-            if text[start:end] in self._controls.beginnings:
-                return text[:start] + self._stand(text[start:end]) + text[end:]
-        return text
+        return self.controls.spelt.sub(lambda match: stands.get(match[0]) or self._stand(match[0]), text)
 
     def _stand(self, text: str) -> str:
         if text not in self._stands:
@@ -112,16 +152,16 @@ class Disguise:
         return self._stands[text]
 
     def unescaped(self, rendered: str) -> str:
-        """The rendered text, with stands as they were where JSON in ASCII has escaped them."""
+        """The rendered text, with stands and marks as they were where JSON in ASCII has escaped them."""
 
         def character(match: re.Match[str]) -> str:
             found: str = json.loads(f'"{match[0]}"')
             text = self.hidden.get(found)
             if text is None:
-                return match[0]
+                return found if found in self.controls.marked else match[0]
             return json.dumps(text)[1:-1] if re.fullmatch(_STAND, text) else found
 
-        return _ESCAPED_STAND.sub(character, rendered) if self.hidden else rendered
+        return _ESCAPED_STAND.sub(character, rendered)
 
 
 def _twin_of(

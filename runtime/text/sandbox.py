@@ -396,6 +396,9 @@ def _bounded_test(function: Any) -> Callable[..., Any]:
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment of chat templates: with what transformers gives them, and with bounds.
 
+    Args:
+        mark: what becomes of the texts that templates are written in.
+
     Raises:
         jinja2.TemplateError: a template is not valid.
     """
@@ -404,7 +407,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     context_class = _Context
     intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Callable[[str], str] = str) -> None:
+        self._mark = mark
         # Not optimized: constants would be computed while the template is compiled, when nothing counts.
         super().__init__(
             trim_blocks=True,
@@ -436,6 +440,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if len(source) > LONGEST_SOURCE:
             raise ExcessError(f"it has {len(source):,} characters, at most {LONGEST_SOURCE:,} are expected")
         return super().from_string(source, *args, **named)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for data in tree.find_all(jinja2.nodes.TemplateData):
+            data.data = self._mark(data.data)
+        for constant in tree.find_all(jinja2.nodes.Const):
+            constant.value = self._mark(constant.value) if isinstance(constant.value, str) else constant.value
+        return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute ``left operator right``, counted before it is done."""

@@ -107,13 +107,13 @@ class Tokenizer:
             return list(self._backend.post_process(first, second, add_special_tokens=True).ids)
 
     def encode_disguised(self, prompt: str, disguise: Disguise) -> list[int]:
-        """Token ids of a rendered prompt, in which the texts that ``disguise`` hides are no special tokens.
+        """Token ids of a prompt that a template with marks rendered: nothing else in it is a control token.
 
         Raises:
             RequestError: as :meth:`encode`, or the tokenizer has no other way to encode such a text.
         """
         if not disguise.hidden:
-            ids = self.encode(prompt, add_special_tokens=False)
+            ids = self.encode(self.controls.unmark(prompt), add_special_tokens=False)
             if self.controls.all_written(prompt, ids):
                 return ids
         with _encoding(prompt):

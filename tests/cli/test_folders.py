@@ -25,6 +25,15 @@ def test_what_has_yet_to_be_built_is_named_with_the_command(llmc, unbuilt: dict[
         assert (ran.code, ran.out, ran.err) == (1, "", f"llmc: error: {expected}\n")
 
 
+@pytest.mark.parametrize("order", [("export",), ("build",), ("plan",), ("inspect",)], ids=lambda order: order[0])
+def test_an_adapter_is_refused_by_name_beside_base_weights_and_alone(llmc, unbuilt, tmp_path: Path, order: tuple):
+    (tmp_path / "alone").mkdir()
+    for folder, words in ((unbuilt["a checkpoint"], "an adapter, which llmc would"), (tmp_path / "alone", "no whole")):
+        (folder / "adapter_config.json").write_text("{}")
+        ran = llmc(*order, folder, *(("-o", tmp_path / "out") if order[0] in ("export", "build") else ()))
+        assert (ran.code, ran.out) == (1, "") and words in ran.err and "merge it into its base model" in ran.err
+
+
 def test_inspect_shows_an_export(llmc, tiny_export: Path):
     ran = llmc("inspect", tiny_export)
     assert (ran.code, ran.out.split()[0]) == (0, "export")

@@ -44,6 +44,16 @@ def test_a_missing_folder_is_named(checkpoint):
     refuses(checkpoint, "nowhere is no folder", "local Hugging Face checkpoint folder")
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_adapter_is_never_left_out(checkpoint, alone):
+    (checkpoint.folder / "adapter_config.json").write_text("{}")
+    if not alone:
+        return refuses(checkpoint, "adapter_config.json belongs to an adapter, which llmc would leave out; merge it")
+    (checkpoint.folder / "config.json").unlink()
+    (checkpoint.folder / "model.safetensors").rename(checkpoint.folder / "adapter_model.safetensors")
+    return refuses(checkpoint, "is an adapter (adapter_config.json) and no whole model; merge it into its base model")
+
+
 def test_a_missing_config_is_named(checkpoint):
     (checkpoint.folder / "config.json").unlink()
     refuses(checkpoint, "no config.json", "expected a Hugging Face checkpoint folder")

@@ -118,6 +118,7 @@ PIECES: dict[str, Any] = {
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
         ({"merges": ["ab"]}, "the merge 'ab' is none of two tokens to a third"),
         ({"merges": ["a a"]}, "the merge 'a a' is none of two tokens to a third"),
+        ({"merges": ["a b"] * 2_000_000}, "it has 2000000 merges, at most 1048576 are expected"),
         ({"tokens": [*WORDS["tokens"][:6], "b", ""]}, "tokens 5 and 6 are both 'b'"),
         ({"bos_token_id": 8}, "bos_token_id=8 is unsupported; expected an id below 8"),
         ({"bos_token_id": "0"}, "bos_token_id='0' is unsupported"),

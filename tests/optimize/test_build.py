@@ -2,7 +2,9 @@
 
 import json
 import platform
+import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -11,6 +13,7 @@ import pytest
 from llmc.bundle import TOKENIZER_FILES, WEIGHTS_FILE, Geometry, read_bundle, read_export, verify_files
 from llmc.errors import BuildError, UsageError
 from llmc.optimize.build import BuildReport, build
+from llmc.optimize.judge.gate import doubted
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights import ALIGNMENT
@@ -244,6 +247,26 @@ def test_force_replaces_a_bundle(exported, tmp_path):
     assert json.loads((tmp_path / "bundle" / "llmc.json").read_text())["recipe"]["precision"] == "int8"
     assert not (tmp_path / "bundle" / "decoder.onnx").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_a_tokenizer_of_another_model_is_noticed(tiny_export, tiny_bundle, tmp_path):
+    assert not any("perplexity" in note for note in read_bundle(tiny_bundle).notes)
+    folder = shutil.copytree(tiny_export, tmp_path / "export")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    added = {token["content"] for token in tokenizer["added_tokens"]}
+    words = [word for word in tokenizer["model"]["vocab"] if word not in added]
+    ids = [tokenizer["model"]["vocab"][word] for word in words]
+    tokenizer["model"]["vocab"] |= dict(zip(words, reversed(ids), strict=True))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    manifest = build(folder, tmp_path / "bundle").manifest
+    said = f"has a perplexity of {manifest.quality.reference_perplexity:.4g} on golden prompts"
+    assert any(said in note and "chance has 4096" in note for note in manifest.notes)
+
+
+@pytest.mark.parametrize(("found", "doubts"), [(895, 1), (130_000, 1), (float("nan"), 1), (700, 0), (None, 0)])
+def test_a_model_that_is_no_better_than_chance_is_doubted(tiny_bundle, found, doubts):
+    quality = replace(read_bundle(tiny_bundle).quality, reference_perplexity=found)
+    assert len(doubted(quality, 128_256)) == doubts
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int4"])

@@ -1,15 +1,21 @@
 """What is loaded is one whole bundle: every refusal is a sentence, and nothing is used that a hash does not cover."""
 
+import json
 import os
+import random
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llmc.bundle import read_bundle, write_manifest
 from llmc.errors import BundleError, LlmcError, UsageError
+from llmc.publish import file_entries
 from llmc.runtime import load, model
 from llmc.runtime.model import verify
 
@@ -97,6 +103,92 @@ def test_a_bundle_that_is_replaced_while_it_is_loaded_is_loaded_again(folder: Pa
         assert loaded.manifest.notes == ("the new one",)
         assert closed == [folder]
         assert loaded.chat_template
+
+
+@pytest.fixture(scope="module")
+def other(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another whole bundle: with other weights, tokenizer and notes."""
+    folder = Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("other") / "bundle"))
+    weights = np.memmap(folder / "weights.bin", np.uint8, "r+")
+    weights[::5] ^= 2
+    weights.flush()
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    manifest = read_bundle(tiny_bundle)
+    write_manifest(replace(manifest, files=file_entries(folder, manifest.files), notes=("other",)), folder)
+    return folder
+
+
+def parts_of(folder: Path) -> tuple[tuple[str, ...], tuple[int, ...], bytes]:
+    """What tells which bundle manifest, tokenizer and weights are of."""
+    with load(folder, self_test=False, verify=False, threads=1) as loaded:
+        logits = loaded.runner.prefill(np.array([1, 2, 3]))
+        return loaded.manifest.notes, tuple(loaded.tokenizer.encode("a")), logits.tobytes()
+
+
+def exchange(place: Path, aside: Path, other: Path) -> None:
+    """Move a folder away, and another one into its place."""
+    place.rename(aside)
+    other.rename(place)
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["folder", "link"])
+def test_a_bundle_that_stands_in_another_ones_place_for_a_moment_lends_it_nothing(
+    folder: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
+):
+    copy, aside = Path(shutil.copytree(other, tmp_path / "copy")), tmp_path / "aside"
+    place = tmp_path / "link" if linked else folder
+    if linked:
+        place.symlink_to(folder)
+        copy, real = tmp_path / "second", copy
+        copy.symlink_to(real)
+    expected, opened, times = parts_of(folder), model.open_session, []
+
+    def overtaken(*arguments: Any) -> Any:
+        times.append(1)
+        if len(times) > 1:
+            return opened(*arguments)
+        exchange(place, aside, copy)
+        try:
+            return opened(*arguments)
+        finally:
+            exchange(place, copy, aside)
+
+    monkeypatch.setattr(model, "open_session", overtaken)
+    assert parts_of(place) == expected
+    assert len(times) == (1 if linked else 2)  # what a link led to stays where it is
+
+
+@pytest.mark.slow
+def test_while_folders_change_places_each_load_is_of_one_of_them(folder: Path, other: Path, tmp_path: Path):
+    copy, aside = Path(shutil.copytree(other, tmp_path / "copy")), tmp_path / "aside"
+    whole = [parts_of(folder), parts_of(copy)]
+    chance, ended = random.Random(0), threading.Event()
+
+    def swap() -> None:
+        while not ended.is_set():
+            time.sleep(chance.uniform(0, 0.6))  # a load takes a quarter of that
+            exchange(folder, aside, copy)
+            time.sleep(chance.choice([0, 0.001, 0.01, 0.1, 0.4]))
+            exchange(folder, copy, aside)
+
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    found, refused = [], []
+    try:
+        while len(found) < 108:
+            try:
+                found.append(parts_of(folder))
+            except BundleError as error:
+                refused.append(str(error))
+    finally:
+        ended.set()
+        swapping.join()
+    assert all(one in whole for one in found)
+    assert all("was replaced 10 times" in said or "no such folder" in said for said in refused), refused
+    assert set(found) == set(whole)
 
 
 def test_a_chat_template_is_never_that_of_another_bundle(folder: Path):

@@ -58,6 +58,10 @@ def read_gguf(path: Path) -> GgufModel:
     """
     headers = _headers(path)
     metadata = headers[0].metadata
+    if metadata.get("general.type") == "adapter":
+        raise CheckpointError(
+            f"{path} is an adapter and no whole model; merge it into its base model (llama-export-lora)"
+        )
     places = {entry.name: (header.path, entry) for header in headers for entry in header.tensors}
 
     def read(name: str) -> NDArray[Any]:
@@ -88,7 +92,7 @@ def _headers(path: Path) -> list[Header]:
     """
     first = read_header(path)
     count, number = (first.metadata.get(f"split.{name}", default) for name, default in (("count", 1), ("no", 0)))
-    if count == 1:
+    if type(count) is int and count == 1:
         return [first]
     match = _PART.fullmatch(path.name)
     if type(count) is not int or not 1 < count <= MOST_FILES or match is None or int(match["count"]) != count:
@@ -104,7 +108,8 @@ def _headers(path: Path) -> list[Header]:
             raise CheckpointError(f"{path.parent}: {name} is missing, a part of {path.name}; download it again")
     headers = [first, *(read_header(path.parent / name) for name in names[1:])]
     for part, header in enumerate(headers):
-        if (header.metadata.get("split.no"), header.metadata.get("split.count")) != (part, count):
+        stated = [header.metadata.get(name) for name in ("split.no", "split.count")]
+        if any(type(value) is not int for value in stated) or stated != [part, count]:
             raise CheckpointError(
                 f"{header.path} is not part {part + 1} of {count}, as its name says; download it again"
             )

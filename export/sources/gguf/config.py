@@ -81,7 +81,7 @@ class Metadata:
                     f"{self.where}: {name}={value!r:.80} is not known to llmc, which does not guess whether it changes "
                     "the result; export the checkpoint that the file was converted from"
                 )
-            if value != _NEUTRAL[key]:
+            if isinstance(value, np.ndarray | list) or value != _NEUTRAL[key]:
                 raise self.error(key, repr(value), repr(_NEUTRAL[key]))
 
     def error(self, key: str, value: str, expected: str) -> CheckpointError:

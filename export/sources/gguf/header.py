@@ -105,6 +105,7 @@ class _Reader:
         self._path = path
         self._file = file
         self._size = os.fstat(file.fileno()).st_size
+        self._most = min(self._size, MOST_HEADER)
         self._position = 0
         self._items = 0
 
@@ -138,16 +139,35 @@ class _Reader:
 
     def _take(self, length: int) -> bytes:
         self._position += length
-        most = min(self._size, MOST_HEADER)
-        if self._position > most:
-            raise CheckpointError(
-                f"{self._path} is truncated or corrupt: its header goes on beyond {most} of {self._size} bytes; "
-                "download it again"
-            )
+        if self._position > self._most:
+            raise self._beyond()
         data = self._file.read(length)
         if len(data) != length:
             raise ValueError("it changed while it was read")
         return data
+
+    def _texts(self, count: int) -> list[str]:
+        """``count`` texts as :meth:`_text` reads each, without its calls: vocabularies have 100,000s of them."""
+        found, read, position = [], self._file.read, self._position
+        try:
+            for _ in range(count):
+                length = int.from_bytes(read(8), "little")
+                position += 8 + length
+                if position > self._most:
+                    raise self._beyond()
+                found.append(read(length).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise self._corrupt(f"a text in its header is not UTF-8 ({error.reason})") from error
+        if self._file.tell() != position:
+            raise ValueError("it changed while it was read")
+        self._position = position
+        return found
+
+    def _beyond(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path} is truncated or corrupt: its header goes on beyond {self._most} of {self._size} bytes; "
+            "download it again"
+        )
 
     def _number(self, kind: str) -> Any:
         dtype = np.dtype(kind)
@@ -186,7 +206,7 @@ class _Reader:
         if self._items > MOST_ITEMS:
             raise self._corrupt(f"its arrays hold more than {MOST_ITEMS} items")
         if kind == _STRING:
-            return [self._text() for _ in range(count)]
+            return self._texts(count)
         if kind not in _NUMBERS and kind != _BOOL:
             raise self._corrupt(f"{key} is an array of type {kind}, expected numbers or texts")
         dtype = np.dtype(_NUMBERS.get(kind, "<u1"))

@@ -20,6 +20,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 # 262,144 tokens of six characters.
 LONGEST_TOKEN = 1024
 MOST_CHARACTERS = 1 << 23
+# Pairs that merge. The most in use are 580,604, all pairs that make one of Gemma's 262,144 tokens.
+MOST_MERGES = 1 << 20
 # SentencePiece's sign for a space.
 _SPACE = "▁"
 # Ids that SentencePiece gives to its special tokens where the file says nothing.
@@ -133,11 +135,13 @@ class _Reader:
         }
 
     def _merges(self) -> list[tuple[str, str]]:
-        merges = []
-        for merge in self._list("merges", None):
+        stored, vocab, merges = self._list("merges", None), self._vocab, []
+        if len(stored) > MOST_MERGES:
+            raise self._broken(f"it has {len(stored)} merges, at most {MOST_MERGES} are expected")
+        for merge in stored:
             cut = merge.find(" ", 1)
             left, right = merge[:cut], merge[cut + 1 :]
-            if cut < 0 or not {left, right, left + right} <= self._vocab.keys():
+            if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
                 raise self._broken(f"the merge {merge!r:.80} is none of two tokens to a third")
             merges.append((left, right))
         return merges

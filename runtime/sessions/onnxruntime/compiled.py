@@ -20,13 +20,13 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache as once
 from pathlib import Path
 from typing import Any
 
 import llmc
-from llmc.bundle import WEIGHTS_FILE, Compiled, FileEntry, Manifest, sha256_file
+from llmc.bundle import WEIGHTS_FILE, Compiled, FileEntry, Manifest, sha256_file, standing, verify_files
 from llmc.errors import BundleError, ResourceError
 from llmc.publish import file_entries
 from llmc.runtime.host import disk_cache
@@ -161,10 +161,16 @@ def _cached(runtime: Any, folder: Path, here: str, manifest: Manifest, names: li
         log.warning("%s; compiling the graphs for this machine, once", reason)
         try:
             with disk_cache.published(entry) as staging:
+                before = standing(folder)
+                sources = {name: file for name, file in manifest.files.items() if name in (*names, WEIGHTS_FILE)}
+                for _ in verify_files(folder, replace(manifest, files=sources)):
+                    pass  # what is kept under these hashes is made of these files
                 for name in names:
                     check_weights(folder / name, manifest.files)
                 with _Blobs(staging / WEIGHTS_FILE) as blobs:
                     files = [_compile(runtime, folder / name, staging, blobs) for name in names]
+                if standing(folder) != before:
+                    raise BundleError("it was replaced meanwhile")
                 listed = file_entries(staging, [*files, WEIGHTS_FILE])
                 (staging / LIST).write_text(json.dumps({name: asdict(file) for name, file in listed.items()}))
         except (OSError, BundleError, ResourceError) as error:

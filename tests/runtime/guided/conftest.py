@@ -166,6 +166,15 @@ def byte_level(byte_level_folder: Path) -> Vocabulary:
 
 
 @pytest.fixture(scope="session")
+def fused(byte_level_folder: Path) -> Vocabulary:
+    """The same with the decoder that transformers makes of a GGUF file."""
+    backend = Backend.from_file(str(byte_level_folder / "tokenizer.json"))
+    parts = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("\u2581", " "), decoders.ByteLevel()]
+    backend.decoder = decoders.Sequence(parts)
+    return Vocabulary(Tokenizer(backend, {}), byte_level_spellings(byte_level_folder), (0, 1))
+
+
+@pytest.fixture(scope="session")
 def metaspace(metaspace_folder: Path) -> Vocabulary:
     return Vocabulary(Tokenizer.from_folder(metaspace_folder), metaspace_spellings(metaspace_folder), (2,))
 
@@ -186,7 +195,7 @@ def words() -> Vocabulary:
     return Vocabulary(Tokenizer(backend, {}), words, (0,))
 
 
-@pytest.fixture(params=["byte_level", "metaspace", "tiny"])
+@pytest.fixture(params=["byte_level", "fused", "metaspace", "tiny"])
 def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
     found: Vocabulary = request.getfixturevalue(request.param)
     return found

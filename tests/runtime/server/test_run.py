@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import threading
@@ -27,6 +28,7 @@ from llmc.runtime.server.supervisor import notify
 
 STEP_S = 0.02  # each step of these engines takes longer by so much
 ENDLESS = {"prompt": "def", "max_tokens": 500, "ignore_eos": True, "temperature": 0}  # at least ten seconds
+FIRST_KEY, SECOND_KEY = "sk-first-0123456789", "sk-second-0123456789"
 SHORT = {"prompt": "def add(", "max_tokens": 12, "temperature": 0}
 
 
@@ -169,6 +171,51 @@ class TestReload:
         (folder / "llmc.json").write_text(whole)
 
 
+def test_a_rotation_takes_keys_and_certificate_together_or_neither(tiny_bundle: Path, tmp_path: Path):
+    old, new = make_certificate(tmp_path / "old"), make_certificate(tmp_path / "new")
+    cert, key = (Path(shutil.copy(part, tmp_path)) for part in old)
+    keys = tmp_path / "keys.toml"
+
+    def reload(*, times: int) -> None:
+        process.popen.send_signal(signal.SIGHUP)
+        until(lambda: len(process.lines("reloaded")) == times)
+
+    def serves(pair: tuple[Path, Path], api_key: str) -> bool:
+        """True if connections of both versions of TLS, with and without a name, get this certificate."""
+        presented = set()
+        host, _, port = process.address.removeprefix("https://").partition(":")
+        for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+            for name in ("localhost", None):
+                context = ssl._create_unverified_context()
+                context.minimum_version = context.maximum_version = version
+                with socket.create_connection((host, int(port))) as plain:
+                    with context.wrap_socket(plain, server_hostname=name) as connection:
+                        presented.add(ssl.DER_cert_to_PEM_cert(connection.getpeercert(True) or b""))
+        with process.client(verify=False, headers={"x-api-key": api_key}) as client:
+            return presented == {pair[0].read_text()} and client.get("/v1/models").status_code == 200
+
+    def rotate_keys(api_key: str) -> None:
+        keys.write_text(f'[client]\nkey = "{api_key}"')
+        keys.chmod(0o600)
+
+    rotate_keys(FIRST_KEY)
+    with service_process(models={"m": tiny_bundle}, tls_cert=cert, tls_key=key, keys_file=keys) as process:
+        rotate_keys(SECOND_KEY)
+        for times, half in enumerate((new[0].read_text(), "garbage", new[0].read_text()[:200], ""), 1):
+            cert.write_text(half)
+            reload(times=times)
+            assert serves(old, FIRST_KEY), half
+        shutil.copy(new[0], cert)
+        shutil.copy(new[1], key)
+        keys.write_text("[")
+        reload(times=5)
+        assert serves(old, FIRST_KEY)
+        rotate_keys(SECOND_KEY)
+        reload(times=6)
+        assert serves(new, SECOND_KEY)
+        assert len(process.lines("reloaded")) == 6 and process.text.count("stay as they are") == 5
+
+
 class TestSupervisor:
     def test_is_told_of_life_and_readiness(self, process: Process):
         process.hear("WATCHDOG=1")
@@ -244,10 +291,14 @@ class TestStop:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """One for localhost, signed by itself."""
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for localhost, signed by itself, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
+    folder.mkdir(exist_ok=True)
     cert, key = folder / "cert.pem", folder / "key.pem"
     made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     subprocess.run([*made.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)

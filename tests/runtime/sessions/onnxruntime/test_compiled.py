@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import pytest
 
 from llmc.bundle import Compiled, Manifest, read_bundle, version, write_manifest
@@ -192,9 +193,23 @@ def test_a_foreign_bundle_is_compiled_once(foreign: Path, root: Path, monkeypatc
 def test_other_weights_or_graphs_are_compiled_anew(foreign: Path, root: Path, file: str):
     open_session(foreign, read_bundle(foreign), 1).close()
     manifest = read_bundle(foreign)
-    other = replace(manifest, files=manifest.files | {file: replace(manifest.files[file], sha256="0" * 64)})
+    if file == "weights.bin":
+        with (foreign / file).open("ab") as end:
+            end.write(b"other")
+    else:
+        graph = onnx.load(foreign / file, load_external_data=False)
+        graph.doc_string = "other"
+        onnx.save(graph, foreign / file)
+    other = replace(manifest, files=manifest.files | file_entries(foreign, [file]))
     open_session(foreign, other, 1).close()
     assert len(entries(root)) == 2
+
+
+def test_what_is_kept_under_a_hash_is_made_of_the_file_that_has_it(foreign: Path, root: Path):
+    with (foreign / "weights.bin").open("r+b") as file:
+        file.write(b"other")
+    open_session(foreign, read_bundle(foreign), 1).close()
+    assert entries(root) == []
 
 
 def test_the_key_knows_engine_processor_options_and_llmc(monkeypatch: pytest.MonkeyPatch):
