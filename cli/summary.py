@@ -91,9 +91,9 @@ def kind_of(path: Path) -> str:
 def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
     manifest = bundle.read_bundle(path)
     limits = manifest.limits
-    _at_most("--batch", batch, limits.max_batch, "the bundle's maximum; build it with a larger --max-batch")
+    _at_most("--max-batch", batch, limits.max_batch, "the bundle's maximum; build it with a larger --max-batch")
     advice = "the bundle's maximum; build it with a larger --max-context"
-    context = _at_most("--context", context or limits.max_context, limits.max_context, advice)
+    context = _at_most("--max-context", context or limits.max_context, limits.max_context, advice)
     files = {bundle.BUNDLE_MANIFEST: (path / bundle.BUNDLE_MANIFEST).stat().st_size}
     files |= {name: entry.size for name, entry in manifest.files.items()}
     weights = {graph.file: graph.weight_bytes for graph in manifest.graphs.values()}
@@ -134,7 +134,7 @@ def _unbuilt(
 ) -> Summary:
     geometry = found.geometry
     limit = geometry.max_positions
-    context = _at_most("--context", context or limit, limit, f"max_position_embeddings in {CONFIG_FILE}")
+    context = _at_most("--max-context", context or limit, limit, f"max_position_embeddings in {CONFIG_FILE}")
     here = sorted(path.iterdir()) if path.is_dir() else [path]
     files = {file.name: file.stat().st_size for file in here if file.is_file()}
     parts = {"weights": sum(found.weights.values()), "cache": geometry.cache_bytes(context, batch)}

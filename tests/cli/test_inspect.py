@@ -45,7 +45,7 @@ def rows(out: str) -> dict[str, str]:
 
 
 def test_a_checkpoint_shows_its_geometry_and_bytes(llmc, tiny_checkpoint: Path):
-    shown = rows(llmc("inspect", tiny_checkpoint, "--context", 100).out)
+    shown = rows(llmc("inspect", tiny_checkpoint, "--max-context", 100).out)
     assert shown["family"] == "qwen3"
     assert shown["attention"] == "8 heads of 32, 4 for keys and values"
     assert shown["window"] == "all positions"
@@ -61,7 +61,7 @@ def test_a_gguf_file_is_shown_as_it_would_be_exported(llmc, tiny_checkpoint: Pat
 
 
 def test_a_checkpoint_as_json_adds_up(llmc, tiny_checkpoint: Path):
-    summary = json.loads(llmc("inspect", tiny_checkpoint, "--json", "--batch", 3).out)
+    summary = json.loads(llmc("inspect", tiny_checkpoint, "--json", "--max-batch", 3).out)
     memory = summary["memory"]
     assert summary["kind"] == "checkpoint"
     assert summary["weights"] == {"float16": 2 * summary["source"]["parameters"]}
@@ -92,7 +92,7 @@ def test_a_bundle_shows_what_it_was_built_for(llmc, bundle_folder: Path):
 
 
 def test_a_bundles_memory_is_its_own_plan(llmc, bundle_folder: Path):
-    summary = json.loads(llmc("inspect", bundle_folder, "--json", "--context", 10).out)
+    summary = json.loads(llmc("inspect", bundle_folder, "--json", "--max-context", 10).out)
     # One step of 256 positions.
     assert summary["memory"] == {
         "context": 10,
@@ -134,8 +134,11 @@ def test_a_bundle_holds_its_weights_once(tiny_bundle: Path, compiled_bundle: Pat
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--context", "513"], "--context is 513, more than 512, the bundle's maximum; build it with a larger"),
-        (["--batch", "2"], "--batch is 2, more than 1, the bundle's maximum; build it with a larger --max-batch"),
+        (["--max-context", "513"], "--max-context is 513, more than 512, the bundle's maximum; build it with a larger"),
+        (
+            ["--max-batch", "2"],
+            "--max-batch is 2, more than 1, the bundle's maximum; build it with a larger --max-batch",
+        ),
     ],
 )
 def test_more_than_a_bundle_can_do_is_refused(llmc, bundle_folder: Path, arguments: list[str], sentence: str):
@@ -145,7 +148,7 @@ def test_more_than_a_bundle_can_do_is_refused(llmc, bundle_folder: Path, argumen
 
 
 def test_a_context_beyond_the_models_positions_is_refused(llmc, tiny_checkpoint: Path):
-    ran = llmc("inspect", tiny_checkpoint, "--context", 1_000_000)
+    ran = llmc("inspect", tiny_checkpoint, "--max-context", 1_000_000)
     assert (ran.code, ran.err.count("\n")) == (2, 1)
     assert "max_position_embeddings" in ran.err
 
