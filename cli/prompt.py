@@ -14,6 +14,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
+from prompt_toolkit.output.vt100 import Vt100_Output
 
 from llmc.cli.keys import Interrupts
 from llmc.cli.reading import read_text
@@ -27,14 +28,22 @@ def questions(keys: Interrupts) -> Iterator[str]:
     """What is typed on the terminal until Ctrl-D, or until Ctrl-C comes twice."""
     # stdout holds the answers, and nothing else where it is no terminal.
     output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
+    if isinstance(output, Vt100_Output):
+        output.enable_cpr = False  # nothing is drawn that needs the cursor's row, and not every terminal tells it
     session: PromptSession[str] = PromptSession(
-        PROMPT, history=Past(history_file()), key_bindings=_bindings(), multiline=True, output=output
+        PROMPT,
+        history=Past(history_file()),
+        key_bindings=_bindings(),
+        multiline=True,
+        prompt_continuation=" " * len(PROMPT),
+        reserve_space_for_menu=0,  # nothing is completed
+        output=output,
     )
     warned = False
     while True:
         try:
             keys.refuse_pressed()
-            text = session.prompt(prompt_continuation=" " * len(PROMPT))
+            text = session.prompt()
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -44,7 +53,9 @@ def questions(keys: Interrupts) -> Iterator[str]:
             click.echo("Ctrl-C again or Ctrl-D leaves", err=True)
         else:
             warned = False
-            if _is_text(text):
+            if wrong := wrong_bytes(text):
+                click.echo(f"error: this is no UTF-8: {wrong!r}", err=True)
+            else:
                 yield text
 
 
@@ -68,19 +79,18 @@ def _bindings() -> KeyBindings:
     return bindings
 
 
-def _is_text(text: str) -> bool:
-    """Whether what was typed is UTF-8; who typed it is told."""
+def wrong_bytes(text: str) -> bytes:
+    """Where what was typed is no UTF-8: the bytes there."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        click.echo(f"error: this is no UTF-8: {text[error.start :][:8].encode(errors='surrogateescape')!r}", err=True)
-        return False
-    return True
+        return text[error.start :][:8].encode(errors="surrogateescape")
+    return b""
 
 
 def history_file() -> Path:
     """The file of former questions, as XDG says."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "llmc" / "chat-history"
+    return Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "llmc" / "chat-history"
 
 
 class Past(History):
@@ -103,7 +113,7 @@ class Past(History):
 
     def store_string(self, string: str) -> None:
         """Add one, and forget the oldest beyond :data:`KEPT`."""
-        if len(string) > LONGEST or not _is_text(string):
+        if len(string) > LONGEST or wrong_bytes(string):
             return
         lines = [*self._lines(), json.dumps(string)][-KEPT:]
         with suppress(OSError):
