@@ -132,4 +132,6 @@ try:
 except SystemExit as stop:
     assert stop.code == 0
 """
-    assert imported_by(code).isdisjoint({*HEAVY, "numpy", "rich", "tokenizers", "jinja2", "prompt_toolkit", "httptools", "uvloop"})
+    assert imported_by(code).isdisjoint(
+        {*HEAVY, "numpy", "rich", "tokenizers", "jinja2", "prompt_toolkit", "httptools", "uvloop"}
+    )
