@@ -89,6 +89,7 @@ def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bo
     sampling = take(options, SAMPLING_NAMES)
     refuse_unseen(sampling)
     with load(bundle, **loading(options)) as model:
+        refuse_without_template(model)
         converse(model, sampling, stats=stats, system=system, saved=saved)
 
 
@@ -110,10 +111,9 @@ def converse(
 
     Raises:
         UsageError: the parameters make several outputs, or a command is wrong and stdin is no terminal.
-        RequestError: an answer failed, and stdin is no terminal; or the model has no chat template.
+        RequestError: an answer failed, and stdin is no terminal.
     """
     refuse_several(sampling)
-    refuse_without_template(model)
     interactive = at_terminal()
     with interrupts(interactive) as keys:
         talk = Conversation(model, sampling, stats, interactive, keys)
@@ -131,7 +131,7 @@ def converse(
 
 
 def refuse_without_template(model: Model) -> None:
-    """Refuse to talk with a model that only completes text.
+    """Refuse to answer messages with a model that only completes text.
 
     Raises:
         RequestError: its bundle has no chat template, or none that works.

@@ -35,7 +35,7 @@ class BundlePath(click.Path):
         Raises:
             UsageError: nothing is there, or no folder; with the way to a bundle.
         """
-        path = super().convert(value, param, ctx)
+        path: Any = super().convert(value, param, ctx)
         try:
             if not path.is_dir():
                 refuse_other(path)
