@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmc.cli import output as show
-from llmc.cli.options import EXISTING_SOURCE, debug_option, json_option, planned_batch_option, planned_context_option
+from llmc.cli.options import EXISTING_SOURCE, debug_option, json_option
 
 if TYPE_CHECKING:
     from llmc.bundle import EngineConfig, Geometry, Manifest, Target
@@ -30,15 +30,13 @@ VERIFIED = {
 
 @click.command("inspect")
 @click.argument("path", type=EXISTING_SOURCE)
-@planned_context_option
-@planned_batch_option
 @json_option
 @debug_option
-def inspect_command(path: Path, max_context: int | None, max_batch: int, as_json: bool) -> None:
+def inspect_command(path: Path, as_json: bool) -> None:
     """Show what PATH holds, a checkpoint, an export or a bundle, and the memory that it takes to run."""
     from llmc.cli.summary import summarize
 
-    summary = summarize(path, max_context, max_batch)
+    summary = summarize(path)
     if as_json:
         show.print_json(summary)
     else:

@@ -135,10 +135,6 @@ max_batch_option = engine_option(
 prefix_cache_option = engine_option(
     "--prefix-cache-folder", type=NEW_FOLDER, help="Keep prefixes of prompts here, across runs."
 )
-planned_context_option = click.option(
-    "--max-context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the most possible]"
-)
-planned_batch_option = click.option("--max-batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
 PRECISIONS = {
     "fp32": "Keep the weights in full precision.",
     "fp16": "Weights in 16 bits; CPUs compute in full precision, GPUs in 16 bits.",

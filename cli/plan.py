@@ -18,8 +18,6 @@ from llmc.cli.options import (
     debug_option,
     json_option,
     memory_option,
-    planned_batch_option,
-    planned_context_option,
     precision_options,
     size,
     take_precision,
@@ -38,8 +36,8 @@ UNKNOWN = "not known whether it fits"
 
 @click.command("plan", cls=SectionCommand)
 @click.argument("path", type=EXISTING_SOURCE)
-@planned_context_option
-@planned_batch_option
+@click.option("--max-context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the most possible]")
+@click.option("--max-batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
 @click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
 @precision_options
 @click.option("--recipe", help="Plan a build by this TOML file, or by a recipe that comes with llmc.")

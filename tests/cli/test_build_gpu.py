@@ -471,30 +471,30 @@ def test_inspect_names_no_version_and_no_part_that_is_not_there(llmc: Any, save:
     deferred = dataclasses.replace(manifest.target, engine_version="none")
     host = dataclasses.replace(manifest.memory, weights=0, embedding=0)
     write_manifest(dataclasses.replace(manifest, target=deferred, memory=host), folder)
-    shown = rows(llmc("inspect", folder, "--max-context", 100).out)
+    shown = rows(llmc("inspect", folder).out)
     assert shown["target"] == "tensorrt, tensorrt 10.3 or newer"
     assert not re.search(r"\b0 B", "".join(shown.values()))
-    assert "weights" not in shown["memory at 100 tokens x 1"]
+    assert "weights" not in shown["memory at 512 tokens x 1"]
     table = llmc("plan", folder, "--gpu-memory", "8GB", "--memory", "64GB").out.partition("run 512 tokens")[2]
     assert "tokenizer" in table and "embedding" not in table
 
 
 def test_inspect_as_json_has_the_plan_and_the_memory(llmc: Any, save: Callable[..., Path]):
-    found = json.loads(llmc("inspect", save(), "--json", "--max-context", 100, "--max-batch", 2).out)
+    found = json.loads(llmc("inspect", save(), "--json").out)
     engine = found["bundle"]["engine"]
     assert (engine["form"], engine["buckets"], engine["compute_capabilities"]) == ("native", [256, 512], ["8.7"])
     assert engine["verified"] == "cpu"
     assert found["device_memory"] == {
         "context": 512,
-        "batch": 2,
-        "parts": MEMORY.parts(512, 2),
-        "total": MEMORY.total(512, 2),
+        "batch": 1,
+        "parts": MEMORY.parts(512, 1),
+        "total": MEMORY.total(512, 1),
     }
 
 
 def test_inspect_of_a_bundle_for_cuda_has_memory_and_no_engine(llmc: Any, save: Callable[..., Path]):
-    shown = rows(llmc("inspect", save(None, "cuda"), "--max-context", 100).out)
-    assert "GPU memory at 100 tokens x 1" in shown
+    shown = rows(llmc("inspect", save(None, "cuda")).out)
+    assert "GPU memory at 512 tokens x 1" in shown
     assert not {"engine", "buckets", "form", "CPU features"} & shown.keys()
 
 

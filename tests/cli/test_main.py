@@ -95,7 +95,7 @@ def test_python_m_runs_the_command():
         (["export"], "llmc: error: Missing argument 'CHECKPOINT'; see llmc export --help"),
         (["inspect", "--nonsense"], "llmc: error: No such option"),
         (["inspect", "/no/such/folder"], "llmc: error: Invalid value for 'PATH': Path '/no/such/folder' does not"),
-        (["inspect", "--max-batch", "0", "."], "llmc: error: Invalid value for '--max-batch'"),
+        (["plan", "--max-batch", "0", "."], "llmc: error: Invalid value for '--max-batch'"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exits_with_two(llmc, arguments: list[str], sentence: str):

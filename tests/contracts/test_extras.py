@@ -131,7 +131,10 @@ def test_every_verb_works_or_names_the_extra_that_it_lacks(
     python, held = environment(tmp_path / "environment", wheel, extras)
     places = {"CHECKPOINT": tiny_checkpoint, "EXPORT": tiny_export, "BUNDLE": tiny_bundle}
     wrong = []
+    smaller = [set(each.split()) for each in EXTRAS if set(each.split()) < set(extras.split())]
     for number, verb in enumerate(VERBS):
+        if verb.needs and any(set(verb.needs.split()) <= each for each in smaller):
+            continue  # it is tried in that environment
         words = [str({**places, "NEW": tmp_path / str(number)}.get(word, word)) for word in verb.command.split()]
         lacking = [extra for extra in verb.needs.split() if extra not in held]
         code, said = run(python, words, verb.stdin, tmp_path, serves="--port" in words and not lacking)
