@@ -40,7 +40,7 @@ def llmc(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     def run(*arguments: object, stdin: bytes = b"", terminal: bool = False) -> Ran:
         monkeypatch.setattr(sys, "stdin", Stdin(stdin, terminal))
         with create_pipe_input() as keys, create_app_session(input=keys):
-            keys.send_bytes(stdin + b"\x04")
+            keys.send_bytes(stdin + b"\x04" if terminal else b"")  # a pipe holds 64 KiB
             with pytest.raises(SystemExit) as stopped:
                 main([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
