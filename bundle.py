@@ -632,12 +632,7 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
 
 
 def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
-    if not os.path.lexists(folder):
-        raise BundleError(
-            f"{folder}: there is no such folder, expected a bundle; build one with: {build_command(folder)}"
-        )
-    if kind := unbuilt(folder):
-        raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
+    refuse_other(folder)
     _refuse_to_leave(folder, BUNDLE_MANIFEST)
     manifest = _read(folder, BUNDLE_MANIFEST, Manifest, build_command("CHECKPOINT"))
     _check_values(folder, manifest)
@@ -738,6 +733,30 @@ def unbuilt(folder: Path) -> str | None:
     # An export has a config.json, too.
     kinds = {EXPORT_MANIFEST: "an export", CONFIG_FILE: "a checkpoint", ADAPTER_FILE: "an adapter"}
     return next((kind for name, kind in kinds.items() if (folder / name).exists()), None)
+
+
+def refuse_other(folder: Path) -> None:
+    """Refuse what is no folder of a bundle, with the way to one.
+
+    Raises:
+        BundleError: nothing is there, or what a bundle is built of.
+    """
+    if not os.path.lexists(folder):
+        said = f"{folder}: there is no such folder, expected a bundle; build one with: {build_command('CHECKPOINT')}"
+        raise BundleError(absent(folder) or said)
+    if kind := "a GGUF file" if folder.suffix == ".gguf" and folder.is_file() else unbuilt(folder):
+        raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
+
+
+def absent(path: Path) -> str | None:
+    """What to say of a path where nothing is and that looks like a model's name at a hub; None for any other path."""
+    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", str(path))
+    if not named or os.path.lexists(path.parent):
+        return None
+    return (
+        f"{path}: there is no such folder, and llmc downloads nothing; if this is a model's name at Hugging Face: "
+        f"hf download {path} --local-dir {path.name} and then {build_command(path.name)}"
+    )
 
 
 def refuse_bundle(folder: Path, expected: str) -> None:

@@ -185,9 +185,13 @@ def _requirements(extra: str) -> list[str]:
     found: list[str] = []
     for line in declared:
         requirement, _, marker = line.partition("; ")
-        if marker == f'extra == "{extra}"':
+        if marker.endswith(f'extra == "{extra}"'):
             nested = requirement.removeprefix(f"{DISTRIBUTION}[")
-            found += [requirement] if nested == requirement else _requirements(nested.removesuffix("]"))
+            if nested == requirement:
+                condition, both, _ = marker.rpartition(" and ")
+                found.append(f"{requirement}; {condition}" if both else requirement)
+            else:
+                found += [each for name in nested.removesuffix("]").split(",") for each in _requirements(name)]
     return found
 
 

@@ -40,6 +40,16 @@ def refuse_unseen(sampling: dict[str, Any]) -> None:
             raise UsageError(f"{name} is {sampling[name]}, which only llmc run with --json shows; add it, or leave it")
 
 
+def refuse_several(sampling: dict[str, Any]) -> None:
+    """Refuse what gives a turn several answers.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if sampling.get("num_return_sequences", 1) > 1 or (sampling.get("n", 1) > 1 and "consensus" not in sampling):
+        raise UsageError("--n or --num-return-sequences ask for several outputs, a turn has one; leave them out")
+
+
 def is_one(sampling: dict[str, Any]) -> bool:
     """True if one output is generated, so that its text can be printed as it comes."""
     return all(sampling.get(name, 1) <= 1 for name in ("n", "best_of", "num_return_sequences"))

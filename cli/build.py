@@ -81,7 +81,7 @@ def build_command(
 
     A checkpoint is exported on the way.
     """
-    require("onnx_ir", "build")
+    require("onnx_ir", "export" if is_checkpoint(source) else "build")
     if rebuild:
         refuse_choices()
         rebuild_bundle(source, output, force, as_json)
@@ -123,6 +123,12 @@ def build_command(
         print_trials(report)
     else:
         print_report(report)
+
+
+def is_checkpoint(source: Path) -> bool:
+    """True of what must be exported first."""
+    named = any((source / name).exists() for name in (CONFIG_FILE, ADAPTER_FILE))
+    return source.is_file() or (named and not (source / EXPORT_MANIFEST).exists())
 
 
 def refuse_choices() -> None:
@@ -168,10 +174,7 @@ def calibration_request(text: Path | None, samples: int | None, length: int | No
 @contextmanager
 def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path]:
     """``source`` if it is an export, else an export of it for as long as the block runs, near ``output``."""
-    if (source / EXPORT_MANIFEST).exists():
-        yield source
-        return
-    if source.is_dir() and not any((source / name).exists() for name in (CONFIG_FILE, ADAPTER_FILE)):
+    if not is_checkpoint(source):
         refuse_bundle(source, "an export or a checkpoint")
         yield source
         return

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,6 +15,7 @@ from llmc.cli.answering import (
     is_one,
     loading,
     max_context_option,
+    refuse_several,
     refuse_unseen,
     self_test_option,
     stats_option,
@@ -35,7 +34,7 @@ from llmc.cli.options import (
     with_flags,
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
-from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
+from llmc.cli.sampling import SAMPLING_NAMES, changed, sampling_options
 from llmc.cli.saved import (
     Message,
     check_replaceable,
@@ -52,12 +51,12 @@ if TYPE_CHECKING:
     from llmc.runtime import GenerationResult, Model
     from llmc.runtime.api.chat import ChatHandle
 
-PROMPT = "> "
 COMMANDS = {
     "/system": "TEXT   what the model is told before everything else; without TEXT, nothing",
     "/save": "FILE   write the conversation",
     "/load": "FILE   go on with a saved conversation",
-    "/reset": "       forget what was said, keep the system text",
+    "/clear": "       forget what was said, keep the system text",
+    "/set": "NAME VALUE   a parameter, as /set temperature 0.5 or /temperature 0.5; without VALUE, its default again",
     "/stats": "       counts and times of the last answer, and of all",
     "/help": "       this list",
     "/exit": "       leave, as /quit and Ctrl-D do",
@@ -79,15 +78,18 @@ LEAVING = ("/exit", "/quit")
 @max_context_option
 @engine_options
 def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bool, **options: Any) -> None:
-    """Talk with BUNDLE: a line, an answer, and so on. /help lists the commands.
+    """Talk with BUNDLE: a question, an answer, and so on. /help lists the commands.
 
-    Ctrl-C stops an answer; at the prompt, twice, it leaves. What is piped to stdin is answered line by line.
+    Enter sends, what is pasted stays whole, and a line that ends with a backslash goes on. Ctrl-C stops an answer; at
+    the prompt, twice, it leaves. What is piped to stdin is answered line by line. The last questions are kept for the
+    arrow keys in ~/.local/state/llmc.
     """
     from llmc.runtime import load
 
     sampling = take(options, SAMPLING_NAMES)
     refuse_unseen(sampling)
     with load(bundle, **loading(options)) as model:
+        refuse_without_template(model)
         converse(model, sampling, stats=stats, system=system, saved=saved)
 
 
@@ -111,8 +113,7 @@ def converse(
         UsageError: the parameters make several outputs, or a command is wrong and stdin is no terminal.
         RequestError: an answer failed, and stdin is no terminal.
     """
-    if sampling.get("num_return_sequences", 1) > 1 or (sampling.get("n", 1) > 1 and "consensus" not in sampling):
-        raise UsageError("--n or --num-return-sequences ask for several outputs, a turn has one; leave them out")
+    refuse_several(sampling)
     interactive = at_terminal()
     with interrupts(interactive) as keys:
         talk = Conversation(model, sampling, stats, interactive, keys)
@@ -121,45 +122,24 @@ def converse(
         if system is not None:
             talk.system(system)
         if interactive:
+            from llmc.cli.prompt import questions
+
             click.echo("/help lists the commands; Ctrl-C stops an answer, /exit or Ctrl-D leaves", err=True)
-        for line in typed(keys) if interactive else stdin_lines(stdin_limit(model.engine.max_context)):
+        for line in questions(keys) if interactive else stdin_lines(stdin_limit(model.engine.max_context)):
             if not talk.take(line):
                 return
 
 
-# ------------------------------------------------------------------------------------------------------------ lines
+def refuse_without_template(model: Model) -> None:
+    """Refuse to answer messages with a model that only completes text.
 
-
-def typed(keys: Interrupts) -> Iterator[str]:
-    """Lines from the terminal until Ctrl-D, or until Ctrl-C comes twice."""
-    with suppress(ImportError):  # Windows has none
-        importlib.import_module("readline")  # gives input() editing and history
-    warned = False
-    while True:
-        try:
-            line = _ask(keys)
-        except EOFError:
-            click.echo(err=True)
-            return
-        except KeyboardInterrupt:
-            click.echo(err=True)
-            if warned:
-                return
-            warned = True
-            click.echo("Ctrl-C again or Ctrl-D leaves", err=True)
-        except UnicodeDecodeError as error:
-            click.echo(f"error: this is no {error.encoding}: {error.object[error.start :][:8]!r}", err=True)
-        else:
-            warned = False
-            yield line
-
-
-def _ask(keys: Interrupts) -> str:
-    with keys.prompting():
-        if sys.stdout.isatty():
-            return input(PROMPT)
-        click.echo(PROMPT, nl=False, err=True)  # stdout holds the answers and nothing else
-        return input()
+    Raises:
+        RequestError: its bundle has no chat template, or none that works.
+    """
+    try:
+        _ = model.chat_template
+    except RequestError as error:
+        raise RequestError(f"{error}: llmc run {model.folder} -p TEXT completes one") from error
 
 
 # ----------------------------------------------------------------------------------------------------- conversation
@@ -190,7 +170,8 @@ class Conversation:
             "/system": self.system,
             "/save": lambda file: self.save(named_path(file, "/save")),
             "/load": lambda file: self.load(named_path(file, "/load")),
-            "/reset": self.reset,
+            "/clear": self.clear,
+            "/set": self.set,
             "/stats": self.stats,
             "/help": self.help,
         }
@@ -199,7 +180,7 @@ class Conversation:
         """Answer a line or obey it; false where it says to leave."""
         if line.strip() in LEAVING:
             return False
-        is_command = line.startswith("/") and not line.startswith("//")
+        is_command = line.startswith("/") and not line.startswith("//") and "\n" not in line
         try:
             if is_command:
                 self.obey(line)
@@ -219,6 +200,8 @@ class Conversation:
             UsageError: there is no such command, or what it needs is wrong.
         """
         name, _, argument = line.strip().partition(" ")
+        if name[1:].replace("-", "_") in SAMPLING_NAMES:
+            name, argument = "/set", f"{name[1:]} {argument}"
         if name not in self._commands:
             raise UsageError(f"{name} is no command, expected one of {', '.join(COMMANDS)}; //... sends a slash")
         self._commands[name](argument.strip())
@@ -259,7 +242,7 @@ class Conversation:
             if held + new > room:
                 asked = f" and --max-tokens asks for {new} more" if new > 1 else ""
                 before = any(message["role"] == "assistant" for message in self.messages)
-                keep = "/reset forgets what was said; to keep it, /save FILE and start again with --load FILE and"
+                keep = "/clear forgets what was said; to keep it, /save FILE and start again with --load FILE and"
                 return (
                     f"the conversation has {held} tokens{asked}, the context holds {room}: "
                     f"{keep if before else 'say less at once, or start again with'} --on-overflow sink or "
@@ -325,7 +308,15 @@ class Conversation:
             except (RequestError, UsageError) as error:  # it only costs time
                 click.echo(f"keys and values are computed again: {error}", err=True)
 
-    def reset(self, _: str) -> None:
+    def set(self, text: str) -> None:
+        """Change a parameter for the answers to come, or show those that are set."""
+        name, _, value = text.partition(" ")
+        if name:
+            self._sampling = changed(self._sampling, name.replace("-", "_"), value.strip())
+        shown = (f"{key} is {value}" for key, value in self._sampling.items())
+        click.echo(", ".join(shown) or "all parameters have their defaults", err=True)
+
+    def clear(self, _: str) -> None:
         """Forget what was said, but not the system text."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
         self._last = None
@@ -346,3 +337,4 @@ class Conversation:
         """List the commands."""
         click.echo("\n".join(f"{name:8} {what}" for name, what in COMMANDS.items()), err=True)
         click.echo(f"{'//...':8}        say a line that begins with a slash", err=True)
+        click.echo("a line that ends with \\ goes on in the next one; Alt-Enter begins one, too", err=True)

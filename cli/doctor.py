@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmc.cli import output as show
-from llmc.cli.options import EXISTING_FOLDER, debug_option, json_option
+from llmc.cli.options import EXISTING_BUNDLE, debug_option, json_option
 
 if TYPE_CHECKING:
     from llmc.runtime.bench.doctor import Diagnosis
@@ -21,7 +21,7 @@ Rows = Iterator[tuple[str, str]]
 
 
 @click.command("doctor")
-@click.argument("bundle", type=EXISTING_FOLDER, required=False)
+@click.argument("bundle", type=EXISTING_BUNDLE, required=False)
 @json_option
 @debug_option
 def doctor_command(bundle: Path | None, as_json: bool) -> None:

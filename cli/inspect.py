@@ -30,15 +30,13 @@ VERIFIED = {
 
 @click.command("inspect")
 @click.argument("path", type=EXISTING_SOURCE)
-@click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
-@click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
 @json_option
 @debug_option
-def inspect_command(path: Path, context: int | None, batch: int, as_json: bool) -> None:
+def inspect_command(path: Path, as_json: bool) -> None:
     """Show what PATH holds, a checkpoint, an export or a bundle, and the memory that it takes to run."""
     from llmc.cli.summary import summarize
 
-    summary = summarize(path, context=context, batch=batch)
+    summary = summarize(path)
     if as_json:
         show.print_json(summary)
     else:

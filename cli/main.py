@@ -92,10 +92,29 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code or 0)
 
 
+# Short flags of other programs, which take what the flag of this parameter takes.
+SHORT = {"-c": "max_context", "-n": "max_tokens", "-t": "threads", "-np": "max_batch", "-md": "draft", "-s": "seed"}
+MODEL = ("-m", "--model", "--model-path", "--hf-repo", "-hf", "--from-pretrained")
+
+
+def other_name(given: str, ctx: click.Context) -> str | None:
+    """A sentence about a flag that another program has; None where this command has nothing of the kind."""
+    from llmc.runtime.sampling.neighbours import neighbour
+
+    known = {option.name: option.opts[0] for option in ctx.command.params if isinstance(option, click.Option)}
+    name = SHORT.get(given) or neighbour(given.lstrip("-").replace("-", "_"), [name for name in known if name])
+    arguments = [each.make_metavar(ctx) for each in ctx.command.params if isinstance(each, click.Argument)]
+    if given in MODEL and arguments:
+        return f"there is no {given}: the model stands without a flag, as {ctx.command_path} {arguments[0]}"
+    return f"there is no {given}, did you mean {known[name]}? See {ctx.command_path} --help" if name in known else None
+
+
 def explain(error: Exception) -> tuple[str, int]:
     """One sentence for the user, and the exit code."""
     if isinstance(error, LlmcError):
         return str(error), error.exit_code
+    if isinstance(error, click.NoSuchOption) and error.ctx and (said := other_name(error.option_name, error.ctx)):
+        return said, error.exit_code
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "llmc"
         return f"{error.format_message().rstrip('.')}; see {command} --help", error.exit_code

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from llmc.errors import RequestError, UsageError
+from llmc.bundle import absent, refuse_other
+from llmc.errors import BundleError, RequestError, UsageError
 
 
 class NewPath(click.Path):
@@ -25,8 +26,42 @@ class NewPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class BundlePath(click.Path):
+    """A path where a bundle may be."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path.
+
+        Raises:
+            UsageError: nothing is there, or no folder; with the way to a bundle.
+        """
+        path: Any = super().convert(value, param, ctx)
+        try:
+            if not path.is_dir():
+                refuse_other(path)
+        except BundleError as error:
+            raise UsageError(str(error)) from error
+        return path
+
+
+class SourcePath(click.Path):
+    """A folder, or a GGUF file, to build of or to look at."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path.
+
+        Raises:
+            UsageError: nothing is there but a name as hubs have them.
+            click.BadParameter: nothing is there.
+        """
+        if said := absent(Path(value)):
+            raise UsageError(said)
+        return super().convert(value, param, ctx)
+
+
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-EXISTING_SOURCE = click.Path(exists=True, path_type=Path)  # a folder, or a GGUF file
+EXISTING_SOURCE = SourcePath(exists=True, path_type=Path)
+EXISTING_BUNDLE = BundlePath(path_type=Path)
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FOLDER = NewPath(path_type=Path)
 NEW_FILE = NewPath(dir_okay=False, path_type=Path)
@@ -74,7 +109,7 @@ verify_option = click.option(
     default=None,
     help="Hash every file first.  [default: 64 MiB of each, the first time on this machine]",
 )
-bundle_argument = click.argument("bundle", type=EXISTING_FOLDER)
+bundle_argument = click.argument("bundle", type=EXISTING_BUNDLE)
 
 
 class SectionOption(click.Option):

@@ -36,8 +36,8 @@ UNKNOWN = "not known whether it fits"
 
 @click.command("plan", cls=SectionCommand)
 @click.argument("path", type=EXISTING_SOURCE)
-@click.option("--context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the maximum]")
-@click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
+@click.option("--max-context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the most possible]")
+@click.option("--max-batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
 @click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
 @precision_options
 @click.option("--recipe", help="Plan a build by this TOML file, or by a recipe that comes with llmc.")
@@ -83,8 +83,8 @@ def _ahead(
     geometry: Geometry | None,
     *,
     target: str,
-    context: int | None,
-    batch: int,
+    max_context: int | None,
+    max_batch: int,
     memory: int | None,
     gpu_memory: int | None,
     unified: bool | None,
@@ -99,14 +99,14 @@ def _ahead(
 
         on_gpu = capabilities(target).has_gpu
         found = find_memories(on_gpu, memory, gpu_memory, unified)
-        build = {"context": context, "batch": batch, "target": target, "unified": found.unified}
+        build = {"context": max_context, "batch": max_batch, "target": target, "unified": found.unified}
         return hold(plan_stages(path, geometry, **build, **how), found, on_gpu)  # type: ignore[arg-type]
     manifest = read_bundle(path)
     on_gpu = manifest.device is not None
     found = find_memories(on_gpu, memory, gpu_memory, unified)
     if any(how.values()) or target != "cpu":
         raise UsageError(f"{path} is built already; precision, recipe and target are for an export or a checkpoint")
-    plans = plan_bundle(manifest, context, batch)
+    plans = plan_bundle(manifest, max_context, max_batch)
     return hold([*_rebuilding(manifest, found.unified), *plans], found, on_gpu)
 
 

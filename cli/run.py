@@ -19,7 +19,7 @@ from llmc.cli.answering import (
     self_test_option,
     stats_option,
 )
-from llmc.cli.chat import converse
+from llmc.cli.chat import converse, refuse_without_template
 from llmc.cli.options import (
     SectionCommand,
     bundle_argument,
@@ -70,6 +70,8 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
         raise UsageError("--json prints one answer, and --chat without a prompt talks; give a prompt with -p")
     text = "" if talk else read_prompt(prompt, bundle)
     with load(bundle, **loading(options)) as model:
+        if chat:
+            refuse_without_template(model)
         if talk:
             converse(model, sampling, stats=stats)
             return

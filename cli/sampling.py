@@ -8,9 +8,11 @@ from typing import Any
 
 import click
 
+from llmc.cli.answering import refuse_several, refuse_unseen
 from llmc.cli.options import ENGINE_NAMES, Command, SectionOption, flag
 from llmc.cli.reading import read_text
-from llmc.errors import written
+from llmc.errors import UsageError, written
+from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import PARAMETERS, SAMPLED, SamplingParams
 from llmc.runtime.sampling.ranges import Parameter, Range
 
@@ -134,6 +136,36 @@ def sampling_options(command: Command) -> Command:
     return command
 
 
+def _type(name: str, values: Range) -> Any:
+    return one_of(values.choices) if values.choices else grammar if name == "grammar" else _KINDS[values.kind][0]
+
+
+def changed(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
+    """Parameters with another value of one of them, or without one where there is no text.
+
+    Raises:
+        UsageError: there is no such parameter, its value is out of range or does not go with the others, or a talk
+            cannot show what it asks for.
+    """
+    if name not in SAMPLING_NAMES:
+        close = neighbour(name, SAMPLING_NAMES)
+        hint = f"did you mean {close}?" if close else "llmc chat --help lists them"
+        raise UsageError(f"there is no parameter {written(name)}; {hint}")
+    rest = {each: value for each, value in sampling.items() if each != name}
+    if not text:
+        return rest
+    values = PARAMETERS[name].range
+    try:
+        value = click.types.convert_type(_type(name, values))(text)
+    except click.BadParameter as error:
+        raise UsageError(f"{name}: {error.message}") from error
+    found = {**rest, name: (value,) if values.kind == "texts" else value}
+    SamplingParams(**found)
+    refuse_several(found)
+    refuse_unseen(found)
+    return found
+
+
 def _option(name: str, stated: Parameter, section: str) -> Callable[[Command], Command]:
     values = stated.range
     return click.option(
@@ -141,7 +173,7 @@ def _option(name: str, stated: Parameter, section: str) -> Callable[[Command], C
         name,
         cls=SectionOption,
         section=section,
-        type=one_of(values.choices) if values.choices else grammar if name == "grammar" else _KINDS[values.kind][0],
+        type=_type(name, values),
         metavar=f"[{'|'.join(map(str, values.choices)).lower()}]" if values.choices else None,
         default=None,
         multiple=values.kind == "texts",

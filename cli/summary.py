@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmc import bundle
 from llmc.bundle import CONFIG_FILE, Geometry, Manifest, Source
-from llmc.errors import BundleError, UsageError
+from llmc.errors import BundleError
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.runtime.kv.budget import plan_load, rounded_up
 
@@ -53,21 +53,18 @@ class Summary:
     device_memory: Memory | None = None
 
 
-def summarize(path: Path, context: int | None = None, batch: int = 1) -> Summary:
+def summarize(path: Path) -> Summary:
     """Read a checkpoint, an export or a bundle, whichever ``path`` is.
-
-    ``context`` is by default the longest possible.
 
     Raises:
         BundleError, CheckpointError: the folder is none of these, or broken.
-        UsageError: ``context`` or ``batch`` is beyond what it can run with.
     """
     kind = kind_of(path)
     if kind == "bundle":
-        return _of_bundle(path, context, batch)
+        return _of_bundle(path)
     if kind == "export":
-        return _unbuilt(kind, path, bundle.read_export(path), context, batch)
-    return _unbuilt(kind, path, read_checkpoint(path), context, batch)
+        return _unbuilt(kind, path, bundle.read_export(path))
+    return _unbuilt(kind, path, read_checkpoint(path))
 
 
 def kind_of(path: Path) -> str:
@@ -89,20 +86,17 @@ def kind_of(path: Path) -> str:
     )
 
 
-def _of_bundle(path: Path, context: int | None, batch: int) -> Summary:
+def _of_bundle(path: Path) -> Summary:
     manifest = bundle.read_bundle(path)
-    limits = manifest.limits
-    _at_most("--batch", batch, limits.max_batch, "the bundle's maximum; build it with a larger --max-batch")
-    advice = "the bundle's maximum; build it with a larger --max-context"
-    context = _at_most("--context", context or limits.max_context, limits.max_context, advice)
+    context = manifest.limits.max_context
     files = {bundle.BUNDLE_MANIFEST: (path / bundle.BUNDLE_MANIFEST).stat().st_size}
     files |= {name: entry.size for name, entry in manifest.files.items()}
     weights = {graph.file: graph.weight_bytes for graph in manifest.graphs.values()}
-    memory = Memory(context, batch, plan_load(manifest, context, batch).parts)
+    memory = Memory(context, 1, plan_load(manifest).parts)
     device = None
     if manifest.device is not None:
         positions = rounded_up(manifest.engine, context)
-        device = Memory(positions, batch, manifest.device.parts(positions, batch))
+        device = Memory(positions, 1, manifest.device.parts(positions, 1))
     return Summary(
         "bundle",
         path,
@@ -126,25 +120,12 @@ def disk_bytes(files: Mapping[str, int]) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def _unbuilt(
-    kind: str,
-    path: Path,
-    found: Checkpoint | bundle.ExportManifest,
-    context: int | None,
-    batch: int,
-) -> Summary:
+def _unbuilt(kind: str, path: Path, found: Checkpoint | bundle.ExportManifest) -> Summary:
     geometry = found.geometry
-    limit = geometry.max_positions
-    context = _at_most("--context", context or limit, limit, f"max_position_embeddings in {CONFIG_FILE}")
+    context = geometry.max_positions
     here = sorted(path.iterdir()) if path.is_dir() else [path]
     files = {file.name: file.stat().st_size for file in here if file.is_file()}
-    parts = {"weights": sum(found.weights.values()), "cache": geometry.cache_bytes(context, batch)}
-    memory = Memory(context, batch, parts)
+    parts = {"weights": sum(found.weights.values()), "cache": geometry.cache_bytes(context, 1)}
+    memory = Memory(context, 1, parts)
     on_disk = disk_bytes(files)
     return Summary(kind, path, geometry, found.source, files, on_disk, found.weights, memory, None, found.notes)
-
-
-def _at_most(flag: str, value: int, limit: int, what: str) -> int:
-    if value > limit:
-        raise UsageError(f"{flag} is {value}, more than {limit}, {what}")
-    return value

@@ -27,6 +27,16 @@ class ExportReport:
     notes: tuple[str, ...]
 
 
+def require_packages() -> None:
+    """Refuse to begin without what an export needs.
+
+    Raises:
+        MissingExtraError: one of its packages is not installed.
+    """
+    for module in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "gguf"):
+        require(module, "export")
+
+
 def export(
     checkpoint: Path, output: Path, *, force: bool = False, progress: Callable[[str], None] | None = None
 ) -> ExportReport:
@@ -42,8 +52,7 @@ def export(
         MissingExtraError: torch, onnx or onnx-ir is not installed.
     """
     start = time.perf_counter()
-    for module in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"):
-        require(module, "export")
+    require_packages()
     from llmc.export.writer import write_export  # it imports torch
 
     report = write_export(Path(checkpoint), Path(output), force, progress or (lambda step: None))

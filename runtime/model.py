@@ -1,6 +1,8 @@
 """The runtime's front door: load a bundle, generate text."""
 
 import hashlib
+import inspect
+import logging
 import os
 import re
 import threading
@@ -29,6 +31,7 @@ from llmc.runtime.kv.budget import check_load, plan_load
 from llmc.runtime.kv.prefix_cache import BLOCK, PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.runner.prefill import SingleRunner
+from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.selftest import VerifyReport, check_once, replayed
 from llmc.runtime.sessions import emulated, open_session
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 
     from llmc.runtime.text.chat_template import ChatTemplate
 
+log = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -78,8 +82,9 @@ def load(
             machine loads this bundle with this engine, as far as the cache remembers.
         verify: hash every file before it is used; default: 64 MiB of each file, the first time that this machine loads
             these files, unless ``self_test`` is False; False: none.
-        memory: bytes that this process may take, in which the whole of ``max_context`` must fit; default: what is
-            available, and the cache is held against it as it grows.
+        memory: bytes that this process may take, in which the whole of ``max_context`` must fit; where none was named,
+            the context is lowered to what fits, with a warning. Default: what is available, and the cache is held
+            against it as it grows.
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
@@ -108,7 +113,10 @@ def _load(
 ) -> "Model":
     manifest = emulated(read_bundle(folder)) if emulate else read_bundle(folder)
     limits = manifest.limits
-    context = _in_range("max_context", max_context, limits.max_context, limits.max_context)
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
+        raise UsageError(f"memory is {written(memory)}, expected bytes, an integer above 0, or None")
+    fitting = limits.max_context if memory is None else _fitting_context(folder, manifest, memory, max_context)
+    context = _in_range("max_context", max_context, fitting, limits.max_context)
     chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
     workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
     engine_options = _options(options)
@@ -117,8 +125,6 @@ def _load(
         raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
     if manifest.geometry.encoder and options:
         raise UsageError(f"{next(iter(options))} is for a bundle that generates, and {folder} does not; leave it out")
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
-        raise UsageError(f"memory is {written(memory)}, expected bytes, an integer above 0, or None")
     check_load(folder, manifest, context, memory)
     check_files(folder, manifest, False if verify is None and self_test is False else verify)
     with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
@@ -184,10 +190,21 @@ def _folder(bundle: str | Path) -> Path:
     return folder
 
 
+def _fitting_context(folder: Path, manifest: Manifest, memory: int, asked: int | None) -> int:
+    """The longest context that fits into ``memory``, all of it where none does, for :func:`check_load` to refuse."""
+    most = manifest.limits.max_context
+    fitting = plan_load(manifest, most).verdict(memory).largest_context or most
+    if fitting < most and asked is None:
+        log.warning("%s: %d MB hold a context of %d tokens, not of %d", folder, memory // 1_000_000, fitting, most)
+    return fitting
+
+
 def _options(given: Mapping[str, Any]) -> EngineOptions:
     known = [field.name for field in fields(EngineOptions)]
     if unknown := sorted(given.keys() - set(known)):
-        raise UsageError(f"load has no argument {unknown[0]!r}; the engine's options are {', '.join(known)}")
+        close = neighbour(unknown[0], [*known, *inspect.signature(load).parameters])
+        hint = f"did you mean {close}?" if close else f"the engine's options are {', '.join(known)}"
+        raise UsageError(f"load has no argument {unknown[0]!r}; {hint}")
     return EngineOptions(**given)
 
 

@@ -45,6 +45,7 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLMC_CACHE", str(folder))
+        patch.setenv("XDG_STATE_HOME", str(folder))
         yield folder
 
 

@@ -70,10 +70,14 @@ def test_the_pip_command_names_what_an_extra_and_the_extras_in_it_bring(monkeypa
         'onnx>=1.23; extra == "build"',
         'llmc-deploy[build]; extra == "export"',
         'torch>=2.13; extra == "export"',
+        'llmc-deploy[cpu,build]; extra == "both"',
+        'uvloop>=1; sys_platform != "win32" and extra == "both"',
     ]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: declared if name == "llmc-deploy" else [])
     assert errors.install_command("cpu") == "pip install 'onnxruntime>=1.23'"
     assert errors.install_command("export") == "pip install 'onnx>=1.23' 'torch>=2.13'"
+    both = """pip install 'onnxruntime>=1.23' 'onnx>=1.23' 'uvloop>=1; sys_platform != "win32"'"""
+    assert errors.install_command("both") == both
 
 
 def test_the_pip_command_names_the_distribution_where_nothing_is_installed(monkeypatch):

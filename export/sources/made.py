@@ -6,21 +6,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import MADE_FILE
+from llmc.errors import require
 from llmc.export.sources.safetensors import ITEM_BITS, StoredTensor
 
-ARRAY_TYPES: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I32": np.dtype(np.int32),
-    "I8": np.dtype(np.int8),
-    "I4": np.dtype(np.uint8),  # two in each
+ARRAY_TYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "I64": "int64",
+    "I32": "int32",
+    "I8": "int8",
+    "I4": "uint8",  # two in each
 }
+
+
+def array_type(dtype: str) -> np.dtype[Any]:
+    """The type of arrays for one of :data:`ARRAY_TYPES`.
+
+    Raises:
+        MissingExtraError: numpy has none, and ml_dtypes, which brings it, is not installed.
+    """
+    name = ARRAY_TYPES[dtype]
+    return np.dtype(getattr(require("ml_dtypes", "build"), name) if dtype in ("BF16", "F8_E4M3") else name)
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ def write_made(tensors: Mapping[str, StoredTensor | MadeTensor], folder: Path) -
         return places, 0
     with (folder / MADE_FILE).open("wb") as file:
         for name, tensor in made.items():
-            start, wanted = file.tell(), ARRAY_TYPES[tensor.dtype]
+            start, wanted = file.tell(), array_type(tensor.dtype)
             for piece in tensor.pieces():
                 assert piece.dtype == wanted, f"{name} is made as {piece.dtype}, not as {wanted}"
                 file.write(np.ascontiguousarray(piece).view(np.uint8).data)

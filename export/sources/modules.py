@@ -18,7 +18,7 @@ from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig, DenseConfig, EncoderConfig
 from llmc.export.keys import Keys
 from llmc.export.sources.codes import Weight
-from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, SINGLE_FILE, StoredTensor, read_shard
 from llmc.inventory import DENSE, SCORE, Pooling
 from llmc.origin import own_file
@@ -153,7 +153,7 @@ def _dense_tensors(folder: Path, name: str) -> dict[str, MadeTensor]:
 
 def _copied(path: Path, tensor: StoredTensor) -> MadeTensor:
     def pieces() -> Iterator[Any]:
-        yield np.memmap(path, ARRAY_TYPES[tensor.dtype], "r", tensor.offset, tensor.shape)
+        yield np.memmap(path, array_type(tensor.dtype), "r", tensor.offset, tensor.shape)
 
     return MadeTensor(tensor.dtype, tensor.shape, pieces)
 

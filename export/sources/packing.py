@@ -20,13 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
 from llmc.export.sources.codes import QuantizedTensor, Weight, packed
-from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.quantization import Quantization
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
 
@@ -38,7 +37,6 @@ _LEFT_OUT = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point", ".k_scale",
     ".v_scale", ".q_scale",
 )  # fmt: skip
-_ARRAYS = {**ARRAY_TYPES, "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "I64": np.dtype(np.int64)}
 Words = NDArray[np.int32]
 
 
@@ -290,7 +288,7 @@ def read_rows(folder: Path, tensor: StoredTensor, start: int = 0, stop: int | No
     Raises:
         CheckpointError: the file is gone or ends early.
     """
-    dtype = _ARRAYS[tensor.dtype]
+    dtype = array_type(tensor.dtype)
     rows = tensor.shape[0] if tensor.shape else 1
     stop = rows if stop is None else stop
     row = tensor.length // rows

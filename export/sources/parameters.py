@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig, linears, norms, packed_parameters, parameter_shapes
 from llmc.export.sources.codes import QuantizedTensor, Weight, rows_of
-from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
 
 Tensors = dict[str, Weight]
@@ -130,7 +130,7 @@ def _made(
         )
 
     def pieces() -> Iterator[Array]:
-        rows = view(np.memmap(folder / tensor.file, ARRAY_TYPES[tensor.dtype], "r", tensor.offset, tensor.shape))
+        rows = view(np.memmap(folder / tensor.file, array_type(tensor.dtype), "r", tensor.offset, tensor.shape))
         step = max(1, PIECE * len(rows) // rows.size)
         for start in range(0, len(rows), step):
             yield rows[start : start + step]

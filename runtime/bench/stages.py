@@ -84,9 +84,9 @@ def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[Mem
         UsageError: context or batch is beyond the bundle's.
     """
     limits = manifest.limits
-    for name, value, most in (("context", context, limits.max_context), ("batch", batch, limits.max_batch)):
+    for name, value, most in (("max_context", context, limits.max_context), ("max_batch", batch, limits.max_batch)):
         if value is not None and value > most:
-            raise UsageError(f"{name} is {value}, the bundle was built for {most}; build with a larger --max-{name}")
+            raise UsageError(f"{name} is {value}, the bundle was built for {most}; build with a larger one")
     run = plan_load(manifest, context, batch)
     if manifest.device is None:
         return [run]

@@ -1,6 +1,5 @@
 """The parameters of a request: ranges, defaults and meanings, and what does not go together."""
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -8,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmc.errors import UsageError, written
+from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.ranges import (
     FLAG,
     SCHEMA,
@@ -389,8 +389,8 @@ def _checkpoint_defaults(generation: "Generation", given: dict[str, Any]) -> dic
 
 def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
     for name in overrides.keys() - set(known):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+        close = neighbour(name, known)
+        hint = f"did you mean {close}?" if close else f"expected one of {', '.join(known)}"
         raise UsageError(f"unknown sampling parameter {written(name)}; {hint}")
 
 

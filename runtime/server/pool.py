@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -152,10 +153,10 @@ class ModelPool:
         self._leaving = 0  # bytes of them whose models are being closed
         self._manifests: dict[Path, tuple[tuple[int, ...] | None, Manifest]] = {}
         self._needed = 0
-        self._needed = sum(self._need(self.manifest(name)).least for name in bundles)
-        for name, place in self._places.items():
-            self._refuse_options(place.folder, self.manifest(name))
-            self._refuse_too_large(place.folder, self._need(self.manifest(name)))
+        self._needed = sum(self._need(self._read(place.folder)).least for place in self._places.values())
+        for place in self._places.values():
+            self._refuse_options(place.folder, self._read(place.folder))
+            self._refuse_too_large(place.folder, self._need(self._read(place.folder)))
         self._changed = asyncio.Event()
         self._clock = itertools.count(1)
         self._threads = ThreadPoolExecutor(THREADS, "llmc-pool")
@@ -188,7 +189,11 @@ class ModelPool:
             BundleError: the bundle is not there any more.
         """
         place = self._place(name)
-        return self._read(place.folder) if place.current is None else place.current.model.manifest
+        try:
+            return self._read(place.folder) if place.current is None else place.current.model.manifest
+        except BundleError as error:
+            _hide(error, name, place.folder)
+            raise
 
     def has_template(self, name: str) -> bool:
         """True if the model that serves under a name, or would be loaded, has a chat template."""
@@ -308,6 +313,8 @@ class ModelPool:
             if isinstance(error, Exception):
                 place.failure = _Failure(error, folder, published, time.monotonic() + RETRY_S)
                 log.error("%s: %s could not be loaded: %s", place.name, folder, _reason(error))
+                _hide(error, place.name, folder)
+                _hide(error, "the draft", self._options.get("draft"))
             raise
         known = published if publication(folder) == published else None
         loaded = _Loaded(model, self._taken.pop(key, 0), need.least + need.draft, known)
@@ -648,6 +655,12 @@ def _refuse_failed(place: _Place) -> None:
         return
     if (failure.folder, failure.published) == (place.folder, publication(place.folder)):
         raise BundleError(f"{place.name} could not be loaded a moment ago: {_reason(failure.error)}") from failure.error
+
+
+def _hide(error: Exception, name: str, folder: object) -> None:
+    """Say a name where an error says a folder: clients read it, and folders are the server's own affair."""
+    if isinstance(error, LlmcError) and str(folder) not in ("None", "lookup", ".", ".."):
+        error.args = (re.sub(rf"(?<![\w.-]){re.escape(str(folder))}(?![\w.-])", lambda _: name, str(error)),)
 
 
 def _reason(error: Exception) -> str:

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import HTTPConnection
 
 from llmc.errors import printable, written
+from llmc.runtime.sampling.neighbours import neighbour
+from llmc.runtime.sampling.params import PARAMETERS
 from llmc.runtime.server.errors import ApiError
 
 M = TypeVar("M", bound=BaseModel)
@@ -62,7 +64,9 @@ def api_error(found: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
             return ApiError(400, "the body is empty, expected a JSON object")
         return ApiError(400, "the body is no JSON object; send one, with the header content-type: application/json")
     if kind == "extra_forbidden":
-        return ApiError(400, f"{param} is not a parameter of this route; leave it out", param=param)
+        ours = neighbour(param, PARAMETERS)
+        hint = "" if ours in (None, param) else f", or did you mean {ours}?"
+        return ApiError(400, f"{param} is not a parameter of this route; leave it out{hint}", param=param)
     return ApiError(400, f"{param} {_said(fault, found, places, deepest)}", param=param)
 
 

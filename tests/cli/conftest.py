@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
 
 from llmc.cli.main import main
 
@@ -37,8 +39,10 @@ def llmc(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     def run(*arguments: object, stdin: bytes = b"", terminal: bool = False) -> Ran:
         monkeypatch.setattr(sys, "stdin", Stdin(stdin, terminal))
-        with pytest.raises(SystemExit) as stopped:
-            main([str(argument) for argument in arguments])
+        with create_pipe_input() as keys, create_app_session(input=keys):
+            keys.send_bytes(stdin + b"\x04" if terminal else b"")  # a pipe holds 64 KiB
+            with pytest.raises(SystemExit) as stopped:
+                main([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
         return Ran(int(stopped.value.code or 0), out, err)
 

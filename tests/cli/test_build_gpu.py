@@ -304,7 +304,7 @@ def gpu_stage(out: str) -> dict[str, Any]:
 @pytest.mark.parametrize("target", ["cuda", "tensorrt", "tensorrt-rtx"])
 def test_a_plan_for_a_gpu_has_a_stage_on_it(llmc: Any, tiny_export: Path, probed: Callable[[Any], None], target: str):
     probed(RTX_4090)
-    ran = llmc("plan", tiny_export, "--target", target, "--context", 1024, "--json")
+    ran = llmc("plan", tiny_export, "--target", target, "--max-context", 1024, "--json")
     assert ran.code == 0
     report = json.loads(ran.out)
     assert [stage["stage"] for stage in report["stages"]] == ["build", "run", "run on the GPU"]
@@ -371,7 +371,7 @@ def test_a_bundles_plan_has_the_cache_that_its_engine_takes(
 ):
     probed(NO_GPU)
     folder = save()
-    stage = gpu_stage(llmc("plan", folder, "--context", 100, "--batch", 2, "--json").out)
+    stage = gpu_stage(llmc("plan", folder, "--max-context", 100, "--max-batch", 2, "--json").out)
     assert stage["context"] == 512, "the engine was built for one capacity"
     assert stage["parts"] == MEMORY.parts(512, 2)
     short = gpu_stage(llmc("plan", folder, "--gpu-memory", "800MB", "--json").out)
@@ -383,7 +383,7 @@ def test_a_bundle_of_buckets_takes_the_one_that_holds_the_context(
 ):
     probed(NO_GPU)
     folder = save(form="primitives", capacity=0)
-    assert gpu_stage(llmc("plan", folder, "--context", 100, "--json").out)["parts"]["cache"] == 256 * MB
+    assert gpu_stage(llmc("plan", folder, "--max-context", 100, "--json").out)["parts"]["cache"] == 256 * MB
     assert gpu_stage(llmc("plan", folder, "--gpu-memory", "800MB", "--json").out)["largest_context"] == 256
 
 
@@ -471,30 +471,30 @@ def test_inspect_names_no_version_and_no_part_that_is_not_there(llmc: Any, save:
     deferred = dataclasses.replace(manifest.target, engine_version="none")
     host = dataclasses.replace(manifest.memory, weights=0, embedding=0)
     write_manifest(dataclasses.replace(manifest, target=deferred, memory=host), folder)
-    shown = rows(llmc("inspect", folder, "--context", 100).out)
+    shown = rows(llmc("inspect", folder).out)
     assert shown["target"] == "tensorrt, tensorrt 10.3 or newer"
     assert not re.search(r"\b0 B", "".join(shown.values()))
-    assert "weights" not in shown["memory at 100 tokens x 1"]
+    assert "weights" not in shown["memory at 512 tokens x 1"]
     table = llmc("plan", folder, "--gpu-memory", "8GB", "--memory", "64GB").out.partition("run 512 tokens")[2]
     assert "tokenizer" in table and "embedding" not in table
 
 
 def test_inspect_as_json_has_the_plan_and_the_memory(llmc: Any, save: Callable[..., Path]):
-    found = json.loads(llmc("inspect", save(), "--json", "--context", 100, "--batch", 2).out)
+    found = json.loads(llmc("inspect", save(), "--json").out)
     engine = found["bundle"]["engine"]
     assert (engine["form"], engine["buckets"], engine["compute_capabilities"]) == ("native", [256, 512], ["8.7"])
     assert engine["verified"] == "cpu"
     assert found["device_memory"] == {
         "context": 512,
-        "batch": 2,
-        "parts": MEMORY.parts(512, 2),
-        "total": MEMORY.total(512, 2),
+        "batch": 1,
+        "parts": MEMORY.parts(512, 1),
+        "total": MEMORY.total(512, 1),
     }
 
 
 def test_inspect_of_a_bundle_for_cuda_has_memory_and_no_engine(llmc: Any, save: Callable[..., Path]):
-    shown = rows(llmc("inspect", save(None, "cuda"), "--context", 100).out)
-    assert "GPU memory at 100 tokens x 1" in shown
+    shown = rows(llmc("inspect", save(None, "cuda")).out)
+    assert "GPU memory at 512 tokens x 1" in shown
     assert not {"engine", "buckets", "form", "CPU features"} & shown.keys()
 
 

@@ -69,6 +69,7 @@ class FakeModel:
         self.between: Callable[[FakeHandle], None] = lambda handle: None
         self.before: Callable[[], None] = lambda: None
         self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
+        self.folder, self.chat_template = Path("tiny"), None
         self.encode: Callable[[str], list[Any]] = lambda text: [len(text), False]
         snapshot = SimpleNamespace(summary=lambda: {"requests": 3, "joules_per_token": None})
         metrics = SimpleNamespace(snapshot=lambda: snapshot)
@@ -171,8 +172,8 @@ def test_the_system_text_comes_first_and_may_change_and_go(talk, model: FakeMode
     assert model.asked[1][1:] == [user("One"), assistant("ab"), user("Two")]
 
 
-def test_reset_keeps_the_system_text_only(talk, model: FakeModel):
-    talk("One", "/reset", "Two", options=("--system", "Be brief."))
+def test_clear_keeps_the_system_text_only(talk, model: FakeModel):
+    talk("One", "/clear", "Two", options=("--system", "Be brief."))
     assert model.asked[1] == [system("Be brief."), user("Two")]
 
 
@@ -234,12 +235,12 @@ def test_a_full_context_is_told_with_what_a_chat_can_do(talk, model: FakeModel):
     model.encode = list
     model.between = lambda handle: failing(RequestError("shorten it"))(handle) if len(model.asked) == 2 else None
     ran = talk("Hello", "a" * 121, "Again", terminal=True)
-    found = "error: the conversation has 129 tokens, the context holds 128: /reset forgets what was said; to keep it, "
+    found = "error: the conversation has 129 tokens, the context holds 128: /clear forgets what was said; to keep it, "
     assert f"{found}/save FILE and start again with --load FILE and --on-overflow sink" in ran.err
     assert model.asked[2] == [user("Hello"), assistant("ab"), user("Again")]
 
 
-def test_a_first_turn_that_is_too_long_is_not_sent_to_reset(talk, model: FakeModel):
+def test_a_first_turn_that_is_too_long_is_not_sent_to_clear(talk, model: FakeModel):
     model.encode = list
     model.between = failing(RequestError("shorten it"))
     ran = talk("a" * 99, options=("--max-tokens", 29))
@@ -276,9 +277,10 @@ def test_a_wrong_command_ends_a_script_and_not_a_person(talk, model: FakeModel, 
 )
 def test_a_name_that_is_none_of_a_file_is_an_error_and_not_the_end(talk, model: FakeModel, line: str):
     assert talk(line).code == 2
-    ran = talk("Hello", line, "Again", terminal=True)
-    assert (ran.code, len(model.asked[-1])) == (0, 3)
-    assert f"error: {line[:5]}: " in ran.err
+    if "\0" not in line:  # no key types it
+        ran = talk("Hello", line, "Again", terminal=True)
+        assert (ran.code, len(model.asked[-1])) == (0, 3)
+        assert f"error: {line[:5]}: " in ran.err
 
 
 @pytest.mark.parametrize("command", ["/load", "/save"])
@@ -341,7 +343,7 @@ def test_a_full_disk_does_not_end_the_talk_of_a_person(talk, model: FakeModel, t
 def test_a_person_who_types_no_utf8_is_told_and_goes_on(llmc, model: FakeModel, tmp_path: Path):
     ran = llmc("chat", tmp_path, stdin=b"caf\xe9\n", terminal=True)
     assert ran.code == 0
-    assert "error: this is no utf-8: b'\\xe9\\n'" in ran.err
+    assert "error: this is no UTF-8: b'\\xe9'" in ran.err
 
 
 def test_a_script_that_is_not_utf8_is_refused(llmc, model: FakeModel, tmp_path: Path):
@@ -351,6 +353,72 @@ def test_a_script_that_is_not_utf8_is_refused(llmc, model: FakeModel, tmp_path: 
 
 
 # ------------------------------------------------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize(
+    "keys", ["\x1b[200~one\ntwo\x1b[201~", "one\\\ntwo", "one\x1b\rtwo"], ids=["paste", "backslash", "alt-enter"]
+)
+def test_a_question_may_have_several_lines(talk, model: FakeModel, keys: str):
+    talk(keys, "/help", terminal=True)
+    assert model.asked == [[user("one\ntwo")]]
+
+
+def test_former_questions_come_back_with_the_arrow_keys(
+    talk, model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("llmc.cli.prompt.KEPT", 2)
+    monkeypatch.setattr("llmc.cli.prompt.LONGEST", 12)
+    talk("first", "second\\\nline", "third", "a long question", terminal=True)
+    file = tmp_path / "state" / "llmc" / "chat-history"
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ('"second\\nline"\n"third"\n', 0o600)
+    talk("\x1b[A\x1b[A\x1b[A", terminal=True)  # two questions back, over the lines of the second
+    assert model.asked[-1] == [user("second\nline")]
+    file.write_bytes(b"no history\xff\n")
+    assert talk("Hello", terminal=True).code == 0
+
+
+def test_a_history_that_cannot_be_written_is_none(talk, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    assert talk("Hello", terminal=True).code == 0
+
+
+def test_parameters_change_during_a_talk(talk, model: FakeModel):
+    lines = ("/temperature 0.5", "/set top-k 3", "Hello", "/set stop x", "/temperature", "Again", "/set")
+    ran = talk(*lines, options=("--seed", 1))
+    assert model.sampling == [{"seed": 1, "temperature": 0.5, "top_k": 3}, {"seed": 1, "top_k": 3, "stop": ("x",)}]
+    assert ran.err.splitlines()[-1] == "seed is 1, top_k is 3, stop is ('x',)"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/temperature -1", "--temperature is -1.0, expected"),
+        ("/temperature warm", "'warm' is not a valid float"),
+        ("/set repeat_penalty 1.1", "there is no parameter 'repeat_penalty'; did you mean --repetition-penalty?"),
+        ("/n 2", "--n or --num-return-sequences ask for several outputs"),
+        ("/logprobs 2", "which only llmc run with --json shows"),
+    ],
+)
+def test_a_parameter_that_cannot_be_is_refused_and_the_talk_goes_on(talk, model: FakeModel, line: str, said: str):
+    ran = talk(line, "Hello", terminal=True)
+    assert said in ran.err and model.sampling == [{}]
+
+
+def test_a_model_without_a_chat_template_is_refused_before_anything_is_typed(talk, model: FakeModel):
+    class Plain(FakeModel):
+        @property
+        def chat_template(self) -> None:
+            raise RequestError("tiny: the model has no chat template; pass a prompt instead of messages")
+
+        @chat_template.setter
+        def chat_template(self, _: None) -> None:
+            pass
+
+    model.__class__ = Plain
+    ran = talk("Hello")
+    assert (ran.code, ran.out, model.asked) == (1, "", [])
+    assert "no chat template; pass a prompt instead of messages: llmc run tiny -p TEXT completes one" in ran.err
 
 
 def test_a_saved_conversation_goes_on_where_it_was(talk, model: FakeModel, tmp_path: Path):

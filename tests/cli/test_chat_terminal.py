@@ -1,4 +1,4 @@
-"""``llmc chat`` on a real pseudo-terminal: what the keys Ctrl-C and Ctrl-D do."""
+"""``llmc chat`` on a real pseudo-terminal: what a paste and the keys Ctrl-C and Ctrl-D do."""
 
 import os
 import pty
@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 from doubles.processes import slow_llmc
 
+from llmc.cli.saved import read_messages
+
 LIMIT_S = 120.0  # for what takes well under a second on a machine without other work
+
+PROMPT = "\x1b[?2004h"  # bracketed paste, which is asked for with every prompt
 
 # What a command begins with so that Ctrl-C reaches it as from a keyboard. In a process of its own: between fork and
 # exec of one with threads, nothing of Python may run.
@@ -68,23 +72,36 @@ class Terminal:
 def terminal(tiny_bundle: Path) -> Iterator[Terminal]:
     endless = ("--ignore-eos", "--temperature", 0, "--max-tokens", 1900, "--no-self-test")
     with Terminal(tiny_bundle, *endless) as opened:
-        opened.wait_for("> ")
+        opened.wait_for(PROMPT)
         yield opened
 
 
 def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(terminal: Terminal):
-    terminal.type("Hello\n")
-    terminal.wait_for("Hello")  # the echo
+    terminal.type("Hello\r")
+    terminal.wait_for("\x1b[?2004l")
     terminal.wait_for("\n")
     terminal.wait_for("\n")  # some of the answer
     terminal.type("\x03")
     terminal.wait_for("(stopped)")
-    terminal.wait_for("> ")
-    terminal.type("/help\n")
+    terminal.wait_for(PROMPT)
+    terminal.type("/help\r")
     terminal.wait_for("/exit")
-    terminal.wait_for("> ")
-    terminal.type("/exit\n")
+    terminal.wait_for(PROMPT)
+    terminal.type("/exit\r")
     assert terminal.process.wait(LIMIT_S) == 0
+
+
+def test_a_paste_of_four_lines_is_one_question(terminal: Terminal, tmp_path: Path):
+    terminal.type("\x1b[200~one\rtwo\rthree\rfour\x1b[201~")
+    terminal.wait_for("four")
+    terminal.type("\r")
+    terminal.wait_for("\x1b[?2004l")
+    terminal.wait_for("\n")  # some of the answer
+    terminal.type("\x03")
+    terminal.wait_for(PROMPT)
+    terminal.type(f"/save {tmp_path / 'saved'}\r")
+    terminal.wait_for("2 messages saved")
+    assert read_messages(tmp_path / "saved")[0] == {"role": "user", "content": "one\ntwo\nthree\nfour"}
 
 
 def test_ctrl_d_at_the_prompt_leaves(terminal: Terminal):
@@ -95,7 +112,7 @@ def test_ctrl_d_at_the_prompt_leaves(terminal: Terminal):
 def test_ctrl_c_at_the_prompt_says_how_to_leave_and_the_second_one_leaves(terminal: Terminal):
     terminal.type("\x03")
     terminal.wait_for("Ctrl-C again or Ctrl-D leaves")
-    terminal.wait_for("> ")
+    terminal.wait_for(PROMPT)
     terminal.type("\x03")
     assert terminal.process.wait(LIMIT_S) == 0
 
@@ -105,12 +122,12 @@ def test_ctrl_c_clears_the_line_and_a_line_between_two_of_them_stays(terminal: T
     terminal.wait_for("/exit")
     terminal.type("\x03")
     terminal.wait_for("leaves")
-    terminal.wait_for("> ")
-    terminal.type("/help\n")
+    terminal.wait_for(PROMPT)
+    terminal.type("/help\r")
     terminal.wait_for("this list")
-    terminal.wait_for("> ")
+    terminal.wait_for(PROMPT)
     terminal.type("\x03")
     terminal.wait_for("leaves")
-    terminal.wait_for("> ")
-    terminal.type("/exit\n")
+    terminal.wait_for(PROMPT)
+    terminal.type("/exit\r")
     assert terminal.process.wait(LIMIT_S) == 0

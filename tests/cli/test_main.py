@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import pytest
@@ -94,7 +95,7 @@ def test_python_m_runs_the_command():
         (["export"], "llmc: error: Missing argument 'CHECKPOINT'; see llmc export --help"),
         (["inspect", "--nonsense"], "llmc: error: No such option"),
         (["inspect", "/no/such/folder"], "llmc: error: Invalid value for 'PATH': Path '/no/such/folder' does not"),
-        (["inspect", "--batch", "0", "."], "llmc: error: Invalid value for '--batch'"),
+        (["plan", "--max-batch", "0", "."], "llmc: error: Invalid value for '--max-batch'"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exits_with_two(llmc, arguments: list[str], sentence: str):
@@ -203,3 +204,30 @@ def test_an_output_that_knows_no_emoji_gets_an_escape():
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
     assert ran.stdout == b"snake \\U0001f40d\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serve", "--api-key", "k"], "there is no --api-key, did you mean --keys-file?"),
+        (["serve", "--max-model-len", "4"], "there is no --max-model-len, did you mean --max-context?"),
+        (["run", "--ctx-size", "4"], "there is no --ctx-size, did you mean --max-context?"),
+        (["run", "--max-new-tokens=4"], "there is no --max-new-tokens, did you mean --max-tokens?"),
+        (["plan", "--context", "4"], "there is no --context, did you mean --max-context?"),
+        (["run", "-c", "4"], "there is no -c, did you mean --max-context?"),
+        (["run", "-m", "x"], "there is no -m: the model stands without a flag, as llmc run BUNDLE"),
+        (["run", "owner/name"], "llmc downloads nothing; if this is a model's name at Hugging Face: hf download"),
+        (["build", "owner/name", "-o", "x"], "hf download owner/name --local-dir name and then llmc build name -o"),
+        (["run", "owner/model.gguf"], "owner/model.gguf: there is no such folder, expected a bundle"),
+    ],
+)
+def test_what_other_programs_take_is_told_by_llmcs_name(llmc, arguments: list[str], sentence: str):
+    ran = llmc(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert sentence in ran.err and ran.err.count("\n") == 1
+
+
+def test_a_gguf_file_in_the_place_of_a_bundle_is_told_how_to_build_one(llmc, tmp_path: Path):
+    (tmp_path / "x.gguf").touch()
+    ran = llmc("run", tmp_path / "x.gguf", "-p", "Once")
+    assert (ran.code, ran.err.endswith(f"build one with: llmc build {tmp_path}/x.gguf -o BUNDLE\n")) == (2, True)

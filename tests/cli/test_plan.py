@@ -46,12 +46,12 @@ def test_context_batch_and_precision_change_their_parts(llmc, tiny_export: Path)
     def run(*arguments: object) -> dict[str, int]:
         return stages(llmc("plan", tiny_export, "--json", *arguments).out)["run"]["parts"]
 
-    base = run("--context", 1024)
+    base = run("--max-context", 1024)
     assert base["cache"] == 2 * 6 * 4 * 32 * 1024 * 4
-    assert run("--context", 512)["cache"] == base["cache"] // 2
-    assert run("--context", 1024, "--batch", 3)["cache"] == base["cache"] * 3
-    assert run("--context", 1024, "--int4")["weights"] < base["weights"]
-    assert run("--context", 1024, "--recipe", "int4")["weights"] < base["weights"]
+    assert run("--max-context", 512)["cache"] == base["cache"] // 2
+    assert run("--max-context", 1024, "--max-batch", 3)["cache"] == base["cache"] * 3
+    assert run("--max-context", 1024, "--int4")["weights"] < base["weights"]
+    assert run("--max-context", 1024, "--recipe", "int4")["weights"] < base["weights"]
 
 
 @pytest.mark.usefixtures("roomy")
@@ -120,8 +120,11 @@ def test_sizes_are_read_as_people_write_them(llmc, tiny_checkpoint: Path, size: 
 
 def test_more_than_a_bundle_was_built_for_is_wrong_usage(llmc, tiny_bundle: Path):
     for arguments, sentence in (
-        (["--context", 2049], "--context is 2049, the bundle was built for 2048; build with a larger --max-context"),
-        (["--batch", 9], "--batch is 9, the bundle was built for 8; build with a larger --max-batch"),
+        (
+            ["--max-context", 2049],
+            "--max-context is 2049, the bundle was built for 2048; build with a larger one",
+        ),
+        (["--max-batch", 9], "--max-batch is 9, the bundle was built for 8; build with a larger one"),
         (["--int4"], "is built already; precision, recipe and target are for an export or a checkpoint"),
     ):
         ran = llmc("plan", tiny_bundle, *arguments)
@@ -132,8 +135,8 @@ def test_more_than_a_bundle_was_built_for_is_wrong_usage(llmc, tiny_bundle: Path
 @pytest.mark.parametrize("context", [1, 2049])
 def test_more_than_the_checkpoint_allows_is_named_by_its_option(llmc, tiny_export: Path, tmp_path: Path, context: int):
     limit = f"{context}, expected 2 ... 2048, the max_position_embeddings of the checkpoint"
-    planned = llmc("plan", tiny_export, "--context", context)
-    assert (planned.code, planned.err) == (2, f"llmc: error: --context is {limit}\n")
+    planned = llmc("plan", tiny_export, "--max-context", context)
+    assert (planned.code, planned.err) == (2, f"llmc: error: --max-context is {limit}\n")
     built = llmc("build", tiny_export, "-o", tmp_path / "out", "--max-context", context)
     assert (built.code, list(tmp_path.iterdir())) == (2, [])
     assert f"max_context is {limit}; change --max-context, or max_context in the recipe" in built.err

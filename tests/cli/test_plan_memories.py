@@ -95,7 +95,7 @@ def test_on_a_jetson_a_limit_for_the_process_is_one_for_all(probed: Callable[...
 
 def test_the_sum_is_that_of_both_stages_part_by_part(llmc: Any, tiny_export: Path, probed: Callable[..., None]):
     probed(ORIN)
-    order = ("plan", tiny_export, "--target", "tensorrt", "--fp16", "--context", 1024, "--batch", 2, "--json")
+    order = ("plan", tiny_export, "--target", "tensorrt", "--fp16", "--max-context", 1024, "--max-batch", 2, "--json")
     apart, together = (llmc(*order, f"--{kind}-memory").out for kind in ("separate", "unified"))
     assert list(stages(apart)) == ["build", "run", "run on the GPU"]
     assert list(stages(together)) == ["build", ONE_MEMORY]
@@ -110,7 +110,16 @@ def test_a_sum_that_does_not_fit_is_refused_where_each_part_would(
     llmc: Any, tiny_export: Path, probed: Callable[..., None]
 ):
     probed(ORIN)
-    order = ("plan", tiny_export, "--target", "tensorrt", "--fp16", "--batch", 32, "--json")  # more than building takes
+    order = (
+        "plan",
+        tiny_export,
+        "--target",
+        "tensorrt",
+        "--fp16",
+        "--max-batch",
+        32,
+        "--json",
+    )  # more than building takes
     needed = stages(llmc(*order).out)[ONE_MEMORY]["total"]
     assert llmc(*order, "--gpu-memory", needed, "--unified-memory").code == 0
     ran = llmc(*order, "--gpu-memory", needed - 1, "--unified-memory")
@@ -168,7 +177,7 @@ def test_building_in_one_memory_counts_what_the_builder_holds_on_the_gpu(
 
 def test_of_a_gpu_that_nobody_knows_nothing_is_said_to_fit(llmc: Any, tiny_export: Path, probed: Callable[..., None]):
     probed(NO_GPU)
-    order = ("plan", tiny_export, "--target", "tensorrt", "--batch", 8)
+    order = ("plan", tiny_export, "--target", "tensorrt", "--max-batch", 8)
     ran = llmc(*order, "--json")
     stage = stages(ran.out)["run on the GPU"]
     verdict = ("fits", "missing", "largest_context", "largest_batch")

@@ -66,6 +66,7 @@ class FakeModel:
     """Notes how it is loaded, asked and closed."""
 
     def __init__(self) -> None:
+        self.folder, self.chat_template = Path("tiny"), None
         self.loaded: dict[str, Any] = {}
         self.asked: list[tuple[str, Any, dict[str, Any]]] = []
         self.closed = False

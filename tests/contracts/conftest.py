@@ -1,5 +1,9 @@
 """The repository as the contracts see it."""
 
+import shutil
+import subprocess
+import sys
+import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -25,3 +29,24 @@ def top_level() -> list[Path]:
 def rooms(top_level: list[Path]) -> list[Path]:
     """The folders that are part of the package."""
     return [path for path in top_level if path.is_dir() and path.name not in ("recipes", "tests")]
+
+
+@pytest.fixture(scope="session")
+def wheel(
+    root: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    top_level: list[Path],
+    rooms: list[Path],
+) -> zipfile.ZipFile:
+    """The wheel, built from a copy so that no build folder appears in the tree."""
+    out = tmp_path_factory.mktemp("wheel")
+    copy = out / "source"
+    copy.mkdir()
+    for path in top_level:
+        if path.is_file():
+            shutil.copy(path, copy)
+    for room in [*rooms, root / "recipes"]:
+        shutil.copytree(room, copy / room.name, ignore=shutil.ignore_patterns("__pycache__", "tiny", "benchmarks"))
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(out)], cwd=copy, check=True, capture_output=True)
+    return zipfile.ZipFile(next(out.glob("*.whl")))

@@ -116,7 +116,7 @@ def test_runtime_pulls_in_nothing_that_a_device_lacks():
 
 def test_command_line_pulls_in_no_engine_and_not_even_numpy():
     assert imported_by("import llmc.cli.main").isdisjoint(
-        {*HEAVY, "numpy", "rich", "tokenizers", "jinja2", "httptools", "uvloop"}
+        {*HEAVY, "numpy", "rich", "tokenizers", "jinja2", "prompt_toolkit", "httptools", "uvloop"}
     )
 
 
@@ -132,4 +132,6 @@ try:
 except SystemExit as stop:
     assert stop.code == 0
 """
-    assert imported_by(code).isdisjoint({*HEAVY, "numpy", "rich", "tokenizers", "jinja2", "httptools", "uvloop"})
+    assert imported_by(code).isdisjoint(
+        {*HEAVY, "numpy", "rich", "tokenizers", "jinja2", "prompt_toolkit", "httptools", "uvloop"}
+    )

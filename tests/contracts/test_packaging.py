@@ -1,8 +1,6 @@
 """The list of packages equals the tree, and the wheel holds all of it."""
 
 import re
-import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -20,7 +18,7 @@ else:
     import tomli as tomllib
 
 # Part of every base install, and nothing else is: what the runtime on a device needs, and the command line.
-BASE = {"numpy", "tokenizers", "jinja2", "click", "rich", "tomli"}
+BASE = {"numpy", "tokenizers", "jinja2", "click", "rich", "prompt_toolkit", "tomli"}
 
 
 @pytest.fixture(scope="session")
@@ -49,27 +47,6 @@ def recipes(root: Path) -> list[Path]:
     found = sorted((root / "recipes").glob("*.toml"))
     assert found
     return found
-
-
-@pytest.fixture(scope="session")
-def wheel(
-    root: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    top_level: list[Path],
-    rooms: list[Path],
-) -> zipfile.ZipFile:
-    """The wheel, built from a copy so that no build folder appears in the tree."""
-    out = tmp_path_factory.mktemp("wheel")
-    copy = out / "source"
-    copy.mkdir()
-    for path in top_level:
-        if path.is_file():
-            shutil.copy(path, copy)
-    for room in [*rooms, root / "recipes"]:
-        shutil.copytree(room, copy / room.name, ignore=shutil.ignore_patterns("__pycache__", "tiny", "benchmarks"))
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(out)], cwd=copy, check=True, capture_output=True)
-    return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
 def read_info(wheel: zipfile.ZipFile, name: str) -> str:

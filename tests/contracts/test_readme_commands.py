@@ -1,14 +1,18 @@
 """What the README shows can be typed: its Python runs, its commands and flags exist, its links lead somewhere."""
 
+import asyncio
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import click
+import httpx2 as httpx
 import pytest
 
 from llmc.cli.bench_serve import bench_serve_command
 from llmc.cli.main import cli
+from llmc.runtime import load
 
 PAGES = [
     "README.md",
@@ -99,10 +103,29 @@ def test_a_broken_link_would_be_seen(root: Path):
 
 
 def test_python_in_the_readmes_runs(root: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from llmc.runtime import load
-
     monkeypatch.chdir(tmp_path)
     with load(tiny_bundle) as model:
         for page in ("README.md", "runtime/README.md"):
             for block in python_blocks((root / page).read_text(encoding="utf-8")):
                 exec(compile(block.replace('"BUNDLE"', repr(str(tiny_bundle))), page, "exec"), {"model": model})
+
+
+def test_the_service_of_the_runtimes_page_answers(root: Path, tiny_bundle: Path):
+    page = (root / "runtime" / "README.md").read_text(encoding="utf-8")
+    block = next(block for block in python_blocks(page) if "FastAPI" in block)
+    names: dict[str, Any] = {"__name__": "service"}
+    exec(compile(block.replace('"BUNDLE"', repr(str(tiny_bundle))), "service.py", "exec"), names)
+
+    async def asked(text: str) -> httpx.Response:
+        app = names["app"]
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client,
+        ):
+            return await client.post("/ask", json={"text": text, "max_tokens": 8})
+
+    with load(tiny_bundle) as model:
+        expected = model.chat([{"role": "user", "content": "Hello"}], max_tokens=8)
+    answer = asyncio.run(asked("Hello"))
+    assert (answer.status_code, answer.text) == (200, expected.text)
+    assert asyncio.run(asked("\u6771" * 2000)).status_code == 400  # more tokens than the context holds

@@ -13,7 +13,7 @@ from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.config import DecoderConfig
 from llmc.export.sources.checkpoint import read_checkpoint
-from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+from llmc.export.sources.made import MadeTensor, array_type
 
 # Float32 adds in another order; vectors have length one.
 TOLERANCE = 1e-4
@@ -88,7 +88,7 @@ def eager(checkpoint: Path, change: Callable[[DecoderConfig], DecoderConfig] = l
     def array(tensor: Any) -> np.ndarray:
         if isinstance(tensor, MadeTensor):
             return np.concatenate(list(tensor.pieces()))
-        return np.memmap(checkpoint / tensor.file, ARRAY_TYPES[tensor.dtype], "r", tensor.offset, tensor.shape)
+        return np.memmap(checkpoint / tensor.file, array_type(tensor.dtype), "r", tensor.offset, tensor.shape)
 
     module = Encoder(change(found.config))
     weights = {name: torch.tensor(array(tensor)) for name, tensor in found.tensors.items()}

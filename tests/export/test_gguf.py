@@ -13,7 +13,7 @@ from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.codes import QuantizedTensor
 from llmc.export.sources.gguf import tensors as gguf_tensors
 from llmc.export.sources.gguf.header import read_header
-from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+from llmc.export.sources.made import MadeTensor, array_type
 
 # Cases of the converter's every turn: rows of rotated heads, biases, factors of the rope, a tied head, wide heads.
 CONVERTED: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
     if isinstance(tensor, MadeTensor):
         return np.concatenate(list(tensor.pieces()))
     data = (checkpoint.folder / tensor.file).read_bytes()[tensor.offset : tensor.offset + tensor.length]
-    return np.frombuffer(data, ARRAY_TYPES[tensor.dtype]).reshape(tensor.shape)
+    return np.frombuffer(data, array_type(tensor.dtype)).reshape(tensor.shape)
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -113,7 +113,7 @@ def test_blocks_are_kept_or_unpacked_to_the_nearest_float16(mixed, unpacked):
     for name, weight in unpacked.state_dict().items():
         tensor = found.tensors[name]
         kept += [tensor.dtype] if isinstance(tensor, QuantizedTensor) else []
-        dtype = np.float32 if isinstance(tensor, QuantizedTensor) else ARRAY_TYPES[tensor.dtype]
+        dtype = np.float32 if isinstance(tensor, QuantizedTensor) else array_type(tensor.dtype)
         np.testing.assert_array_equal(values(found, name), weight.numpy().astype(dtype))
     assert sorted(kept) == ["I4", "I8"]
     assert found.notes == (

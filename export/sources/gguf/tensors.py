@@ -18,7 +18,7 @@ from llmc.errors import CheckpointError, require
 from llmc.export.sources.codes import QuantizedTensor, Weight, packed
 from llmc.export.sources.gguf.config import head_dim
 from llmc.export.sources.gguf.header import BLOCKS, Entry, Header
-from llmc.export.sources.made import ARRAY_TYPES, MadeTensor
+from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
 from llmc.strict import open_regular
 
@@ -116,7 +116,6 @@ def _tensor(path: Path, entry: Entry, turned: int, link: bool, codes: bool) -> W
         return MadeTensor(entry.kind, entry.shape, lambda: rows(partial(_plain, entry)))
     if codes and entry.kind in CODES:
         return _codes(entry, rows)
-    require("gguf", "export")
     dtype = "F16" if len(entry.shape) > 1 else "F32"
     return MadeTensor(dtype, entry.shape, lambda: rows(partial(unpacked, path, entry, dtype)))
 
@@ -167,7 +166,7 @@ def _rows(path: Path, entry: Entry, turned: int, read: Callable[[Bytes], NDArray
 
 def _plain(entry: Entry, raw: Bytes) -> NDArray[Any]:
     """Floats as they are, [rows, ...]."""
-    return raw.view(ARRAY_TYPES[entry.kind]).reshape(raw.shape[0], *entry.shape[1:])
+    return raw.view(array_type(entry.kind)).reshape(raw.shape[0], *entry.shape[1:])
 
 
 def unpacked(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
@@ -175,12 +174,11 @@ def unpacked(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
 
     Raises:
         CheckpointError: one is no number, or too large for the type.
+        MissingExtraError: gguf is not installed.
     """
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
+    quants, kinds = require("gguf.quants", "export"), require("gguf", "export").GGMLQuantizationType
     with np.errstate(over="ignore", invalid="ignore"):
-        values: NDArray[Any] = dequantize(raw, GGMLQuantizationType[entry.kind]).astype(ARRAY_TYPES[dtype])
+        values: NDArray[Any] = quants.dequantize(raw, kinds[entry.kind]).astype(array_type(dtype))
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"{path}: {entry.name} holds weights that are no numbers, or too large for float16; the file is broken, "

@@ -32,6 +32,7 @@ from llmc.runtime.kv.budget import (
     check_growth,
     check_load,
     device_bytes,
+    plan_load,
     plan_run,
     usable_memory,
 )
@@ -314,6 +315,17 @@ def test_not_enough_memory_is_refused_before_the_engine_opens_anything(
     available(monkeypatch, 1000 * MB)
     with pytest.raises(ResourceError, match=r" 2 MB are available"):
         load(tiny_bundle, max_context=100, memory=2 * MB)
+
+
+def test_a_given_memory_lowers_a_context_that_nobody_asked_for_and_says_so(
+    tiny_bundle: Path, caplog: pytest.LogCaptureFixture
+):
+    memory = plan_load(read_bundle(tiny_bundle), 256).total
+    with load(tiny_bundle, memory=memory, threads=1) as model:
+        assert model.engine.max_context == 256
+    assert "hold a context of 256 tokens, not of 2048" in caplog.text
+    with pytest.raises(ResourceError, match="a context of 256 tokens fits"):
+        load(tiny_bundle, memory=memory, max_context=2048)
 
 
 def test_growth_refused_before_and_in_the_middle_of_a_stream_leaves_the_model_usable(

@@ -69,6 +69,20 @@ def test_a_model_is_unloaded_and_comes_back_when_it_is_asked_for(admin: httpx.Cl
     assert phases(admin)["second"] == "ready"
 
 
+def test_no_error_names_a_folder_of_the_server(admin: httpx.Client, folders: dict[str, Path]):
+    weights = folders["second"] / "weights.bin"
+    assert admin.post("/admin/models/second/unload").is_success
+    aside = weights.rename(weights.with_suffix(".aside"))
+    asked = {"model": "second", "prompt": "Once", "max_tokens": 1}
+    answers = [admin.post("/v1/completions", json=asked), admin.post("/admin/models/second/reload")]
+    answers += [admin.post("/v1/completions", json=asked), admin.get("/admin/models")]  # both tell what went wrong
+    aside.rename(weights)
+    assert all("second: weights.bin is missing" in answer.text for answer in answers)
+    assert not any(str(weights.parent.parent) in answer.text for answer in answers)
+    write_manifest(read_bundle(weights.parent), weights.parent)
+    assert admin.post("/v1/completions", json=asked).is_success
+
+
 def test_a_bundle_that_was_published_in_its_place_is_swapped_in(admin: httpx.Client, folders: dict[str, Path]):
     folder = folders["first"]
     manifest = read_bundle(folder)

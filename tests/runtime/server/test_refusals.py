@@ -134,6 +134,12 @@ def test_a_message_of_a_socket_is_told_of_a_parameter_that_is_named_as_a_part_of
     assert refused.value.param == name
 
 
+def test_what_other_servers_call_otherwise_is_refused_with_llmcs_name(http: httpx.Client):
+    answer = http.post(CHAT, json={"messages": [USER], "repeat_penalty": 1.1})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "repeat_penalty"
+    assert answer.json()["error"]["message"].endswith("leave it out, or did you mean repetition_penalty?")
+
+
 def test_a_name_that_an_object_has_twice_is_refused():
     app = Bodies(Echo(), ServerConfig(models={}))
     body = b'{"messages": [{"content": "a", "content": "b"}]}'

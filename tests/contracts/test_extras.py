@@ -1,0 +1,144 @@
+"""Every verb in an environment of each extra alone: it works, or one sentence names the extra that it lacks.
+
+An environment holds the wheel and, as links to what is installed here, the distributions that the wheel declares for
+the extra, and those that they declare, and nothing else.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+EXTRAS = ("", "cpu", "cpu guided", "cpu serve", "build", "cpu build", "cpu export", "metrics tracing plot")
+LIMIT_S = 240.0  # for what takes some seconds on a machine without other work
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command, with words for folders; the extras that it needs; its exit code with them; and what is typed."""
+
+    command: str
+    needs: str = ""
+    code: int = 0
+    stdin: str = ""
+
+
+VERBS = (
+    Verb("plan BUNDLE"),
+    Verb("plan CHECKPOINT", "build"),
+    Verb("plan EXPORT", "build"),
+    Verb("inspect BUNDLE"),
+    Verb("inspect CHECKPOINT"),
+    Verb("inspect EXPORT"),
+    Verb("doctor BUNDLE"),
+    Verb("serve --help"),
+    Verb("serve BUNDLE --port 0", "cpu serve"),
+    Verb("run BUNDLE -p Once --max-tokens 2", "cpu"),
+    Verb("run BUNDLE -p Once --regex a+ --max-tokens 2", "cpu guided"),
+    Verb("chat BUNDLE --max-tokens 2", "cpu", stdin="Hello\n"),
+    Verb("verify BUNDLE", "cpu"),
+    Verb("bench BUNDLE --prompt-length 8 --new-tokens 2 --repeats 1", "cpu"),
+    Verb("bench serve http://127.0.0.1:9 --requests 1", "serve", code=1),  # nobody listens there
+    Verb("embed BUNDLE Once", "cpu", code=2),  # it generates
+    Verb("rank BUNDLE Once Twice", "cpu", code=2),
+    Verb("eval BUNDLE --window 16 --max-windows 1", "cpu build"),
+    Verb("eval BUNDLE --reference EXPORT --plot NEW", "cpu build plot"),
+    Verb("build EXPORT -o NEW", "cpu build"),
+    Verb("build CHECKPOINT -o NEW", "cpu export"),
+    Verb("export CHECKPOINT -o NEW", "export"),
+)
+
+
+def declared(requirements: Iterator[Requirement], extras: set[str]) -> Iterator[Requirement]:
+    """Those that hold here with these extras."""
+    for each in requirements:
+        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            yield each
+
+
+def closure(asked: Iterator[Requirement], seen: dict[tuple[str, str], metadata.Distribution]) -> None:
+    """Add the distributions of requirements, and of theirs, to ``seen``, once for each set of extras."""
+    for each in asked:
+        key = canonicalize_name(each.name), ",".join(sorted(each.extras))
+        if key not in seen:
+            seen[key] = metadata.distribution(each.name)
+            closure(declared(map(Requirement, seen[key].requires or ()), each.extras), seen)
+
+
+def with_nested(own: metadata.Distribution, extras: set[str]) -> set[str]:
+    """Extras, and those of llmc's own that they bring."""
+    found = declared(map(Requirement, own.requires or ()), extras)
+    more = {extra for each in found if each.name == own.name for extra in each.extras} - extras
+    return with_nested(own, extras | more) if more else extras
+
+
+def environment(folder: Path, wheel: zipfile.ZipFile, extras: str) -> tuple[Path, set[str]]:
+    """The interpreter of a new environment, and the extras that it has."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = next(folder.glob("lib/python3*/site-packages"))
+    wheel.extractall(packages)
+    info = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
+    own = metadata.PathDistribution(packages / Path(info).parent)
+    held = with_nested(own, set(extras.split()))
+    wanted = [each for each in declared(map(Requirement, own.requires or ()), held) if each.name != own.name]
+    found: dict[tuple[str, str], metadata.Distribution] = {}
+    closure(iter(wanted), found)
+    for file in {file for distribution in found.values() for file in distribution.files or ()}:
+        if ".." not in file.parts and "__pycache__" not in file.parts:  # commands, and what Python makes
+            place = packages / file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if not place.exists():
+                place.symlink_to(file.locate())
+    return folder / "bin" / "python", held
+
+
+def run(python: Path, words: list[str], stdin: str, home: Path, serves: bool) -> tuple[int, str]:
+    """Exit code and stderr of a command; a server is ended once it says that it is ready."""
+    settings = {"LLMC_CACHE": str(home / "cache"), "HOME": str(home), "ORT_DISABLE_TELEMETRY": "1"}
+    log = home / "stderr"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [python, "-m", "llmc.cli", *words],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, text=True, env=settings, cwd=home,
+        )  # fmt: skip
+    try:
+        until = time.monotonic() + LIMIT_S
+        while serves and process.poll() is None and "ready" not in log.read_text():
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        if serves:
+            process.send_signal(signal.SIGTERM)
+        process.communicate(stdin, timeout=LIMIT_S)
+    finally:
+        process.kill()
+    return process.returncode, log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: extras or "none")
+def test_every_verb_works_or_names_the_extra_that_it_lacks(
+    extras: str, wheel: zipfile.ZipFile, tmp_path: Path, tiny_checkpoint: Path, tiny_export: Path, tiny_bundle: Path
+):
+    python, held = environment(tmp_path / "environment", wheel, extras)
+    places = {"CHECKPOINT": tiny_checkpoint, "EXPORT": tiny_export, "BUNDLE": tiny_bundle}
+    wrong = []
+    smaller = [set(each.split()) for each in EXTRAS if set(each.split()) < set(extras.split())]
+    for number, verb in enumerate(VERBS):
+        if verb.needs and any(set(verb.needs.split()) <= each for each in smaller):
+            continue  # it is tried in that environment
+        words = [str({**places, "NEW": tmp_path / str(number)}.get(word, word)) for word in verb.command.split()]
+        lacking = [extra for extra in verb.needs.split() if extra not in held]
+        code, said = run(python, words, verb.stdin, tmp_path, serves="--port" in words and not lacking)
+        told = not lacking or any(f"it is in the extra '{extra}'" in said for extra in lacking)
+        if code != (1 if lacking else verb.code) or not told or "a bug of llmc" in said or "Traceback" in said:
+            wrong.append(f"llmc {verb.command} exits with {code}: {said}")
+    assert wrong == []
