@@ -101,6 +101,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     # An encoder takes a text in one call, and scores it against itself.
     chunk = limits.max_context if geometry.encoder else min(limits.prefill_chunk, limits.max_context)
     table, tied = geometry.table, geometry.tied_head
+    size = CACHE_BYTES[recipe.cache_type()]
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
     tables = {
         item.rope: item.rotary_dim * (2 if 0 < item.grows_after < limits.max_context else 1)
@@ -115,7 +116,9 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         workspace=chunk * (WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size) * 4,
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
         workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
-        cache_per_token=geometry.cache_bytes(1, bytes_per_value=CACHE_BYTES[recipe.cache_type()]),
+        cache_per_token=sum(cache.bytes(1, size) for cache in geometry.caches if not cache.window),
+        window_per_token=sum(cache.bytes(1, size) for cache in geometry.caches if cache.window),
+        window_positions=max((cache.held(chunk) for cache in geometry.caches), default=0),
         logits=LOGITS_COPIES * 4 * results,
     )
 

@@ -181,11 +181,11 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: 
     assert (cache.rows, cache.capacity) == (3, 32)
     calls: list[int] = []
 
-    def fails(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def fails(shape: tuple[int, ...], dtype: Any, pieces: bool) -> tuple[np.ndarray, Any]:
         calls.append(1)
         if len(calls) == 3:
             raise ResourceError("no pages")
-        return np.zeros(shape, dtype)
+        return np.zeros(shape, dtype), None
 
     cache.write(0, 0, 4, given := numbers(4 * POSITION))
     with monkeypatch.context() as patch:
