@@ -273,6 +273,16 @@ class Model:
             )
         return self._runner
 
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of the process that it takes by its bundle's plan, with caches as large as they are now."""
+        plan = self.manifest.memory
+        if isinstance(self._runner, TextEncoder):
+            return plan.total(self._runner.max_context)
+        cache, engine = self._runner.session.cache, self._engine
+        prefixes = 0 if engine is None or engine.prefixes is None else engine.prefixes.counters.bytes
+        return plan.total(cache.capacity, max(1, cache.rows)) + prefixes
+
     def embed(
         self,
         texts: Sequence[str],

@@ -51,7 +51,8 @@ class ModelState:
     Attributes:
         phase: ``ready`` while one serves, also while another one is loaded beside it.
         reason: why the last attempt to load or to swap failed; None where it did not.
-        memory: bytes of the plan that it holds; of a single model, which has no plan, those that it needs at least.
+        memory: bytes that it takes now, by its bundle's plan and the present size of its caches.
+        promised: bytes of the plan of all models that it may grow to; 0 of a single model, which has no such plan.
         users: requests that hold it.
         draining: bundles that were swapped out and finish their requests.
         loads: how often it was loaded.
@@ -60,6 +61,7 @@ class ModelState:
     phase: Phase
     reason: str | None
     memory: int
+    promised: int
     users: int
     draining: int
     loads: int
@@ -71,11 +73,16 @@ class _Loaded:
 
     model: Model
     memory: int
-    least: int
+    draft: int
     published: tuple[int, ...] | None
     users: int = 0
     used: int = 0
     retired: bool = False
+
+    @property
+    def held(self) -> int:
+        """Bytes that it takes now, and a draft model at its largest."""
+        return self.model.planned_bytes + self.draft
 
 
 @dataclass(frozen=True)
@@ -305,12 +312,11 @@ class ModelPool:
                 log.error("%s: %s could not be loaded: %s", place.name, folder, _reason(error))
             raise
         known = published if publication(folder) == published else None
-        loaded = _Loaded(model, self._taken.pop(key, 0), need.least + need.draft, known)
+        loaded = _Loaded(model, self._taken.pop(key, 0), need.draft, known)
         self._taken[loaded] = loaded.memory
         loaded.used = next(self._clock)
         took = round(time.monotonic() - started, 3)
-        shown = loaded.memory or loaded.least
-        event(log, "model loaded", model=place.name, bundle=str(folder), memory=shown, duration_s=took)
+        event(log, "model loaded", model=place.name, bundle=str(folder), memory=loaded.held, duration_s=took)
         return loaded
 
     async def _loaded(self, place: _Place, folder: Path, manifest: Manifest, memory: int | None) -> Model:
@@ -629,7 +635,8 @@ def _state(place: _Place) -> ModelState:
     return ModelState(
         phase,
         None if failure is None else _reason(failure.error),
-        sum(loaded.memory or loaded.least for loaded in held),
+        sum(loaded.held for loaded in held),
+        sum(loaded.memory for loaded in held),
         sum(loaded.users for loaded in held),
         len(place.former),
         place.loads,

@@ -31,6 +31,7 @@ class Loaded:
         self.folder, self.manifest, self.memory, self.options = folder, manifest, memory, options
         self.closed = threading.Event()
         self.engine = self.chat_template = object()
+        self.planned_bytes = manifest.memory.total(0)
 
     def close(self, drain: bool = False) -> None:
         self.closed.set()
