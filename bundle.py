@@ -482,7 +482,7 @@ class MemoryPlan:
         engine: interpreter, libraries, and the structures of the opened graphs.
         tokenizer: the vocabulary and its merges, as the tokenizers library holds them.
         weights: of all graphs, as the engine's kernels read them.
-        embedding: tables of all graphs, of which a page is read when a token asks for its row.
+        embedding: its table in each form that a graph has, of which a page is read when a token asks for its row.
         workspace: activations of the largest call.
         workspace_per_token: attention's scores of that call and the rotary tables, per cached position.
         cache_per_token: keys and values, per row and cached position, of layers that attend to all.

@@ -266,6 +266,8 @@ class TestMemory:
             pool = make("ab", memory=10 * SIZE, **more)
             await use(pool, "a", "b")
             assert [model.memory for model in loader.loaded] == [5 * SIZE, 5 * SIZE]
+            state = pool.states()["a"]
+            assert (state.memory, state.promised) == (SIZE, 5 * SIZE)
             await use(make("ab", memory=10 * SIZE), "a")
             assert loader.loaded[-1].memory == SIZE
 
