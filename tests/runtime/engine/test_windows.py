@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,14 +86,6 @@ def everything(model: Model, folder: Path) -> list[Any]:
     path = folder / "saved.session"
     found.append(model.engine.save(path, again))
     return found
-
-
-@pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is let go of, as where the system takes no pages back."""
-    with monkeypatch.context() as patch:
-        patch.setattr(host_cache, "LETS_GO", False)
-        yield
 
 
 def opened(bundle: Path, **options: Any) -> Model:
