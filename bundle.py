@@ -484,10 +484,11 @@ class MemoryPlan:
         engine: interpreter, libraries, and the structures of the opened graphs.
         tokenizer: the vocabulary and its merges, as the tokenizers library holds them.
         weights: of all graphs, as the engine's kernels read them.
-        embedding: tables of all graphs, of which a page is read when a token asks for its row.
+        embedding: its table in each form that a graph has, of which a page is read when a token asks for its row.
         workspace: activations of the largest call.
         workspace_per_token: attention's scores of that call and the rotary tables, per cached position.
-        cache_per_token: keys and values, per row and cached position.
+        cache_per_token: keys and values, per row and cached position, of layers that attend to all.
+        window_per_token: the same of layers with a window, as far as ``window_positions``, which a row holds of them.
         logits: of one row, with what sampling makes of them.
     """
 
@@ -499,15 +500,18 @@ class MemoryPlan:
     workspace: Bytes = 0
     workspace_per_token: Bytes = 0
     cache_per_token: Bytes = 0
+    window_per_token: Bytes = 0
+    window_positions: Bytes = 0
 
     def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
         """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``batch`` rows."""
+        windows = min(positions, self.window_positions)
         return {
             "engine": self.engine,
             "tokenizer": self.tokenizer,
             "weights": self.weights,
             "embedding": self.embedding,
-            "cache": self.cache_per_token * positions * batch,
+            "cache": batch * (self.cache_per_token * positions + self.window_per_token * windows),
             "workspace": self.workspace + self.workspace_per_token * positions,
             "logits": self.logits * batch,
         }

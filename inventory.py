@@ -17,6 +17,10 @@ POSITIONS = "model.embed_positions"
 # What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
 DENSE, SCORE = "dense", "score"
 
+# A row of the cache can always go back so far: over drafts that were rejected, and to the border of a block of the
+# prefix cache. What windows have passed is let go of once so many positions came together.
+BACK, LET_GO_STEP = 64, 256
+
 CacheKind = Literal["kv", "state"]
 NormKind = Literal["rms", "layer"]
 Result = Literal["embeddings", "scores"]
@@ -179,6 +183,10 @@ class Cache:
         """Bytes of one row with room for ``positions``."""
         values = 2 * positions if self.kind == "kv" else 1
         return values * prod(self.shape) * bytes_per_value
+
+    def held(self, chunk: int) -> int:
+        """Positions that a row holds at most where calls feed up to ``chunk`` tokens, 0 for all."""
+        return self.window + BACK + LET_GO_STEP + chunk if self.window else 0
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bo
 
     sampling = take(options, SAMPLING_NAMES)
     refuse_unseen(sampling)
-    with load(bundle, **loading(options)) as model:
+    with load(bundle, **{"draft": "auto", **loading(options)}) as model:
         refuse_without_template(model)
         converse(model, sampling, stats=stats, system=system, saved=saved)
 

@@ -123,7 +123,7 @@ class SectionOption(click.Option):
 ENGINE_SECTION = "The engine"
 engine_option = partial(click.option, cls=SectionOption, section=ENGINE_SECTION)
 
-draft_option = engine_option("--draft", help="Guess tokens: 'lookup', or a bundle with the same tokenizer.")
+draft_option = engine_option("--draft", help="Guess tokens: lookup, auto, none, or a bundle with the same tokenizer.")
 determinism_option = engine_option(
     "--determinism",
     type=click.Choice(["fast", "batch", "strict"]),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc.bundle import Manifest, of_same, publication, read_bundle, undisturbed, unlisted_files, verify_files
 from llmc.errors import EngineClosedError, UsageError, written
+from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
@@ -289,6 +290,16 @@ class Model:
                 "bundle of an embedding model or a reranker"
             )
         return self._runner
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of the process that it takes by its bundle's plan, with caches as large as they are now."""
+        plan = self.manifest.memory
+        if isinstance(self._runner, TextEncoder):
+            return plan.total(self._runner.max_context)
+        cache, engine = self._runner.session.cache, self._engine
+        prefixes = 0 if engine is None or engine.prefixes is None else engine.prefixes.counters.bytes
+        return plan.total(cache.capacity, max(1, cache.rows)) + prefixes
 
     def embed(
         self,
@@ -643,7 +654,7 @@ def memory_need(manifest: Manifest, options: Mapping[str, Any]) -> MemoryNeed:
     pending = PENDING_BYTES if on_disk else 0
     always = prefixes or (PREFIX_BYTES if on_disk else 0)
     rows = options.get("max_batch") or limits.max_batch
-    drafted = 0 if draft in (None, "lookup") else plan_load(read_bundle(Path(str(draft)))).total
+    drafted = 0 if draft in (None, *DRAFT_WORDS) else plan_load(read_bundle(Path(str(draft)))).total
     return MemoryNeed(
         plan_load(manifest, context).total + always + pending,
         plan_load(manifest, context, rows).total + (PREFIX_BYTES if prefixes is None else prefixes) + pending,
@@ -665,6 +676,9 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         UsageError: the options want a cache that can go back, and this one cannot.
     """
     manifest, runner = model.manifest, model.runner
+    if options.draft == "auto":
+        keeps = runner.session.cache.can_rewind and drafts_keep_bits(manifest, options.determinism)
+        options = replace(options, draft="lookup" if keeps else None)
     if not runner.session.cache.can_rewind:
         options = without_prefixes(options)
     limit = default_memory() if memory is None else memory  # what the process holds already counts in the plan
@@ -712,6 +726,15 @@ def prefix_key(manifest: Manifest) -> str:
     """Everything that cached keys and values depend on: the weights, the graphs, the cache's type."""
     parts = [manifest.source.fingerprint, manifest.cache, *(file.sha256 for _, file in sorted(manifest.files.items()))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def drafts_keep_bits(manifest: Manifest, level: Determinism) -> bool:
+    """Tell whether verified drafts leave the bits of all logits as they are: steps are made so, or one graph computes a
+    token alone as it does several."""
+    kept = manifest.graphs["decode"].invariance
+    alike = kept.single and kept.tokens > 0 and kept.outputs == 1
+    one_graph = len({graph.file for graph in manifest.graphs.values()}) == 1
+    return level is Determinism.STRICT or (level is Determinism.FAST and one_graph and alike)
 
 
 def make_drafter(model: Model, options: EngineOptions) -> Drafter | None:

@@ -94,13 +94,15 @@ def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[st
 def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int) -> MemoryPlan:
     """Memory that loading and running a bundle takes; ``tokenizer_bytes`` is the size of tokenizer.json.
 
-    The embedding's tables are counted whole for each graph: a page of a file (2 MiB, where the file lies in large ones)
-    is resident after one of its rows was read. That also covers the head as stored while the engine packs it.
+    The embedding's table is counted whole: a page of a file (2 MiB, where the file lies in large ones) is resident
+    after one of its rows was read, and graphs that store it in one form map the same bytes of the file. That also
+    covers the head as stored while the engine packs it.
     """
     graphs = quant_configs(recipe, geometry)
     # An encoder takes a text in one call, and scores it against itself.
     chunk = limits.max_context if geometry.encoder else min(limits.prefill_chunk, limits.max_context)
     table, tied = geometry.table, geometry.tied_head
+    size = CACHE_BYTES[recipe.cache_type()]
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
     tables = {
         item.rope: item.rotary_dim * (2 if 0 < item.grows_after < limits.max_context else 1)
@@ -111,11 +113,13 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
-        embedding=sum(stored_bytes(table, embedding_config(stored, tied)) for stored in graphs.values()),
+        embedding=sum(stored_bytes(table, form) for form in {embedding_config(each, tied) for each in graphs.values()}),
         workspace=chunk * (WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size) * 4,
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
         workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
-        cache_per_token=geometry.cache_bytes(1, bytes_per_value=CACHE_BYTES[recipe.cache_type()]),
+        cache_per_token=sum(cache.bytes(1, size) for cache in geometry.caches if not cache.window),
+        window_per_token=sum(cache.bytes(1, size) for cache in geometry.caches if cache.window),
+        window_positions=max((cache.held(chunk) for cache in geometry.caches), default=0),
         logits=LOGITS_COPIES * 4 * results,
     )
 

@@ -44,7 +44,7 @@ class EngineOptions:
         prefix_cache_folder: a folder that keeps prefixes across restarts; None keeps none.
         prefix_cache_disk_bytes: what that folder may hold.
         draft: ``"lookup"`` guesses tokens from what was said before, a path names a bundle with the same tokenizer that
-            guesses; None speculates not.
+            guesses; ``"auto"`` is ``"lookup"`` where it changes no bit of an answer; None and ``"none"`` speculate not.
         max_draft_tokens: guesses per step at most, from 1 to 31.
         default_max_tokens: new tokens of a request that names no number, or what the context has room for.
         sampling_threads: threads that choose tokens. One is as fast as two where our own code chooses (an operation on
@@ -81,7 +81,9 @@ class EngineOptions:
                 raise UsageError(f"{name} is {written(value)}, expected a path or None")
         if self.prefix_cache_folder is not None and self.prefix_cache_bytes == 0:
             raise UsageError("prefix_cache_folder needs prefix_cache_bytes above 0: prefixes pass through memory")
-        if self.draft is not None and self.determinism is Determinism.BATCH:
+        if self.draft == "none":
+            object.__setattr__(self, "draft", None)
+        if self.draft not in (None, "auto") and self.determinism is Determinism.BATCH:
             raise UsageError(
                 "draft is set and determinism is 'batch', which cannot promise the same tokens with speculation as "
                 "without; use 'strict', or 'fast'"

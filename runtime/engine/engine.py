@@ -114,7 +114,7 @@ class Engine:
                 manifest, memory, 0 if prefixes is None else prefixes.max_bytes, session.cache.device_memory
             ),
             options=options,
-            cache_per_token=(manifest.device or manifest.memory).cache_per_token,
+            plan=manifest.device or manifest.memory,
             guarded=self._guarded,
             prefixes=prefixes,
         )

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from llmc.bundle import DeviceMemory, MemoryPlan
 from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK, Determinism, EngineOptions
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
 from llmc.runtime.kv.budget import CacheBudget, next_capacity
@@ -101,7 +102,7 @@ class Scheduler:
         max_rows, max_context: rows that may be held, and the longest sequence.
         budget: bounds the cache.
         options: of the engine.
-        cache_per_token: bytes of a position in the cache.
+        plan: of the memory that the cache lies in.
         guarded: a context in which an error is the end of a request, and of no other.
         prefixes: the prefix cache, or None.
     """
@@ -115,7 +116,7 @@ class Scheduler:
         max_context: int,
         budget: CacheBudget,
         options: EngineOptions,
-        cache_per_token: int,
+        plan: MemoryPlan | DeviceMemory,
         guarded: Callable[[RequestState], AbstractContextManager[None]],
         prefixes: PrefixCache | None = None,
     ) -> None:
@@ -132,20 +133,20 @@ class Scheduler:
         self._most_drafts = options.max_draft_tokens
         # Elsewhere no request may depend on what shared batches and verified drafts computed.
         self._remembers = options.determinism is Determinism.FAST
-        self._cache_per_token = cache_per_token
+        self._plan = plan
         self._heirs: list[Sequence] = []  # of rows that hold their prompt; they begin in the next step
         self._begun = 0.0
         self._first_chunk = False
 
     @property
     def reserved_bytes(self) -> int:
-        """Address space of the cache, in the memory that it lies in."""
-        return self._cache.rows * self._cache.capacity * self._cache_per_token
+        """Bytes that the cache may fill without growing, in the memory that it lies in."""
+        return self._plan.parts(self._cache.capacity, self._cache.rows)["cache"]
 
     @property
     def used_bytes(self) -> int:
         """Bytes of it that valid positions fill."""
-        return sum(sequence.cached for sequence in self._rows.held) * self._cache_per_token
+        return sum(self._plan.parts(sequence.cached)["cache"] for sequence in self._rows.held)
 
     # ------------------------------------------------------------------------------------------ admission
 
@@ -220,6 +221,7 @@ class Scheduler:
             for i, values in enumerate(match.blocks):
                 start = i * self._prefixes.block
                 self._cache.write(sequence.row, start, start + self._prefixes.block, values)
+                self._cache.let_go(sequence.row, start + self._prefixes.block)
         sequence.cached = sequence.reused = match.length
 
     # ------------------------------------------------------------------------------------------ steps
@@ -243,6 +245,7 @@ class Scheduler:
         """Their chunks were fed in one call; gives those whose whole context is in their row: they decode now."""
         self._chunks.fed(time.perf_counter() - self._begun, self._first_chunk)
         for sequence in sequences:
+            self._let_go(sequence)
             if sequence.row >= 0 and sequence.cached == len(sequence.context):  # its request did not fail with another
                 self._rows.promote(sequence)
                 yield sequence
@@ -272,6 +275,7 @@ class Scheduler:
         self._chunks.decoded(time.perf_counter() - self._begun)
         for output in outputs:  # all of them before anyone leaves: whoever leaves has rows moved
             output.sequence.cached += max(1, len(output.choices))
+            self._let_go(output.sequence)
 
     def _slide(self, sequence: Sequence) -> None:
         """The context is full: go on with its start and its recent half, fed anew."""
@@ -325,7 +329,16 @@ class Scheduler:
         """Put the first ``length`` positions of a sequence into the prefix cache."""
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
-            self._prefixes.insert(sequence.context[:length], read)
+            self._prefixes.insert(sequence.context[:length], read, self._cache.whole_from(sequence.row))
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Free what windows have passed; the prefix cache has the last chance to keep it."""
+        if sequence.row < 0 or not self._cache.is_overdue(sequence.row, sequence.cached):
+            return
+        length, prompt = sequence.cached, sequence.request.prompt
+        if sequence.context[: min(length, len(prompt))] == prompt[:length]:  # it did not slide
+            self.keep_prefix(sequence, length if self._remembers else min(length, len(prompt)))
+        self._cache.let_go(sequence.row, length)
 
     def drop(self, request: RequestState) -> None:
         """Take a request out of the queue and off its rows."""

@@ -170,16 +170,9 @@ def largest(limit: int, needed: Callable[[int], int], available: int) -> int:
 
 def plan_run(plan: MemoryPlan, limits: Limits, context: int | None = None, batch: int = 1) -> MemoryEstimate:
     """Loading a bundle and running it until ``context`` (default: the longest) tokens are cached in each of ``batch``
-    rows, in the steps in which the engine reserves them."""
+    rows; what is reserved beyond takes no memory before it is written."""
     context = limits.max_context if context is None else context
-
-    def parts(tokens: int, rows: int) -> dict[str, int]:
-        return plan.parts(next_capacity(tokens, limits.max_context), rows)
-
-    def needed(tokens: int, rows: int) -> int:
-        return sum(parts(tokens, rows).values())
-
-    return MemoryEstimate("run", parts(context, batch), context, batch, limits, needed)
+    return MemoryEstimate("run", plan.parts(context, batch), context, batch, limits, plan.total)
 
 
 def plan_load(manifest: Manifest, context: int | None = None, batch: int = 1) -> MemoryEstimate:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import RequestError, UsageError
-from llmc.inventory import Cache, CacheKind
+from llmc.inventory import BACK, LET_GO_STEP, Cache, CacheKind
 from llmc.runtime.kv.budget import check_growth, next_capacity
 from llmc.runtime.kv.cache_file import Form
 
@@ -29,12 +29,14 @@ class CacheTensor:
         past, present: its names among a graph's inputs and outputs.
         kind: of its entry: ``kv`` has positions, ``state`` has none.
         shape: [kv_heads, head_dim] of one position, or the shape of one row's state.
+        window: positions that are ever read, 0 for all.
     """
 
     past: str
     present: str
     kind: CacheKind
     shape: tuple[int, ...]
+    window: int = 0
 
     def of(self, rows: int, capacity: int) -> tuple[int, ...]:
         """The shape of so many rows of so many positions."""
@@ -53,7 +55,7 @@ def tensors_of(caches: Sequence[Cache]) -> tuple[CacheTensor, ...]:
             continue
         for part in ("key", "value"):
             name = f"{cache.name}.{part}"
-            found.append(CacheTensor(f"past_key_values.{name}", f"present.{name}", "kv", cache.shape))
+            found.append(CacheTensor(f"past_key_values.{name}", f"present.{name}", "kv", cache.shape, cache.window))
     return tuple(found)
 
 
@@ -99,6 +101,9 @@ class KVCache(ABC):
     Entries of kind ``state`` hold what a row came to after its last token, and no earlier position: such a row goes on
     from there or begins anew, and is copied, read and written as a whole.
 
+    Where memory can be given back in pieces, :meth:`let_go` gives back what windows have passed. A row then goes on
+    after one of the last :data:`BACK` positions before, or begins anew.
+
     Args:
         manifest: of the bundle; its list of caches gives the shapes, its plans and limits bound the growth.
         device_memory: bytes of the GPU's memory that the bundle may take in all; None where the cache lies in the
@@ -109,8 +114,10 @@ class KVCache(ABC):
     Attributes:
         tensors: in the order of the layers.
         dtype: of the values; bfloat16 is handed out as uint16, for which numpy has a type.
-        can_rewind: whether a row may go back to any earlier position: no entry is a state.
+        can_rewind: whether a row may go back to an earlier position: no entry is a state.
     """
+
+    _lets_go = False  # whether memory can be given back in pieces
 
     def __init__(
         self,
@@ -131,6 +138,9 @@ class KVCache(ABC):
         self._capacity = 0
         # Of each row, the positions up to the last that was ever written; with states, up to the one that they are at.
         self._written: list[int] = []
+        # Of each row, the length at which it was let go of what windows had passed, 0 where it is whole.
+        self._settled: list[int] = []
+        self._narrowest = min((tensor.window for tensor in self.tensors if tensor.window), default=0)
 
     @property
     def rows(self) -> int:
@@ -174,6 +184,7 @@ class KVCache(ABC):
         check_growth(self._manifest, held, (rows, capacity), self.device_memory)
         with self._guard("growing the cache"):
             self._grow(rows, capacity)
+        self._settled += [0] * (rows - self.rows)
         self._written += [0] * (rows - self.rows)
         self._capacity = capacity
 
@@ -187,7 +198,7 @@ class KVCache(ABC):
 
     def close(self) -> None:
         """Free everything; the cache then has no rows."""
-        self._written, self._capacity = [], 0
+        self._written, self._settled, self._capacity = [], [], 0
 
     # ------------------------------------------------------------------------------------------------- calls
 
@@ -195,7 +206,7 @@ class KVCache(ABC):
         """The position after the last of ``count`` new tokens of each row, before a call that writes them.
 
         Raises:
-            UsageError: rows or positions that there are not, or a row whose state cannot go back.
+            UsageError: rows or positions that there are not, or a row that cannot go back so far.
         """
         ends = [past + count for past in past_lengths]
         if first_row + len(ends) > self.rows or max(ends) > self._capacity:
@@ -203,6 +214,11 @@ class KVCache(ABC):
                 f"rows {first_row} ... {first_row + len(ends) - 1} up to position {max(ends)} are asked for, "
                 f"the cache has {self.rows} rows of {self._capacity}; reserve room first"
             )
+        if self._lets_go:
+            for row, past in enumerate(past_lengths, first_row):
+                self._check_resumable(row, past)
+                if not past:
+                    self._renew(row)
         return ends
 
     def computed(self, first_row: int, ends: Sequence[int]) -> None:
@@ -213,12 +229,50 @@ class KVCache(ABC):
     def _wrote(self, row: int, end: int) -> None:
         self._written[row] = max(self._written[row], end) if self.can_rewind else end
 
-    def _check_state(self, row: int, position: int) -> None:
-        if not self.can_rewind and position != self._written[row]:
+    def can_resume(self, row: int, position: int) -> bool:
+        """Tell whether a row can go on after its first ``position`` tokens."""
+        if not position:
+            return True
+        return position >= self.whole_from(row) if self.can_rewind else position == self._written[row]
+
+    def _check_resumable(self, row: int, position: int) -> None:
+        if not self.can_resume(row, position):
+            what = "what windows see" if self.can_rewind else "a state"
             raise UsageError(
-                f"row {row} of the cache holds a state after {self._written[row]} tokens, which cannot be had after "
+                f"row {row} of the cache holds {what} after {self._written[row]} tokens, which cannot be had after "
                 f"{position}; feed the row from its first token"
             )
+
+    # ------------------------------------------------------------------------------------------------- windows
+
+    def whole_from(self, row: int) -> int:
+        """The first position of a row from which on every layer has something."""
+        return max(0, self._settled[row] - BACK)
+
+    def is_overdue(self, row: int, end: int) -> bool:
+        """Tell whether windows of a row with ``end`` positions have passed so many that :meth:`let_go` is worth it."""
+        passed = end - max(self._settled[row], self._narrowest + BACK)
+        return self._lets_go and passed >= LET_GO_STEP
+
+    def let_go(self, row: int, end: int) -> None:
+        """Give back the memory of what no window sees from the position ``end`` on, nor from :data:`BACK` before it."""
+        if self.is_overdue(row, end):
+            self._settled[row] = end
+            self._discard(row, self._written[row])
+
+    def _renew(self, row: int) -> None:
+        """A row begins anew: what it held is of no use."""
+        if self._settled[row]:
+            self._discard(row, 0)
+            self._settled[row] = self._written[row] = 0
+
+    def _held_from(self, tensor: CacheTensor, row: int) -> int:
+        """The first position of a row that a tensor holds."""
+        return max(0, self._settled[row] - tensor.window - BACK) if tensor.window else 0
+
+    def _discard(self, row: int, end: int) -> None:
+        """Give back the memory of windows' positions of a row before those held, and of those from ``end`` on."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------- contents
 
@@ -233,10 +287,32 @@ class KVCache(ABC):
         self._check_range(target, start, end)
         if source == target or not end:
             return
-        self._check_state(source, end)
+        self._check_resumable(source, end)
+        if not start:
+            self._renew(target)
         with self._guard("copying in the cache"):
             self._copy(source, target, start, end)
+        self._settled[target] = max(self._settled[source], self._settled[target])
         self._wrote(target, end)
+
+    def swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
+        """Exchange two rows, of each of which so many positions count.
+
+        Raises:
+            UsageError: a row or position that there is not, or a state that is not at its end.
+            ResourceError: no memory is left.
+            GpuError: the GPU failed.
+        """
+        for row, end in ((one, its_end), (other, others_end)):
+            self._check_range(row, 0, end)
+            self._check_resumable(row, end)
+        with self._guard("moving in the cache"):
+            self._swap(one, its_end, other, others_end)
+        self._written[one], self._written[other] = others_end, its_end
+        self._settled[one], self._settled[other] = self._settled[other], self._settled[one]
+        if self._settled[one] or self._settled[other]:
+            self._discard(one, others_end)
+            self._discard(other, its_end)
 
     def form(self, count: int) -> Form:
         """Shape and type of what :meth:`read` gives for ``count`` positions."""
@@ -247,13 +323,14 @@ class KVCache(ABC):
         cache's own layout.
 
         Raises:
-            UsageError: a row or position that there is not, or a state that is not at ``end``.
+            UsageError: a row or position that there is not, that was let go of, or a state that is not at ``end``.
             ResourceError: no memory is left.
             GpuError: the GPU failed.
         """
         self._check_range(row, start, end)
-        if end:
-            self._check_state(row, end)
+        self._check_resumable(row, end)
+        if start < self.whole_from(row):
+            raise UsageError(f"row {row} of the cache let go of position {start}; read from {self.whole_from(row)} on")
         values = np.empty(*self.form(end - start))
         with self._guard("reading the cache"):
             self._read(row, start, end, values)
@@ -278,6 +355,8 @@ class KVCache(ABC):
                 f"cache contents of {values.dtype} {list(values.shape)} are given, expected {dtype} {list(shape)} for "
                 f"{end - start} positions: they come from another bundle"
             )
+        if not start:
+            self._renew(row)
         with self._guard("writing the cache"):
             self._write(row, start, end, values)
         self._wrote(row, end)
@@ -285,6 +364,13 @@ class KVCache(ABC):
     @abstractmethod
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
         """:meth:`copy` between two rows."""
+
+    def _swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
+        """:meth:`swap` of two rows."""
+        kept = np.empty(*self.form(its_end))
+        self._read(one, 0, its_end, kept)
+        self._copy(other, one, 0, others_end)
+        self._write(other, 0, its_end, kept)
 
     @abstractmethod
     def _read(self, row: int, start: int, end: int, values: Values) -> None:

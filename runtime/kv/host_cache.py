@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.bundle import Manifest
 from llmc.errors import ResourceError
 from llmc.runtime.kv.cache import KVCache, Values
 
+LETS_GO = sys.platform == "linux"  # elsewhere pages that are given back may keep what they hold, and their memory
+
 
 class HostCache(KVCache):
-    """A :class:`KVCache` in numpy arrays. Positions that were never written take no memory.
+    """A :class:`KVCache` in numpy arrays. Positions that were never written, or were let go of, take no memory.
+
+    Those that were let go of read as zeros, which attention multiplies with zero where no window sees them.
 
     Attributes:
         arrays: [rows, kv_heads, capacity + spare, head_dim] or [rows, ...] for each of the ``tensors``; others after
@@ -22,20 +27,31 @@ class HostCache(KVCache):
     """
 
     arrays: tuple[NDArray[Any], ...] = ()
+    _pages: tuple[mmap.mmap, ...] = ()  # that the arrays lie in
+
+    def __init__(self, manifest: Manifest, **options: Any) -> None:
+        super().__init__(manifest, **options)
+        self._lets_go = LETS_GO and self._narrowest > 0 and self.can_rewind
 
     def _grow(self, rows: int, capacity: int) -> None:
         # All of the new before anything of the old goes, so a failure changes nothing: fresh pages take no memory.
-        room = [_fresh(tensor.of(rows, capacity + self._manifest.overwritten), self.dtype) for tensor in self.tensors]
+        spare, small = self._manifest.overwritten, self._lets_go
+        found = [
+            _fresh(item.of(rows, capacity + spare), self.dtype, small and item.window > 0) for item in self.tensors
+        ]
         self._forget()
-        before, self.arrays = list(self.arrays), tuple(room)
-        kinds = [tensor.kind for tensor in self.tensors]
+        before, tensors = list(self.arrays), list(self.tensors)
+        room = [array for array, _ in found]
+        self.arrays, self._pages = tuple(room), tuple(pages for _, pages in found)
+        found.clear()
         while before:  # one at a time, whose old memory goes at once
-            old, new, kind = before.pop(), room.pop(), kinds.pop()
-            if kind == "state":
+            old, new, tensor = before.pop(), room.pop(), tensors.pop()
+            if tensor.kind == "state":
                 new[: self.rows] = old
                 continue
             for row, length in enumerate(self._written):
-                new[row, :, :length] = old[row, :, :length]
+                held = slice(self._held_from(tensor, row), length)
+                new[row, :, held] = old[row, :, held]
 
     def begin(self, first_row: int, past_lengths: Sequence[int], count: int) -> list[int]:
         """See :class:`KVCache`; a row that begins anew gets empty states."""
@@ -43,8 +59,7 @@ class HostCache(KVCache):
         if not self.can_rewind:
             rows = list(enumerate(past_lengths, first_row))
             for row, past in rows:
-                if past:
-                    self._check_state(row, past)
+                self._check_resumable(row, past)
             anew = [row for row, past in rows if not past]
             for tensor, array in zip(self.tensors, self.arrays, strict=True):
                 if tensor.kind == "state":
@@ -52,8 +67,34 @@ class HostCache(KVCache):
         return ends
 
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
-        for there, here in zip(self._views(target, start, end), self._views(source, start, end), strict=True):
-            there[...] = here
+        for tensor, array in zip(self.tensors, self.arrays, strict=True):
+            if tensor.kind == "state":
+                array[target] = array[source]
+                continue
+            held = slice(max(start, self._held_from(tensor, source)), end)
+            array[target, :, held] = array[source, :, held]
+
+    def _swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
+        """A tensor at a time, so that little of both rows is held twice."""
+        for tensor, array in zip(self.tensors, self.arrays, strict=True):
+            if tensor.kind == "state":
+                array[[one, other]] = array[[other, one]]
+                continue
+            mine, theirs = (
+                slice(self._held_from(tensor, one), its_end),
+                slice(self._held_from(tensor, other), others_end),
+            )
+            kept = array[one, :, mine].copy()
+            array[one, :, theirs] = array[other, :, theirs]
+            array[other, :, mine] = kept
+
+    def _discard(self, row: int, end: int) -> None:
+        for tensor, array, pages in zip(self.tensors, self.arrays, self._pages, strict=True):
+            if tensor.window:
+                held, (_, heads, capacity, _) = self._held_from(tensor, row), array.shape
+                for head in range(row * heads, (row + 1) * heads):
+                    for first, last in ((0, min(held, end)), (end, capacity)):
+                        _give_back(pages, (head * capacity + first, head * capacity + last), array.strides[2])
 
     def _read(self, row: int, start: int, end: int, values: Values) -> None:
         parts = self._layout.parts(values, end - start)
@@ -75,11 +116,19 @@ class HostCache(KVCache):
     def close(self) -> None:
         """Free everything; the cache then has no rows."""
         super().close()
-        self.arrays = ()
+        self.arrays = self._pages = ()
 
 
-def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Zeros in pages that are taken when written and go back to the system with the array, which a heap may keep."""
+def _give_back(pages: mmap.mmap, positions: tuple[int, int], size: int) -> None:
+    """Give back the whole pages among positions of ``size`` bytes each; they are zeros then."""
+    first, last = -(-positions[0] * size // mmap.PAGESIZE), positions[1] * size // mmap.PAGESIZE
+    if first < last:
+        pages.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+
+
+def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any], pieces: bool) -> tuple[NDArray[Any], mmap.mmap]:
+    """Zeros, and the pages that they lie in: these are taken when written, and go back to the system with the array or,
+    with ``pieces``, before."""
     count = math.prod(shape)
     size = max(1, count * dtype.itemsize)
     try:
@@ -92,4 +141,6 @@ def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
             f"growing the cache ran out of memory ({size} bytes for one tensor); use a smaller --max-context or a "
             "smaller model"
         ) from error
-    return np.frombuffer(pages, dtype, count).reshape(shape)
+    if pieces and hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge one would be taken whole again
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype, count).reshape(shape), pages

@@ -142,12 +142,13 @@ class PrefixCache:
         finally:
             self._unpin(path)
 
-    def insert(self, tokens: Sequence[int], read: Read) -> int:
+    def insert(self, tokens: Sequence[int], read: Read, whole_from: int = 0) -> int:
         """Keep the whole blocks of ``tokens`` that memory has room for, and have them written to disk.
 
         Args:
             read: gives the blocks of a span of positions, which nobody changes any more; called once, and only if a
                 block is missing.
+            whole_from: the first position that it can read; where blocks before it are missing, nothing is added.
 
         Returns:
             How many leading tokens are cached now.
@@ -156,8 +157,8 @@ class PrefixCache:
         path = self._path(hashes)
         self._pin(path)
         try:
-            if missing := hashes[len(path) : len(path) + self._room()]:
-                start = len(path) * self.block
+            start = len(path) * self.block
+            if (missing := hashes[len(path) : len(path) + self._room()]) and start >= whole_from:
                 path += self._add(missing, read(start, start + len(missing) * self.block))
             self._use(path)
             if self._store is not None and path:

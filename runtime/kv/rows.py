@@ -82,9 +82,9 @@ class Rows(Generic[_S]):
         self._swap(slot, self._decoding)
 
     def can_fork(self, parent: _S, cached: int) -> bool:
-        """Tell whether a row with the first ``cached`` positions of ``parent`` can be had: all of them, or any if the
-        cache can go back."""
-        return cached == parent.cached or self._cache.can_rewind
+        """Tell whether a row with the first ``cached`` positions of ``parent`` can be had: all of them, or as far as
+        the cache can go back."""
+        return cached == parent.cached or self._cache.can_resume(parent.row, cached)
 
     def fork(self, parent: _S, child: _S, cached: int) -> None:
         """Give ``child`` a decoding row with the first ``cached`` positions of ``parent``, which decodes."""
@@ -140,9 +140,7 @@ class Rows(Generic[_S]):
             return
         here = slot.row
         with moving():
-            kept = self._cache.read(here, 0, slot.cached)
-            self._cache.copy(row, here, 0, other.cached)
-            self._cache.write(row, 0, slot.cached, kept)
+            self._cache.swap(here, slot.cached, row, other.cached)
         self._order[here], self._order[row] = other, slot
         slot.row, other.row = row, here
 

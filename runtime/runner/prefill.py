@@ -88,10 +88,8 @@ class SingleRunner:
             graph: which one computes: decode's where that stands in for prefill's.
         """
         self.reserve(len(prompt))
-        chunks = prefill(
-            lambda call: self.session.run(replace(call, phase=graph)), Slot(prompt, row=0), chunk or self.prefill_chunk
-        )
-        *_, logits = chunks
+        size = chunk or self.prefill_chunk
+        *_, logits = prefill(lambda call: self._run(replace(call, phase=graph)), Slot(prompt, row=0), size)
         return logits[None]
 
     def prefill_beside(self, other: Sequence[int], prompt: Sequence[int]) -> Floats:
@@ -110,12 +108,12 @@ class SingleRunner:
         self.reserve(position + 1)
         self._step.input_ids[0, 0] = token
         self._step.past_lengths[0] = position
-        return self.session.run(self._step)
+        return self._run(self._step)
 
     def logits(self, ids: Sequence[int], phase: Phase = Phase.PREFILL) -> Floats:
         """Logits after every token of ``ids`` [n, V], through the path that ``phase`` names."""
         self.reserve(len(ids))
-        parts = prefill(self.session.run, Slot(ids, row=0), self.prefill_chunk, every=True, phase=phase)
+        parts = prefill(self._run, Slot(ids, row=0), self.prefill_chunk, every=True, phase=phase)
         return np.concatenate([logits.copy() for logits in parts])
 
     def reserve(self, positions: int) -> None:
@@ -128,3 +126,8 @@ class SingleRunner:
         if positions > self.max_context:
             raise RequestError(f"position {positions} is asked for, the context holds {self.max_context}")
         self.session.cache.grow(1, positions, self.max_context)
+
+    def _run(self, call: Batch) -> Floats:
+        logits: Floats = self.session.run(call)
+        self.session.cache.let_go(0, int(call.past_lengths[0]) + call.input_ids.shape[1])
+        return logits

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmc.errors import UsageError, written
+from llmc.runtime.api import DRAFT_WORDS
 from llmc.strict import read_bytes
 
 if sys.version_info >= (3, 11):
@@ -110,10 +111,11 @@ class ServerConfig:
     determinism: Literal["fast", "batch", "strict"] = _setting(
         MODELS, "fast", "What tokens may depend on beside the request: see Determinism in the reference."
     )
-    draft: str | None = _setting(
+    draft: str = _setting(
         MODELS,
-        None,
-        "Who guesses tokens ahead: 'lookup', or the folder of a bundle with the same tokenizer; default: nobody.",
+        "auto",
+        "Who guesses tokens ahead: 'lookup', a bundle with the same tokenizer, 'none', or 'auto': 'lookup' where it "
+        "changes no answer.",
     )
     prefix_cache_bytes: int | None = _setting(
         MODELS,
@@ -345,7 +347,7 @@ def _beside(path: Path, setting: Setting, value: Any) -> Any:
         return {name: path.parent / folder for name, folder in value.items()}
     if setting.kind == "path":
         return path.parent / value
-    if setting.name == "draft" and value != "lookup":
+    if setting.name == "draft" and value not in DRAFT_WORDS:
         return str(path.parent / value)
     return value
 

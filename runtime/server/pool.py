@@ -53,7 +53,8 @@ class ModelState:
     Attributes:
         phase: ``ready`` while one serves, also while another one is loaded beside it.
         reason: why the last attempt to load or to swap failed; None where it did not.
-        memory: bytes of the plan that it holds; of a single model, which has no plan, those that it needs at least.
+        memory: bytes that it takes now, by its bundle's plan and the present size of its caches.
+        promised: bytes of the plan of all models that it may grow to; 0 of a single model, which has no such plan.
         users: requests that hold it.
         draining: bundles that were swapped out and finish their requests.
         loads: how often it was loaded.
@@ -62,6 +63,7 @@ class ModelState:
     phase: Phase
     reason: str | None
     memory: int
+    promised: int
     users: int
     draining: int
     loads: int
@@ -73,11 +75,16 @@ class _Loaded:
 
     model: Model
     memory: int
-    least: int
+    draft: int
     published: tuple[int, ...] | None
     users: int = 0
     used: int = 0
     retired: bool = False
+
+    @property
+    def held(self) -> int:
+        """Bytes that it takes now, and a draft model at its largest."""
+        return self.model.planned_bytes + self.draft
 
 
 @dataclass(frozen=True)
@@ -317,12 +324,11 @@ class ModelPool:
                 _hide(error, "the draft", self._options.get("draft"))
             raise
         known = published if publication(folder) == published else None
-        loaded = _Loaded(model, self._taken.pop(key, 0), need.least + need.draft, known)
+        loaded = _Loaded(model, self._taken.pop(key, 0), need.draft, known)
         self._taken[loaded] = loaded.memory
         loaded.used = next(self._clock)
         took = round(time.monotonic() - started, 3)
-        shown = loaded.memory or loaded.least
-        event(log, "model loaded", model=place.name, bundle=str(folder), memory=shown, duration_s=took)
+        event(log, "model loaded", model=place.name, bundle=str(folder), memory=loaded.held, duration_s=took)
         return loaded
 
     async def _loaded(self, place: _Place, folder: Path, manifest: Manifest, memory: int | None) -> Model:
@@ -641,7 +647,8 @@ def _state(place: _Place) -> ModelState:
     return ModelState(
         phase,
         None if failure is None else _reason(failure.error),
-        sum(loaded.memory or loaded.least for loaded in held),
+        sum(loaded.held for loaded in held),
+        sum(loaded.memory for loaded in held),
         sum(loaded.users for loaded in held),
         len(place.former),
         place.loads,

@@ -48,6 +48,7 @@ def emulated(manifest: Manifest) -> Manifest:
         weights=EMULATED_BYTES * manifest.source.parameters,
         workspace=manifest.device.workspace,
         cache_per_token=manifest.device.cache_per_token,
+        window_per_token=0,
     )
     target = Target(manifest.target.name, "onnxruntime", manifest.target.engine_version, EMULATOR)
     return replace(manifest, target=target, memory=memory, device=None)

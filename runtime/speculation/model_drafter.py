@@ -92,7 +92,8 @@ class ModelDrafter:
             return []
         # One or two tokens, as after an accepted proposal, are fed in steps.
         phase = Phase.DECODE if len(tokens) - sequence.cached <= STEPS else Phase.PREFILL
-        *_, logits = prefill(self._session.run, sequence, self._chunk, phase=phase)
+        for logits in prefill(self._session.run, sequence, self._chunk, phase=phase):  # noqa: B007  # the last ones
+            self._session.cache.let_go(sequence.row, sequence.cached)
         while True:
             token = int(logits[-1, : self._vocab_size].argmax())
             if len(sequence.drafts) == count - 1:

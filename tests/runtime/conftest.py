@@ -156,6 +156,23 @@ class Tokens:
         self.check(row, start, end)
         self.tokens[row, start:end] = values
 
+    def swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
+        self.check(one, 0, others_end)
+        self.check(other, 0, its_end)
+        self.tokens[[one, other]] = self.tokens[[other, one]]
+
+    def can_resume(self, row: int, position: int) -> bool:
+        return self.can_rewind
+
+    def is_overdue(self, row: int, end: int) -> bool:
+        return False
+
+    def let_go(self, row: int, end: int) -> None:
+        pass
+
+    def whole_from(self, row: int) -> int:
+        return 0
+
     def check(self, row: int, start: int, end: int) -> None:
         assert 0 <= row < self.rows and 0 <= start <= end <= self.capacity, (row, start, end, self.tokens.shape)
 

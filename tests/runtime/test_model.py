@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.bundle import Manifest
+from llmc.bundle import Invariance, Manifest
 from llmc.errors import RequestError, UsageError
 from llmc.runtime import Model, load
-from llmc.runtime.api.options import EngineOptions
+from llmc.runtime.api.options import Determinism, EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.kv.host_cache import HostCache
-from llmc.runtime.model import make_engine
+from llmc.runtime.model import drafts_keep_bits, make_engine
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
@@ -448,3 +448,19 @@ def test_what_goes_back_is_refused_for_a_model_whose_layers_keep_states(
     engine = make_engine(model, EngineOptions(), None)
     assert engine.prefixes is None
     engine.close()
+
+
+def test_drafts_come_by_themselves_where_they_leave_the_bits(manifest: Manifest):
+    fast, batch, strict = Determinism.FAST, Determinism.BATCH, Determinism.STRICT
+    decode = replace(manifest.graphs["decode"], invariance=Invariance(1, 2, 1, True))
+    alike = replace(manifest, graphs={"decode": decode})
+    split = replace(manifest, graphs={"decode": decode, "prefill": replace(decode, file="prefill.onnx")})
+    assert [drafts_keep_bits(alike, level) for level in (fast, batch, strict)] == [True, False, True]
+    assert [drafts_keep_bits(split, level) for level in (fast, batch, strict)] == [False, False, True]
+    assert not drafts_keep_bits(manifest, fast)  # nothing is known of its graph
+
+
+@pytest.mark.parametrize(("level", "draft"), [("strict", "lookup"), ("fast", None), ("batch", None)])
+def test_auto_says_what_it_came_to(tiny_bundle: Path, level: str, draft: str | None):
+    with load(tiny_bundle, self_test=False, draft="auto", determinism=level) as model:
+        assert model.engine.options.draft == draft

@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import Message
 
 from llmc.bundle import read_bundle
+from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.server.config import ServerConfig, read_config
 from llmc.runtime.server.errors import ApiError
@@ -113,7 +114,7 @@ def _absolute(config: ServerConfig) -> ServerConfig:
     return replace(
         config,
         prefix_cache_folder=None if folder is None else folder.absolute(),
-        draft=draft if draft in (None, "lookup") else str(Path(draft).absolute()),
+        draft=draft if draft in DRAFT_WORDS else str(Path(draft).absolute()),
     )
 
 

@@ -10,7 +10,7 @@ from doubles.geometries import uniform
 
 from llmc.bundle import Budget, Limits, Recipe, read_bundle
 from llmc.errors import ResourceError
-from llmc.inventory import Linear
+from llmc.inventory import BACK, LET_GO_STEP, Linear
 from llmc.optimize.build import build
 from llmc.optimize.lower.context import Float16, Float32, PerToken, WeightOnly
 from llmc.optimize.plan.memory import BLOCK_COPIES, memory_plan, plan_build, stored_bytes, weight_bytes
@@ -76,7 +76,7 @@ def test_a_bundles_plan_follows_the_formula():
     assert found.cache_per_token == 24576
     assert found.workspace == 256 * (6 * 4864 + 8 * 896) * 4
     assert found.workspace_per_token == 4 * (14 * 256 + 2 * 64)
-    assert found.embedding == 2 * 151936 * 7 * (64 + 4)
+    assert found.embedding == 151936 * 7 * (64 + 4)  # both graphs map the same bytes
     assert found.logits == 3 * 4 * 151936
     assert found.tokenizer == 13_000_000
     assert found.weights == sum(weight_bytes(Q05, recipe(precision="int4"), BLOCK_COPIES).values())
@@ -87,9 +87,18 @@ def test_a_cache_of_integers_takes_a_quarter():
     assert small.cache_per_token == 24576 // 4
 
 
+def test_layers_with_a_window_count_no_more_than_a_row_holds_of_them():
+    windows = tuple(0 if (i + 1) % 6 == 0 else 512 for i in range(18))  # Gemma 3 270M
+    gemma = uniform("gemma3_text", 18, 640, 2048, 4, 1, 256, 262144, 32768, True, windows)
+    found = memory_plan(gemma, LIMITS, recipe(), 0)
+    held = 512 + BACK + LET_GO_STEP + 256  # and a chunk
+    assert found.parts(32768, 2)["cache"] == 2 * 2048 * (3 * 32768 + 15 * held)
+    assert found.parts(100)["cache"] == 2048 * 18 * 100
+
+
 def test_an_untied_embedding_keeps_eight_bits():
     untied = memory_plan(replace(Q05, tied_head=False), LIMITS, recipe(precision="int4"), 0)
-    assert untied.embedding == 2 * 151936 * 7 * (128 + 4)
+    assert untied.embedding == 151936 * 7 * (128 + 4)
 
 
 # ------------------------------------------------------------------------------------------------------------ builds

@@ -40,6 +40,11 @@ def test_what_is_out_of_range_or_contradicts_is_refused_by_name(options: dict[st
         EngineOptions(**options)
 
 
+def test_drafts_may_be_switched_off_by_name_and_auto_suits_every_level():
+    assert EngineOptions(draft="none").draft is None
+    assert all(EngineOptions(draft="auto", determinism=level).draft == "auto" for level in Determinism)
+
+
 def test_a_level_may_be_named_or_given():
     assert EngineOptions(determinism="strict").determinism is Determinism.STRICT
     assert EngineOptions(determinism=Determinism.BATCH).determinism is Determinism.BATCH

@@ -81,17 +81,16 @@ def run(context: int, batch: int = 1) -> MemoryEstimate:
 
 
 def test_the_parts_follow_the_formula():
-    # 300 tokens take two steps of 256
     assert run(300, 2).parts == {
         "engine": 60 * MB,
         "tokenizer": 5 * MB,
         "weights": 100 * MB,
         "embedding": 30 * MB,
-        "cache": 10_000 * 512 * 2,
-        "workspace": 20 * MB + 2_000 * 512,
+        "cache": 10_000 * 300 * 2,
+        "workspace": 20 * MB + 2_000 * 300,
         "logits": 2 * MB,
     }
-    assert run(300, 2).total == FIXED + 1 * MB + (2 * 10_000 + 2_000) * 512
+    assert run(300, 2).total == FIXED + 1 * MB + (2 * 10_000 + 2_000) * 300
     assert plan_run(PLAN, LIMITS).context == 8192
 
 
@@ -105,12 +104,12 @@ def test_what_fits_exactly_fits_and_a_byte_less_does_not(tmp_path: Path):
 
 
 def test_a_refusal_names_every_number_and_what_would_fit(tmp_path: Path):
-    # Needed: 217 + 22,000 x 1024 = 239.528 MB; in 230 MB there is room for 512 tokens x 2, and 1,024 x 1 (228.288 MB).
+    # Needed: 217 + 22,000 x 1024 = 239.528 MB; in 230 MB there is room for 590 tokens x 2, and 1,024 x 1 (228.288 MB).
     with pytest.raises(ResourceError) as refused:
         run(1024, 2).check(tmp_path, 230 * MB)
     assert str(refused.value) == (
         f"{tmp_path}: to run it needs 240 MB (60 engine, 5 tokenizer, 100 weights, 30 embedding, 20 cache, "
-        "22 workspace, 2 logits), 230 MB are available, 10 MB are missing; a context of 512 tokens fits with a batch "
+        "22 workspace, 2 logits), 230 MB are available, 10 MB are missing; a context of 590 tokens fits with a batch "
         "of 2, a batch of 1 fits with a context of 1024: lower them, free memory or use a smaller precision"
     )
 

@@ -12,7 +12,7 @@ import pytest
 
 from llmc.bundle import Limits, Manifest
 from llmc.errors import RequestError, ResourceError, UsageError
-from llmc.inventory import Cache
+from llmc.inventory import BACK, Cache
 from llmc.runtime.kv import host_cache as module
 from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.kv.rows import Rows, TornError
@@ -181,11 +181,11 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: 
     assert (cache.rows, cache.capacity) == (3, 32)
     calls: list[int] = []
 
-    def fails(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def fails(shape: tuple[int, ...], dtype: Any, pieces: bool) -> tuple[np.ndarray, Any]:
         calls.append(1)
         if len(calls) == 3:
             raise ResourceError("no pages")
-        return np.zeros(shape, dtype)
+        return np.zeros(shape, dtype), None
 
     cache.write(0, 0, 4, given := numbers(4 * POSITION))
     with monkeypatch.context() as patch:
@@ -364,3 +364,71 @@ def test_a_fork_from_an_earlier_position_says_why_it_cannot_be(made: Made):
     assert rows.can_fork(parent, 3) and not rows.can_fork(parent, 2)
     with pytest.raises(TornError, match="a state after 3 tokens, which cannot be had after 2"):
         rows.fork(parent, Held([]), 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- windows
+
+# A page holds 32 positions of one head, so that pages are given back that lie within a head.
+WINDOWED = (Cache("0", "kv", (1, 32), 0), Cache("1", "kv", (2, 32), 8))
+needs_pages = pytest.mark.skipif(not module.LETS_GO, reason="pages that are given back keep what they hold here")
+
+
+def fill(cache: HostCache, row: int, tokens: Sequence[int], past: int = 0) -> None:
+    ends = cache.begin(row, [past], len(tokens))
+    for array in cache.arrays:
+        array[row, :, past : past + len(tokens)] = np.array(tokens)[:, None]
+    cache.computed(row, ends)
+
+
+def seen(cache: HostCache, row: int, end: int) -> list[list[int]]:
+    """What a query at ``end`` sees of each layer."""
+    keys = ((array[row, -1], tensor.window) for array, tensor in zip(cache.arrays, cache.tensors, strict=True))
+    return [key[max(0, end - window) if window else 0 : end, 0].tolist() for key, window in keys]
+
+
+@needs_pages
+def test_memory_that_windows_have_passed_is_given_back_and_what_they_see_stays(made: Made):
+    cache, text = made(WINDOWED), list(range(1, 513))
+    cache.reserve(3, 1024)
+    fill(cache, 0, text)
+    expected = seen(cache, 0, 512)
+    cache.let_go(0, 512)
+    assert seen(cache, 0, 512) == expected
+    assert (
+        seen(cache, 0, 512 - BACK)
+        == [key[: len(key) - BACK] for key in expected[:2]] + [list(range(512 - BACK - 7, 512 - BACK + 1))] * 2
+    )
+    assert not cache.arrays[2][0, :, :384].any()
+    cache.copy(0, 1, 0, 512)
+    fill(cache, 2, [9, 9])
+    cache.swap(2, 2, 1, 512)
+    cache.reserve(4, 2048)
+    assert seen(cache, 2, 512) == seen(cache, 0, 512) == expected
+    assert seen(cache, 1, 2) == [[9, 9]] * 4
+    assert not any(array[row, :, :384].any() for array in cache.arrays[2:] for row in (0, 2))
+    fill(cache, 2, [5] * 20)  # anew, in the same row
+    assert (cache.whole_from(2), seen(cache, 2, 20)) == (0, [[5] * 20] * 2 + [[5] * 8] * 2)
+    assert not cache.arrays[2][2, :, 32:].any()
+
+
+@needs_pages
+def test_what_was_let_go_of_is_refused(made: Made):
+    cache = made(WINDOWED)
+    cache.reserve(3, 1024)
+    fill(cache, 0, [7] * 512)
+    cache.let_go(0, 300)  # not enough yet that windows have passed
+    assert cache.can_resume(0, 1)
+    cache.let_go(0, 512)
+    assert (cache.whole_from(0), cache.can_resume(0, 512 - BACK)) == (512 - BACK, True)
+    with pytest.raises(UsageError, match="holds what windows see after 512 tokens, which cannot be had after 100"):
+        cache.begin(0, [100], 1)
+    with pytest.raises(UsageError, match="let go of position 0; read from 448 on"):
+        cache.read(0, 0, 512)
+    assert cache.read_blocks(0, 32, 448, 512)
+
+
+@pytest.mark.parametrize("caches", [RAGGED[:1], WINDOWED], ids=["no window", "where pages stay"])
+def test_nothing_is_let_go_of(made: Made, monkeypatch: pytest.MonkeyPatch, caches: Sequence[Cache]):
+    monkeypatch.setattr(module, "LETS_GO", False)
+    cache = made(caches)
+    assert not cache.is_overdue(0, 1 << 20)

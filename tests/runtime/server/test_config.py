@@ -30,7 +30,8 @@ class TestFile:
         config = read_config(path)
         assert config.keys_file == tmp_path / "keys.toml" and config.tls_cert == Path("/etc/c")
         assert config.draft == str(tmp_path / "small")
-        assert read_config(written(tmp_path, 'draft = "lookup"')).draft == "lookup"
+        for word in ("auto", "lookup", "none"):
+            assert read_config(written(tmp_path, f'draft = "{word}"')).draft == word
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -105,6 +106,7 @@ class TestSettings:
     def test_give_the_arguments_of_load_that_were_given(self):
         assert ServerConfig(max_queue=3, memory=10**9).load_options == {
             "determinism": "fast",
+            "draft": "auto",
             "max_queue": 3,
             "default_max_tokens": ANY_TOKENS,
         }

@@ -21,7 +21,7 @@ def test_it_is_alive_and_ready(http: httpx.Client):
 
 
 def test_it_says_which_models_of_the_start_are_loading():
-    never: dict[str, Any] = {"reason": None, "memory": 0, "users": 0, "draining": 0, "loads": 0}
+    never: dict[str, Any] = {"reason": None, "memory": 0, "promised": 0, "users": 0, "draining": 0, "loads": 0}
     states = {"first": ModelState("unloaded", **never), "second": ModelState("loading", **never)}
     pool: Any = SimpleNamespace(names=tuple(states), states=lambda: states, lost=None)
     config = ServerConfig(models={name: Path(name) for name in states}, warm=("second",))

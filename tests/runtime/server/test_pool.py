@@ -31,6 +31,7 @@ class Loaded:
         self.folder, self.manifest, self.memory, self.options = folder, manifest, memory, options
         self.closed = threading.Event()
         self.engine = self.chat_template = object()
+        self.planned_bytes = manifest.memory.total(0)
 
     def close(self, drain: bool = False) -> None:
         self.closed.set()
@@ -265,6 +266,8 @@ class TestMemory:
             pool = make("ab", memory=10 * SIZE, **more)
             await use(pool, "a", "b")
             assert [model.memory for model in loader.loaded] == [5 * SIZE, 5 * SIZE]
+            state = pool.states()["a"]
+            assert (state.memory, state.promised) == (SIZE, 5 * SIZE)
             await use(make("ab", memory=10 * SIZE), "a")
             assert loader.loaded[-1].memory == SIZE
 
