@@ -216,7 +216,7 @@ class Scheduler:
         limit = len(sequence.context) - 2
         if self._prefixes is None or limit < self._prefixes.block or sequence.group.wants_prompt:
             return
-        with self._prefixes.match(sequence.context, limit) as match:
+        with self._prefixes.match(sequence.context, limit, sequence.request.request.prefix_scope) as match:
             for i, values in enumerate(match.blocks):
                 start = i * self._prefixes.block
                 self._cache.write(sequence.row, start, start + self._prefixes.block, values)
@@ -325,7 +325,7 @@ class Scheduler:
         """Put the first ``length`` positions of a sequence into the prefix cache."""
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
-            self._prefixes.insert(sequence.context[:length], read)
+            self._prefixes.insert(sequence.context[:length], read, sequence.request.request.prefix_scope)
 
     def drop(self, request: RequestState) -> None:
         """Take a request out of the queue and off its rows."""
