@@ -73,10 +73,11 @@ class Service:
             ApiError: 404, there is no such model; 403, the client's key is not for it.
         """
         known = self.names
-        asked = known[0] if asked is None and known else asked
-        if asked is None or asked not in self.pool.names:
-            found = "no model is named" if asked is None else f"the model {asked[:100]!r} is not here"
-            said = f"{found}, expected {', '.join(known) or 'a key that is for one of those here'}"
+        if asked is None and not known:
+            raise ApiError(403, "the key is for none of the models here; use another one", code="model_not_allowed")
+        asked = known[0] if asked is None else asked
+        if asked not in self.pool.names:
+            said = f"the model {asked[:100]!r} is not here, expected {', '.join(known) or 'another key'}"
             raise ApiError(404, said, param="model", code="model_not_found")
         check_model(asked)
         return asked

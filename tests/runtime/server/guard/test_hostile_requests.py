@@ -78,7 +78,7 @@ class TestKeys:
         assert {route for route, status in found.items() if status != 401} == {("/health", "get")}
 
     def test_are_for_their_models_alone(self, alice: httpx.Client):
-        answer = alice.post(CHAT, json=chat(), headers=BOB)
+        answer = alice.post(CHAT, json=chat(model="tiny"), headers=BOB)
         assert answer.status_code == 403 and answer.json()["error"]["type"] == "permission_error"
         assert answer.json()["error"]["message"] == "the key 'bob' is not for the model 'tiny', expected other"
         assert alice.get("/v1/models/tiny", headers=BOB).status_code == 403
